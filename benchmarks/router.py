@@ -1,0 +1,198 @@
+"""Makespan and prefix hits of routing policies, and what one decision costs.
+
+Four fixed workloads on the simulated engine, one replica at half speed, 8 and 64 replicas, 20
+seeds: every strategy of ours, verl's policy and those of smg, the SGLang model gateway. No policy
+is told which replica is slow. A makespan is given as a multiple of the lower bound max(work ÷
+capacity, longest trajectory alone), which nothing can reach: a batch as large as full capacity
+needs slows every trajectory down, and not all trajectories are admitted at once. Intervals are
+95 %, over the seeds.
+
+The engines are the simulated engine's own batching code, driven by a heap of events. A first run of
+each workload is repeated on `SimulatedCore` itself in virtual time, and both must agree.
+
+The last line is the result as JSON: `us_per_decision_256`, and for each workload and policy
+`makespan_over_bound` and `prefix_hit`.
+
+    python benchmarks/router.py [--seeds 20] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import json
+import math
+import os
+import statistics
+import sys
+import time  # noqa: TID251  (what is measured here is CPU time)
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from routing.ours import STRATEGIES, Ours
+from routing.peers import PEERS
+from routing.simulation import Outcome, Simulation, lower_bound_s
+from routing.virtual import run_in_virtual_time
+from routing.workloads import WORKLOADS, sessions_of
+
+from rollout.engine.core import EngineLoad
+from rollout.engine.routing import Router
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DEFAULT = STRATEGIES[0]
+SIZES = (8, 64)
+POLICIES: dict[str, Callable[[int, int], Any]] = {
+    **{name: functools.partial(Ours, name) for name in STRATEGIES},
+    **PEERS,
+}
+#: Of the cost of a decision: replicas, requests in flight on each, decisions of a run, runs.
+REPLICAS, DEPTH, DECISIONS, RUNS = 256, 8, 8192, 15
+
+
+def us_per_decision() -> float:
+    """Median over runs of the CPU microseconds of one `assign`, first turns and later ones.
+
+    Between the runs everything is released, so that each begins with the same load.
+    """
+    router = Router()
+    names = [f"engine-{number}" for number in range(REPLICAS)]
+    for name in names:
+        router.add(name, 4096, now=0.0)
+    requests = [(f"{number}", f"{number // 16}") for number in range(REPLICAS * DEPTH)]
+    assign, now, costs = router.assign, 0.0, []
+    for run in range(RUNS):
+        held = []
+        start = time.process_time()
+        for index in range(DECISIONS):
+            session, group = requests[index % len(requests)]
+            held.append(
+                assign(session, group_id=group, prompt_tokens=2048, max_new_tokens=4096, now=now)
+            )
+        costs.append((time.process_time() - start) / DECISIONS * 1e6)
+        now += 1.0
+        for name in names:
+            running = DECISIONS // REPLICAS
+            load = EngineLoad(running=running, generated_tokens=1000 * run, measured_at_s=now)
+            router.report(name, load, now=now)
+        for dispatch in held:
+            assert dispatch is not None
+            router.release(dispatch, generated=200, now=now)
+        if run % 2:  # every other run places new trajectories
+            for session, _ in requests:
+                router.forget(session)
+    return statistics.median(costs)
+
+
+def run_all(job: tuple[str, int, int]) -> tuple[str, int, dict[str, tuple[float, Outcome]]]:
+    """Every policy on the same trajectories; makespans as multiples of the lower bound."""
+    workload, replicas, seed = job
+    sessions = sessions_of(workload, replicas, seed)
+    bound = lower_bound_s(sessions, replicas)
+    results = {}
+    for name, make in POLICIES.items():
+        gc.disable()  # a run makes and frees a million small objects; collected between runs
+        outcome = Simulation(sessions, replicas, make(replicas, seed)).run()
+        gc.enable()
+        gc.collect()
+        results[name] = outcome.makespan_s / bound, outcome
+    return workload, replicas, results
+
+
+def check_simulation() -> float:
+    """Largest relative difference between the short cut and the engine in virtual time."""
+    replicas, differences = SIZES[0], []
+    for workload in WORKLOADS:
+        sessions = sessions_of(workload, replicas, 0)
+        quick = Simulation(sessions, replicas, POLICIES[DEFAULT](replicas, 0)).run()
+        full = run_in_virtual_time(sessions, replicas, POLICIES[DEFAULT](replicas, 0))
+        differences += [
+            abs(quick.makespan_s / full.makespan_s - 1),
+            abs(quick.prefix_hit / full.prefix_hit - 1),
+        ]
+    return max(differences)
+
+
+def summary(values: list[float]) -> tuple[float, float]:
+    """Mean and half of its 95 % interval, by the normal distribution."""
+    spread = statistics.stdev(values) if len(values) > 1 else math.nan
+    return statistics.fmean(values), 1.96 * spread / math.sqrt(len(values))
+
+
+def table(runs: dict[str, list[tuple[float, Outcome]]]) -> dict[str, dict[str, float]]:
+    """What is reported of each policy on one workload."""
+    rows = {}
+    for name, results in runs.items():
+        ratio, ratio_ci = summary([ratio for ratio, _ in results])
+        hit, hit_ci = summary([outcome.prefix_hit for _, outcome in results])
+        rows[name] = {
+            "makespan_over_bound": round(ratio, 4),
+            "makespan_ci95": round(ratio_ci, 4),
+            "prefix_hit": round(hit, 4),
+            "prefix_hit_ci95": round(hit_ci, 4),
+            "moves": statistics.fmean(outcome.moves for _, outcome in results),
+        }
+    return rows
+
+
+def show(title: str, rows: dict[str, dict[str, float]]) -> None:
+    """A workload's table, the fastest policy first."""
+    print(f"\n{title:34}makespan ÷ bound     prefix hits      moves")
+    for name, row in sorted(rows.items(), key=lambda item: item[1]["makespan_over_bound"]):
+        mark = "*" if name in STRATEGIES else " "
+        print(
+            f"  {mark} {name:28} {row['makespan_over_bound']:7.3f} ± {row['makespan_ci95']:.3f}"
+            f"     {row['prefix_hit']:.3f} ± {row['prefix_hit_ci95']:.3f}  {row['moves']:8.0f}"
+        )
+
+
+def compare(seeds: int, sizes: tuple[int, ...]) -> dict[str, dict[str, dict[str, float]]]:
+    """All workloads, sizes and policies, on all cores."""
+    largest_first = [(name, size) for size in reversed(sizes) for name in WORKLOADS]
+    jobs = [(name, size, seed) for name, size in largest_first for seed in range(seeds)]
+    runs: dict[tuple[str, int], dict[str, list[tuple[float, Outcome]]]] = {}
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for done, (name, size, results) in enumerate(pool.map(run_all, jobs), 1):
+            kept = runs.setdefault((name, size), defaultdict(list))
+            for policy, result in results.items():
+                kept[policy].append(result)
+            print(f"\r{done} of {len(jobs)}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return {f"{name}_{size}": table(runs[name, size]) for size in sizes for name in WORKLOADS}
+
+
+def main() -> None:
+    """Measure, print tables, and the result as the last line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=20, help="runs of each workload")
+    parser.add_argument("--quick", action="store_true", help="3 seeds, 8 replicas")
+    options = parser.parse_args()
+    cost = us_per_decision()
+    print(f"a decision among {REPLICAS} replicas: {cost:.2f} µs of CPU")
+    difference = check_simulation()
+    print(f"SimulatedCore in virtual time differs by {difference:.2%} at most")
+    if difference > 0.01:
+        sys.exit("the short cut is not the simulated engine any more")
+    seeds, sizes = (3, SIZES[:1]) if options.quick else (options.seeds, SIZES)
+    workloads = compare(seeds, sizes)
+    over_best = {}
+    for title, rows in workloads.items():
+        show(title, rows)
+        best = min(row["makespan_over_bound"] for row in rows.values())
+        over_best[title] = round(rows[DEFAULT]["makespan_over_bound"] / best, 4)
+    print(f"\n{DEFAULT} over the best of each: {over_best}")
+    result = {
+        "us_per_decision_256": round(cost, 3),
+        "virtual_time_difference": difference,
+        "seeds": seeds,
+        f"{DEFAULT}_over_best": over_best,
+        "workloads": workloads,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

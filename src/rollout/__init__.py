@@ -1,0 +1,122 @@
+"""Token-exact training data for agentic reinforcement learning.
+
+Names are imported on first use, so that ``import rollout`` stays cheap: engine processes, which
+may run in an environment with little installed, pay only for what they touch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollout.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from rollout.agents import AgentContext, AgentLoop, register_agent
+    from rollout.batch import RolloutBatch, collate
+    from rollout.blocking import BlockingRollout, open_rollout_blocking
+    from rollout.config import (
+        AgentConfig,
+        CustomEngine,
+        HttpEngine,
+        InProcessPlacement,
+        LengthsConfig,
+        LimitsConfig,
+        LocalProcessPlacement,
+        ModelConfig,
+        RayPlacement,
+        RolloutConfig,
+        RouterConfig,
+        SamplingConfig,
+        SchedulingConfig,
+        SGLangEngine,
+        SimulatedEngine,
+        ToolsConfig,
+        TransformersEngine,
+        config_from_dict,
+        dump_config,
+        load_config,
+    )
+    from rollout.errors import (
+        AgentError,
+        ChannelError,
+        ConfigError,
+        EngineError,
+        LimitExceeded,
+        PromptError,
+        RolloutError,
+        TemplateError,
+        ToolError,
+    )
+    from rollout.interactions import Interaction, InteractionTurn
+    from rollout.runtime import RolloutRuntime, open_rollout
+    from rollout.tools import Tool, ToolResult, ToolSession, function_tool
+    from rollout.types import (
+        Cause,
+        InvalidToolCall,
+        Message,
+        Outcome,
+        Prompt,
+        Reward,
+        ToolCall,
+        Trajectory,
+    )
+
+_HOMES = {
+    "rollout.agents": ("AgentContext", "AgentLoop", "register_agent"),
+    "rollout.batch": ("RolloutBatch", "collate"),
+    "rollout.blocking": ("BlockingRollout", "open_rollout_blocking"),
+    "rollout.config": (
+        "AgentConfig",
+        "CustomEngine",
+        "HttpEngine",
+        "InProcessPlacement",
+        "LengthsConfig",
+        "LimitsConfig",
+        "LocalProcessPlacement",
+        "ModelConfig",
+        "RayPlacement",
+        "RolloutConfig",
+        "RouterConfig",
+        "SGLangEngine",
+        "SamplingConfig",
+        "SchedulingConfig",
+        "SimulatedEngine",
+        "ToolsConfig",
+        "TransformersEngine",
+        "config_from_dict",
+        "dump_config",
+        "load_config",
+    ),
+    "rollout.errors": (
+        "AgentError",
+        "ChannelError",
+        "ConfigError",
+        "EngineError",
+        "LimitExceeded",
+        "PromptError",
+        "RolloutError",
+        "TemplateError",
+        "ToolError",
+    ),
+    "rollout.interactions": ("Interaction", "InteractionTurn"),
+    "rollout.runtime": ("RolloutRuntime", "open_rollout"),
+    "rollout.tools": ("Tool", "ToolResult", "ToolSession", "function_tool"),
+    "rollout.types": (
+        "Cause",
+        "InvalidToolCall",
+        "Message",
+        "Outcome",
+        "Prompt",
+        "Reward",
+        "ToolCall",
+        "Trajectory",
+    ),
+}
+
+__version__ = "0.1.0"
+__all__ = sorted(name for names in _HOMES.values() for name in names)  # noqa: PLE0605
+__getattr__ = lazy_exports(__name__, _HOMES)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,0 +1,20 @@
+"""Agent loops: one trajectory's program, from its prompt to its end."""
+
+from __future__ import annotations
+
+from rollout.agents.base import AgentLoop, agent_names, get_agent, register_agent
+from rollout.agents.context import AgentContext
+from rollout.agents.single_turn import SingleTurnAgent
+from rollout.agents.tool_agent import ToolAgent
+from rollout.agents.turn import AssistantTurn
+
+__all__ = [
+    "AgentContext",
+    "AgentLoop",
+    "AssistantTurn",
+    "SingleTurnAgent",
+    "ToolAgent",
+    "agent_names",
+    "get_agent",
+    "register_agent",
+]

@@ -1,0 +1,54 @@
+"""How many tokens a trajectory may still have, and which length says so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollout.errors import LimitExceeded
+from rollout.types import Outcome
+
+if TYPE_CHECKING:
+    from rollout.chat.transcript import Transcript
+    from rollout.config import LengthsConfig
+
+
+def length_error(source: str, what: str) -> LimitExceeded:
+    """What a trajectory ends with when the length at `source` leaves no room."""
+    return LimitExceeded(
+        f"{source}: {what}",
+        source=source,
+        reason=source.rpartition(".")[2],
+        outcome=Outcome.LENGTH,
+    )
+
+
+def remaining(
+    transcript: Transcript, lengths: LengthsConfig, context_length: int
+) -> tuple[int, str]:
+    """Tokens that may still be appended, and the path of the length that bounds them."""
+    return min(
+        (lengths.response - transcript.response_length, "lengths.response"),
+        (context_length - len(transcript), "engine.context_length"),
+    )
+
+
+def generation_budget(
+    transcript: Transcript,
+    lengths: LengthsConfig,
+    context_length: int,
+    max_new_tokens: int | None,
+) -> tuple[int, str]:
+    """Most tokens of the next generation, and the path of the length that bounds it.
+
+    Raises:
+        LimitExceeded: Not one token fits.
+    """
+    room, source = remaining(transcript, lengths, context_length)
+    if room < 1:
+        raise length_error(source, "there is no room for another token")
+    bounds = [(room, source)]
+    if lengths.turn is not None:
+        bounds.append((lengths.turn, "lengths.turn"))
+    if max_new_tokens is not None:
+        bounds.append((max_new_tokens, "sampling.max_new_tokens"))
+    return min(bounds)

@@ -1,0 +1,340 @@
+"""What an agent loop may do: let the model speak, call tools, ask the user."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import msgspec
+
+from rollout.agents.budget import generation_budget, length_error, remaining
+from rollout.agents.identity import Ending, Identity, RejectedPrompt
+from rollout.agents.turn import AssistantTurn, answer
+from rollout.chat.messages import as_messages, template_messages
+from rollout.chat.transcript import Transcript
+from rollout.engine.generation import Generation
+from rollout.errors import AgentError, ConfigError, LimitExceeded, TemplateError
+from rollout.interactions import Interaction, InteractionContext, InteractionTurn
+from rollout.limits import Deadline, fail_at_deadline
+from rollout.tools.attempt import CallError, attempt
+from rollout.types import InvalidToolCall, Message, Outcome, Prompt, ToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rollout.agents.services import Services
+    from rollout.config import AgentConfig
+    from rollout.engine.core import SamplingParams
+    from rollout.tools import ToolResult, TrajectoryTools
+
+logger = logging.getLogger("rollout.agents")
+
+
+class AgentContext:
+    """One trajectory from the inside.
+
+    Attributes:
+        prompt: What it started from.
+        identity: Which trajectory it is.
+        transcript: The exact tokens so far.
+        messages: The conversation so far.
+        sampling: How the next generation is sampled; assign to change it. Its `max_new_tokens`
+            is lowered to what the lengths leave, its `seed` set for each turn.
+        extra: Becomes the trajectory's `extra`; tools, users and rewards see it too.
+        turn_scores: What the simulated user gave.
+        tool_rewards: What the tools gave.
+        assistant_turns, user_turns: Generations so far; answers of tools or users so far.
+        ending: The outcome, where it is settled already.
+        cut_by: Path of the length that cut the last generation, else None.
+        generation_s: Seconds spent waiting for engines, queueing included.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        prompt: Prompt,
+        identity: Identity,
+        sampling: SamplingParams,
+        tools: TrajectoryTools,
+        deadline: Deadline,
+    ) -> None:
+        self.prompt = prompt
+        self.identity = identity
+        self.sampling = sampling
+        self.transcript = Transcript()
+        self.messages: list[Message] = []
+        self.extra: dict[str, Any] = dict(prompt.extra)
+        self.turn_scores: list[float] = []
+        self.tool_rewards: list[float] = []
+        self.assistant_turns = 0
+        self.user_turns = 0
+        self.ending: Ending | None = None
+        self.cut_by: str | None = None
+        self.generation_s = 0.0
+        self.cached_tokens = 0
+        self._services = services
+        self._tools = tools
+        self._deadline = deadline
+        self._turn_deadline = deadline
+        self._interaction: Interaction | None = None
+        self._calls_asked = 0
+        self._errors_in_a_row = 0
+
+    @property
+    def config(self) -> AgentConfig:
+        """The `agent` section of the configuration."""
+        return self._services.config.agent
+
+    @property
+    def tools(self) -> TrajectoryTools:
+        """The tools offered to the model; `schemas` lists them."""
+        return self._tools
+
+    @property
+    def has_interaction(self) -> bool:
+        """Whether a simulated user takes part."""
+        return self._interaction_name is not None
+
+    def end(self, outcome: Outcome, reason: str, *, limit_source: str | None = None) -> None:
+        """Settle the outcome; return from `run` afterwards. The first call counts."""
+        if self.ending is None:
+            self.ending = Ending(outcome=outcome, reason=reason, limit_source=limit_source)
+
+    async def begin(self, messages: Sequence[Message | Mapping[str, Any]] | None = None) -> None:
+        """Render the prompt and start the simulated user; `generate` does so where nobody has.
+
+        Args:
+            messages: In place of the prompt's own.
+        """
+        if self.transcript.spans:
+            raise AgentError("begin: the trajectory has begun already")
+        given = self.prompt.messages if messages is None else messages
+        try:
+            self.messages = as_messages(given)
+            ids = self._services.template.prompt_ids(given, self._tools.schemas or None)
+        except TemplateError as error:
+            raise RejectedPrompt("bad_message", str(error)) from error
+        longest = self._services.config.lengths.prompt
+        if len(ids) > longest:
+            raise RejectedPrompt(
+                "prompt_length", f"the prompt has {len(ids)} tokens; lengths.prompt = {longest}"
+            )
+        if self._interaction_name is not None:
+            self._interaction = self._new_interaction(self._interaction_name)
+        self.transcript.append_prompt(ids)
+        if self._interaction is not None:
+            await self._interaction.start(self._interaction_context())
+
+    async def generate(self) -> AssistantTurn:
+        """Let the model speak; what it said is in the transcript afterwards, also when cut short.
+
+        Raises:
+            LimitExceeded: A length leaves no room for a token, or a deadline fired; let it pass.
+            EngineError: The engine failed or was lost.
+        """
+        if not self.transcript.spans:
+            await self.begin()
+        limits = self._services.config.limits
+        self._turn_deadline = Deadline.after(limits.turn_s, "limits.turn_s", self._deadline)
+        deadline = Deadline.after(limits.generation_s, "limits.generation_s", self._turn_deadline)
+        generation = Generation()
+        started = anyio.current_time()
+        try:
+            with self._settling_limits(), fail_at_deadline(deadline):
+                budget, bounded_by = self._budget()
+                await self._services.engines.generate(
+                    generation,
+                    session_id=self.identity.session_id,
+                    prompt_ids=self.transcript.ids_bytes(),
+                    sampling=self._sampling_of_turn(budget),
+                    group_id=f"{self.identity.step}/{self.identity.uid}",
+                )
+        finally:
+            self.generation_s += anyio.current_time() - started
+            self._take(generation)
+        return self._parse(generation, bounded_by)
+
+    async def call_tools(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
+        """Run the calls side by side and append what they answer; results in the order of calls.
+
+        Raises:
+            LimitExceeded: A deadline fired, or the answers leave no room for another token.
+        """
+        with self._settling_limits():
+            self._check_calls(len(calls))
+            results = await self._tools.run(calls, turn_deadline=self._turn_deadline)
+            self.tool_rewards += [r.reward for r in results if r.reward is not None]
+            self._services.tally.tool_calls += len(calls)
+            self._check_errors(results)
+        self.user_turns += 1
+        self.observe([answer(call, r) for call, r in zip(calls, results, strict=True)])
+        return results
+
+    def _check_calls(self, count: int) -> None:
+        most = self.config.max_tool_calls
+        self._calls_asked += count
+        if most is not None and self._calls_asked > most:
+            raise LimitExceeded(
+                f"agent.max_tool_calls = {most}: the model asked for {self._calls_asked}",
+                source="agent.max_tool_calls",
+                reason="tool_calls",
+            )
+
+    def _check_errors(self, results: Sequence[ToolResult]) -> None:
+        most = self.config.max_consecutive_errors
+        for result in results:
+            self._errors_in_a_row = self._errors_in_a_row + 1 if result.is_error else 0
+        if most is not None and self._errors_in_a_row >= most:
+            raise LimitExceeded(
+                f"agent.max_consecutive_errors = {most} is reached",
+                source="agent.max_consecutive_errors",
+                reason="errors",
+            )
+
+    async def ask_user(self) -> InteractionTurn:
+        """Let the simulated user answer; its words are appended unless it is done.
+
+        Raises:
+            LimitExceeded: A deadline fired, or its words leave no room for another token.
+        """
+        if self._interaction is None:
+            raise AgentError("ask_user: no interaction takes part in this trajectory")
+        with self._settling_limits(), fail_at_deadline(self._turn_deadline):
+            turn = await self._interaction.respond(template_messages(self.messages))
+        if turn.score is not None:
+            self.turn_scores.append(turn.score)
+        self.extra.update(turn.extra)
+        if not turn.is_done:
+            self.user_turns += 1
+            self.observe([Message(role="user", content=turn.text)])
+        return turn
+
+    def observe(self, messages: Sequence[Message | Mapping[str, Any]]) -> None:
+        """Append messages that the model reads and did not write.
+
+        Raises:
+            LimitExceeded: They would leave no room for one more token; nothing is appended.
+        """
+        last = self.transcript.spans[-1]
+        after = self.transcript.span_ids(last) if last.kind == "generated" else None
+        ids = self._services.template.observation_ids(messages, after=after)
+        room, source = self._room()
+        if len(ids) >= room:
+            with self._settling_limits():
+                raise length_error(source, f"an observation of {len(ids)} tokens does not fit")
+        self.transcript.append_observation(ids)
+        self.messages += as_messages(messages)
+
+    async def score(self) -> None:
+        """Ask the tools for their final rewards."""
+        self.tool_rewards += await self._tools.calc_rewards()
+
+    async def close(self) -> None:
+        """End the tools and the simulated user; shielded, bounded, never raises."""
+        self._services.engines.forget(self.identity.session_id)
+        await self._tools.close()
+        if self._interaction is None:
+            return
+        limit_s = self._services.config.limits.cleanup_s
+        deadline = Deadline.after(limit_s, "limits.cleanup_s")
+        try:
+            await attempt(self._interaction.finish, deadline, shield=True, owns_task=True)
+        except (CallError, LimitExceeded) as error:
+            session = self.identity.session_id
+            logger.warning("%s: finish of the interaction failed: %s", session, error)
+
+    @contextmanager
+    def _settling_limits(self) -> Iterator[None]:
+        """A limit that fires settles the outcome, even where an agent swallows the error."""
+        try:
+            yield
+        except LimitExceeded as error:
+            self.end(error.outcome, error.reason, limit_source=error.source)
+            raise
+
+    def _new_interaction(self, name: str) -> Interaction:
+        try:
+            return self._services.interactions.create(name)
+        except ConfigError as error:
+            raise RejectedPrompt("unknown_interaction", str(error)) from None
+
+    @property
+    def _interaction_name(self) -> str | None:
+        return self._interaction_kwargs.get("name") or self._services.config.agent.interaction
+
+    @property
+    def _interaction_kwargs(self) -> Mapping[str, Any]:
+        kwargs = self.prompt.extra.get("interaction_kwargs")
+        return kwargs if isinstance(kwargs, Mapping) else {}
+
+    def _interaction_context(self) -> InteractionContext:
+        return InteractionContext(
+            uid=self.identity.uid,
+            member=self.identity.member,
+            kwargs=dict(self._interaction_kwargs),
+            ground_truth=self.prompt.ground_truth,
+            extra=self.extra,
+        )
+
+    def _room(self) -> tuple[int, str]:
+        return remaining(
+            self.transcript,
+            self._services.config.lengths,
+            self._services.engines.info.context_length,
+        )
+
+    def _budget(self) -> tuple[int, str]:
+        return generation_budget(
+            self.transcript,
+            self._services.config.lengths,
+            self._services.engines.info.context_length,
+            self.sampling.max_new_tokens,
+        )
+
+    def _sampling_of_turn(self, budget: int) -> SamplingParams:
+        stops = {*self.sampling.stop_token_ids, *self._services.template.stop_token_ids}
+        return msgspec.structs.replace(
+            self.sampling,
+            max_new_tokens=budget,
+            seed=self.identity.seed_of_turn(self.assistant_turns),
+            stop_token_ids=tuple(sorted(stops)),
+        )
+
+    def _take(self, generation: Generation) -> None:
+        """Append what arrived, whatever became of the wait for it."""
+        if not self.transcript.spans or not (generation.ids or generation.finish_reason):
+            return
+        self.transcript.append_generated(
+            generation.ids,
+            generation.log_probs,
+            versions=[(version, count) for version, count in generation.versions],
+            finish_reason=generation.finish_reason or "abort",
+        )
+        self.cached_tokens += generation.cached_tokens
+        self._services.tally.generated_tokens += len(generation.ids)
+        self.assistant_turns += 1
+
+    def _parse(self, generation: Generation, bounded_by: str) -> AssistantTurn:
+        text = self._services.template.decode(generation.ids)
+        parsed = self._services.parser.parse(
+            text, self._tools.schemas, in_reasoning=self._services.template.opens_reasoning
+        )
+        self.cut_by = None if generation.finish_reason == "stop" else bounded_by
+        calls = () if self.cut_by else parsed.calls
+        self.messages.append(
+            Message(
+                role="assistant",
+                content=parsed.content,
+                tool_calls=tuple(call for call in calls if isinstance(call, ToolCall)),
+            )
+        )
+        return AssistantTurn(
+            content=parsed.content,
+            reasoning=parsed.reasoning,
+            calls=calls,
+            text=text,
+            cut_by=self.cut_by,
+        )

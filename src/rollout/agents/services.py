@@ -1,0 +1,25 @@
+"""What all trajectories of a runtime share."""
+
+from __future__ import annotations
+
+import attrs
+
+from rollout.chat import ChatTemplate, ToolParser
+from rollout.config import RolloutConfig
+from rollout.engine.pool import EnginePool
+from rollout.interactions import InteractionRegistry
+from rollout.observe.tally import Tally
+from rollout.tools import ToolExecutor
+
+
+@attrs.frozen(kw_only=True)
+class Services:
+    """The engines, the model's chat format, the tools and the simulated users."""
+
+    config: RolloutConfig
+    engines: EnginePool
+    template: ChatTemplate
+    parser: ToolParser
+    tools: ToolExecutor
+    interactions: InteractionRegistry
+    tally: Tally

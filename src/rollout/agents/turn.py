@@ -1,0 +1,37 @@
+"""One turn of a conversation: what the model said, and what answered it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from rollout.types import InvalidToolCall, Message, ToolCall
+
+if TYPE_CHECKING:
+    from rollout.tools import ToolResult
+
+
+class AssistantTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model said in one generation, parsed.
+
+    Attributes:
+        content: Its text without reasoning, calls and special tokens.
+        reasoning: Its reasoning, where the format has any.
+        calls: Tool calls and what stood in their place, in order; empty where the turn was cut.
+        text: Everything it sampled, decoded, special tokens included.
+        cut_by: Path of the length that ended the generation before the model did, else None.
+    """
+
+    content: str
+    reasoning: str | None
+    calls: tuple[ToolCall | InvalidToolCall, ...]
+    text: str
+    cut_by: str | None = None
+
+
+def answer(call: ToolCall | InvalidToolCall, result: ToolResult) -> Message:
+    """The message that tells the model what became of a call."""
+    if isinstance(call, InvalidToolCall):
+        return Message(role="tool", content=result.text)
+    return Message(role="tool", content=result.text, name=call.name, tool_call_id=call.id or None)

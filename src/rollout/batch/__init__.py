@@ -1,0 +1,6 @@
+"""Trajectories to tensors, and a batch to disk and back. Importing this imports torch."""
+
+from rollout.batch.collate import collate
+from rollout.batch.rollout_batch import RolloutBatch, Sample
+
+__all__ = ["RolloutBatch", "Sample", "collate"]

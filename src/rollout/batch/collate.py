@@ -1,0 +1,186 @@
+"""Trajectories to the tensors that a trainer reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import TensorDict
+
+from rollout.batch.metrics import batch_metrics
+from rollout.batch.rollout_batch import RolloutBatch, Sample
+from rollout.chat.transcript import NO_VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from rollout.types import Trajectory
+
+Layout = Literal["padded", "packed"]
+
+
+class Lengths(Protocol):
+    """The widths of the tensors in tokens; `rollout.LengthsConfig` has them."""
+
+    @property
+    def prompt(self) -> int:
+        """P."""
+
+    @property
+    def response(self) -> int:
+        """R."""
+
+
+class _Row:
+    """The tokens of one trajectory that go into the tensors: up to the last generated one.
+
+    Shapes: T tokens of prompt and response, N tokens of the response.
+    """
+
+    def __init__(self, trajectory: Trajectory, lengths: Lengths) -> None:
+        transcript = trajectory.transcript
+        stop = len(transcript) - transcript.trailing_observation_length
+        self.prompt_length = start = transcript.prompt_length
+        _check_length(trajectory, "prompt", start, lengths.prompt)
+        _check_length(trajectory, "response", stop - start, lengths.response)
+        self.ids = transcript.ids()[:stop]  # (T,)
+        self.mask = transcript.mask()[start:stop]  # (N,)
+        self.log_probs = transcript.log_probs()[start:stop]  # (N,)
+        self.versions = transcript.weight_versions()[start:stop]  # (N,)
+
+
+def collate(
+    trajectories: Sequence[Trajectory],
+    lengths: Lengths,
+    pad_token_id: int,
+    layout: Layout = "padded",
+    *,
+    decode: Callable[[Sequence[int]], str] | None = None,
+    extra_metrics: Mapping[str, float] | None = None,
+) -> RolloutBatch:
+    """One row of tensors for each trajectory, in the order given; shapes as in `RolloutBatch`.
+
+    A trajectory without tokens becomes a row of padding with attention 0 (packed: of length 0).
+    Tokens observed after the last generated one stay in the transcript and are left out of the
+    tensors: a training row never ends on an observation.
+
+    Args:
+        trajectories: B of them.
+        lengths: P and R.
+        pad_token_id: Fills padded positions of ids.
+        layout: "padded" for rectangles, "packed" for jagged nested tensors without padding.
+        decode: Ids to text, kept for `RolloutBatch.save`.
+        extra_metrics: Added to the metrics, e.g. the event loop's lag.
+
+    Raises:
+        ValueError: A prompt or response is longer than `lengths` allow; names the uid.
+    """
+    if layout == "padded":
+        tensors = _padded(trajectories, lengths, pad_token_id)
+    elif layout == "packed":
+        tensors = _packed([_Row(trajectory, lengths) for trajectory in trajectories])
+    else:
+        raise ValueError(f"layout must be 'padded' or 'packed', not {layout!r}")
+    trainable = [trajectory.trainable for trajectory in trajectories]
+    tensors["trainable"] = torch.tensor(trainable, dtype=torch.bool)
+    return RolloutBatch(
+        tensors=TensorDict(tensors, batch_size=[len(trajectories)]),
+        samples=[_sample(at, trajectory) for at, trajectory in enumerate(trajectories)],
+        metrics=batch_metrics(trajectories, extra_metrics or {}),
+        trajectories=list(trajectories),
+        decode=decode,
+    )
+
+
+def _padded(
+    trajectories: Sequence[Trajectory], lengths: Lengths, pad_token_id: int
+) -> dict[str, torch.Tensor]:
+    size, width = len(trajectories), lengths.prompt
+    whole, response = (size, width + lengths.response), (size, lengths.response)
+    input_ids = np.full(whole, pad_token_id, dtype=np.int64)
+    attention_mask = np.zeros(whole, dtype=np.int64)
+    position_ids = np.zeros(whole, dtype=np.int64)
+    response_mask = np.zeros(response, dtype=np.int64)
+    log_probs = np.zeros(response, dtype=np.float32)
+    versions = np.full(response, NO_VERSION, dtype=np.int32)
+    positions = np.arange(whole[1])
+    for at, trajectory in enumerate(trajectories):
+        row = _Row(trajectory, lengths)
+        place = slice(width - row.prompt_length, width - row.prompt_length + len(row.ids))
+        input_ids[at, place] = row.ids
+        attention_mask[at, place] = 1
+        # The row is contiguous, so that this is cumsum(attention) - 1 on it.
+        position_ids[at, place] = positions[: len(row.ids)]
+        response_mask[at, : len(row.mask)] = row.mask
+        log_probs[at, : len(row.mask)] = row.log_probs
+        versions[at, : len(row.mask)] = row.versions
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "prompts": input_ids[:, :width].copy(),
+        "responses": input_ids[:, width:].copy(),
+        "response_mask": response_mask,
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "rollout_log_probs": log_probs,
+        "weight_versions": versions,
+    }
+    return {key: torch.from_numpy(array) for key, array in arrays.items()}
+
+
+def _packed(rows: Sequence[_Row]) -> dict[str, torch.Tensor]:
+    # Keys of equal lengths share their offsets: torch then lets them be combined.
+    prompt = _offsets([row.prompt_length for row in rows])
+    response = _offsets([len(row.mask) for row in rows])
+    whole = _offsets([len(row.ids) for row in rows])
+    positions = [np.arange(len(row.ids)) for row in rows]
+    ones = [np.ones(len(row.ids), dtype=np.int64) for row in rows]
+    return {
+        "prompts": _jagged([row.ids[: row.prompt_length] for row in rows], np.int64, prompt),
+        "responses": _jagged([row.ids[row.prompt_length :] for row in rows], np.int64, response),
+        "response_mask": _jagged([row.mask for row in rows], np.int64, response),
+        "input_ids": _jagged([row.ids for row in rows], np.int64, whole),
+        "attention_mask": _jagged(ones, np.int64, whole),
+        "position_ids": _jagged(positions, np.int64, whole),
+        "rollout_log_probs": _jagged([row.log_probs for row in rows], np.float32, response),
+        "weight_versions": _jagged([row.versions for row in rows], np.int32, response),
+    }
+
+
+def _offsets(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))))
+
+
+def _jagged(
+    pieces: Sequence[npt.NDArray[Any]], dtype: type[np.generic], offsets: torch.Tensor
+) -> torch.Tensor:
+    values = np.concatenate([np.zeros(0, dtype), *pieces], dtype=dtype, casting="unsafe")
+    return torch.nested.nested_tensor_from_jagged(torch.from_numpy(values), offsets)
+
+
+def _check_length(trajectory: Trajectory, what: str, length: int, longest: int) -> None:
+    if length > longest:
+        raise ValueError(
+            f"{trajectory.uid!r} member {trajectory.member}: its {what} has {length} tokens, "
+            f"lengths.{what} = {longest}"
+        )
+
+
+def _sample(row: int, trajectory: Trajectory) -> Sample:
+    return Sample(
+        uid=trajectory.uid,
+        group=trajectory.group,
+        member=trajectory.member,
+        row=row,
+        num_turns=trajectory.num_turns,
+        outcome=trajectory.outcome,
+        reason=trajectory.reason,
+        limit_source=trajectory.limit_source,
+        trainable=trajectory.trainable,
+        reward=trajectory.reward,
+        turn_scores=trajectory.turn_scores,
+        tool_rewards=trajectory.tool_rewards,
+        metrics=trajectory.metrics,
+        extra=trajectory.extra,
+    )

@@ -1,0 +1,245 @@
+"""Samples and trajectories as lines of JSON, and back, bit for bit where JSON can.
+
+Floats that JSON cannot write (infinities, NaN) are strings in fields that hold numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from rollout.batch.rollout_batch import Sample
+from rollout.chat.transcript import SpanKind, Transcript
+from rollout.types import Cause, Message, Outcome, Prompt, Trajectory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+logger = logging.getLogger("rollout.batch")
+
+#: A float, or the name of one that JSON has no number for.
+Number = float | str
+
+
+class _RowRecord(msgspec.Struct, kw_only=True):
+    """What samples and trajectories have in common."""
+
+    uid: str
+    group: int
+    member: int
+    num_turns: int
+    outcome: Outcome
+    reason: str
+    limit_source: str | None
+    trainable: bool
+    reward: Number | None
+    turn_scores: list[Number]
+    tool_rewards: list[Number]
+    metrics: dict[str, Number]
+    extra: dict[str, Any]
+
+    def fields(self) -> dict[str, Any]:
+        """The fields that a `Sample` and a `Trajectory` share."""
+        return {
+            **{name: getattr(self, name) for name in _RowRecord.__struct_fields__},
+            "reward": None if self.reward is None else float(self.reward),
+            "turn_scores": [float(value) for value in self.turn_scores],
+            "tool_rewards": [float(value) for value in self.tool_rewards],
+            "metrics": {name: float(value) for name, value in self.metrics.items()},
+        }
+
+
+class _SampleRecord(_RowRecord, kw_only=True):
+    row: int
+
+
+class _SpanRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
+    kind: SpanKind
+    ids: list[int]
+    text: str | None = None
+    log_probs: list[Number] = msgspec.field(default_factory=list)
+    versions: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class _TrajectoryRecord(_RowRecord, kw_only=True):
+    cause: Cause | None
+    prompt: dict[str, Any] | None
+    messages: list[Message]
+    spans: list[_SpanRecord]
+
+
+def sample_line(sample: Sample) -> bytes:
+    """One line of ``samples.jsonl``."""
+    return _encoded(_SampleRecord(row=sample.row, **_row_fields(sample)))
+
+
+def sample_from_line(line: bytes) -> Sample:
+    """The sample of one line; a `msgspec.MsgspecError` says what is wrong with it."""
+    record = msgspec.json.decode(line, type=_SampleRecord)
+    return Sample(row=record.row, **record.fields())
+
+
+def trajectory_line(trajectory: Trajectory, decode: Callable[[Sequence[int]], str] | None) -> bytes:
+    """One line of ``trajectories.jsonl``, with the text of each span where there is `decode`."""
+    record = _TrajectoryRecord(
+        cause=trajectory.cause,
+        prompt=_prompt_fields(trajectory),
+        messages=[_message(at, trajectory) for at in range(len(trajectory.messages))],
+        spans=_span_records(trajectory.transcript, decode),
+        **_row_fields(trajectory),
+    )
+    return _encoded(record)
+
+
+def trajectory_from_line(line: bytes) -> Trajectory:
+    """The trajectory of one line, its transcript appended anew span by span.
+
+    Raises:
+        msgspec.MsgspecError: The line is no such record.
+        ValueError: Its spans make no transcript.
+    """
+    record = msgspec.json.decode(line, type=_TrajectoryRecord)
+    return Trajectory(
+        transcript=_transcript(record.spans),
+        cause=record.cause,
+        prompt=_prompt(record.prompt),
+        messages=record.messages,
+        **record.fields(),
+    )
+
+
+def number(value: float) -> Number:
+    """`value` as JSON can hold it."""
+    value = float(value)
+    return value if math.isfinite(value) else repr(value)
+
+
+def _row_fields(row: Sample | Trajectory) -> dict[str, Any]:
+    where = f"{row.uid!r} member {row.member}: extra"
+    return {
+        **{name: getattr(row, name) for name in _RowRecord.__struct_fields__},
+        "reward": None if row.reward is None else number(row.reward),
+        "turn_scores": [number(value) for value in row.turn_scores],
+        "tool_rewards": [number(value) for value in row.tool_rewards],
+        "metrics": {name: number(value) for name, value in row.metrics.items()},
+        "extra": _json_items(row.extra, where),
+    }
+
+
+def _prompt_fields(trajectory: Trajectory) -> dict[str, Any] | None:
+    if trajectory.prompt is None:
+        return None
+    fields = {name: getattr(trajectory.prompt, name) for name in Prompt.__struct_fields__}
+    return _json_items(fields, f"{trajectory.uid!r} member {trajectory.member}: prompt")
+
+
+def _prompt(fields: dict[str, Any] | None) -> Prompt | None:
+    if fields is None:
+        return None
+    known = Prompt.__struct_fields__
+    return Prompt(**{name: value for name, value in fields.items() if name in known})
+
+
+def _message(at: int, trajectory: Trajectory) -> Message:
+    message = trajectory.messages[at]
+    where = f"{trajectory.uid!r} member {trajectory.member}: messages"
+    plain = _json_items({at: message}, where)[str(at)]
+    return plain if plain is message else Message(role=message.role, content=plain)
+
+
+def _span_records(
+    transcript: Transcript, decode: Callable[[Sequence[int]], str] | None
+) -> list[_SpanRecord]:
+    log_probs = transcript.log_probs()
+    records = []
+    for span in transcript.spans:
+        ids = transcript.span_ids(span).tolist()
+        is_generated = span.kind == "generated"
+        records.append(
+            _SpanRecord(
+                kind=span.kind,
+                ids=ids,
+                text=None if decode is None else decode(ids),
+                log_probs=_numbers(log_probs[span.start : span.stop]) if is_generated else [],
+                versions=list(span.versions),
+                finish_reason=span.finish_reason,
+            )
+        )
+    return records
+
+
+def _transcript(spans: Sequence[_SpanRecord]) -> Transcript:
+    transcript = Transcript()
+    for span in spans:
+        if span.kind == "prompt":
+            transcript.append_prompt(span.ids)
+        elif span.kind == "observation":
+            transcript.append_observation(span.ids)
+        else:
+            transcript.append_generated(
+                span.ids,
+                [float(value) for value in span.log_probs],
+                versions=span.versions,
+                finish_reason=span.finish_reason or "",
+            )
+    return transcript
+
+
+def _numbers(values: np.ndarray[Any, np.dtype[np.float32]]) -> list[Number]:
+    listed: list[Number] = values.tolist()
+    return listed if np.isfinite(values).all() else [number(value) for value in values]
+
+
+def _json_items(items: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """`items` with a text in the place of each value that JSON cannot hold: nothing is lost."""
+    return {str(key): _json_value(value, f"{where}[{key!r}]") for key, value in items.items()}
+
+
+def _json_value(value: Any, where: str) -> Any:
+    try:
+        msgspec.json.encode(value, enc_hook=_listed)
+    except UnicodeEncodeError:
+        return value  # `_encoded` writes half a surrogate pair as an escape
+    except Exception as error:  # whatever a stranger's object raises
+        logger.warning("%s is saved as text: %s", where, error)
+        return _text(value)
+    return value
+
+
+def _encoded(record: _RowRecord) -> bytes:
+    try:
+        return msgspec.json.encode(record, enc_hook=_listed)
+    except UnicodeEncodeError:
+        plain = msgspec.to_builtins(record, enc_hook=_listed, str_keys=True)
+        return msgspec.json.encode(_escaped(plain))
+
+
+def _listed(value: Any) -> Any:
+    """Arrays and tensors as nested lists, their scalars as numbers."""
+    tolist = getattr(value, "tolist", None)
+    if tolist is None:
+        raise TypeError(f"JSON cannot hold a {type(value).__qualname__}")
+    return tolist()
+
+
+def _text(value: object) -> str:
+    try:
+        return repr(value).encode("utf-8", "backslashreplace").decode()
+    except Exception as error:  # a stranger's __repr__
+        return f"<{type(value).__qualname__} whose repr raises {type(error).__qualname__}>"
+
+
+def _escaped(value: Any) -> Any:
+    """Builtins without halves of surrogate pairs, which UTF-8 cannot hold."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escaped(key): _escaped(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escaped(item) for item in value]
+    return value

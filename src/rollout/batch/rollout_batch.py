@@ -1,0 +1,108 @@
+"""What a trainer gets: tensors, one record for each row, and figures about the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tensordict import TensorDict
+
+from rollout.types import Outcome, Trajectory
+
+
+class Sample(msgspec.Struct, kw_only=True):
+    """One row of a batch beside its tensors; the fields are those of its `Trajectory`.
+
+    `row` is the row's place in the tensors; `reward` is None where it is unknown.
+    """
+
+    uid: str
+    group: int
+    member: int
+    row: int
+    num_turns: int
+    outcome: Outcome
+    reason: str
+    limit_source: str | None
+    trainable: bool
+    reward: float | None
+    turn_scores: list[float]
+    tool_rewards: list[float]
+    metrics: dict[str, float]
+    extra: dict[str, Any]
+
+
+class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
+    """B rows of training data: one for each trajectory, in the order of the prompts.
+
+    Shapes: B rows, P prompt length, R response length. In the layout "packed" the same keys are
+    jagged nested tensors, each row as long as its tokens.
+
+    Attributes:
+        tensors: A TensorDict of batch size ``[B]``: ``prompts`` (B, P) int64, left-padded;
+            ``responses`` (B, R) int64, right-padded; ``response_mask`` (B, R) int64, 1 exactly
+            on generated ids; ``input_ids``, ``attention_mask``, ``position_ids`` (B, P+R) int64;
+            ``rollout_log_probs`` (B, R) float32, 0.0 off the mask; ``weight_versions`` (B, R)
+            int32, -1 off the mask; ``trainable`` (B,) bool.
+        samples: One record for each row.
+        metrics: Figures by name; one that is unknown is absent.
+        trajectories: The trajectories with their transcripts, in the order of the rows.
+        decode: Ids to text; `save` then writes the text of every span.
+    """
+
+    tensors: TensorDict
+    samples: list[Sample]
+    metrics: dict[str, float]
+    trajectories: list[Trajectory] = msgspec.field(default_factory=list)
+    decode: Callable[[Sequence[int]], str] | None = None
+
+    def __len__(self) -> int:
+        """B, the number of rows."""
+        return int(self.tensors.batch_size[0])
+
+    def __repr__(self) -> str:
+        outcomes = [f"{outcome}: {n:g}" for outcome in Outcome if (n := self._count(outcome))]
+        shapes = [f"{key} {_shape(value)}" for key, value in self.tensors.items()]
+        return (
+            f"<RolloutBatch of {len(self)} rows ({', '.join(outcomes) or 'no outcomes'}); "
+            f"{', '.join(shapes[:2])}, …>"
+        )
+
+    def save(self, directory: str | Path) -> None:
+        """Write the batch; files of an earlier batch in `directory` are replaced.
+
+        Writes ``tensors.safetensors``, ``samples.jsonl``, ``trajectories.jsonl`` (spans with
+        kind, ids, text, log-probs, versions), ``metrics.json`` and ``meta.json``. Everything is
+        written beside its place first and renamed, ``meta.json`` with the others' checksums
+        last: a save that is cut short leaves the earlier batch or a directory that `load`
+        refuses, never a mixture. Blocks while it writes.
+
+        Values of `extra` and prompts become what JSON makes of them (a tuple a list, an array
+        nested lists); one that JSON cannot hold is kept as its ``repr`` and logged.
+
+        Raises:
+            RolloutError: The directory cannot be written; names the file.
+        """
+        from rollout.batch.storage import write_batch
+
+        write_batch(Path(directory), self)
+
+    @classmethod
+    def load(cls, directory: str | Path) -> RolloutBatch:
+        """The batch that `save` wrote to `directory`, without `decode`. Never unpickles.
+
+        Raises:
+            RolloutError: A file is missing, damaged or not of this batch; names it and says why.
+        """
+        from rollout.batch.storage import read_batch
+
+        return read_batch(Path(directory))
+
+    def _count(self, outcome: Outcome) -> int:
+        return sum(sample.outcome is outcome for sample in self.samples)
+
+
+def _shape(value: Any) -> str:
+    return f"({len(value)}, …)" if value.is_nested else str(tuple(value.shape))

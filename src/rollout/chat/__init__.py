@@ -1,0 +1,24 @@
+"""Tokens and text of a conversation: the transcript, chat templates, tool-call parsers."""
+
+from rollout.chat.loading import load_chat_template
+from rollout.chat.parsers import (
+    ParsedTurn,
+    ToolParser,
+    get_tool_parser,
+    register_tool_parser,
+    tool_parser_names,
+)
+from rollout.chat.template import ChatTemplate
+from rollout.chat.transcript import Span, Transcript
+
+__all__ = [
+    "ChatTemplate",
+    "ParsedTurn",
+    "Span",
+    "ToolParser",
+    "Transcript",
+    "get_tool_parser",
+    "load_chat_template",
+    "register_tool_parser",
+    "tool_parser_names",
+]

@@ -1,0 +1,76 @@
+"""Loads the tokenizer and chat template of a model."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout.chat.template import ChatTemplate
+from rollout.errors import TemplateError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger("rollout.chat")
+
+
+def load_chat_template(
+    model: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    chat_template_path: str | None = None,
+) -> ChatTemplate:
+    """The chat template of a model directory or hub name.
+
+    Args:
+        model: A local directory or a hub name.
+        revision: Hub revision; None takes the default branch.
+        trust_remote_code: Lets code from the model's repository run on this machine.
+        chat_template_path: A Jinja file that replaces the tokenizer's own template.
+
+    Raises:
+        TemplateError: The tokenizer or the file cannot be loaded, or there is no template.
+    """
+    source = None if chat_template_path is None else _read_template(Path(chat_template_path))
+    tokenizer = _load_tokenizer(model, revision=revision, trust_remote_code=trust_remote_code)
+    if source is not None:
+        _check_syntax(tokenizer, source, chat_template_path)
+    return ChatTemplate(tokenizer, chat_template=source)
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TemplateError(f"chat template {path} cannot be read: {error}") from error
+
+
+def _check_syntax(tokenizer: PreTrainedTokenizerBase, source: str, path: str | None) -> None:
+    """Compile the template once; what it makes of the messages is seen when they are rendered."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": ""}], chat_template=source, tokenize=False
+        )
+    except TemplateSyntaxError as error:
+        place = f"chat template {path}, line {error.lineno}"
+        raise TemplateError(f"{place}: not valid Jinja: {error.message}") from error
+    except Exception as error:  # it may refuse this conversation and take others
+        logger.debug("the chat template %s refuses an empty message: %r", path, error)
+
+
+def _load_tokenizer(model: str, **options: Any) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.ERROR)
+    try:
+        return AutoTokenizer.from_pretrained(model, **options)
+    except Exception as error:  # the loaders of tokenizers raise almost anything
+        raise TemplateError(f"the tokenizer of {model} cannot be loaded: {error}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)

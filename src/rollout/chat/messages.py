@@ -1,0 +1,131 @@
+"""Messages as chat templates read them, checked before a template sees them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeGuard
+
+from rollout.errors import TemplateError
+from rollout.types import Message, ToolCall
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+#: A message in the form that chat templates read; `content` is always a string.
+TemplateMessage = dict[str, Any]
+
+
+def template_messages(messages: Iterable[Message | Mapping[str, Any]]) -> list[TemplateMessage]:
+    """The messages as dicts of plain values, each with a known role and a string as content.
+
+    Keys of a mapping that are not ours travel along; keys whose value is None are dropped. The
+    content of an assistant message that only calls tools becomes "". Arguments of tool calls that
+    are JSON text are parsed, so that a template does not encode them a second time.
+
+    Raises:
+        TemplateError: No messages, or one of them is malformed; says which and why.
+    """
+    if not _is_sequence(messages):
+        raise TemplateError(f"messages must be a sequence of messages, not {_kind(messages)}")
+    converted = [_template_message(index, message) for index, message in enumerate(messages)]
+    if not converted:
+        raise TemplateError("messages is empty; expected at least one message")
+    return converted
+
+
+def _template_message(index: int, message: object) -> TemplateMessage:
+    where = f"messages[{index}]"
+    fields = _fields(where, message)
+    role = fields.get("role")
+    if role is None:
+        raise TemplateError(f"{where} has no role; expected one of {', '.join(ROLES)}")
+    if not isinstance(role, str) or role not in ROLES:
+        raise TemplateError(f"{where}: unknown role {role!r}; expected one of {', '.join(ROLES)}")
+    if calls := _template_calls(where, fields.pop("tool_calls", ())):
+        fields["tool_calls"] = calls
+        fields.setdefault("content", "")
+    content = fields.get("content")
+    if not isinstance(content, str):
+        raise TemplateError(f"{where} ({role}): content must be a string, not {_kind(content)}")
+    return fields
+
+
+def _fields(where: str, message: object) -> TemplateMessage:
+    if isinstance(message, Message):
+        names = message.__struct_fields__
+        return {name: value for name in names if (value := getattr(message, name)) is not None}
+    if isinstance(message, Mapping):
+        return {str(name): value for name, value in message.items() if value is not None}
+    raise TemplateError(f"{where} must be a Message or a mapping, not {_kind(message)}")
+
+
+def _template_calls(where: str, calls: object) -> list[dict[str, Any]]:
+    if not _is_sequence(calls):
+        raise TemplateError(f"{where}: tool_calls must be a sequence, not {_kind(calls)}")
+    return [_template_call(where, at, call) for at, call in enumerate(calls)]
+
+
+def _template_call(where: str, at: int, call: object) -> dict[str, Any]:
+    where = f"{where}.tool_calls[{at}]"
+    if isinstance(call, ToolCall):
+        return template_call(call.id, call.name, dict(call.arguments))
+    if not isinstance(call, Mapping):
+        raise TemplateError(f"{where} must be a ToolCall or a mapping, not {_kind(call)}")
+    function = call.get("function") or call
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise TemplateError(f"{where} names no function")
+    arguments = _arguments(where, function.get("arguments"))
+    return template_call(str(call.get("id") or ""), function["name"], arguments)
+
+
+def template_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool call in the form that chat templates read."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def _arguments(where: str, arguments: object) -> Mapping[str, Any]:
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise TemplateError(f"{where}: arguments are not JSON: {error}") from error
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, Mapping):
+        raise TemplateError(f"{where}: arguments must be an object, not {_kind(arguments)}")
+    return arguments
+
+
+def _is_sequence(value: object) -> TypeGuard[Iterable[Any]]:
+    """Whether `value` has items in order: also an array, as data sets hold them."""
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else type(value).__name__
+
+
+def as_messages(messages: Iterable[Message | Mapping[str, Any]]) -> list[Message]:
+    """The messages as records, e.g. for a trajectory's conversation; other keys are left behind.
+
+    Raises:
+        TemplateError: As `template_messages`.
+    """
+    return [
+        Message(
+            role=fields["role"],
+            content=fields["content"],
+            tool_calls=tuple(
+                ToolCall(
+                    name=call["function"]["name"],
+                    arguments=call["function"]["arguments"],
+                    id=call["id"],
+                )
+                for call in fields.get("tool_calls", ())
+            ),
+            tool_call_id=fields.get("tool_call_id"),
+            name=fields.get("name"),
+        )
+        for fields in template_messages(messages)
+    ]

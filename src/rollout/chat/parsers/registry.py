@@ -1,0 +1,85 @@
+"""Tool-call parsers by name, and what they return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from rollout.errors import ConfigError
+from rollout.types import InvalidToolCall, ToolCall
+
+
+class ParsedTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model said in one turn.
+
+    Attributes:
+        content: The text outside reasoning and calls, without white space around it.
+        reasoning: The text inside ``<think>``; None where nothing was opened.
+        calls: In the order written; what stands in the place of a call and is none is an
+            `InvalidToolCall`.
+    """
+
+    content: str
+    reasoning: str | None = None
+    calls: tuple[ToolCall | InvalidToolCall, ...] = ()
+
+
+class ToolParser(Protocol):
+    """Splits the text of a turn. Keeps no state: one object may serve many trajectories."""
+
+    def parse(
+        self,
+        text: str,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        in_reasoning: bool = False,
+    ) -> ParsedTurn:
+        """The content, reasoning and calls of `text`; never raises, whatever the text.
+
+        Args:
+            text: A generated turn, decoded with special tokens kept.
+            tools: OpenAI-style function dicts, for formats that need types to read arguments.
+            in_reasoning: Whether the prompt ended inside ``<think>``
+                (`ChatTemplate.opens_reasoning`).
+        """
+
+
+Factory = TypeVar("Factory", bound=Callable[[], ToolParser])
+
+_FACTORIES: dict[str, Callable[[], ToolParser]] = {}
+
+
+def register_tool_parser(name: str) -> Callable[[Factory], Factory]:
+    """A decorator that makes a parser class available as ``agent.tool_format = name``.
+
+    Raises:
+        ConfigError: The name is taken.
+    """
+
+    def register(factory: Factory) -> Factory:
+        if name in _FACTORIES:
+            raise ConfigError(f"the tool-call format {name!r} is registered already")
+        _FACTORIES[name] = factory
+        return factory
+
+    return register
+
+
+def get_tool_parser(name: str) -> ToolParser:
+    """A parser of the tool-call format `name`.
+
+    Raises:
+        ConfigError: No such format; lists those that there are.
+    """
+    factory = _FACTORIES.get(name)
+    if factory is None:
+        known = ", ".join(tool_parser_names())
+        raise ConfigError(f"unknown tool-call format {name!r}; expected one of: {known}")
+    return factory()
+
+
+def tool_parser_names() -> tuple[str, ...]:
+    """The names of all registered formats, sorted."""
+    return tuple(sorted(_FACTORIES))

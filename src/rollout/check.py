@@ -1,0 +1,121 @@
+"""What would keep a configuration from running here, found without starting anything."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout.agents import get_agent
+from rollout.assembly import SIMULATED_MODEL
+from rollout.chat import tool_parser_names
+from rollout.config import (
+    CustomEngine,
+    SimulatedEngine,
+    TransformersEngine,
+)
+from rollout.engine.model_files import model_path_fault
+from rollout.engine.opening import core_spec, placement_of
+from rollout.errors import AgentError, ConfigError, EngineError
+from rollout.interactions import InteractionRegistry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rollout.config import ModelConfig, RolloutConfig
+
+#: Packages that the embedded engine imports in its own process.
+TRANSFORMERS_MODULES = ("torch", "transformers")
+
+
+def config_faults(config: RolloutConfig, interactions: Sequence[Any] = ()) -> list[str]:
+    """What is missing or unknown here, each fault with its key and what was expected.
+
+    Looks at files, names and installed packages; imports no engine and asks no network.
+
+    Args:
+        config: A configuration without faults of its own.
+        interactions: The simulated users that will be given to `open_rollout`.
+    """
+    faults = [
+        *_model_faults(config),
+        *_opening_faults(config),
+        *_package_faults(config),
+        *_name_faults(config, interactions),
+    ]
+    return list(dict.fromkeys(faults))
+
+
+def _model_faults(config: RolloutConfig) -> Iterator[str]:
+    model, kind = config.model, config.engine.kind
+    is_simulated = isinstance(config.engine, SimulatedEngine)
+    if is_simulated and model.path != SIMULATED_MODEL:
+        yield f"model.path = {model.path!r}: engine.kind = {kind!r} expects {SIMULATED_MODEL!r}"
+    elif isinstance(config.engine, TransformersEngine) and model.path == SIMULATED_MODEL:
+        yield f"model.path = {model.path!r}: engine.kind = {kind!r} needs a model with files"
+    elif model.path != SIMULATED_MODEL:
+        fault = model_path_fault(model.path, model.revision)
+        if fault is not None:
+            yield fault
+    yield from _template_faults(model)
+
+
+def _template_faults(model: ModelConfig) -> Iterator[str]:
+    if model.chat_template is None:
+        return
+    try:
+        Path(model.chat_template).read_text(encoding="utf-8")
+    except OSError as error:
+        yield f"model.chat_template = {model.chat_template!r}: {error.strerror}"
+    except UnicodeDecodeError as error:
+        yield f"model.chat_template = {model.chat_template!r}: not UTF-8: {error.reason}"
+
+
+def _opening_faults(config: RolloutConfig) -> Iterator[str]:
+    for look in (lambda: core_spec(config, 0), lambda: placement_of(config)):
+        try:
+            look()
+        except (EngineError, ConfigError) as error:
+            yield str(error)
+
+
+def _package_faults(config: RolloutConfig) -> Iterator[str]:
+    """Packages that are missing in the interpreter that runs the engines, where it is this one."""
+    python = getattr(config.placement, "python", None)
+    if python is not None:
+        if shutil.which(python) is None:
+            yield f"placement.python = {python!r}: no such interpreter"
+        return
+    if isinstance(config.engine, TransformersEngine):
+        for name in TRANSFORMERS_MODULES:
+            if not is_importable(name):
+                yield f"engine.kind = 'transformers' needs the package {name}: pip install {name}"
+    if isinstance(config.engine, CustomEngine):
+        module = config.engine.core.partition(":")[0]
+        if not is_importable(module):
+            yield f"engine.core = {config.engine.core!r}: there is no module {module!r} here"
+
+
+def is_importable(name: str) -> bool:
+    """Whether there is a module of this name; it is not imported."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # a parent package is missing, or a module is half made
+        return False
+
+
+def _name_faults(config: RolloutConfig, interactions: Sequence[Any]) -> Iterator[str]:
+    agent = config.agent
+    try:
+        get_agent(agent.name)
+    except AgentError as error:
+        yield f"agent.name = {agent.name!r}: {error}"
+    if agent.tool_format not in tool_parser_names():
+        known = ", ".join(tool_parser_names())
+        yield f"agent.tool_format = {agent.tool_format!r}: unknown; known: {known}"
+    if agent.interaction is not None:
+        try:
+            InteractionRegistry(interactions).check(agent.interaction)
+        except ConfigError as error:
+            yield f"agent.interaction = {agent.interaction!r}: {error}"

@@ -1,0 +1,243 @@
+"""What the commands do, once their arguments are known to be well formed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from rich.console import Console
+from rich.text import Text
+
+from rollout.check import config_faults
+from rollout.cli import BAD_INPUT, ENGINE_LOST, OK, SOME_FAILED
+from rollout.config import describe_config, load_config
+from rollout.errors import (
+    ConfigError,
+    EngineError,
+    PromptError,
+    RolloutError,
+    TemplateError,
+    ToolError,
+)
+from rollout.foreground import INTERRUPTED, Job, JobResult, run_job
+from rollout.scheduling.prompt_files import read_prompts
+from rollout.types import Outcome
+from rollout.user_code import UserCode
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Sequence
+
+    from rollout.batch import RolloutBatch
+
+DEMO_DIRECTORY = "rollout-output/demo"
+#: Columns of output that nobody's terminal wraps.
+PLAIN_WIDTH = 160
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Perform the command and return its exit code; errors are told on standard error."""
+    errors = _LastingConsole(stderr=True)
+    command = {"run": _run, "demo": _demo, "check": _check}[arguments.command]
+    try:
+        with _shown_log(errors, is_verbose=arguments.verbose):
+            return command(arguments, _output(), errors)
+    except EngineError as error:
+        return _tell(errors, error, ENGINE_LOST)
+    except (ConfigError, PromptError, ToolError, TemplateError) as error:
+        return _tell(errors, error, BAD_INPUT)
+    except RolloutError as error:
+        return _tell(errors, error, SOME_FAILED)
+
+
+class _LastingConsole(Console):
+    """Falls silent when its reader has left; the work and its exit code stay what they are."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
+def _output() -> Console:
+    console = _LastingConsole()
+    return console if console.is_terminal else _LastingConsole(width=PLAIN_WIDTH)
+
+
+def _tell(errors: Console, error: object, code: int) -> int:
+    text = Text.assemble(("error: ", "bold red"), str(error))
+    errors.print(text, soft_wrap=True, highlight=False)
+    return code
+
+
+@contextmanager
+def _shown_log(errors: Console, *, is_verbose: bool) -> Iterator[None]:
+    """Print what the library logs, above the progress line where there is one."""
+    from rich.logging import RichHandler
+
+    handler: logging.Handler = logging.StreamHandler(errors.file)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    if errors.is_terminal:
+        handler = RichHandler(console=errors, show_time=False, show_path=False, markup=False)
+    logger = logging.getLogger("rollout")
+    before = (logger.handlers, logger.propagate, logger.level)
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.INFO if is_verbose else logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.handlers, logger.propagate = before[:2]
+        logger.setLevel(before[2])  # which also forgets what it had cached
+
+
+def _run(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
+    overrides = list(arguments.overrides)
+    if arguments.samples is not None:
+        key = "validation_samples_per_prompt" if arguments.validate else "samples_per_prompt"
+        overrides.append(f"scheduling.{key}={arguments.samples}")
+    config = load_config(arguments.config, overrides)
+    code = UserCode()
+    tools, interactions = _code_of(arguments, code)
+    reward = None if arguments.reward is None else code.reward(arguments.reward)
+    faults = config_faults(config, interactions)
+    if faults:
+        raise _cannot_run("the configuration", faults)
+    prompts = read_prompts(arguments.prompts)
+    job = Job(
+        config=config,
+        prompts=prompts,
+        directory=_directory(arguments.out, arguments.overwrite),
+        tools=tools,
+        reward=reward,
+        interactions=interactions,
+        step=arguments.step,
+        validate=arguments.validate,
+    )
+    result = anyio.run(run_job, job, errors, backend=arguments.backend)
+    _print_summary(result, job, output)
+    return _exit_code(result, errors)
+
+
+def _demo(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
+    from rollout import demo
+    from rollout.tools import calculator
+
+    own = [f"scheduling.samples_per_prompt={arguments.samples}", f"seed={arguments.seed}"]
+    config = load_config(demo, [*own, *arguments.overrides])
+    faults = [*config_faults(config), *demo.task_faults()]
+    if faults:
+        raise _cannot_run("the demo", faults)
+    tasks = demo.arithmetic_tasks(arguments.prompts, arguments.seed)
+    may_overwrite = arguments.overwrite or arguments.out is None
+    job = Job(
+        config=config,
+        prompts=tasks.prompts,
+        directory=_directory(arguments.out or DEMO_DIRECTORY, may_overwrite),
+        tools=[calculator],
+        reward=tasks.reward,
+    )
+    result = anyio.run(run_job, job, errors, backend=arguments.backend)
+    if result.batch is not None:
+        _print_demo(result.batch, output)
+    _print_summary(result, job, output)
+    return _exit_code(result, errors)
+
+
+def _check(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
+    config = load_config(arguments.config, arguments.overrides)
+    _, interactions = _code_of(arguments, UserCode())
+    for line in describe_config(config):
+        _print_line(output, line)
+    faults = config_faults(config, interactions)
+    for fault in faults:
+        _tell(errors, fault, BAD_INPUT)
+    if not faults:
+        _print_line(output, f"{'check':<12}can run here; nothing was started")
+    return BAD_INPUT if faults else OK
+
+
+def _code_of(arguments: argparse.Namespace, code: UserCode) -> tuple[list[Any], list[Any]]:
+    if arguments.tools is None:
+        return [], []
+    return list(code.tools(arguments.tools)), list(code.interactions(arguments.tools))
+
+
+def _cannot_run(what: str, faults: Sequence[str]) -> ConfigError:
+    return ConfigError("\n  ".join((f"{what} cannot run here:", *faults)), tuple(faults))
+
+
+def _directory(path: str, may_overwrite: bool) -> Path:
+    """The directory for the results, made and known to be writable before any work starts."""
+    directory = Path(path)
+    try:
+        if directory.exists() and not may_overwrite and any(directory.iterdir()):
+            raise ConfigError(
+                f"--out {path}: is not empty; expected an empty or new directory, or --overwrite"
+            )
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return directory
+    except OSError as error:
+        raise ConfigError(f"--out {path}: cannot be written: {error.strerror}") from error
+
+
+def _print_line(output: Console, line: str) -> None:
+    output.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _print_demo(batch: RolloutBatch, output: Console) -> None:
+    """A table of the groups, one transcript, and how many trajectories solved their sum."""
+    from rollout.demo import is_solved
+    from rollout.observe.groups import group_table
+    from rollout.observe.transcript_view import print_transcript
+
+    output.print(group_table(batch, is_plain=not output.is_terminal))
+    output.print()
+    shown = [row for row in batch.trajectories if row.transcript.response_length]
+    shown.sort(key=lambda row: (is_solved(row), row.trainable), reverse=True)
+    if shown and batch.decode is not None:
+        row = shown[0]
+        _print_line(output, f"transcript of {row.uid}, member {row.member}")
+        print_transcript(output, row.transcript, batch.decode)
+        output.print()
+    solved = sum(map(is_solved, batch.trajectories))
+    share = f" ({solved / len(batch):.0%})" if len(batch) else ""
+    _print_line(
+        output, f"{'solved':<10}{solved} of {len(batch)}{share}, by a right call and answer"
+    )
+
+
+def _print_summary(result: JobResult, job: Job, output: Console) -> None:
+    from rollout.observe.summary import summary_lines
+
+    if result.batch is None:
+        return
+    for line in summary_lines(result.batch, result.seconds, job.directory):
+        _print_line(output, line)
+
+
+def _exit_code(result: JobResult, errors: Console) -> int:
+    if result.signal is not None:
+        errors.print(_interruption(result), soft_wrap=True, highlight=False)
+        return 128 + result.signal
+    assert result.batch is not None
+    failed = [row for row in result.batch.samples if row.outcome == Outcome.FAILED]
+    if any(row.reason == "engine" for row in failed):
+        return ENGINE_LOST
+    rejected = any(row.outcome == Outcome.REJECTED for row in result.batch.samples)
+    return SOME_FAILED if failed or rejected else OK
+
+
+def _interruption(result: JobResult) -> str:
+    if result.batch is None:
+        return "interrupted before a trajectory had started; nothing is saved"
+    ended = sum(row.reason != INTERRUPTED for row in result.batch.samples)
+    lost = f"; {result.lost} more had no time to end and are lost" if result.lost else ""
+    return (
+        f"interrupted: {ended} of {len(result.batch)} saved trajectories had ended by themselves, "
+        f"the others are saved as far as they had come{lost}"
+    )

@@ -1,0 +1,58 @@
+"""The configuration: its sections, and how it is loaded, checked and explained."""
+
+from rollout.config.convert import config_from_dict, dump_config
+from rollout.config.engines import (
+    CustomEngine,
+    EngineConfig,
+    HttpEngine,
+    SGLangEngine,
+    SimulatedEngine,
+    TransformersEngine,
+)
+from rollout.config.explain import describe_config
+from rollout.config.loading import load_config
+from rollout.config.placements import (
+    InProcessPlacement,
+    LocalProcessPlacement,
+    PlacementConfig,
+    RayPlacement,
+)
+from rollout.config.sections import (
+    EMBEDDED_MODEL,
+    AgentConfig,
+    LengthsConfig,
+    LimitsConfig,
+    ModelConfig,
+    RolloutConfig,
+    RouterConfig,
+    SamplingConfig,
+    SchedulingConfig,
+    ToolsConfig,
+)
+
+__all__ = [
+    "EMBEDDED_MODEL",
+    "AgentConfig",
+    "CustomEngine",
+    "EngineConfig",
+    "HttpEngine",
+    "InProcessPlacement",
+    "LengthsConfig",
+    "LimitsConfig",
+    "LocalProcessPlacement",
+    "ModelConfig",
+    "PlacementConfig",
+    "RayPlacement",
+    "RolloutConfig",
+    "RouterConfig",
+    "SGLangEngine",
+    "SamplingConfig",
+    "SchedulingConfig",
+    "SimulatedEngine",
+    "ToolsConfig",
+    "TransformersEngine",
+    "config_from_dict",
+    "describe_config",
+    "dump_config",
+    "load_config",
+]

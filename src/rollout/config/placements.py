@@ -1,0 +1,73 @@
+"""Where engines live: one class for each kind of placement, and which engine may live where."""
+
+# Annotations stay evaluated: they carry the rules that the fields are checked by.
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar, get_args
+
+import attrs
+
+from rollout.config.base import Section, fields_named
+from rollout.config.checks import NonNegative, Text
+
+
+@attrs.frozen(kw_only=True)
+class PlacementConfig(Section):
+    """What every placement has; use one of its subclasses."""
+
+    section: ClassVar[str] = "placement"
+    kind: ClassVar[str]
+
+    @classmethod
+    def homes_of(cls, key: str) -> list[str]:
+        """The kinds of placement that have this key."""
+        kinds = {f"kind {place.kind!r}": place for place in PLACEMENTS}
+        return fields_named(key, kinds)
+
+
+@attrs.frozen(kw_only=True)
+class InProcessPlacement(PlacementConfig):
+    """The engine runs on the driver's own event loop, behind the same frames in memory."""
+
+    kind: ClassVar[str] = "in_process"
+
+
+@attrs.frozen(kw_only=True)
+class LocalProcessPlacement(PlacementConfig):
+    """Each replica is a child process behind a loopback socket."""
+
+    kind: ClassVar[str] = "local_process"
+    #: Interpreter of the replica; None takes the driver's own.
+    python: Text | None = None
+
+
+@attrs.frozen(kw_only=True)
+class RayPlacement(PlacementConfig):
+    """Each replica is a Ray actor with its GPUs."""
+
+    kind: ClassVar[str] = "ray"
+    #: Interpreter of the replica, part of its runtime environment; None takes the driver's own.
+    python: Text | None = None
+    #: Ray cluster to join; None joins a running one or starts one here.
+    address: Text | None = None
+    #: Each may be a fraction: Ray shares a GPU or a core between actors then.
+    gpus_per_replica: NonNegative = 1.0
+    cpus_per_replica: NonNegative = 1.0
+
+
+#: The first is what data without a `kind` means.
+AnyPlacement = LocalProcessPlacement | RayPlacement | InProcessPlacement
+PLACEMENTS: tuple[type[PlacementConfig], ...] = get_args(AnyPlacement)
+PLACEMENT_KINDS = tuple(placement.kind for placement in PLACEMENTS)
+
+#: Kinds of placement by kind of engine. A process of its own keeps a model's compute off the
+#: driver's loop; somebody else's server needs no process of ours.
+ALLOWED_PLACEMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "transformers": ("local_process", "ray"),
+        "simulated": ("in_process", "local_process", "ray"),
+        "sglang": ("local_process", "ray"),
+        "http": ("in_process",),
+        "custom": ("in_process", "local_process", "ray"),
+    }
+)

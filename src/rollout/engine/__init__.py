@@ -1,0 +1,42 @@
+"""Engines: what generates tokens, where it lives, and the channel to it.
+
+Names are imported on first use: an engine process imports submodules of this package in an
+environment that may hold little else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollout.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from rollout.engine.channel import connect_channel
+    from rollout.engine.core import (
+        Chunk,
+        EngineCore,
+        EngineInfo,
+        EngineLoad,
+        GenerationRequest,
+        SamplingParams,
+    )
+    from rollout.engine.opening import open_engines
+    from rollout.engine.routing import Router
+    from rollout.engine.server import EngineServer
+
+_HOMES = {
+    "rollout.engine.channel": ("connect_channel",),
+    "rollout.engine.core": (
+        "Chunk",
+        "EngineCore",
+        "EngineInfo",
+        "EngineLoad",
+        "GenerationRequest",
+        "SamplingParams",
+    ),
+    "rollout.engine.opening": ("open_engines",),
+    "rollout.engine.routing": ("Router",),
+    "rollout.engine.server": ("EngineServer",),
+}
+__all__ = sorted(name for names in _HOMES.values() for name in names)  # noqa: PLE0605
+__getattr__ = lazy_exports(__name__, _HOMES)

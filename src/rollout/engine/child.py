@@ -1,0 +1,117 @@
+"""The process of one engine: ``python -m rollout.engine.child``, started by `local_process`.
+
+Reads one line of JSON from standard input (what to run, and the secret), answers one line on
+standard output (the port, or why it failed), and lives until its standard input closes: a driver
+that dies, however, takes its engines with it.
+
+Loaded in engine processes: imports msgspec, anyio and its core only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from contextlib import suppress
+from typing import Any
+
+import anyio
+import msgspec
+
+from rollout.engine.core import CORE_CLOSE_S
+from rollout.engine.loading import load_core, start_error_text
+from rollout.engine.server import EngineServer
+
+#: A driver with many trajectories opens few connections, but may reopen them all at once.
+BACKLOG = 128
+
+
+class ChildSpec(msgspec.Struct, kw_only=True):
+    """What the driver writes to the child's standard input."""
+
+    core: str
+    options: dict[str, Any]
+    secret: str
+    sys_path: list[str] = []
+    log_level: int = logging.WARNING
+
+
+class ChildReady(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What the child answers: a port, or an error."""
+
+    port: int = 0
+    error: str = ""
+
+
+def _take_standard_output() -> int:
+    """A private descriptor for the answer; whatever a core prints goes to standard error."""
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    return answer
+
+
+def _end_with_driver(leave: threading.Event) -> None:
+    """Wait for the end of standard input, then leave: politely first, by force soon after."""
+    while os.read(0, 4096):
+        pass
+    leave.set()
+    threading.Event().wait(CORE_CLOSE_S - 1)
+    os._exit(1)
+
+
+async def _serve(spec: ChildSpec, answer: int, leave: threading.Event) -> None:
+    core = load_core(spec.core)(**spec.options)
+    await core.start()
+    server = EngineServer(core, bytes.fromhex(spec.secret))
+    listener = await anyio.create_tcp_listener(
+        local_host="127.0.0.1", local_port=0, backlog=BACKLOG
+    )
+    port = listener.extra(anyio.abc.SocketAttribute.local_port)
+    _say(answer, ChildReady(port=port))
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(listener.serve, server.serve_connection)
+            await anyio.to_thread.run_sync(leave.wait, abandon_on_cancel=True)
+            tasks.cancel_scope.cancel()
+    finally:
+        with anyio.CancelScope(deadline=anyio.current_time() + CORE_CLOSE_S, shield=True):
+            await core.aclose()
+
+
+def _say(answer: int, ready: ChildReady) -> None:
+    os.write(answer, msgspec.json.encode(ready) + b"\n")
+    os.close(answer)
+
+
+def _read_line() -> bytes:
+    """One line of standard input, read byte by byte: nothing of what follows is taken."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            raise SystemExit(0)  # the driver is gone already
+        line += byte
+    return bytes(line)
+
+
+def main() -> None:
+    """Run until standard input closes."""
+    answer = _take_standard_output()
+    spec = msgspec.json.decode(_read_line(), type=ChildSpec)
+    sys.path[:] = spec.sys_path or sys.path
+    logging.basicConfig(level=spec.log_level, format="%(levelname)s %(name)s: %(message)s")
+    leave = threading.Event()
+    threading.Thread(target=_end_with_driver, args=(leave,), daemon=True).start()
+    try:
+        anyio.run(_serve, spec, answer, leave)
+    except BaseException as error:
+        logging.getLogger("rollout.engine").exception("the engine failed")
+        with suppress(OSError):  # it had answered before
+            _say(answer, ChildReady(error=start_error_text(error)))
+        os._exit(1)
+    os._exit(0)  # threads of a core's libraries must not hold the exit
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""What an engine must be: the contract between `EngineServer` and whatever generates tokens.
+
+This module is loaded in engine processes, whose environment may hold little else: it imports
+msgspec only.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+FinishReason = Literal["stop", "length", "abort", "error", "rejected"]
+
+#: Seconds a core may take to let go of its requests when it closes.
+CORE_CLOSE_S = 5.0
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How one request is sampled.
+
+    Attributes:
+        temperature: Divides the logits; 0 takes the most likely token.
+        top_p: Keeps the smallest set of tokens whose probability reaches it; 1 keeps all.
+        top_k: Keeps the k most likely tokens; -1 keeps all.
+        min_p: Drops tokens below this share of the most likely one's probability.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens seen in the
+            prompt or the output (Keskar et al. 2019, as in transformers); 1 changes nothing.
+        max_new_tokens: Upper bound on generated tokens, at least 1.
+        stop_token_ids: Ids that end the generation beside the model's own end tokens; the id
+            that ended it is part of the answer.
+        ignore_eos: Lets the model's own end tokens pass without ending the generation.
+        seed: With a seed, the token at absolute position p is drawn from noise keyed by
+            (seed, p): alone, in a full batch or resumed, the same tokens. None draws afresh.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=10):
+    """Token ids in, sampled token ids out.
+
+    Attributes:
+        request_id: Fixed width, never used twice, so that no id is a prefix of another.
+        prompt_ids: int32 little-endian, packed.
+        session_id: The trajectory; a core may keep its prefix warm.
+        priority: Larger runs first where the core supports it.
+    """
+
+    request_id: str
+    prompt_ids: bytes
+    sampling: SamplingParams
+    session_id: str = ""
+    priority: int = 0
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
+    """Some newly sampled tokens of one request; the last chunk has a finish reason.
+
+    Attributes:
+        offset: Index of the first id within this generation, so that a repeated or a lost chunk
+            shows.
+        ids: int32 little-endian, packed; may be empty.
+        log_probs: float32 little-endian, one for each id: log-softmax(logits / temperature) at
+            the sampled id over the whole vocabulary, before penalties and truncation (greedy: at
+            temperature 1).
+        weight_version: Version of the weights that sampled these ids.
+        finish_reason: None while more may come. "stop": an end token was sampled (and is the
+            last id); "length": max_new_tokens or the context is used up; "abort": ended by
+            `abort_nowait`; "rejected": refused before any work, to be retried elsewhere or
+            later; "error": failed, `error` says why.
+        cached_tokens: On the last chunk, how many prompt tokens needed no prefill.
+    """
+
+    request_id: str
+    offset: int = 0
+    ids: bytes = b""
+    log_probs: bytes = b""
+    weight_version: int = 0
+    finish_reason: FinishReason | None = None
+    error: str = ""
+    cached_tokens: int = 0
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts about an engine that its clients must agree with.
+
+    Attributes:
+        vocab_size: Ids of requests must lie in [0, vocab_size).
+        eos_ids: Ids that end a generation unless `ignore_eos`.
+        context_length: Prompt plus generated tokens fit in it.
+        fingerprint: Names the model; replicas of one pool must agree.
+        max_requests: How many requests the engine holds at once, running and queued.
+        weight_version: Version of the weights loaded.
+        core: Name of the core, for people.
+    """
+
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    context_length: int
+    fingerprint: str
+    max_requests: int
+    weight_version: int = 0
+    core: str = ""
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A snapshot of what an engine is doing.
+
+    Attributes:
+        running: Requests being decoded or prefilled.
+        queued: Requests waiting for a place.
+        kv_used: Share of the KV cache in use, 0 … 1.
+        generated_tokens: Tokens sampled since the start.
+        preemptions: Requests put back into the queue for want of KV space, since the start.
+        measured_at_s: When this was so, on the engine's own clock; 0 where that is not said.
+    """
+
+    running: int = 0
+    queued: int = 0
+    kv_used: float = 0.0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    measured_at_s: float = 0.0
+
+
+class EngineCore(Protocol):
+    """Whatever turns token ids into sampled token ids.
+
+    The server constructs it with keyword options, awaits `start`, iterates `generate` for many
+    requests at once from one event loop, and awaits `aclose` at the end.
+    """
+
+    @property
+    def info(self) -> EngineInfo:
+        """The facts about the engine; valid once `start` has returned."""
+
+    async def start(self) -> None:
+        """Load the model. On an error nothing is left behind."""
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        """Chunks of one request, the last one with a finish reason; exactly one has it.
+
+        Bad requests (ids outside the vocabulary, a prompt beyond the context) end with
+        ``finish_reason="error"``, a full queue with ``"rejected"``: never with an exception.
+        Closing the iterator early aborts the request.
+        """
+
+    def abort_nowait(self, request_id: str) -> None:
+        """Ask for the end of a request; its iterator then ends with ``"abort"``.
+
+        Unknown and finished ids are ignored.
+        """
+
+    def load(self) -> EngineLoad:
+        """What the engine is doing now."""
+
+    async def aclose(self) -> None:
+        """End every request and free the model; bounded by `CORE_CLOSE_S`."""
+
+
+def pack_ids(ids: list[int] | tuple[int, ...]) -> bytes:
+    """Token ids as packed int32; for small lists, ids stay packed on hot paths."""
+    return array("i", ids).tobytes()
+
+
+def unpack_ids(data: bytes) -> array[int]:
+    """Packed int32 ids as an array, without a Python object per token."""
+    ids = array("i")
+    ids.frombytes(data)
+    return ids

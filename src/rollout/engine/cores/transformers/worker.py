@@ -1,0 +1,198 @@
+"""The thread that owns the model: takes requests from an inbox, steps, posts chunks to the loop.
+
+Only this thread touches the model, the scheduler and torch. It talks to the event loop through an
+inbox that never blocks the loop, and by posted callbacks that never block the thread, one for a
+step at most.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rollout.engine.core import CORE_CLOSE_S, Chunk, EngineInfo, EngineLoad, GenerationRequest
+from rollout.engine.cores.transformers.scheduler import Scheduler
+from rollout.engine.cores.transformers.scheduler import Sequence as Request
+from rollout.errors import EngineError
+
+if TYPE_CHECKING:
+    from rollout.bridge import Post
+
+logger = logging.getLogger("rollout.engine")
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How the model is loaded and served; the arguments of `TransformersCore`."""
+
+    model: str
+    revision: str | None
+    trust_remote_code: bool
+    dtype: str
+    device: str
+    threads: int
+    max_running: int
+    max_queued: int
+    context_length: int | None
+    stream_interval: int
+
+
+class Listener(msgspec.Struct, frozen=True, kw_only=True):
+    """What the thread tells the event loop; every function is called on the loop."""
+
+    started: Callable[[EngineInfo], object]
+    chunks: Callable[[Sequence[Chunk]], object]
+    #: The thread has ended: by `close` (None) or by an error. Always called, and last.
+    stopped: Callable[[Exception | None], object]
+
+
+def stop_text(error: Exception) -> str:
+    """What requests are told when the engine has stopped because of `error`."""
+    return f"the engine stopped: {type(error).__name__}: {error}"
+
+
+class Submit(msgspec.Struct, frozen=True):
+    """A request that has been checked."""
+
+    request: GenerationRequest
+
+
+class Abort(msgspec.Struct, frozen=True):
+    """End a request with the tokens it has."""
+
+    request_id: str
+
+
+class Close(msgspec.Struct, frozen=True):
+    """End every request and the thread."""
+
+
+class Worker:
+    """A daemon thread that loads a model and steps it until `close`."""
+
+    def __init__(self, options: Options, listener: Listener, post: Post) -> None:
+        self._options = options
+        self._listener = listener
+        self._post = post
+        self._inbox: queue.SimpleQueue[Submit | Abort | Close] = queue.SimpleQueue()
+        self._is_closing = False
+        #: Requests running in slots, tokens sampled, share of the cache: replaced after each step.
+        self.load = EngineLoad()
+        self._thread = threading.Thread(target=self._run, name="rollout-transformers", daemon=True)
+        # A daemon thread that is inside torch when the interpreter ends takes the process down
+        # with it, so an exit without `aclose` waits for the step under way.
+        atexit.register(self._end)
+        self._thread.start()
+
+    def send_nowait(self, message: Submit | Abort | Close) -> None:
+        """Leave a message for the thread, which reads it before its next step."""
+        self._inbox.put(message)
+
+    def _end(self) -> None:
+        self.send_nowait(Close())
+        self._thread.join(CORE_CLOSE_S)
+
+    def _run(self) -> None:
+        error: Exception | None = None
+        try:
+            self._serve()
+        except EngineError as caught:  # a model that cannot be loaded: `start` raises it
+            error = caught
+        except Exception as caught:
+            logger.exception("the embedded engine stopped")
+            error = caught
+        except BaseException as caught:  # the loop must hear of it in any case
+            error = EngineError(f"{type(caught).__name__}: {caught}")
+        self._tell(self._listener.stopped, error)
+        atexit.unregister(self._end)
+
+    def _serve(self) -> None:
+        # Here, not above: torch takes seconds to import, and the event loop must not wait for it.
+        import torch
+
+        from rollout.engine.cores.transformers.model import SlotModel, describe, load_model
+
+        options = self._options
+        torch.set_num_threads(options.threads)
+        with torch.inference_mode():
+            loaded = load_model(
+                options.model,
+                revision=options.revision,
+                trust_remote_code=options.trust_remote_code,
+                dtype=options.dtype,
+                device=options.device,
+            )
+            info = describe(
+                loaded,
+                context_length=options.context_length,
+                max_requests=options.max_running + options.max_queued,
+            )
+            model = SlotModel(loaded, slots=options.max_running, context_length=info.context_length)
+            model.warm_up()
+            self._tell(self._listener.started, info)
+            self._step_forever(model, info)
+
+    def _step_forever(self, model: Any, info: EngineInfo) -> None:
+        from rollout.engine.cores.transformers.stepping import step
+
+        options = self._options
+        scheduler = Scheduler(
+            max_running=options.max_running, stream_interval=options.stream_interval
+        )
+        while True:
+            self._read_inbox(scheduler, info)
+            if self._is_closing:
+                scheduler.end_all("abort")
+            elif not scheduler.is_idle:
+                try:
+                    step(scheduler, model)
+                except Exception as error:
+                    scheduler.end_all("error", stop_text(error))
+                    self._report(scheduler, info)
+                    raise
+            self._report(scheduler, info)
+            if self._is_closing:
+                return
+
+    def _read_inbox(self, scheduler: Scheduler, info: EngineInfo) -> None:
+        """Take every message; wait for one only where there is nothing to do."""
+        must_wait = scheduler.is_idle
+        while must_wait or not self._inbox.empty():
+            match self._inbox.get():
+                case Submit(request):
+                    scheduler.submit(_sequence(request, info))
+                case Abort(request_id):
+                    scheduler.abort(request_id)
+                case Close():
+                    self._is_closing = True
+            must_wait = False
+
+    def _report(self, scheduler: Scheduler, info: EngineInfo) -> None:
+        capacity = self._options.max_running * info.context_length
+        self.load = EngineLoad(
+            running=scheduler.running,
+            kv_used=scheduler.computed_tokens() / capacity,
+            generated_tokens=scheduler.generated_tokens,
+        )
+        chunks = scheduler.take_chunks()
+        if chunks:
+            self._tell(self._listener.chunks, chunks)
+
+    def _tell(self, function: Callable[[Any], object], argument: object) -> None:
+        self._post(lambda: function(argument))
+
+
+def _sequence(request: GenerationRequest, info: EngineInfo) -> Request:
+    seed = request.sampling.seed
+    return Request(
+        request,
+        context_length=info.context_length,
+        eos_ids=info.eos_ids,
+        seed=secrets.randbits(64) if seed is None else seed,
+    )

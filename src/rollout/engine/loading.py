@@ -1,0 +1,36 @@
+"""Finds a core by name, and words for one that does not start.
+
+Loaded in engine processes: imports msgspec only.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from rollout.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollout.engine.core import EngineCore
+
+
+def load_core(path: str) -> Callable[..., EngineCore]:
+    """The class behind ``package.module:Class``.
+
+    Raises:
+        ImportError: There is no such module or no such class in it.
+    """
+    module_name, _, class_name = path.partition(":")
+    module = importlib.import_module(module_name)
+    try:
+        core: Callable[..., EngineCore] = getattr(module, class_name)
+    except AttributeError:
+        raise ImportError(f"module {module_name!r} has no class {class_name!r}") from None
+    return core
+
+
+def start_error_text(error: BaseException) -> str:
+    """What a core said when it did not start, for the error that names the replica."""
+    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,52 @@
+"""What a placement offers: replicas that are up, and a way to connect to each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import anyio
+import attrs
+
+from rollout.engine.channel import Connect
+
+if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
+
+@attrs.frozen
+class CoreSpec:
+    """Which core a replica runs: ``package.module:Class`` and its keyword arguments.
+
+    The arguments are plain data, because they may travel to another process as JSON.
+    """
+
+    core: str
+    options: dict[str, Any]
+
+
+@attrs.frozen
+class ReplicaHandle:
+    """A replica that answers.
+
+    Attributes:
+        connect: Opens a byte stream to its server.
+        secret: What both sides of the hello must prove to hold.
+        died: Fires when the engine is known to be gone, e.g. its process has ended.
+    """
+
+    connect: Connect
+    secret: bytes
+    died: anyio.Event
+
+
+class Placement(Protocol):
+    """Where engines live."""
+
+    def open_replica(
+        self, name: str, spec: CoreSpec, start_timeout_s: float
+    ) -> AbstractAsyncContextManager[ReplicaHandle]:
+        """Start an engine; it is gone when the block has been left, whatever it was doing.
+
+        Raises:
+            EngineError: It did not start, with what it said.
+        """

@@ -1,0 +1,97 @@
+"""Engines on the driver's own event loop, behind the same frames."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+import anyio
+
+from rollout.engine.core import CORE_CLOSE_S, EngineCore
+from rollout.engine.loading import load_core, start_error_text
+from rollout.engine.placement.base import CoreSpec, ReplicaHandle
+from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
+from rollout.engine.server import EngineServer
+from rollout.errors import EngineError
+from rollout.limits import cleanup_scope
+from rollout.scopes import open_task_group
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from anyio.abc import ByteStream
+
+#: What becomes of each core before it starts; `rollout.testing` watches engines through it.
+core_wrapper: ContextVar[Callable[[str, EngineCore], EngineCore]] = ContextVar(
+    "core_wrapper", default=lambda name, core: core
+)
+
+
+class InProcess:
+    """The placement `in_process`.
+
+    Args:
+        latency_s: One way, for every byte.
+        max_read: Longest read, to exercise short reads; None for no bound.
+    """
+
+    def __init__(self, *, latency_s: float = 0.0, max_read: int | None = None) -> None:
+        self._latency_s = latency_s
+        self._max_read = max_read
+
+    @asynccontextmanager
+    async def open_replica(
+        self, name: str, spec: CoreSpec, start_timeout_s: float
+    ) -> AsyncIterator[ReplicaHandle]:
+        """See `Placement.open_replica`."""
+        secret = secrets.token_bytes(32)
+        died = anyio.Event()
+        streams: set[MemoryByteStream] = set()
+
+        def die() -> None:
+            died.set()
+            for stream in streams:
+                stream.cut()
+
+        async with open_task_group() as tasks:
+            core = await _start_core(name, spec, start_timeout_s)
+            if hasattr(core, "on_death"):
+                core.on_death = die
+            server = EngineServer(core, secret)
+
+            async def serve(stream: MemoryByteStream) -> None:
+                streams.add(stream)
+                try:
+                    await server.serve_connection(stream)
+                finally:
+                    streams.discard(stream)
+
+            async def connect() -> ByteStream:
+                if died.is_set():
+                    raise anyio.BrokenResourceError
+                ours, theirs = memory_stream_pair(
+                    latency_s=self._latency_s, max_read=self._max_read
+                )
+                tasks.start_soon(serve, theirs)
+                return ours
+
+            try:
+                yield ReplicaHandle(connect, secret, died)
+            finally:
+                with cleanup_scope(CORE_CLOSE_S):
+                    await core.aclose()
+
+
+async def _start_core(name: str, spec: CoreSpec, start_timeout_s: float) -> EngineCore:
+    try:
+        core = core_wrapper.get()(name, load_core(spec.core)(**spec.options))
+        with anyio.fail_after(start_timeout_s):
+            await core.start()
+    except TimeoutError:
+        reason = f"not ready after engine.start_timeout_s = {start_timeout_s:g} s"
+        raise EngineError(f"{name}: {reason}") from None
+    except Exception as error:
+        raise EngineError(f"{name}: {start_error_text(error)}") from error
+    return core

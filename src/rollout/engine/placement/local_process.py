@@ -1,0 +1,150 @@
+"""Engines in child processes behind loopback sockets."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections import deque
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
+
+import anyio
+import msgspec
+from anyio.streams.buffered import BufferedByteReceiveStream
+from anyio.streams.text import TextReceiveStream
+
+from rollout.engine.child import ChildReady, ChildSpec
+from rollout.engine.placement.base import CoreSpec, ReplicaHandle
+from rollout.errors import EngineError
+from rollout.scopes import open_task_group
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from anyio.abc import ByteStream, Process
+
+logger = logging.getLogger("rollout.engine")
+
+#: From closing a child's standard input to killing it.
+STOP_S = 1.0
+#: Lines of a child's standard error kept for the error text.
+KEPT_LINES = 20
+#: Longest answer of a starting child, in bytes.
+MAX_ANSWER = 65536
+
+
+class LocalProcess:
+    """The placement `local_process`.
+
+    Each child runs in a session of its own (a Ctrl-C in the terminal reaches the driver only) and
+    ends when its standard input closes, which the death of the driver does too.
+
+    Args:
+        python: Interpreter of the children; None takes this one, with its module search path.
+    """
+
+    def __init__(self, *, python: str | None = None) -> None:
+        self._python = python
+
+    @asynccontextmanager
+    async def open_replica(
+        self, name: str, spec: CoreSpec, start_timeout_s: float
+    ) -> AsyncIterator[ReplicaHandle]:
+        """See `Placement.open_replica`."""
+        secret = secrets.token_bytes(32)
+        command = [self._python or sys.executable, "-m", "rollout.engine.child"]
+        try:
+            process = await anyio.open_process(command, start_new_session=True)
+        except OSError as error:
+            raise EngineError(f"{name}: cannot run {command[0]!r}: {error}") from error
+        died = anyio.Event()
+        last_words: deque[str] = deque(maxlen=KEPT_LINES)
+        patience_s = 0.0  # a child that has not answered holds nothing worth waiting for
+        try:
+            async with open_task_group() as tasks:
+                tasks.start_soon(_forward_errors, name, process, last_words)
+                tasks.start_soon(_watch, process, died)
+                port = await self._start(name, process, spec, secret, start_timeout_s, last_words)
+                patience_s = STOP_S
+
+                async def connect() -> ByteStream:
+                    return await anyio.connect_tcp("127.0.0.1", port)
+
+                yield ReplicaHandle(connect, secret, died)
+        finally:
+            await _stop(process, patience_s)
+
+    async def _start(
+        self,
+        name: str,
+        process: Process,
+        spec: CoreSpec,
+        secret: bytes,
+        start_timeout_s: float,
+        last_words: deque[str],
+    ) -> int:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        line = msgspec.json.encode(
+            ChildSpec(
+                core=spec.core,
+                options=spec.options,
+                secret=secret.hex(),
+                sys_path=[] if self._python else [p or os.getcwd() for p in sys.path],
+                log_level=logger.getEffectiveLevel(),
+            )
+        )
+        answer = BufferedByteReceiveStream(process.stdout)
+        try:
+            with anyio.fail_after(start_timeout_s):
+                await process.stdin.send(line + b"\n")
+                ready = msgspec.json.decode(
+                    await answer.receive_until(b"\n", MAX_ANSWER), type=ChildReady
+                )
+        except TimeoutError:
+            reason = f"not ready after engine.start_timeout_s = {start_timeout_s:g} s"
+        except (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError):
+            code = await process.wait()
+            said = "".join(f"\n    {line}" for line in last_words)
+            reason = f"the engine's process ended with exit code {code} while starting" + (
+                f"; it said last:{said}" if said else ""
+            )
+        else:
+            if not ready.error:
+                return ready.port
+            reason = ready.error
+        raise EngineError(f"{name}: {reason}")
+
+
+async def _forward_errors(name: str, process: Process, last_words: deque[str]) -> None:
+    """Log what the child writes to standard error, and keep its end for error texts."""
+    assert process.stderr is not None
+    rest = ""
+    async for text in TextReceiveStream(process.stderr, errors="replace"):
+        *lines, rest = (rest + text).split("\n")
+        for line in lines:
+            last_words.append(line)
+            logger.info("%s: %s", name, line)
+
+
+async def _watch(process: Process, died: anyio.Event) -> None:
+    await process.wait()
+    died.set()
+
+
+async def _stop(process: Process, patience_s: float) -> None:
+    """End the child: its standard input closes, and what is left after `patience_s` is killed."""
+    with anyio.CancelScope(shield=True):
+        assert process.stdin is not None
+        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
+            await process.stdin.aclose()
+        with anyio.move_on_after(patience_s):
+            await process.wait()
+        with suppress(ProcessLookupError):
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        await process.aclose()

@@ -1,0 +1,96 @@
+"""What the router knows of one replica."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+
+from rollout.engine.routing.prices import PROMPT_S, STEP_S, TOKEN_S, Pace
+
+#: Seconds that a half full KV cache is worth; grows as use ÷ (1 − use), as a queue does.
+KV_PRESSURE_S = 0.15
+
+
+@attrs.define(eq=False)
+class ReplicaState:
+    """Counts and measurements of one replica; kept while it is gone, in case it comes back.
+
+    Attributes:
+        slot: Its column in the fleet's arrays.
+        capacity: Requests that it accepts at once, running and queued.
+        weight: Its share of the load beside replicas of weight 1.
+        weight_version: Version of the model's weights that it has.
+        in_flight: Requests sent and not known to be gone, zombies included.
+        served: Requests assigned since the start.
+        is_offered: It exists and may be reached.
+        is_draining: It gets nothing new for now.
+        is_stale: Its weights are not the ones that are asked for.
+        is_open: It may get a request now; kept by the fleet.
+        new_tokens: Tokens that the requests in flight are expected to generate.
+        foreign: Requests that its last report has beyond ours: other drivers share it.
+        foreign_tokens: What those of them are expected to generate that two reports had.
+        backlog: Prompt tokens sent that it should not have computed yet.
+        backlog_at: When that was true.
+        sent_tokens: Prompt tokens that it was sent to compute since the start.
+        kv_used: Share of its KV cache in use, by the last report.
+        batch_limit: Size of its batch when requests had to wait; infinite until they have to.
+        last_turn: Number of the decision that chose it last.
+        rounds: Trajectories that it was given, each counted 1 ÷ weight.
+        cache_epoch: Grows when it loses its prefix cache.
+        step_s, token_s, prompt_s: What its time costs, its slowness included; see `prices`.
+        pace: How fast it is.
+    """
+
+    name: str
+    slot: int
+    capacity: int
+    weight: float = 1.0
+    weight_version: int = 0
+    in_flight: int = 0
+    served: int = 0
+    is_offered: bool = True
+    is_draining: bool = False
+    is_stale: bool = False
+    is_open: bool = False
+    new_tokens: int = 0
+    foreign: int = 0
+    foreign_tokens: int = 0
+    backlog: float = 0.0
+    backlog_at: float = 0.0
+    sent_tokens: int = 0
+    kv_used: float = 0.0
+    batch_limit: float = math.inf
+    last_turn: int = 0
+    rounds: float = 0.0
+    cache_epoch: int = 0
+    step_s: float = STEP_S
+    token_s: float = TOKEN_S
+    prompt_s: float = PROMPT_S
+    pace: Pace = attrs.field(factory=Pace, repr=False)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request would be accepted."""
+        return self.in_flight < self.capacity
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it may get requests at all, room aside."""
+        return self.is_offered and not self.is_draining and not self.is_stale
+
+    @property
+    def pressure_s(self) -> float:
+        """Seconds that its KV cache is worth, by the last report."""
+        return KV_PRESSURE_S * self.kv_used / (1 - self.kv_used)
+
+    @property
+    def state(self) -> str:
+        """In a word: "gone", "draining", "stale", "full" or "serving"."""
+        if not self.is_offered:
+            return "gone"
+        if self.is_draining:
+            return "draining"
+        if self.is_stale:
+            return "stale"
+        return "serving" if self.has_room else "full"

@@ -1,0 +1,125 @@
+"""Which replica holds which prefix: of a trajectory, and of the prompt that a group shares."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollout.engine.routing.dispatch import Dispatch
+    from rollout.engine.routing.replica import ReplicaState
+
+#: Holders of a group's prompt that are remembered, the latest: more of them decide nothing.
+MAX_HOLDERS = 8
+#: Trajectories that are remembered; a later turn of an older one is placed anew.
+MAX_SESSIONS = 100_000
+
+
+class _Group:
+    """Trajectories with one prompt.
+
+    Attributes:
+        prompt_tokens: Length of the shared prompt: the shortest that one of them began with.
+        holders: Where it was sent last, with the epoch of the cache that got it.
+        checked: The number of lost caches when the holders were checked for it.
+        members: Trajectories that are remembered.
+    """
+
+    __slots__ = ("checked", "holders", "members", "prompt_tokens")
+
+    def __init__(self, prompt_tokens: int, checked: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.checked = checked
+        self.holders: dict[ReplicaState, int] = {}
+        self.members = 0
+
+
+class _Session:
+    __slots__ = ("cache_epoch", "group_id", "replica", "tokens")
+
+    def __init__(self, group_id: str, replica: ReplicaState) -> None:
+        self.group_id = group_id
+        self.replica = replica
+        self.cache_epoch = 0
+        self.tokens = 0
+
+
+class Sessions:
+    """The trajectories and groups that have been seen and not been forgotten."""
+
+    def __init__(self) -> None:
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        self._groups: dict[str, _Group] = {}
+        self._lost_caches = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def group_count(self) -> int:
+        """Groups of which a trajectory is remembered."""
+        return len(self._groups)
+
+    def recall(self, dispatch: Dispatch, group_id: str) -> None:
+        """Tell a request where its trajectory was and where its prefix is."""
+        session = self._sessions.get(dispatch.session_id)
+        if session is not None and session.replica.is_offered:
+            replica = dispatch.pinned = session.replica
+            if session.cache_epoch == replica.cache_epoch:
+                dispatch.warm_tokens = min(session.tokens, dispatch.prompt_tokens)
+        group = self._groups.get(group_id) if group_id else None
+        if group is not None:
+            dispatch.shared_tokens = min(group.prompt_tokens, dispatch.prompt_tokens)
+            if group.checked != self._lost_caches:
+                group.checked = self._lost_caches
+                group.holders = {r: e for r, e in group.holders.items() if e == r.cache_epoch}
+            dispatch.holders = group.holders
+
+    def note(self, dispatch: Dispatch, group_id: str) -> None:
+        """Remember where a request went."""
+        session = self._sessions.get(dispatch.session_id)
+        if session is None:
+            session = self._begin(dispatch, group_id)
+        else:
+            self._sessions.move_to_end(dispatch.session_id)
+        replica = session.replica = dispatch.replica
+        session.cache_epoch = replica.cache_epoch
+        session.tokens = dispatch.prompt_tokens
+        if session.group_id:
+            holders = self._groups[session.group_id].holders
+            if replica not in holders:
+                holders[replica] = replica.cache_epoch
+                if len(holders) > MAX_HOLDERS:
+                    del holders[next(iter(holders))]
+
+    def _begin(self, dispatch: Dispatch, group_id: str) -> _Session:
+        session = self._sessions[dispatch.session_id] = _Session(group_id, dispatch.replica)
+        if group_id:
+            group = self._groups.get(group_id)
+            if group is None:
+                group = self._groups[group_id] = _Group(dispatch.prompt_tokens, self._lost_caches)
+            group.prompt_tokens = min(group.prompt_tokens, dispatch.prompt_tokens)
+            group.members += 1
+        if len(self._sessions) > MAX_SESSIONS:
+            self.forget(next(iter(self._sessions)))
+        return session
+
+    def cache_lost(self) -> None:
+        """The cache epoch of a replica has grown."""
+        self._lost_caches += 1
+
+    def grow(self, dispatch: Dispatch, generated: int) -> None:
+        """The trajectory's replica has `generated` further tokens of it in its cache."""
+        session = self._sessions.get(dispatch.session_id)
+        if session is not None and session.replica is dispatch.replica:
+            session.tokens = dispatch.prompt_tokens + generated
+
+    def forget(self, session_id: str) -> None:
+        """A trajectory has ended; the last of a group takes the group along."""
+        session = self._sessions.pop(session_id, None)
+        if session is None or not session.group_id:
+            return
+        group = self._groups[session.group_id]
+        group.members -= 1
+        if group.members == 0:
+            del self._groups[session.group_id]

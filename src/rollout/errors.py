@@ -1,0 +1,73 @@
+"""The errors that leave this library, one flat type for each boundary.
+
+Errors raised before any work (`ConfigError`, `PromptError`) leave nothing behind. An error that
+ends a running batch carries what had been collected as `partial`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollout.types import Outcome
+
+if TYPE_CHECKING:
+    from rollout.batch import RolloutBatch
+
+
+class RolloutError(Exception):
+    """Base of every error that this library raises on purpose.
+
+    `partial` is the batch collected so far where the error ended a running batch, else None.
+    """
+
+    partial: RolloutBatch | None = None
+
+
+class ConfigError(RolloutError):
+    """A configuration is wrong; every fault is listed, each with path, value and expectation."""
+
+    def __init__(self, message: str, faults: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.faults = faults
+
+
+class PromptError(RolloutError):
+    """The prompts of a call are unusable as a whole: unreadable file, wrong types, equal uids."""
+
+
+class EngineError(RolloutError):
+    """An engine could not start, refused a request or lost it."""
+
+
+class ChannelError(EngineError):
+    """The connection to an engine broke, or its peer is not who it should be."""
+
+
+class ToolError(RolloutError):
+    """A tool is defined wrongly, or could not be opened."""
+
+
+class TemplateError(RolloutError):
+    """A chat template cannot render the messages given, or cannot be used append-only."""
+
+
+class AgentError(RolloutError):
+    """An agent loop is unknown, registered twice or used in the wrong order."""
+
+
+class LimitExceeded(RolloutError):
+    """A trajectory reached one of its limits; the runtime makes it the trajectory's outcome.
+
+    Attributes:
+        source: Path of the limit in the configuration, e.g. ``lengths.response``.
+        reason: The limit in a word, e.g. ``response``.
+        outcome: `Outcome.LENGTH`, `Outcome.LIMIT` or `Outcome.DEADLINE`.
+    """
+
+    def __init__(
+        self, message: str, *, source: str, reason: str, outcome: Outcome = Outcome.LIMIT
+    ) -> None:
+        super().__init__(message)
+        self.source = source
+        self.reason = reason
+        self.outcome = outcome

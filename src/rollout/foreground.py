@@ -1,0 +1,183 @@
+"""One batch in the foreground of a terminal: progress, Ctrl-C, and results on disk."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import anyio
+import attrs
+
+from rollout.bridge import WorkerThreads
+from rollout.config import RolloutConfig
+from rollout.errors import RolloutError
+from rollout.observe.progress import ProgressDisplay, show_progress
+from rollout.observe.summary import count
+from rollout.runtime import RolloutRuntime, RuntimeStatistics, open_rollout
+from rollout.scheduling.rewards import RewardFunction
+from rollout.scopes import open_task_group
+from rollout.types import Prompt
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskStatus
+    from rich.console import Console
+
+    from rollout.batch import RolloutBatch
+
+#: From a signal to giving up on trajectories that have not ended by themselves: rewards that are
+#: being computed, say. Closing the engines takes up to a second more.
+GRACE_S = 0.5
+#: Reason of trajectories that a signal has cancelled.
+INTERRUPTED = "interrupted"
+
+
+@attrs.frozen(kw_only=True)
+class Job:
+    """What to run, and the directory that takes the results."""
+
+    config: RolloutConfig
+    prompts: Sequence[Prompt]
+    directory: Path
+    tools: Sequence[Any] = ()
+    reward: RewardFunction | None = None
+    interactions: Sequence[Any] = ()
+    step: int | None = None
+    validate: bool = False
+
+
+class JobResult(NamedTuple):
+    """What became of it.
+
+    Attributes:
+        batch: What was saved; None where a signal came before the engines served.
+        lost: Trajectories that had not ended when there was no more time for them.
+        seconds: From the call of `generate` to its end.
+        signal: The signal that ended it before everything was saved.
+    """
+
+    batch: RolloutBatch | None
+    lost: int
+    seconds: float
+    signal: signal.Signals | None
+
+
+async def run_job(job: Job, console: Console) -> JobResult:
+    """Run the job and save its batch; progress goes to `console`.
+
+    SIGINT and SIGTERM belong to it meanwhile. The first one cancels what has not ended and saves
+    everything; where that takes longer than `GRACE_S`, or at a second signal, what has ended is
+    saved. While engines start, nothing has been admitted and nothing is saved.
+
+    Raises:
+        RolloutError: As `open_rollout` and `RolloutRuntime.generate`; or the directory cannot be
+            written.
+    """
+    threads = WorkerThreads(max_threads=2, max_abandoned=1)
+    run = _Run(job, threads)
+    with closing(threads), ProgressDisplay(console) as display, run.without_lag_warnings():
+        async with open_task_group() as tasks:
+            await tasks.start(run.watch_signals)
+            tasks.start_soon(show_progress, display, _starting(job.config), run.statistics)
+            tasks.start_soon(run.load)
+            with run.starting:
+                async with open_rollout(
+                    job.config, job.tools, job.reward, job.interactions
+                ) as run.runtime:
+                    tasks.start_soon(run.generate)
+                    await run.leave.wait()
+            if run.runtime is not None:
+                await run.saved.wait()
+    return run.result()
+
+
+def _starting(config: RolloutConfig) -> str:
+    replicas = count(config.engine.replicas, "engine")
+    return f"starting {replicas} ({config.engine.kind}, {config.placement.kind})"
+
+
+class _Run:
+    """The tasks of one job."""
+
+    def __init__(self, job: Job, threads: WorkerThreads) -> None:
+        self._job = job
+        self._threads = threads
+        self._loaded = anyio.Event()
+        self._has_begun = False
+        self.starting = anyio.CancelScope()
+        self.runtime: RolloutRuntime | None = None
+        self.leave = anyio.Event()
+        self.saved = anyio.Event()
+        self.batch: RolloutBatch | None = None
+        self.seconds = 0.0
+        self.signal: signal.Signals | None = None
+
+    def result(self) -> JobResult:
+        """What became of the job, once its tasks have ended."""
+        statistics = self.statistics()
+        lost = statistics.admitted - len(self.batch or ()) if statistics is not None else 0
+        return JobResult(self.batch, lost, self.seconds, self.signal)
+
+    def statistics(self) -> RuntimeStatistics | None:
+        """The runtime's, once it has something to do."""
+        statistics = None if self.runtime is None else self.runtime.statistics()
+        return statistics if statistics is not None and statistics.admitted else None
+
+    @contextmanager
+    def without_lag_warnings(self) -> Iterator[None]:
+        """Until the batch begins, what holds up the event loop are imports, and nobody waits."""
+        logger = logging.getLogger("rollout.observe")
+
+        def is_worth_saying(_: logging.LogRecord) -> bool:
+            return self._has_begun
+
+        logger.addFilter(is_worth_saying)
+        try:
+            yield
+        finally:
+            logger.removeFilter(is_worth_saying)
+
+    async def load(self) -> None:
+        """Import what collates, while the engines start; on the loop it would hold up signals."""
+        await self._threads.run("import", importlib.import_module, "rollout.batch")
+        self._loaded.set()
+
+    async def generate(self) -> None:
+        """Run the batch, or what of it there is time for, and save it."""
+        assert self.runtime is not None
+        await self._loaded.wait()
+        self._has_begun = True
+        job = self._job
+        began = anyio.current_time()
+        try:
+            self.batch = await self.runtime.generate(
+                job.prompts, step=job.step, validate=job.validate
+            )
+        except RolloutError as error:
+            if error.partial is None:
+                raise
+            self.batch = error.partial
+        self.seconds = anyio.current_time() - began
+        with anyio.CancelScope(shield=True):
+            await self._threads.run("save", self.batch.save, job.directory)
+        self.saved.set()
+        self.leave.set()
+
+    async def watch_signals(self, *, task_status: TaskStatus[None]) -> None:
+        """End the job at a signal; once it does, further signals change nothing."""
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            task_status.started()
+            received = await anext(signals)
+            self.signal = None if self.saved.is_set() else received
+            if self.runtime is None:
+                self.starting.cancel()
+            else:
+                self.runtime.cancel(reason=INTERRUPTED)
+                with anyio.move_on_after(GRACE_S):
+                    await anext(signals)
+                self.leave.set()
+            await anyio.sleep_forever()  # the receiver stays, and with it Python's own handler away

@@ -1,0 +1,63 @@
+"""A simulated user who follows a script."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rollout.errors import ConfigError
+from rollout.interactions.interaction import Interaction, InteractionTurn
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rollout.types import Message
+
+
+class ScriptedUser:
+    """Makes users who say these lines in order, one after each answer, and then are done.
+
+    The turn after the last line has no text and ends the conversation.
+
+    Args:
+        lines: What the user says.
+        name: What prompts and ``agent.interaction`` call it.
+        scores: For each line, the score of the turn that says it; None gives none.
+
+    Raises:
+        ConfigError: The numbers of lines and scores differ.
+    """
+
+    def __init__(
+        self,
+        lines: Sequence[str],
+        *,
+        name: str = "scripted",
+        scores: Sequence[float | None] | None = None,
+    ) -> None:
+        self.name = name
+        if scores is not None and len(scores) != len(lines):
+            raise ConfigError(
+                f"interaction {name!r}: {len(lines)} lines and {len(scores)} scores; expected as "
+                f"many scores as lines"
+            )
+        self._turns = tuple(
+            InteractionTurn(line, score=score)
+            for line, score in zip(lines, scores or [None] * len(lines), strict=True)
+        )
+
+    def __call__(self) -> Interaction:
+        """A user at the beginning of the script."""
+        return _Reader(self.name, self._turns)
+
+
+class _Reader(Interaction):
+    def __init__(self, name: str, turns: Sequence[InteractionTurn]) -> None:
+        self.name = name
+        self._turns = turns
+        self._said = 0
+
+    async def respond(self, messages: Sequence[Message | Mapping[str, Any]]) -> InteractionTurn:
+        if self._said == len(self._turns):
+            return InteractionTurn("", is_done=True)
+        self._said += 1
+        return self._turns[self._said - 1]

@@ -1,0 +1,74 @@
+"""Deadlines that know whose they are.
+
+A deadline is an absolute time of the running clock, computed once and passed down; an inner one is
+clipped by the outer one and then carries the outer one's name. The scope that fires therefore
+always says which limit of the configuration ended the work.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import anyio
+import msgspec
+
+from rollout.errors import LimitExceeded
+from rollout.types import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Deadline(msgspec.Struct, frozen=True):
+    """An absolute time (`anyio.current_time`) and the limit it comes from, e.g. ``limits.tool_s``.
+
+    Attributes:
+        at: Absolute clock time; infinite where there is no limit.
+        source: Path of the limit in the configuration.
+        seconds: The limit itself, for messages.
+    """
+
+    at: float
+    source: str
+    seconds: float
+
+    @classmethod
+    def after(cls, seconds: float | None, source: str, outer: Deadline | None = None) -> Deadline:
+        """The deadline `seconds` from now, or the `outer` one where that is not later."""
+        length = math.inf if seconds is None else seconds
+        inner = cls(anyio.current_time() + length, source, length)
+        return inner if outer is None or inner.at < outer.at else outer
+
+    def error(self) -> LimitExceeded:
+        """What a trajectory that meets this deadline ends with."""
+        return LimitExceeded(
+            f"{self.source} = {self.seconds:g} s is over",
+            source=self.source,
+            reason=self.source.rpartition(".")[2].removesuffix("_s"),
+            outcome=Outcome.DEADLINE,
+        )
+
+
+@contextmanager
+def deadline_scope(deadline: Deadline, *, shield: bool = False) -> Iterator[anyio.CancelScope]:
+    """A cancel scope that ends at `deadline`; look at its `cancelled_caught` afterwards."""
+    with anyio.CancelScope(deadline=deadline.at, shield=shield) as scope:
+        yield scope
+
+
+@contextmanager
+def fail_at_deadline(deadline: Deadline) -> Iterator[anyio.CancelScope]:
+    """A cancel scope that turns `deadline` into the `LimitExceeded` that names it."""
+    with anyio.CancelScope(deadline=deadline.at) as scope:
+        yield scope
+    if scope.cancelled_caught and anyio.current_time() >= deadline.at:
+        raise deadline.error()
+
+
+@contextmanager
+def cleanup_scope(seconds: float) -> Iterator[anyio.CancelScope]:
+    """Shielded from cancellation, and bounded: clean-up runs, and it cannot hang."""
+    with anyio.CancelScope(deadline=anyio.current_time() + seconds, shield=True) as scope:
+        yield scope

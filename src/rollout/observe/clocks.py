@@ -1,0 +1,8 @@
+"""Wall and CPU clocks, for what happens outside the event loop's own time."""
+
+from __future__ import annotations
+
+import time  # noqa: TID251  (this is the module)
+
+#: Seconds of a clock that never goes back, the same in every thread.
+monotonic = time.monotonic

@@ -1,0 +1,102 @@
+"""What became of a batch, in a few lines for people."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rollout.batch import RolloutBatch
+
+_LABEL_WIDTH = 10
+#: Trajectories whose failure is spelled out; the others are in the files.
+MAX_CAUSES = 3
+
+
+def summary_lines(batch: RolloutBatch, seconds: float, directory: Path) -> list[str]:
+    """Lines ``label  text``: rows, outcomes with reasons, tokens, reward, seconds, files.
+
+    Args:
+        batch: With the trajectories that it was made of.
+        seconds: What it took, from its start to its end.
+        directory: Where it was saved.
+    """
+    entries = [
+        ("rows", _rows(batch, seconds)),
+        ("outcomes", _outcomes(batch)),
+        ("tokens", _tokens(batch, seconds)),
+        ("reward", _reward(batch)),
+        *(("cause", cause) for cause in _causes(batch)),
+        ("files", _files(directory)),
+    ]
+    return [f"{label:<{_LABEL_WIDTH}}{text}" for label, text in entries]
+
+
+def _rows(batch: RolloutBatch, seconds: float) -> str:
+    prompts = len({row.group for row in batch.trajectories})
+    trainable = sum(row.trainable for row in batch.trajectories)
+    return (
+        f"{count(len(batch), 'trajectory')} of {count(prompts, 'prompt')} in {seconds:.1f} s; "
+        f"{trainable:,} trainable"
+    )
+
+
+def _outcomes(batch: RolloutBatch) -> str:
+    counts = Counter(
+        f"{row.outcome} ({row.reason})" if row.reason else str(row.outcome)
+        for row in batch.trajectories
+    )
+    return ", ".join(f"{n:,} {name}" for name, n in counts.most_common()) or "none"
+
+
+def _tokens(batch: RolloutBatch, seconds: float) -> str:
+    transcripts = [row.transcript for row in batch.trajectories]
+    prompt = sum(transcript.prompt_length for transcript in transcripts)
+    generated = sum(transcript.generated_length for transcript in transcripts)
+    observed = sum(transcript.response_length for transcript in transcripts) - generated
+    speed = generated / seconds if seconds > 0 else 0.0
+    return (
+        f"{prompt:,} prompt, {generated:,} generated ({speed:,.0f} a second), {observed:,} observed"
+    )
+
+
+def _reward(batch: RolloutBatch) -> str:
+    known = [row.reward for row in batch.trajectories if row.reward is not None]
+    if not known:
+        return "unknown for every row"
+    mean = math.fsum(known) / len(known)
+    missing = len(batch) - len(known)
+    return f"mean {mean:.3f} over {count(len(known), 'row')}" + (
+        f", unknown for {missing:,}" if missing else ""
+    )
+
+
+def _causes(batch: RolloutBatch) -> list[str]:
+    """What failed trajectories failed of, the most frequent first."""
+    counts = Counter(
+        f"{row.outcome} ({row.reason}): {row.cause.type}: {_first_line(row.cause.message)}"
+        for row in batch.trajectories
+        if row.cause is not None
+    )
+    listed = [f"{n:,} {text}" for text, n in counts.most_common(MAX_CAUSES)]
+    more = len(counts) - len(listed)
+    return listed + ([f"… and {count(more, 'other cause')}"] if more else [])
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+def _files(directory: Path) -> str:
+    from rollout.batch.storage import FILES, META
+
+    return f"{directory}: {', '.join((*FILES, META))}"
+
+
+def count(number: int, noun: str) -> str:
+    """``1 row``, ``2 rows``, ``2 trajectories``."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"

@@ -1,0 +1,33 @@
+"""Running counts of a runtime; admitted = finished + in flight, always."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import attrs
+
+from rollout.types import Outcome
+
+
+@attrs.define(eq=False)
+class Tally:
+    """What a runtime has done so far.
+
+    Attributes:
+        admitted: Trajectories accepted by `generate` or `stream`.
+        running: Those of them that hold a place and have not been delivered.
+        outcomes: Those that have ended, by outcome.
+        generated_tokens: Sampled tokens that reached a transcript.
+        tool_calls: Calls answered, errors included.
+    """
+
+    admitted: int = 0
+    running: int = 0
+    outcomes: Counter[Outcome] = attrs.field(factory=Counter)
+    generated_tokens: int = 0
+    tool_calls: int = 0
+
+    @property
+    def finished(self) -> int:
+        """Trajectories that have ended."""
+        return self.outcomes.total()

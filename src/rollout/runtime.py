@@ -1,0 +1,333 @@
+"""The runtime: engines, tools and threads of a rollout, owned by one scope."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import attrs
+
+from rollout.agents.services import Services
+from rollout.assembly import check_fit, load_template, tool_executor, tool_parser
+from rollout.bridge import WorkerThreads, has_virtual_clock
+from rollout.config import RolloutConfig
+from rollout.engine.opening import open_engines
+from rollout.engine.pool import ReplicaStatistics
+from rollout.errors import ConfigError, LimitExceeded, RolloutError
+from rollout.interactions import InteractionRegistry
+from rollout.limits import Deadline
+from rollout.observe.loop_lag import LoopLag
+from rollout.observe.tally import Tally
+from rollout.scheduling.admission import Admission
+from rollout.scheduling.batch_run import BatchRun
+from rollout.scheduling.prompts import check_prompts, members_of
+from rollout.scheduling.trajectory import TrajectoryRunner
+from rollout.scopes import open_task_group
+from rollout.seeds import fresh_seed
+from rollout.types import Trajectory
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Sequence
+
+    from anyio.streams.memory import MemoryObjectReceiveStream
+
+    from rollout.batch import RolloutBatch
+    from rollout.chat import ChatTemplate
+    from rollout.scheduling.rewards import RewardFunction
+    from rollout.types import Prompt
+
+#: Finished trajectories that wait for a slow consumer of `stream` before members wait too.
+STREAM_BUFFER = 16
+
+
+@attrs.frozen(kw_only=True)
+class RuntimeStatistics:
+    """A runtime now; admitted = finished + in flight.
+
+    Attributes:
+        admitted: Trajectories accepted since the start.
+        running: Started, and not delivered yet.
+        finished: With an outcome.
+        outcomes: How many ended in which way.
+        generated_tokens: Sampled tokens that have arrived.
+        tool_calls: Calls answered, errors included.
+        replicas: The engines.
+        abandoned_threads: Threads of sync tools left behind at a deadline and still running.
+        max_running: Trajectories that may run at once now; 0 while admission is paused.
+        loop_lag_s: Longest delay of the event loop since the start.
+    """
+
+    admitted: int
+    running: int
+    finished: int
+    outcomes: dict[str, int]
+    generated_tokens: int
+    tool_calls: int
+    replicas: tuple[ReplicaStatistics, ...]
+    abandoned_threads: dict[str, int]
+    max_running: int
+    loop_lag_s: float
+
+
+class RolloutRuntime:
+    """Runs batches of trajectories on its engines; made by `open_rollout`.
+
+    Several `generate` and `stream` calls may run at once; they share engines, threads and
+    `scheduling.max_in_flight`.
+
+    Attributes:
+        config: What it was opened with.
+        admission: `pause` and `resume` hold back trajectories that have not started.
+    """
+
+    def __init__(
+        self, config: RolloutConfig, runner: TrajectoryRunner, threads: WorkerThreads, tally: Tally
+    ) -> None:
+        self.config = config
+        self._runner = runner
+        self._threads = threads
+        self._tally = tally
+        self.admission = Admission(
+            config.scheduling.max_in_flight, is_adaptive=config.scheduling.adaptive_admission
+        )
+        self._lag = LoopLag()
+        self._run_seed = fresh_seed() if config.seed is None else config.seed
+        self._steps = itertools.count()
+        self._calls: dict[BatchRun, anyio.CancelScope] = {}
+        self._idle = anyio.Event()
+        self._is_closing = False
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The model's tokenizer and chat format."""
+        return self._runner.services.template
+
+    async def generate(
+        self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
+    ) -> RolloutBatch:
+        """Run every member of every prompt; rows in the order of the prompts, members adjacent.
+
+        Cancellation ends every member and passes through; the runtime stays usable. To stop
+        early and keep what there is, call `cancel`.
+
+        Args:
+            prompts: What the groups start from.
+            step: The trainer's step: part of every seed. None counts the calls.
+            validate: Sample as `validation_sampling` says.
+
+        Raises:
+            PromptError: The prompts are unusable; nothing has been started.
+            LimitExceeded: More members failed than `scheduling.max_failures` allows, or
+                `scheduling.on_deadline` is "raise" and the time is over.
+            RolloutError: The runtime was closed meanwhile.
+
+        Errors after the start carry what there was as `partial`.
+        """
+        from rollout.batch import collate  # torch, loaded with the first batch
+
+        run = self._new_run(prompts, step, validate)
+        rows: list[Trajectory | None] = [None] * len(run.members)
+
+        async def keep(row: int, trajectory: Trajectory) -> None:
+            rows[row] = trajectory
+
+        def collated() -> RolloutBatch:
+            lag_s = window.max_s
+            return collate(
+                [trajectory for trajectory in rows if trajectory is not None],
+                self.config.lengths,
+                self.template.pad_token_id,
+                decode=self.template.decode,
+                extra_metrics={} if lag_s is None else {"loop_lag_s/max": lag_s},
+            )
+
+        with self._lag.window() as window:
+            try:
+                with self._running(run):
+                    await run.run(keep)
+            except RolloutError as error:
+                error.partial = collated()
+                raise
+        return collated()
+
+    @asynccontextmanager
+    async def stream(
+        self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
+    ) -> AsyncIterator[MemoryObjectReceiveStream[Trajectory]]:
+        """Trajectories as they end, in the order in which they do; leaving cancels the rest.
+
+        A slow consumer slows the admission of further members.
+
+        Raises:
+            PromptError: The prompts are unusable; nothing has been started.
+            LimitExceeded: As `generate`, at the end of the block, when all have been received.
+        """
+        run = self._new_run(prompts, step, validate)
+        send, receive = anyio.create_memory_object_stream[Trajectory](STREAM_BUFFER)
+
+        async def deliver(row: int, trajectory: Trajectory) -> None:
+            await send.send(trajectory)
+
+        verdict: LimitExceeded | None = None
+
+        async def produce() -> None:
+            nonlocal verdict
+            async with send:
+                try:
+                    await run.run(deliver)
+                except LimitExceeded as error:  # what is in the buffer is still to be received
+                    verdict = error
+
+        with self._running(run):
+            async with open_task_group() as tasks, receive:
+                tasks.start_soon(produce)
+                yield receive
+        if verdict is not None:
+            raise verdict
+
+    def cancel(
+        self, uid: str | None = None, member: int | None = None, *, reason: str = "cancelled"
+    ) -> int:
+        """End trajectories with outcome `cancelled` and keep their tokens; `generate` returns.
+
+        Args:
+            uid: Only those of this prompt; None: of every prompt.
+            member: Only this member; None: every one.
+            reason: Becomes the trajectories' `reason`.
+
+        Returns:
+            How many were cancelled.
+        """
+        return sum(run.cancel(uid, member, reason) for run in self._calls)
+
+    def statistics(self) -> RuntimeStatistics:
+        """A snapshot."""
+        tally, engines = self._tally, self._runner.services.engines
+        return RuntimeStatistics(
+            admitted=tally.admitted,
+            running=tally.running,
+            finished=tally.finished,
+            outcomes={outcome.value: n for outcome, n in tally.outcomes.items() if n},
+            generated_tokens=tally.generated_tokens + engines.tokens_under_way,
+            tool_calls=tally.tool_calls,
+            replicas=engines.statistics(),
+            abandoned_threads=self._threads.abandoned,
+            max_running=self.admission.allowed,
+            loop_lag_s=self._lag.max_s,
+        )
+
+    def _new_run(self, prompts: Sequence[Prompt], step: int | None, validate: bool) -> BatchRun:
+        if self._is_closing:
+            raise RolloutError("the runtime is closed")
+        deadline = Deadline.after(self.config.limits.batch_s, "limits.batch_s")
+        scheduling = self.config.scheduling
+        members = members_of(
+            check_prompts(prompts),
+            samples=(
+                scheduling.validation_samples_per_prompt
+                if validate
+                else scheduling.samples_per_prompt
+            ),
+            step=next(self._steps) if step is None else step,
+            run_seed=self._run_seed,
+            validate=validate,
+        )
+        return BatchRun(
+            members=members,
+            runner=self._runner,
+            limiter=self.admission.limiter,
+            deadline=deadline,
+            config=scheduling,
+            tally=self._tally,
+        )
+
+    @contextmanager
+    def _running(self, run: BatchRun) -> Iterator[None]:
+        """Make the call known to `cancel` and to `_end_calls`."""
+        with anyio.CancelScope() as scope:
+            self._calls[run] = scope
+            try:
+                yield
+            finally:
+                del self._calls[run]
+                if not self._calls:
+                    self._idle.set()
+        if scope.cancelled_caught:
+            raise RolloutError("the runtime was closed while this call was running")
+
+    @asynccontextmanager
+    async def _serving(self) -> AsyncIterator[None]:
+        """Watch the loop and the engines' load; at the end no call is left."""
+        async with open_task_group() as tasks:
+            if not has_virtual_clock():
+                tasks.start_soon(self._lag.watch)
+            tasks.start_soon(self.admission.adapt, self._runner.services.engines.loads)
+            try:
+                yield
+            finally:
+                await self._end_calls()
+
+    async def _end_calls(self) -> None:
+        """Cancel the calls of other tasks and wait until they have let go of the engines."""
+        self._is_closing = True
+        with anyio.CancelScope(shield=True):
+            while self._calls:
+                self._idle = anyio.Event()
+                for scope in self._calls.values():
+                    scope.cancel()
+                await self._idle.wait()
+
+
+@asynccontextmanager
+async def open_rollout(
+    config: RolloutConfig,
+    tools: Sequence[Any] = (),
+    reward: RewardFunction | None = None,
+    interactions: Sequence[Any] = (),
+) -> AsyncIterator[RolloutRuntime]:
+    """A runtime with its engines serving; nothing of it is left when the block has been left.
+
+    Args:
+        config: See `rollout.config`.
+        tools: Tools offered to the model: `Tool` objects, or functions, which become one.
+        reward: ``reward(trajectory) -> float | Reward``, sync (runs in a thread) or async.
+        interactions: Factories of simulated users, found by their names.
+
+    Raises:
+        ConfigError: The agent, the tool format or an interaction of the configuration is unknown.
+        ToolError: A tool is defined wrongly, or two share a name.
+        EngineError: An engine did not start, or does not fit the tokenizer.
+    """
+    if not isinstance(config, RolloutConfig):
+        raise ConfigError(f"config: expected a RolloutConfig, got {type(config).__name__}")
+    threads = WorkerThreads(
+        max_threads=config.tools.max_threads, max_abandoned=config.tools.max_abandoned_threads
+    )
+    executor = tool_executor(config, tools, threads)
+    registry = InteractionRegistry(interactions)
+    parser = tool_parser(config, registry)
+    tally = Tally()
+    try:
+        async with open_task_group() as tasks:
+            loading = tasks.start_soon(load_template, config, threads)  # while engines start
+            async with open_engines(config) as engines:
+                await loading.wait()
+                template = loading.return_value
+                check_fit(template, engines)
+                services = Services(
+                    config=config,
+                    engines=engines,
+                    template=template,
+                    parser=parser,
+                    tools=executor,
+                    interactions=registry,
+                    tally=tally,
+                )
+                runner = TrajectoryRunner(services=services, threads=threads, reward=reward)
+                runtime = RolloutRuntime(config, runner, threads, tally)
+                async with runtime._serving():
+                    yield runtime
+    finally:
+        threads.close()

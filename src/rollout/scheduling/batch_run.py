@@ -1,0 +1,176 @@
+"""One call of `generate` or `stream`: its members admitted, run and delivered."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import anyio
+
+from rollout.agents.identity import Ending
+from rollout.errors import LimitExceeded, RolloutError
+from rollout.scheduling.trajectory import ended_before_start
+from rollout.scopes import leaf_of
+from rollout.types import Outcome, Trajectory
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from rollout.config import SchedulingConfig
+    from rollout.limits import Deadline
+    from rollout.observe.tally import Tally
+    from rollout.scheduling.prompts import Member
+    from rollout.scheduling.trajectory import TrajectoryRunner
+
+    #: Takes a finished trajectory and its row; may wait, and holds the trajectory's place.
+    Deliver = Callable[[int, Trajectory], Awaitable[None]]
+
+#: Causes that the error of an exceeded failure budget lists.
+LISTED_CAUSES = 5
+
+
+class BatchRun:
+    """Members of one call, run under the runtime's limit on trajectories in flight.
+
+    A member's task exists only while it holds a place, so a batch of any size costs the memory
+    of `scheduling.max_in_flight` trajectories plus its results.
+    """
+
+    def __init__(
+        self,
+        *,
+        members: Sequence[Member],
+        runner: TrajectoryRunner,
+        limiter: anyio.CapacityLimiter,
+        deadline: Deadline,
+        config: SchedulingConfig,
+        tally: Tally,
+    ) -> None:
+        self.members = members
+        self._runner = runner
+        self._limiter = limiter
+        self._deadline = deadline
+        self._config = config
+        self._tally = tally
+        self._causes: Counter[str] = Counter()
+        self._met_deadline = False
+
+    def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
+        """Cancel the members that match, also those not started yet; how many there were."""
+        chosen = [
+            m
+            for m in self.members
+            if uid in (None, m.identity.uid)
+            and member in (None, m.identity.member)
+            and not m.is_finished
+            and m.cancel_reason is None
+        ]
+        for m in chosen:
+            m.cancel(reason)
+        return len(chosen)
+
+    async def run(self, deliver: Deliver) -> None:
+        """Run every member and deliver each trajectory once.
+
+        Cancellation ends every member, bounded, and passes through.
+
+        Raises:
+            LimitExceeded: More members failed than `scheduling.max_failures` allows, or the time
+                was over and `scheduling.on_deadline` is "raise"; every member has been delivered.
+        """
+        self._tally.admitted += len(self.members)
+        error: BaseException | None = None
+        try:
+            async with anyio.create_task_group() as tasks:
+                for row, member in enumerate(self.members):
+                    if await self._take_place(member):
+                        tasks.start_soon(self._run_member, row, member, deliver)
+                    else:
+                        await self._finish(row, member, self._unstarted(member), deliver)
+        except BaseExceptionGroup as group:
+            error = leaf_of(group)
+            error.__cause__ = error.__cause__ or group
+        finally:
+            lost = sum(not member.is_finished for member in self.members)
+            self._tally.outcomes[Outcome.CANCELLED] += lost
+        error = error or self._verdict()
+        if error is not None:
+            raise error
+
+    async def _take_place(self, member: Member) -> bool:
+        """Wait for a place; False where the member was cancelled or the batch's time is over."""
+        if member.cancel_reason is not None:
+            return False
+        with anyio.CancelScope(deadline=self._deadline.at) as member.scope:
+            await self._limiter.acquire_on_behalf_of(member)
+        scope, member.scope = member.scope, None
+        assert scope is not None
+        if scope.cancelled_caught:
+            return False
+        if member.cancel_reason is not None:
+            self._limiter.release_on_behalf_of(member)
+            return False
+        return True
+
+    def _unstarted(self, member: Member) -> Trajectory:
+        if member.cancel_reason is not None:
+            ending = Ending(outcome=Outcome.CANCELLED, reason=member.cancel_reason)
+        else:
+            over = self._deadline.error()
+            ending = Ending(outcome=over.outcome, reason=over.reason, limit_source=over.source)
+        return ended_before_start(member, ending)
+
+    async def _run_member(self, row: int, member: Member, deliver: Deliver) -> None:
+        self._tally.running += 1
+        try:
+            trajectory = await self._runner.run(member, self._deadline)
+            await self._finish(row, member, trajectory, deliver)
+        finally:
+            self._tally.running -= 1
+            self._limiter.release_on_behalf_of(member)
+
+    async def _finish(
+        self, row: int, member: Member, trajectory: Trajectory, deliver: Deliver
+    ) -> None:
+        """Settle the member, so that nothing can end it twice, and hand its trajectory over."""
+        member.is_finished = True
+        self._tally.outcomes[trajectory.outcome] += 1
+        if trajectory.limit_source == self._deadline.source:
+            self._met_deadline = True
+            if self._config.on_deadline == "drop":
+                trajectory.trainable = False
+        if trajectory.outcome is Outcome.FAILED:
+            self._count_failure(trajectory)
+        await deliver(row, trajectory)
+
+    def _count_failure(self, trajectory: Trajectory) -> None:
+        cause = trajectory.cause
+        words = f"{cause.type}: {cause.message}" if cause else trajectory.reason
+        self._causes[words] += 1
+        if self._is_over_budget():
+            self.cancel(None, None, "failure_budget")
+
+    def _is_over_budget(self) -> bool:
+        failed, most = self._causes.total(), self._config.max_failures
+        share = self._config.max_failure_share * len(self.members)
+        return most is not None and failed > most and failed > share
+
+    def _verdict(self) -> RolloutError | None:
+        """The error that a finished batch ends with, if any."""
+        if self._is_over_budget():
+            listed = self._causes.most_common(LISTED_CAUSES)
+            lines = "".join(f"\n  {count} × {words}" for words, count in listed)
+            more = len(self._causes) - len(listed)
+            return LimitExceeded(
+                f"{self._causes.total()} of {len(self.members)} trajectories failed "
+                f"(scheduling.max_failures = {self._config.max_failures}, scheduling."
+                f"max_failure_share = {self._config.max_failure_share:g}); the batch stopped:"
+                + lines
+                + (f"\n  and {more} further causes" if more else ""),
+                source="scheduling.max_failures",
+                reason="failures",
+                outcome=Outcome.FAILED,
+            )
+        if self._met_deadline and self._config.on_deadline == "raise":
+            return self._deadline.error()
+        return None

@@ -1,0 +1,130 @@
+"""From the prompts of a call to the members that will run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import anyio
+import attrs
+import msgspec
+
+from rollout.agents.identity import Identity
+from rollout.errors import PromptError
+from rollout.types import Prompt
+
+
+@attrs.define(eq=False)
+class Member:
+    """One trajectory to be run, from admission to its outcome.
+
+    Attributes:
+        cancel_reason: Set once somebody has cancelled it.
+        scope: The scope of its agent while that runs.
+        is_finished: Whether it has its outcome.
+    """
+
+    prompt: Prompt
+    identity: Identity
+    cancel_reason: str | None = None
+    scope: anyio.CancelScope | None = None
+    is_finished: bool = False
+
+    def cancel(self, reason: str) -> None:
+        """End it as `cancelled`, whether it runs or still waits. The first reason counts."""
+        if self.cancel_reason is None:
+            self.cancel_reason = reason
+            if self.scope is not None:
+                self.scope.cancel()
+
+
+def check_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts, each with a uid.
+
+    Raises:
+        PromptError: Something is no `Prompt`, or two share a uid; nothing has been started.
+    """
+    if isinstance(prompts, Prompt | str | bytes) or not isinstance(prompts, Sequence):
+        raise PromptError(f"prompts: expected a sequence of Prompt, got {type(prompts).__name__}")
+    faults = [
+        f"prompts[{index}]: expected a Prompt, got {type(prompt).__name__}"
+        for index, prompt in enumerate(prompts)
+        if not isinstance(prompt, Prompt)
+    ]
+    faults += [
+        fault
+        for index, prompt in enumerate(prompts)
+        if isinstance(prompt, Prompt)
+        for fault in _faults_of(prompt, f"prompts[{index}]")
+    ]
+    if faults:
+        raise PromptError("\n".join(faults))
+    named = [
+        msgspec.structs.replace(prompt, uid=f"prompt-{index}") if prompt.uid is None else prompt
+        for index, prompt in enumerate(prompts)
+    ]
+    _check_uids(named)
+    return named
+
+
+#: What each field of a prompt must be, beside None where that is its default.
+_FIELD_TYPES: dict[str, tuple[type, ...]] = {
+    "uid": (str, type(None)),
+    "agent_name": (str, type(None)),
+    "data_source": (str, type(None)),
+    "sampling": (Mapping,),
+    "tools_kwargs": (Mapping,),
+    "extra": (Mapping,),
+    "tools": (list, tuple, type(None)),
+    "messages": (list, tuple),
+}
+_SPOKEN = {str: "a string", Mapping: "a mapping", list: "a list", type(None): "None"}
+
+
+def _faults_of(prompt: Prompt, path: str) -> list[str]:
+    faults = [
+        f"{path}.{field} = {value!r:.80}: expected "
+        + " or ".join(_SPOKEN[t] for t in types if t is not tuple)
+        for field, types in _FIELD_TYPES.items()
+        if not isinstance(value := getattr(prompt, field), types)
+    ]
+    tools = prompt.tools if isinstance(prompt.tools, list | tuple) else ()
+    return faults + [
+        f"{path}.tools[{index}] = {name!r:.80}: expected a string"
+        for index, name in enumerate(tools)
+        if not isinstance(name, str)
+    ]
+
+
+def _check_uids(prompts: list[Prompt]) -> None:
+    first: dict[str | None, int] = {}
+    faults = []
+    for index, prompt in enumerate(prompts):
+        if prompt.uid in first:
+            faults.append(
+                f"prompts[{index}].uid = {prompt.uid!r}: the uid of prompts[{first[prompt.uid]}] "
+                "too; uids must be unique within a call"
+            )
+        first.setdefault(prompt.uid, index)
+    if faults:
+        raise PromptError("\n".join(faults))
+
+
+def members_of(
+    prompts: list[Prompt], *, samples: int, step: int, run_seed: int, validate: bool
+) -> list[Member]:
+    """`samples` members of each prompt, in the order of the rows they become."""
+    return [
+        Member(
+            prompt,
+            Identity(
+                uid=prompt.uid or "",
+                group=group,
+                member=member,
+                step=step,
+                run_seed=run_seed,
+                validate=validate,
+            ),
+        )
+        for group, prompt in enumerate(prompts)
+        for member in range(samples)
+    ]

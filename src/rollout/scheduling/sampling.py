@@ -1,0 +1,42 @@
+"""How one prompt is sampled: the configuration, a prompt's overrides, and what the wire wants."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from rollout.config import RolloutConfig, SamplingConfig
+from rollout.engine.core import SamplingParams
+from rollout.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_KEYS = tuple(field.name for field in attrs.fields(SamplingConfig))
+
+
+def sampling_of(
+    config: RolloutConfig, overrides: Mapping[str, Any], *, validate: bool
+) -> SamplingParams:
+    """The sampling of a prompt's generations, without seed and turn budget.
+
+    Raises:
+        ConfigError: An override names no field of `sampling`, or has a bad value.
+    """
+    base = config.validation_sampling if validate else config.sampling
+    unknown = [key for key in overrides if key not in _KEYS]
+    if unknown:
+        raise ConfigError(
+            f"sampling.{unknown[0]}: unknown key in a prompt's sampling; known: {', '.join(_KEYS)}"
+        )
+    merged = attrs.evolve(base, **dict(overrides)) if overrides else base
+    return SamplingParams(
+        max_new_tokens=merged.max_new_tokens or config.lengths.response,
+        temperature=0.0 if merged.greedy else merged.temperature,
+        top_p=merged.top_p,
+        top_k=merged.top_k,
+        min_p=merged.min_p,
+        repetition_penalty=merged.repetition_penalty,
+        stop_token_ids=tuple(merged.stop_token_ids),
+    )

@@ -1,0 +1,269 @@
+"""Runs one member to its outcome."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import TYPE_CHECKING
+
+import anyio
+import attrs
+
+from rollout.agents.base import AgentLoop, get_agent
+from rollout.agents.context import AgentContext
+from rollout.agents.identity import Ending, RejectedPrompt
+from rollout.agents.services import Services
+from rollout.bridge import WorkerThreads
+from rollout.chat.transcript import Transcript
+from rollout.errors import AgentError, ConfigError, EngineError, LimitExceeded, ToolError
+from rollout.limits import Deadline
+from rollout.scheduling.rewards import RewardFunction, compute_reward
+from rollout.scheduling.sampling import sampling_of
+from rollout.scopes import is_cancelled_from_outside, leaf_of
+from rollout.types import Cause, Outcome, Trajectory
+
+if TYPE_CHECKING:
+    from rollout.scheduling.prompts import Member
+
+logger = logging.getLogger("rollout.scheduling")
+
+#: Reason of a failure that is the engine's, not the agent's, even where it passed through its code.
+ENGINE = "engine"
+
+
+@attrs.frozen(kw_only=True)
+class TrajectoryRunner:
+    """What running members needs; shared by all of them."""
+
+    services: Services
+    threads: WorkerThreads
+    reward: RewardFunction | None
+
+    async def run(self, member: Member, batch_deadline: Deadline) -> Trajectory:
+        """One member's trajectory; whatever happens to it is in its outcome.
+
+        A member whose engine failed runs again from its start, alone. The caller's cancellation
+        passes through, after tools and requests have been ended.
+        """
+        started = anyio.current_time()
+        limits = self.services.config.limits
+        deadline = Deadline.after(limits.trajectory_s, "limits.trajectory_s", batch_deadline)
+        discarded = 0
+        for attempt in itertools.count(1):
+            try:
+                loop, context = self._prepare(member, deadline)
+            except RejectedPrompt as error:
+                return rejected(member, error)
+            ending, cause = await self._run_agent(member, loop, context, deadline)
+            if ending.reason != ENGINE or attempt > self.services.config.scheduling.max_retries:
+                break
+            discarded += context.transcript.generated_length
+        trajectory = _trajectory(member, context, ending, cause)
+        trajectory.trainable = ending.outcome in self.services.config.scheduling.trainable
+        trajectory.metrics["attempts"] = attempt
+        trajectory.metrics["discarded_tokens"] = discarded
+        if self.reward is not None and trajectory.trainable:
+            if anyio.current_time() < batch_deadline.at:
+                await self._reward(member, trajectory, batch_deadline)
+            else:  # no time is left to learn its reward
+                trajectory.trainable = False
+        trajectory.metrics["total_s"] = anyio.current_time() - started
+        return trajectory
+
+    def _prepare(self, member: Member, deadline: Deadline) -> tuple[type[AgentLoop], AgentContext]:
+        """The class of the loop, and its context.
+
+        Raises:
+            RejectedPrompt: The prompt names what does not exist, or overrides wrongly.
+        """
+        prompt, identity = member.prompt, member.identity
+        if not prompt.messages:
+            raise RejectedPrompt("empty_prompt", "messages: expected at least one message")
+        try:
+            loop = get_agent(prompt.agent_name or self.services.config.agent.name)
+        except AgentError as error:
+            raise RejectedPrompt("unknown_agent", str(error)) from None
+        try:
+            sampling = sampling_of(
+                self.services.config, prompt.sampling, validate=identity.validate
+            )
+        except ConfigError as error:
+            raise RejectedPrompt("bad_sampling", str(error)) from None
+        vocab_size = self.services.engines.info.vocab_size
+        foreign = [token for token in sampling.stop_token_ids if token >= vocab_size]
+        if foreign:
+            raise RejectedPrompt(
+                "bad_sampling",
+                f"sampling.stop_token_ids: {foreign[0]} is outside the engine's vocabulary of "
+                f"{vocab_size} ids",
+            )
+        try:
+            tools = self.services.tools.open_session(
+                uid=identity.uid,
+                member=identity.member,
+                names=prompt.tools,
+                tools_kwargs=prompt.tools_kwargs,
+                extra=prompt.extra,
+            )
+        except ToolError as error:
+            raise RejectedPrompt("unknown_tool", str(error)) from None
+        context = AgentContext(self.services, prompt, identity, sampling, tools, deadline)
+        return loop, context
+
+    async def _run_agent(
+        self, member: Member, loop: type[AgentLoop], context: AgentContext, deadline: Deadline
+    ) -> tuple[Ending, Cause | None]:
+        cause: Cause | None = None
+        activity = f"trajectory {member.identity.session_id}"  # noqa: F841  (see observe.loop_lag)
+        try:
+            with anyio.CancelScope(deadline=deadline.at) as member.scope:
+                if member.cancel_reason is not None:
+                    member.scope.cancel()
+                cause = await _run_guarded(loop, context)
+        finally:
+            scope, member.scope = member.scope, None
+            await context.close()
+        assert scope is not None
+        if scope.cancelled_caught:
+            return _ending_of_cancelled(member, deadline), None
+        return context.ending or _natural_ending(context), cause
+
+    async def _reward(
+        self, member: Member, trajectory: Trajectory, batch_deadline: Deadline
+    ) -> None:
+        assert self.reward is not None
+        limit_s = self.services.config.limits.reward_s
+        deadline = Deadline.after(limit_s, "limits.reward_s", batch_deadline)
+        started = anyio.current_time()
+        activity = f"reward of trajectory {trajectory.uid}/{trajectory.member}"  # noqa: F841
+        with anyio.CancelScope(deadline=deadline.at) as member.scope:
+            if member.cancel_reason is not None:
+                member.scope.cancel()
+            try:
+                reward = await compute_reward(self.reward, trajectory, self.threads)
+            except BaseException as error:
+                if not _is_own(error):
+                    raise
+                logger.warning("reward of %s failed: %r", trajectory.uid, error)
+                _spoil(trajectory, Outcome.FAILED, None, Cause.of(error))
+            else:
+                trajectory.reward = reward.value
+                trajectory.extra.update(reward.extra)
+        scope, member.scope = member.scope, None
+        if scope.cancelled_caught and member.cancel_reason is not None:
+            _spoil(trajectory, Outcome.CANCELLED, None, None)
+            trajectory.reason = member.cancel_reason
+        elif scope.cancelled_caught:
+            _spoil(trajectory, Outcome.DEADLINE, deadline.source, None)
+        trajectory.metrics["reward_s"] = anyio.current_time() - started
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether foreign code raised it by itself: what only ends its trajectory.
+
+    Ctrl-C and cancellation by a scope around it are not.
+    """
+    if isinstance(error, anyio.get_cancelled_exc_class()):
+        return not is_cancelled_from_outside()
+    return isinstance(error, Exception | SystemExit)
+
+
+async def _run_guarded(loop: type[AgentLoop], context: AgentContext) -> Cause | None:
+    """Run the agent; what it raises settles the outcome, and its root cause is returned."""
+    try:
+        try:
+            await loop().run(context)
+        except LimitExceeded as error:
+            context.end(error.outcome, error.reason, limit_source=error.source)
+        await context.score()
+    except BaseException as error:
+        if not _is_own(error):
+            raise
+        leaf = leaf_of(error) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(leaf, LimitExceeded):
+            context.end(leaf.outcome, leaf.reason, limit_source=leaf.source)
+            return None
+        if context.ending is not None:
+            return None  # the agent's own words for a limit that had fired
+        if isinstance(leaf, RejectedPrompt):
+            context.end(Outcome.REJECTED, leaf.reason)
+        else:
+            context.end(Outcome.FAILED, ENGINE if isinstance(leaf, EngineError) else "agent")
+            logger.warning("%s failed: %r", context.identity.session_id, leaf)
+        return Cause.of(leaf)
+    return None
+
+
+def _ending_of_cancelled(member: Member, deadline: Deadline) -> Ending:
+    if member.cancel_reason is not None:
+        return Ending(outcome=Outcome.CANCELLED, reason=member.cancel_reason)
+    error = deadline.error()
+    return Ending(outcome=error.outcome, reason=error.reason, limit_source=error.source)
+
+
+def _natural_ending(context: AgentContext) -> Ending:
+    if context.cut_by is None:
+        return Ending(outcome=Outcome.COMPLETED, reason="")
+    reason = context.cut_by.rpartition(".")[2]
+    return Ending(outcome=Outcome.LENGTH, reason=reason, limit_source=context.cut_by)
+
+
+def _spoil(
+    trajectory: Trajectory, outcome: Outcome, source: str | None, cause: Cause | None
+) -> None:
+    """A trajectory whose reward is unknown keeps its tokens, and is not trained on."""
+    trajectory.outcome, trajectory.reason = outcome, "reward"
+    trajectory.limit_source, trajectory.cause = source, cause
+    trajectory.trainable, trajectory.reward = False, None
+
+
+def _trajectory(
+    member: Member, context: AgentContext, ending: Ending, cause: Cause | None
+) -> Trajectory:
+    return Trajectory(
+        uid=member.identity.uid,
+        group=member.identity.group,
+        member=member.identity.member,
+        transcript=context.transcript,
+        outcome=ending.outcome,
+        reason=ending.reason,
+        limit_source=ending.limit_source,
+        cause=cause,
+        turn_scores=context.turn_scores,
+        tool_rewards=context.tool_rewards,
+        num_turns=context.user_turns + context.assistant_turns + 1,
+        metrics={
+            "generation_s": context.generation_s,
+            "tool_s": context.tools.seconds,
+            "tool_calls": context.tools.calls,
+            "tool_errors": context.tools.errors,
+            "cached_tokens": context.cached_tokens,
+        },
+        extra=context.extra,
+        prompt=member.prompt,
+        messages=context.messages,
+    )
+
+
+def rejected(member: Member, error: RejectedPrompt) -> Trajectory:
+    """The trajectory of a member whose prompt cannot be run."""
+    return ended_before_start(
+        member, Ending(outcome=Outcome.REJECTED, reason=error.reason), Cause.of(error)
+    )
+
+
+def ended_before_start(member: Member, ending: Ending, cause: Cause | None = None) -> Trajectory:
+    """The trajectory of a member whose agent never ran: an outcome and no tokens."""
+    return Trajectory(
+        uid=member.identity.uid,
+        group=member.identity.group,
+        member=member.identity.member,
+        transcript=Transcript(),
+        outcome=ending.outcome,
+        reason=ending.reason,
+        limit_source=ending.limit_source,
+        cause=cause,
+        trainable=False,
+        extra=dict(member.prompt.extra),
+        prompt=member.prompt,
+    )

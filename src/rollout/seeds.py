@@ -1,0 +1,38 @@
+"""Seeds and request ids.
+
+Seeds derive from what a generation is (run seed, step, prompt, member, turn), by a hash that is
+the same in every process: never from Python's salted `hash`, never from the order of events.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+
+#: Seeds fit a non-negative int64, which every engine accepts.
+SEED_BITS = 63
+
+
+def derive_seed(run_seed: int, *parts: int | str) -> int:
+    """A seed in [0, 2**63) for `parts` of the run `run_seed`; equal parts give equal seeds."""
+    text = "\x1f".join(str(part) for part in (run_seed, *parts))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - SEED_BITS)
+
+
+def fresh_seed() -> int:
+    """A seed for a run that named none."""
+    return secrets.randbits(SEED_BITS)
+
+
+class RequestIds:
+    """Ids of engine requests: 32 hex digits, never used twice, none a prefix of another."""
+
+    def __init__(self) -> None:
+        self._owner = secrets.token_hex(8)
+        self._count = 0
+
+    def new(self) -> str:
+        """The next id."""
+        self._count += 1
+        return f"{self._owner}{self._count:016x}"

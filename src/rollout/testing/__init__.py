@@ -1,0 +1,63 @@
+"""An engine without a model, and tests in virtual time: for your agents, tools and rewards.
+
+Names are imported on first use: an engine process that simulates needs neither pytest nor
+transformers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollout.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from rollout.config import SimulatedEngine
+    from rollout.testing.clock import hold_clock
+    from rollout.testing.races import Exploration, Race, RacesFoundError, explore, replay
+    from rollout.testing.scenario import Scenario, tool_call
+    from rollout.testing.schedule import run_virtual, schedule_seed
+    from rollout.testing.simulated import SimulatedCore, SimulatedDeath
+    from rollout.testing.token_books import Balance, balance_of
+    from rollout.testing.tokenizer import simulated_tokenizer
+    from rollout.testing.vocabulary import decode_ids, encode_text, expected_log_prob
+    from rollout.testing.witness import Witness
+
+_HOMES = {
+    "rollout.config": ("SimulatedEngine",),
+    "rollout.testing.clock": ("hold_clock",),
+    "rollout.testing.races": ("Exploration", "Race", "RacesFoundError", "explore", "replay"),
+    "rollout.testing.scenario": ("Scenario", "tool_call"),
+    "rollout.testing.schedule": ("run_virtual", "schedule_seed"),
+    "rollout.testing.simulated": ("SimulatedCore", "SimulatedDeath"),
+    "rollout.testing.token_books": ("Balance", "balance_of"),
+    "rollout.testing.tokenizer": ("simulated_tokenizer",),
+    "rollout.testing.vocabulary": ("decode_ids", "encode_text", "expected_log_prob"),
+    "rollout.testing.witness": ("Witness",),
+}
+__all__ = [
+    "Balance",
+    "Exploration",
+    "Race",
+    "RacesFoundError",
+    "Scenario",
+    "SimulatedCore",
+    "SimulatedDeath",
+    "SimulatedEngine",
+    "Witness",
+    "balance_of",
+    "decode_ids",
+    "encode_text",
+    "expected_log_prob",
+    "explore",
+    "hold_clock",
+    "replay",
+    "run_virtual",
+    "schedule_seed",
+    "simulated_tokenizer",
+    "tool_call",
+]
+__getattr__ = lazy_exports(__name__, _HOMES)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

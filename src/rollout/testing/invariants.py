@@ -1,0 +1,197 @@
+"""Checks a finished run against what was seen from outside.
+
+The invariants, each with the check that guards it:
+
+* every accepted trajectory ends in exactly one outcome: `_delivery_anomalies`, `_count_anomalies`;
+* a transcript is what its engines said, token by token: `transcript_checks`;
+* the tensors say what the transcripts say: `tensor_checks`;
+* every token is accounted for: `token_books`;
+* nothing is left: `_leftover_anomalies`;
+* no limit is exceeded, and a cancellation arrives: `_time_anomalies`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from rollout.engine.core import CORE_CLOSE_S
+from rollout.testing.tensor_checks import batch_anomalies
+from rollout.testing.token_books import book_anomalies
+from rollout.testing.transcript_checks import EPSILON_S, Facts, trajectory_anomalies
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rollout.config import LimitsConfig
+    from rollout.testing.notes import Asked, Call
+    from rollout.testing.watched_runtime import WatchedRuntime
+    from rollout.testing.watched_tools import Use
+
+
+def anomalies_of(watched: WatchedRuntime) -> list[str]:
+    """Everything that contradicts an invariant, in words; empty if all is well."""
+    return list(_anomalies(watched))
+
+
+def _anomalies(watched: WatchedRuntime) -> Iterator[str]:
+    facts = _facts(watched)
+    for call in watched.calls:
+        yield from _delivery_anomalies(call)
+        yield from _time_anomalies(call, watched.config.limits)
+        for trajectory in call.delivered:
+            session = call.session_of(trajectory)
+            for text in trajectory_anomalies(trajectory, call, facts):
+                yield f"{session}: {text}"
+        if call.batch is not None:
+            pad_id = watched.template.pad_token_id
+            yield from batch_anomalies(call.batch, call, watched.config.lengths, pad_id)
+    yield from _reward_anomalies(watched)
+    yield from _leftover_anomalies(watched)
+    if watched.statistics_at_end is not None:
+        yield from _count_anomalies(watched)
+        yield from book_anomalies(watched)
+
+
+def _facts(watched: WatchedRuntime) -> Facts:
+    info = watched.cores[0].info if watched.cores else None
+    return Facts(
+        config=watched.config,
+        context_length=info.context_length if info else 0,
+        is_simulated=info is not None and info.fingerprint == "simulated",
+        reasons=watched.reasons,
+        has_reward=watched.has_reward,
+    )
+
+
+def _delivery_anomalies(call: Call) -> Iterator[str]:
+    """Each member at most once; each exactly once, in the order of rows, where all came."""
+    expected = [
+        (f"prompt-{group}" if prompt.uid is None else prompt.uid, group, member)
+        for group, prompt in enumerate(call.prompts if call.members else ())
+        for member in range(call.samples)
+    ]
+    found = [(t.uid, t.group, t.member) for t in call.delivered]
+    for name, count in (Counter(found) - Counter(expected)).items():
+        yield f"{call.kind}: {name[0]}/{name[2]} was delivered {count} times too often"
+    if call.is_complete or call.failure == "LimitExceeded":
+        for name in Counter(expected) - Counter(found):
+            yield f"{call.kind}: {name[0]}/{name[2]} was not delivered"
+    known = set(found)
+    if call.kind == "generate" and found != [name for name in expected if name in known]:
+        yield "generate: the rows are not in the order of the prompts"
+
+
+def _time_anomalies(call: Call, limits: LimitsConfig) -> Iterator[str]:
+    assert call.ended is not None
+    slack = 4 * limits.cleanup_s + EPSILON_S
+    took = call.ended - call.started
+    if call.kind == "generate" and limits.batch_s is not None and took > limits.batch_s + slack:
+        yield f"generate took {took:g} s; limits.batch_s = {limits.batch_s:g}"
+    if call.cancelled_at is not None and call.ended > call.cancelled_at + EPSILON_S:
+        went_on = call.ended - call.cancelled_at
+        if not call.failure:
+            yield f"{call.kind} went on for {went_on:g} s after its caller was cancelled"
+        elif went_on > slack:
+            yield f"{call.kind} took {went_on:g} s to end after its caller was cancelled"
+    if call.kind == "generate" and call.stopped_at is not None:
+        went_on = call.ended - call.stopped_at
+        if went_on > slack:
+            yield f"generate took {went_on:g} s to return after everything was cancelled"
+    for session, asked in call.asked.items():
+        for each in asked:
+            yield from _request_anomalies(session, each, limits)
+    for (uid, member), uses in call.uses.items():
+        asked = call.asked.get(f"{call.step}/{uid}/{member}", [])
+        for use in uses:
+            yield from _use_anomalies(f"{call.step}/{uid}/{member}", use, asked, limits)
+
+
+def _request_anomalies(session: str, asked: Asked, limits: LimitsConfig) -> Iterator[str]:
+    if asked.ended is None:
+        yield f"{session}: a generation is still under way"
+        return
+    if not asked.failure and asked.generation.finish_reason is None:
+        yield f"{session}: a generation returned before its engine had finished"
+    if limits.generation_s is not None:
+        took = asked.ended - asked.started
+        if took > limits.generation_s + EPSILON_S:
+            yield f"{session}: a generation took {took:g} s; limits.generation_s = " + (
+                f"{limits.generation_s:g}"
+            )
+
+
+def _use_anomalies(
+    session: str, use: Use, asked: list[Asked], limits: LimitsConfig
+) -> Iterator[str]:
+    if use.closes != 1:
+        yield f"{session}: {use.name!r} was closed {use.closes} times; expected once"
+    for start, end in use.runs:
+        if start is None or end is None:
+            yield f"{session}: {use.name!r} is still answering"
+            continue
+        if use.is_tool and limits.tool_s is not None and end - start > limits.tool_s + EPSILON_S:
+            yield f"{session}: {use.name!r} ran for {end - start:g} s; limits.tool_s = " + (
+                f"{limits.tool_s:g}"
+            )
+        turns = [each.started for each in asked if each.ended is not None and each.ended <= start]
+        if turns and limits.turn_s is not None and end - turns[-1] > limits.turn_s + EPSILON_S:
+            yield f"{session}: a turn with {use.name!r} took {end - turns[-1]:g} s; " + (
+                f"limits.turn_s = {limits.turn_s:g}"
+            )
+
+
+def _reward_anomalies(watched: WatchedRuntime) -> Iterator[str]:
+    asked = Counter(id(trajectory) for trajectory in watched.rewarded)
+    for trajectory in watched.rewarded:
+        if asked[id(trajectory)] > 1:
+            yield f"{trajectory.uid}/{trajectory.member}: its reward was asked for twice"
+    for call in watched.calls:
+        for trajectory in call.delivered:
+            if trajectory.reward is not None and not asked[id(trajectory)]:
+                yield f"{call.session_of(trajectory)}: a reward that nobody was asked for"
+
+
+def _leftover_anomalies(watched: WatchedRuntime) -> Iterator[str]:
+    is_closed = watched.closed_in_s is not None
+    if is_closed and watched.closed_in_s > 2 * CORE_CLOSE_S + EPSILON_S:  # type: ignore[operator]
+        yield f"closing took {watched.closed_in_s:g} s"
+    for core in watched.cores:
+        for request_id in core.reused_ids:
+            yield f"{core.name}: request id {request_id} was used twice"
+        for request_id, sent in core.requests.items():
+            if sent.is_open and (is_closed or watched.is_settled):
+                session = sent.request.session_id
+                yield f"{session}: {core.name} still works on its request {request_id}"
+        if is_closed and not core.is_gone:
+            yield f"{core.name} was not closed"
+    ids = {rid for core in watched.cores for rid in core.requests}
+    if len({len(request_id) for request_id in ids}) > 1:
+        yield "request ids differ in length: one may be a prefix of another"
+    for call in watched.calls:
+        for session in call.asked.keys() - watched.forgotten:
+            yield f"{session}: the router was not told that it has ended"
+
+
+def _count_anomalies(watched: WatchedRuntime) -> Iterator[str]:
+    end, before = watched.statistics_at_end, watched.statistics_before
+    assert end is not None
+    accepted = sum(call.members for call in watched.calls)
+    for name in ("admitted", "finished"):
+        count = getattr(end, name) - (getattr(before, name) if before else 0)
+        if count != accepted:
+            yield f"statistics: {name} = {count}; {accepted} trajectories were accepted"
+    outcomes = Counter(end.outcomes)
+    outcomes.subtract(before.outcomes if before else {})
+    for name, count in Counter(t.outcome.value for c in watched.calls for t in c.delivered).items():
+        if count > outcomes[name]:
+            yield f"statistics: {outcomes[name]} {name}; {count} such were delivered"
+    generated = end.generated_tokens - (before.generated_tokens if before else 0)
+    taken = sum(len(a.generation.ids) for call in watched.calls for a in call.all_asked())
+    if generated != taken:
+        yield f"statistics: {generated} generated tokens; agents have {taken}"
+    if end.running or watched.places_held:
+        yield f"{end.running} trajectories run and {watched.places_held} places are held"
+    for replica in end.replicas:
+        if replica.in_flight or replica.zombies:
+            yield f"{replica.name}: {replica.in_flight} in flight, {replica.zombies} zombies"

@@ -1,0 +1,104 @@
+"""What a witness writes down: calls of a runtime, requests of agents, deliveries."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rollout.batch import RolloutBatch
+    from rollout.engine.generation import Generation
+    from rollout.testing.watched_tools import Use
+    from rollout.types import Prompt, Trajectory
+
+
+@dataclass(eq=False, slots=True)
+class Asked:
+    """One generation as the agent had it.
+
+    Attributes:
+        generation: What the agent was given; it must not change any more.
+        prompt_ids: int32 little-endian, packed.
+        started, ended: Clock times.
+        failure: Name of what it raised; empty where it returned. "Cancelled" for a cancellation.
+        is_engine_failure: Whether that was an `EngineError`.
+    """
+
+    generation: Generation
+    prompt_ids: bytes
+    started: float
+    ended: float | None = None
+    failure: str = ""
+    is_engine_failure: bool = False
+
+    @property
+    def has_spoken(self) -> bool:
+        """Whether it becomes a span of the transcript."""
+        return bool(self.generation.ids or self.generation.finish_reason)
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One call of `generate` or `stream`.
+
+    Attributes:
+        kind: "generate" or "stream".
+        samples: Members of each prompt.
+        started, ended: Clock times; the end of a stream is when its block was left.
+        failure: Name of what it raised; empty where it returned, "Cancelled" for a cancellation.
+        batch: What it returned, or what its error carried as `partial`.
+        received: What came out of a stream.
+        is_complete: Whether everything was delivered: it returned, or the stream came to its end.
+        is_refused: It raised before any work.
+        asked: Generations of each trajectory, by session id, in the order of their beginning.
+        uses: Tools and simulated users of each trajectory, by (uid, member).
+        cancelled_at: Clock time at which the harness cancelled its caller.
+        stopped_at: Clock time at which `cancel` was called for all that there is.
+    """
+
+    kind: str
+    prompts: Sequence[Prompt]
+    step: int
+    samples: int
+    started: float
+    ended: float | None = None
+    failure: str = ""
+    batch: RolloutBatch | None = None
+    received: list[Trajectory] = field(default_factory=list)
+    is_complete: bool = False
+    is_refused: bool = False
+    asked: dict[str, list[Asked]] = field(default_factory=lambda: defaultdict(list))
+    uses: dict[tuple[str, int], list[Use]] = field(default_factory=lambda: defaultdict(list))
+    cancelled_at: float | None = None
+    stopped_at: float | None = None
+
+    @property
+    def members(self) -> int:
+        """Trajectories that it was accepted for."""
+        return 0 if self.is_refused else len(self.prompts) * self.samples
+
+    @property
+    def delivered(self) -> list[Trajectory]:
+        """Trajectories that its caller got hold of."""
+        return self.received if self.batch is None else self.batch.trajectories
+
+    def session_of(self, trajectory: Trajectory) -> str:
+        """The session id of one of its trajectories."""
+        return f"{self.step}/{trajectory.uid}/{trajectory.member}"
+
+    def all_asked(self) -> list[Asked]:
+        """The generations of all its trajectories."""
+        return [asked for several in self.asked.values() for asked in several]
+
+    def all_uses(self) -> list[Use]:
+        """The tools and simulated users of all its trajectories."""
+        return [use for several in self.uses.values() for use in several]
+
+
+def name_of(error: BaseException) -> str:
+    """The name under which a failure is noted; every backend's cancellation is "Cancelled"."""
+    name: Any = type(error).__name__
+    return "Cancelled" if name in ("Cancelled", "CancelledError") else str(name)

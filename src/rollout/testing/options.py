@@ -1,0 +1,209 @@
+"""What a scenario can say: plain data that travels as JSON or msgpack.
+
+Durations are in seconds, lengths in tokens; a token of the simulated model is a byte of UTF-8.
+
+Loaded in engine processes: imports msgspec and the standard library only.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+
+from rollout.errors import ConfigError
+
+NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Finish = Literal["stop", "length"]
+
+
+class _Section(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """A part of a scenario."""
+
+
+class Lognormal(_Section, frozen=True, kw_only=True):
+    """Lengths that vary as those of real answers do.
+
+    Attributes:
+        median: Half of the lengths are shorter.
+        sigma: Standard deviation of the logarithm; 0 makes all equal, 1 spreads widely.
+        max: Longer ones are cut to this.
+    """
+
+    median: Positive
+    sigma: NonNegative = 0.5
+    max: AtLeastOne | None = None
+
+
+class Rule(_Section, frozen=True, kw_only=True):
+    """What to answer where a prompt matches.
+
+    Attributes:
+        when: Text that the prompt must contain, special tokens spelled out; "" is in every one.
+        turn: Number of the assistant's turn that is asked for, counted from 1 over the whole
+            prompt; None takes every turn.
+        replies: Alternatives for the first assistant's turn after `when` appeared, for the
+            second, …; the last entry stays for the later ones. Empty: the answer is filler.
+        filler: Tokens of made-up words before the reply: a number, or a `Lognormal`.
+        finish: "stop" ends with the end token; "length" goes on with made-up words until
+            `max_new_tokens`.
+    """
+
+    when: str = ""
+    turn: AtLeastOne | None = None
+    replies: tuple[Annotated[tuple[str, ...], msgspec.Meta(min_length=1)], ...] = ()
+    filler: Count | Lognormal = 0
+    finish: Finish = "stop"
+
+
+class Timing(_Section, frozen=True, kw_only=True):
+    """How long work takes.
+
+    Attributes:
+        base_s: Seconds of a decoding step, whatever the batch.
+        slope_s: Further seconds of a step for each request in the batch.
+        prefill_tokens_per_s: Prompt tokens prefilled in a second where the prefix cache does not
+            hold them; None makes prefill free.
+    """
+
+    base_s: NonNegative = 0.01
+    slope_s: NonNegative = 0.0001
+    prefill_tokens_per_s: Positive | None = 20_000.0
+
+
+class Capacity(_Section, frozen=True, kw_only=True):
+    """How much the engine takes on.
+
+    Attributes:
+        max_running: Requests decoded together.
+        max_queued: Requests waiting for a place; past that the answer is "rejected".
+        context_length: Prompt plus generated tokens.
+    """
+
+    max_running: AtLeastOne = 256
+    max_queued: Count = 4096
+    context_length: Annotated[int, msgspec.Meta(ge=2)] = 32_768
+
+
+class Kv(_Section, frozen=True, kw_only=True):
+    """The memory for keys and values.
+
+    Attributes:
+        tokens: Capacity. Where it does not suffice for the next step, the youngest request goes
+            back to the queue and is prefilled again later.
+        block_tokens: Prefixes are shared in whole blocks of this length.
+        prefix_cache: Whether what one request computed serves the next.
+    """
+
+    tokens: Annotated[int, msgspec.Meta(ge=2)] = 1_000_000
+    block_tokens: AtLeastOne = 16
+    prefix_cache: bool = True
+
+
+class Faults(_Section, frozen=True, kw_only=True):
+    """What goes wrong. Shares are of requests; which ones, the scenario's seed decides.
+
+    Attributes:
+        start_delay_s: Seconds before the engine has started.
+        freeze_at_s: Seconds after the start at which the engine stands still; nothing is computed,
+            answered or aborted until `freeze_s` later, then it goes on as if nothing had been.
+        freeze_s: Length of the freeze; None never ends.
+        die_after_tokens: The engine dies when it has sampled this many tokens in all.
+        lost_aborts: So many of the first aborts are ignored.
+        reject_share: Refused at once with "rejected".
+        duplicate_answers: The last chunk is sent twice.
+        reordered_answers: The last chunk overtakes the one before it.
+        wrong_length: The first chunk with ids has one log-prob too few.
+        replicas: Indices of the replicas that have these faults; None means all.
+    """
+
+    start_delay_s: NonNegative = 0.0
+    freeze_at_s: NonNegative | None = None
+    freeze_s: NonNegative | None = None
+    die_after_tokens: AtLeastOne | None = None
+    lost_aborts: Count = 0
+    reject_share: Share = 0.0
+    duplicate_answers: Share = 0.0
+    reordered_answers: Share = 0.0
+    wrong_length: Share = 0.0
+    replicas: tuple[Count, ...] | None = None
+
+
+class ScenarioOptions(_Section, frozen=True, kw_only=True):
+    """All of a scenario.
+
+    Attributes:
+        seed: Made-up words, choices and faults derive from it.
+        rules: The first one that matches answers; without a match the answer is 64 tokens of
+            made-up words and the end token.
+        stream_interval: Tokens of a chunk.
+        weight_version: What the engine stamps on its tokens.
+    """
+
+    seed: int = 0
+    rules: tuple[Rule, ...] = ()
+    timing: Timing = Timing()
+    capacity: Capacity = Capacity()
+    kv: Kv = Kv()
+    faults: Faults = Faults()
+    stream_interval: AtLeastOne = 16
+    weight_version: Count = 0
+
+
+def parse_scenario(data: Mapping[str, Any], path: str = "engine.scenario") -> ScenarioOptions:
+    """The scenario that plain `data` describes.
+
+    Raises:
+        ConfigError: Every unknown key with the nearest known one; else the first wrong value.
+    """
+    faults = tuple(_unknown_keys(data, ScenarioOptions, path))
+    if faults:
+        raise ConfigError("\n".join(faults), faults)
+    try:
+        return msgspec.convert(data, ScenarioOptions)
+    except msgspec.ValidationError as error:
+        fault = _fault_text(error, path)
+        raise ConfigError(fault, (fault,)) from None
+
+
+def _unknown_keys(data: object, kind: Any, path: str) -> list[str]:
+    if not isinstance(data, Mapping):
+        return []
+    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    faults = []
+    for key, value in data.items():
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.0)[0]
+            faults.append(
+                f"{path}.{key}: unknown key; did you mean {near!r}? known: {', '.join(fields)}"
+            )
+            continue
+        inner = _section_in(fields[key])
+        if inner is not None:
+            several = isinstance(value, list | tuple)
+            for index, item in enumerate(value if several else [value]):
+                place = f"{path}.{key}[{index}]" if several else f"{path}.{key}"
+                faults += _unknown_keys(item, inner, place)
+    return faults
+
+
+def _section_in(annotation: Any) -> Any:
+    """The section that a field holds, alone, in a union or in a tuple."""
+    if isinstance(annotation, type) and issubclass(annotation, _Section):
+        return annotation
+    return next(filter(None, map(_section_in, get_args(annotation))), None)
+
+
+def _fault_text(error: msgspec.ValidationError, path: str) -> str:
+    """msgspec's words with our path in front."""
+    what, _, where = str(error).partition(" - at `$")
+    what = what.replace("`", "")
+    return f"{path}{where.rstrip('`')}: {what[:1].lower()}{what[1:]}"

@@ -1,0 +1,50 @@
+"""The simulated model's vocabulary as a tokenizer: real driver code runs on it unchanged."""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from rollout.testing.vocabulary import SPECIAL_TOKENS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+#: Bytes that byte-level vocabularies (GPT-2) write as themselves; the others, in their order, are
+#: written as U+0100 and up.
+_PRINTABLE = (range(0x21, 0x7F), range(0xA1, 0xAD), range(0xAE, 0x100))
+
+
+def simulated_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer in which id b is byte b, with ChatML and Hermes tool calls as its template.
+
+    ``<|im_end|>`` ends a turn, ``<|endoftext|>`` pads. Every text encodes without loss, and a text
+    of n UTF-8 bytes without special tokens has n ids.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    template = resources.files("rollout.chat") / "templates" / "chatml_hermes.jinja"
+    make: Any = PreTrainedTokenizerFast  # untyped in transformers
+    tokenizer: PreTrainedTokenizerFast = make(
+        tokenizer_object=backend,
+        bos_token=None,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=template.read_text(encoding="utf-8"),
+        clean_up_tokenization_spaces=False,
+    )
+    return tokenizer
+
+
+def _byte_vocabulary() -> dict[str, int]:
+    """The character that stands for each byte, and the byte as its id."""
+    printable = {byte for part in _PRINTABLE for byte in part}
+    others = (byte for byte in range(256) if byte not in printable)
+    vocabulary = {chr(byte): byte for byte in printable}
+    vocabulary |= {chr(0x100 + index): byte for index, byte in enumerate(others)}
+    return vocabulary

@@ -1,0 +1,229 @@
+"""Whether a trajectory is what its engines said, and its outcome what the rules allow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rollout.chat.transcript import NO_VERSION
+from rollout.testing.vocabulary import log_probs_of
+from rollout.types import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    import numpy.typing as npt
+
+    from rollout.chat.transcript import Span
+    from rollout.config import RolloutConfig
+    from rollout.testing.notes import Asked, Call
+    from rollout.types import Trajectory
+
+#: Outcomes of which no reward can be known.
+REWARDLESS = (Outcome.FAILED, Outcome.REJECTED, Outcome.CANCELLED)
+#: Agents that set no cancel scopes of their own.
+OUR_AGENTS = ("single_turn", "tool_agent")
+#: Outcomes of a trajectory that was cancelled while its engine spoke.
+CUT_OUTCOMES = (Outcome.CANCELLED, Outcome.DEADLINE)
+#: Clocks are compared with this tolerance.
+EPSILON_S = 1e-6
+#: Reason of those that are cancelled because too many failed.
+BUDGET = "failure_budget"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a check must know beside the trajectory.
+
+    Attributes:
+        config: Of the runtime.
+        context_length: Of its engines.
+        is_simulated: Whether log-probs are those of the simulated model.
+        reasons: With which somebody cancelled trajectories.
+        has_reward: Whether there is a reward function.
+    """
+
+    config: RolloutConfig
+    context_length: int
+    is_simulated: bool
+    reasons: Collection[str]
+    has_reward: bool
+
+
+class Row:
+    """What the tensors must say of one trajectory, made from what its engines said.
+
+    Shapes: T tokens of prompt and response up to the last generated one.
+
+    Attributes:
+        ids: (T,) int32.
+        mask: (T,) bool.
+        log_probs: (T,) float32.
+        weight_versions: (T,) int32.
+        prompt_length: Tokens of the prompt.
+    """
+
+    def __init__(self, trajectory: Trajectory, asked: Sequence[Asked]) -> None:
+        transcript = trajectory.transcript
+        self.prompt_length = transcript.prompt_length
+        size = len(transcript)
+        self.ids: npt.NDArray[np.int32] = np.frombuffer(transcript.ids_bytes(), dtype=np.int32)
+        self.mask = np.zeros(size, dtype=np.bool_)
+        self.log_probs = np.zeros(size, dtype=np.float32)
+        self.weight_versions = np.full(size, NO_VERSION, dtype=np.int32)
+        stop = self.prompt_length
+        for span, said in zip(transcript.generated_spans(), asked, strict=True):
+            if len(span) == len(said.generation.ids):
+                self._fill(span, said)
+            stop = span.stop if len(span) else stop
+        self.stop = stop
+
+    def _fill(self, span: Span, said: Asked) -> None:
+        self.mask[span.start : span.stop] = True
+        self.log_probs[span.start : span.stop] = said.generation.log_probs
+        at = span.start
+        for version, count in said.generation.versions:
+            self.weight_versions[at : at + count] = version
+            at += count
+
+
+def trajectory_anomalies(trajectory: Trajectory, call: Call, facts: Facts) -> Iterator[str]:
+    """What is wrong with one delivered trajectory, in words without its name."""
+    asked = call.asked.get(call.session_of(trajectory), [])
+    yield from _attempt_anomalies(trajectory, asked, facts.config)
+    yield from _span_anomalies(trajectory, split_answers(trajectory, asked)[1], facts)
+    yield from _length_anomalies(trajectory, facts)
+    yield from _outcome_anomalies(trajectory, facts)
+    yield from _cut_anomalies(trajectory, asked, facts.config)
+    yield from _time_anomalies(trajectory, facts.config)
+
+
+def split_answers(
+    trajectory: Trajectory, asked: Sequence[Asked]
+) -> tuple[list[Asked], list[Asked]]:
+    """Answers of engines before its last attempt, and those that its generated spans hold."""
+    spoken = [each for each in asked if each.has_spoken]
+    spans = sum(1 for _ in trajectory.transcript.generated_spans())
+    cut = max(0, len(spoken) - spans)
+    return spoken[:cut], spoken[cut:]
+
+
+def _attempt_anomalies(
+    trajectory: Trajectory, asked: Sequence[Asked], config: RolloutConfig
+) -> Iterator[str]:
+    earlier, final = split_answers(trajectory, asked)
+    spans = sum(1 for _ in trajectory.transcript.generated_spans())
+    if spans > len(final):
+        yield f"{spans} generated spans, but its engines answered {len(final)} times"
+    attempts = int(trajectory.metrics.get("attempts", 1))
+    failures = sum(each.is_engine_failure for each in asked)
+    if attempts - 1 > min(failures, config.scheduling.max_retries):
+        yield f"{attempts} attempts after {failures} failures of engines"
+    if attempts == 1 and earlier:
+        yield f"{len(earlier)} answers of engines are not in its transcript"
+    discarded = sum(len(each.generation.ids) for each in earlier)
+    counted = trajectory.metrics.get("discarded_tokens", 0)
+    if attempts > 1 and discarded != counted:
+        yield f"{counted:g} tokens were counted as discarded; expected {discarded}"
+
+
+def _span_anomalies(
+    trajectory: Trajectory, answers: Sequence[Asked], facts: Facts
+) -> Iterator[str]:
+    transcript = trajectory.transcript
+    at = 0
+    for index, span in enumerate(transcript.spans):
+        if span.start != at or (span.kind == "prompt") != (index == 0):
+            yield f"span {index} ({span.kind}) begins at {span.start}; expected {at}"
+        at = span.stop
+    if at != len(transcript):
+        yield f"its spans end at {at}; it has {len(transcript)} tokens"
+    spans = list(transcript.generated_spans())
+    if len(spans) != len(answers):
+        return  # told already
+    for span, answer in zip(spans, answers, strict=True):
+        yield from _answer_anomalies(trajectory, span, answer, facts)
+    row = Row(trajectory, answers)
+    for name in ("mask", "log_probs", "weight_versions"):
+        found, expected = getattr(transcript, name)(), getattr(row, name)
+        if not np.array_equal(found, expected):
+            where = int(np.flatnonzero(found != expected)[0])
+            yield f"{name} at {where} is {found[where]}; expected {expected[where]}"
+
+
+def _answer_anomalies(
+    trajectory: Trajectory, span: Span, answer: Asked, facts: Facts
+) -> Iterator[str]:
+    transcript, generation = trajectory.transcript, answer.generation
+    where = f"the generated span at {span.start}"
+    ids = transcript.span_ids(span)
+    if ids != generation.ids:
+        yield f"{where} has {len(ids)} ids that are not the {len(generation.ids)} of its engine"
+    if answer.prompt_ids != transcript.ids_bytes()[: 4 * span.start]:
+        yield f"{where}: its engine was asked about something else than what is before it"
+    if span.finish_reason != (generation.finish_reason or "abort"):
+        yield f"{where} ends with {span.finish_reason}; its engine said {generation.finish_reason}"
+    if facts.is_simulated and generation.log_probs != log_probs_of(generation.ids, span.start):
+        yield f"{where}: its log-probs are not those of the simulated model at these positions"
+
+
+def _length_anomalies(trajectory: Trajectory, facts: Facts) -> Iterator[str]:
+    transcript, lengths = trajectory.transcript, facts.config.lengths
+    room = min(lengths.response, facts.context_length - transcript.prompt_length)
+    if transcript.prompt_length > lengths.prompt:
+        yield f"a prompt of {transcript.prompt_length} tokens; lengths.prompt = {lengths.prompt}"
+    if transcript.response_length > room:
+        yield f"a response of {transcript.response_length} tokens; there was room for {room}"
+    for span in transcript.spans:
+        if span.kind == "observation" and span.stop - transcript.prompt_length >= room:
+            yield f"the observation at {span.start} leaves no room for one more token"
+        if span.kind == "generated" and len(span) > (lengths.turn or room):
+            yield f"{len(span)} tokens in one turn; lengths.turn = {lengths.turn}"
+
+
+def _outcome_anomalies(trajectory: Trajectory, facts: Facts) -> Iterator[str]:
+    outcome, policy = trajectory.outcome, facts.config.scheduling.trainable
+    told = f"outcome {outcome}"
+    if trajectory.reward is not None and (outcome in REWARDLESS or outcome not in policy):
+        yield f"{told} with the reward {trajectory.reward}; expected None"
+    if trajectory.trainable and outcome not in policy:
+        yield f"{told} is trainable; scheduling.trainable = {', '.join(policy)}"
+    if trajectory.trainable and facts.has_reward and trajectory.reward is None:
+        yield f"{told} is trainable without a reward"
+    if not facts.has_reward and trajectory.reward is not None:
+        yield f"a reward of {trajectory.reward}, though there is no reward function"
+    if outcome in (Outcome.FAILED, Outcome.REJECTED) and trajectory.cause is None:
+        yield f"{told} without a cause"
+    if outcome is Outcome.DEADLINE and not (trajectory.limit_source or "").startswith("limits."):
+        yield f"{told} with the source {trajectory.limit_source}; expected one of limits.*"
+    if outcome is Outcome.CANCELLED and trajectory.reason not in {BUDGET, *facts.reasons}:
+        yield f"{told} for the reason {trajectory.reason!r}, which nobody gave"
+    spans = sum(1 for _ in trajectory.transcript.generated_spans())
+    if trajectory.num_turns < 1 + spans:
+        yield f"num_turns = {trajectory.num_turns} with {spans} generated spans"
+
+
+def _cut_anomalies(
+    trajectory: Trajectory, asked: Sequence[Asked], config: RolloutConfig
+) -> Iterator[str]:
+    """A cancelled generation ends its trajectory, unless its agent has scopes of its own."""
+    prompt = trajectory.prompt
+    agent = (prompt.agent_name if prompt is not None else None) or config.agent.name
+    is_cut = bool(asked) and asked[-1].failure == "Cancelled"
+    is_spoilt = trajectory.reason == "reward"  # what it was before is not told any more
+    is_ended = trajectory.outcome in CUT_OUTCOMES or is_spoilt
+    if agent in OUR_AGENTS and is_cut and not is_ended:
+        yield f"outcome {trajectory.outcome}, though its last generation was cancelled"
+
+
+def _time_anomalies(trajectory: Trajectory, config: RolloutConfig) -> Iterator[str]:
+    metrics, limits = trajectory.metrics, config.limits
+    if "total_s" not in metrics or limits.trajectory_s is None:
+        return
+    took = metrics["total_s"] - metrics.get("reward_s", 0.0)
+    # Tools and users are closed one after the other; an attempt after the limit is closed at once.
+    cleanups = 2 * min(2, metrics.get("attempts", 1))
+    if took > limits.trajectory_s + cleanups * limits.cleanup_s + EPSILON_S:
+        yield f"it took {took:g} s; limits.trajectory_s = {limits.trajectory_s:g}"

@@ -1,0 +1,98 @@
+"""The vocabulary of the simulated model: one id for each byte, and three special tokens.
+
+Id b is byte b. Texts and ids map to each other without loss, no two texts share their ids, and
+whoever reads a failing test can decode the ids by eye. `rollout.testing.simulated_tokenizer` is
+the same vocabulary as a tokenizer of transformers.
+
+Loaded in engine processes: imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+
+#: Ids of the special tokens, after the 256 bytes.
+SPECIAL_TOKENS = {"<|endoftext|>": 256, "<|im_start|>": 257, "<|im_end|>": 258}
+PAD_ID = 256
+EOS_ID = 258
+VOCAB_SIZE = 259
+#: What opens an assistant's turn in ChatML.
+ASSISTANT_HEADER = "<|im_start|>assistant\n"
+
+_PERIOD = 311
+_LOG_PROBS = [-(1 + step) / 64 for step in range(_PERIOD)]
+_NAME_OF = {token_id & 0xFF: name for name, token_id in SPECIAL_TOKENS.items()}
+_SPECIAL = re.compile("(" + "|".join(re.escape(token) for token in SPECIAL_TOKENS) + ")")
+_ROLE = ASSISTANT_HEADER.partition("|>")[2].encode()
+_IM_START_LOW = SPECIAL_TOKENS["<|im_start|>"] & 0xFF
+
+
+def encode_text(text: str) -> array[int]:
+    """Ids of a text, packed; special tokens are recognised by their spelling."""
+    ids = array("i")
+    for piece in _SPECIAL.split(text):
+        if piece in SPECIAL_TOKENS:
+            ids.append(SPECIAL_TOKENS[piece])
+        else:
+            ids.extend(piece.encode())
+    return ids
+
+
+def decode_ids(ids: array[int] | bytes) -> str:
+    """Text of ids, given as an array or packed int32; bytes that are no UTF-8 show as U+FFFD."""
+    data = ids if isinstance(ids, bytes) else ids.tobytes()
+    low, high = data[::4], data[1::4]  # special tokens are those with a second byte
+    pieces: list[str] = []
+    at = 0
+    while (special := high.find(1, at)) >= 0:
+        pieces += (low[at:special].decode(errors="replace"), _NAME_OF[low[special]])
+        at = special + 1
+    pieces.append(low[at:].decode(errors="replace"))
+    return "".join(pieces)
+
+
+def first_bad_position(data: bytes) -> int | None:
+    """Position of the first id outside the vocabulary in packed int32 `data`, or None."""
+    count = len(data) // 4
+    low, high, rest = data[::4], data[1::4], data[2::4]
+    specials = high.count(1)
+    is_narrow = rest.count(0) == count == data[3::4].count(0) == high.count(0) + specials
+    if is_narrow and (not specials or _are_special(low, high)):
+        return None
+    ids = array("i")
+    ids.frombytes(data)
+    return next(position for position, token in enumerate(ids) if not 0 <= token < VOCAB_SIZE)
+
+
+def open_turn_start(data: bytes) -> int | None:
+    """Position after the header of the assistant's turn that `data` leaves open, or None."""
+    low, high = data[::4], data[1::4]
+    last = high.rfind(1)
+    end = last + 1 + len(_ROLE)
+    is_open = last >= 0 and low[last] == _IM_START_LOW and low[last + 1 : end] == _ROLE
+    return end if is_open else None
+
+
+def expected_log_prob(token_id: int, position: int) -> float:
+    """The log-prob that the simulated model gives to an id at an absolute position.
+
+    A multiple of 1/64 in (-5, 0), so float32 holds it exactly; `position` counts the ids before
+    it, prompt included. It is made up: its one purpose is that a misplaced value shows.
+    """
+    return _LOG_PROBS[(token_id * 97 + position * 31) % _PERIOD]
+
+
+def log_probs_of(ids: array[int], position: int) -> array[float]:
+    """`expected_log_prob` of each of `ids`, the first one at `position`."""
+    scaled = enumerate(ids, position)
+    return array("f", [_LOG_PROBS[(token * 97 + at * 31) % _PERIOD] for at, token in scaled])
+
+
+def _are_special(low: bytes, high: bytes) -> bool:
+    at = high.find(1)
+    while at >= 0:
+        if low[at] not in _NAME_OF:
+            return False
+        at = high.find(1, at + 1)
+    return True

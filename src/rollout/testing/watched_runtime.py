@@ -1,0 +1,270 @@
+"""A runtime that notes what its callers ask for and what they get."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from anyio.abc import ObjectReceiveStream
+
+from rollout.config import SimulatedEngine
+from rollout.errors import EngineError, PromptError, RolloutError
+from rollout.scheduling.rewards import is_async
+from rollout.testing.notes import Asked, Call, name_of
+from rollout.testing.options import parse_scenario
+from rollout.types import Trajectory
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Sequence
+
+    from rollout.batch import RolloutBatch
+    from rollout.config import RolloutConfig
+    from rollout.engine.generation import Generation
+    from rollout.runtime import RolloutRuntime, RuntimeStatistics
+    from rollout.scheduling.rewards import RewardFunction
+    from rollout.testing.watched_core import WatchedCore
+    from rollout.testing.watched_tools import Use
+    from rollout.types import Prompt
+
+#: Seconds in which whatever was ended must be gone, beside what the scenario itself delays.
+PATIENCE_S = 10.0
+#: Seconds between two looks at whether all is quiet.
+_LOOK_S = 0.25
+#: What a call on a closed runtime raises; nothing was started then.
+_IS_CLOSED = "the runtime is closed"
+
+#: The call that the running task works for: members inherit it from whoever called.
+_call: ContextVar[Call | None] = ContextVar("call", default=None)
+
+
+class WatchedRuntime:
+    """A `RolloutRuntime` with notes; made by `Witness.open_rollout`.
+
+    Everything that is not here is the runtime's own.
+
+    Attributes:
+        calls: Its calls so far.
+        cores: Its engines, those that have ended included.
+        reasons: Reasons given to `cancel`.
+        rewarded: Trajectories that the reward function was asked about.
+        has_reward: Whether there is a reward function.
+        statistics_before: A snapshot from when the notes begin; None: they begin at the start.
+        statistics_at_end: A snapshot after the calls had ended and all was quiet, or after the
+            runtime had closed where it did not get to that.
+        is_settled: Whether it was quiet then.
+        places_held: Places in `scheduling.max_in_flight` that were taken at that moment.
+        forgotten: Sessions that the engines were told to forget.
+        closed_in_s: What closing took; None while it is open.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self.config = config
+        self.calls: list[Call] = []
+        self.cores: list[WatchedCore] = []
+        self.reasons: set[str] = set()
+        self.rewarded: list[Trajectory] = []
+        self.has_reward = False
+        self.statistics_before: RuntimeStatistics | None = None
+        self.statistics_at_end: RuntimeStatistics | None = None
+        self.is_settled = False
+        self.places_held = 0
+        self.forgotten: set[str] = set()
+        self.closed_in_s: float | None = None
+        self._steps = itertools.count()
+        self._runtime: RolloutRuntime | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    async def generate(
+        self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
+    ) -> RolloutBatch:
+        """See `RolloutRuntime.generate`."""
+        with self._noting("generate", prompts, step, validate) as call:
+            call.batch = await self._real.generate(prompts, step=call.step, validate=validate)
+            call.is_complete = True
+            return call.batch
+
+    @asynccontextmanager
+    async def stream(
+        self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
+    ) -> AsyncIterator[ObjectReceiveStream[Trajectory]]:
+        """See `RolloutRuntime.stream`."""
+        with self._noting("stream", prompts, step, validate) as call:
+            async with self._real.stream(prompts, step=call.step, validate=validate) as stream:
+                yield _WatchedStream(stream, call)
+
+    def cancel(
+        self, uid: str | None = None, member: int | None = None, *, reason: str = "cancelled"
+    ) -> int:
+        """See `RolloutRuntime.cancel`."""
+        self.reasons.add(reason)
+        for call in self.calls if uid is None and member is None else ():
+            call.stopped_at = call.stopped_at or anyio.current_time()
+        return self._real.cancel(uid, member, reason=reason)
+
+    def cancel_if_open(self, reason: str) -> None:
+        """Cancel every trajectory there is, if any."""
+        if self._runtime is not None:
+            self.cancel(reason=reason)
+
+    async def settle(self) -> None:
+        """Wait, shielded and with bounded patience, until no request is under way any more.
+
+        Returns at once where a call still runs.
+        """
+        if any(call.ended is None for call in self.calls):
+            return
+        with anyio.CancelScope(shield=True):
+            give_up = anyio.current_time() + patience_s(self.config)
+            while not self._is_quiet() and anyio.current_time() < give_up:  # noqa: ASYNC110
+                await anyio.sleep(_LOOK_S)
+            await anyio.sleep(_LOOK_S)  # what is on its way in memory arrives meanwhile
+        self.is_settled = True
+        self._note_end()
+
+    def forget(self) -> None:
+        """Drop the notes, once they have been checked; for runs that are too long to keep them."""
+        self.statistics_before = self._real.statistics()
+        self.is_settled = False
+        self.calls.clear()
+        self.rewarded.clear()
+        self.forgotten.clear()
+        self.cores[:] = [core for core in self.cores if not core.is_gone]
+        for core in self.cores:
+            core.requests.clear()
+
+    def note_use(self, uid: str, member: int, use: Use) -> None:
+        """Note that a trajectory of the current call has opened a tool or met a user."""
+        call = _call.get()
+        if call is not None:
+            call.uses[uid, member].append(use)
+
+    def watch_reward(self, reward: RewardFunction | None) -> RewardFunction | None:
+        """The reward function, noting whom it is asked about; as sync or async as it was."""
+        if reward is None:
+            return None
+        self.has_reward = True
+        real: Any = reward
+
+        async def watched_async(trajectory: Trajectory) -> Any:
+            self.rewarded.append(trajectory)
+            return await real(trajectory)
+
+        def watched(trajectory: Trajectory) -> Any:
+            self.rewarded.append(trajectory)
+            return real(trajectory)
+
+        return watched_async if is_async(reward) else watched
+
+    def attach(self, runtime: RolloutRuntime) -> None:
+        """Be about this runtime, and note what its agents ask of the engines."""
+        self._runtime = runtime
+        engines: Any = runtime._runner.services.engines
+        real = engines.generate
+
+        async def generate(
+            generation: Generation, *, session_id: str, prompt_ids: bytes, **options: Any
+        ) -> None:
+            asked = Asked(generation, prompt_ids, anyio.current_time())
+            call = _call.get()
+            if call is not None:
+                call.asked[session_id].append(asked)
+            try:
+                await real(generation, session_id=session_id, prompt_ids=prompt_ids, **options)
+            except BaseException as error:
+                asked.failure = name_of(error)
+                asked.is_engine_failure = isinstance(error, EngineError)
+                raise
+            finally:
+                asked.ended = anyio.current_time()
+
+        def forget(session_id: str) -> None:
+            self.forgotten.add(session_id)
+            real_forget(session_id)
+
+        real_forget = engines.forget
+        engines.generate, engines.forget = generate, forget
+
+    def closed(self, in_s: float) -> None:
+        """Note that the runtime is closed, and how long that took."""
+        self.closed_in_s = in_s
+        if not self.is_settled:
+            self._note_end()
+
+    @property
+    def _real(self) -> RolloutRuntime:
+        runtime: RolloutRuntime | None = self.__dict__["_runtime"]
+        assert runtime is not None
+        return runtime
+
+    def _note_end(self) -> None:
+        self.statistics_at_end = self._real.statistics()
+        self.places_held = self._real.admission.limiter.borrowed_tokens
+
+    def _is_quiet(self) -> bool:
+        replicas = self._real.statistics().replicas
+        is_idle = all(r.in_flight == 0 and r.zombies == 0 for r in replicas)
+        return is_idle and not any(
+            sent.is_open for core in self.cores for sent in core.requests.values()
+        )
+
+    @contextmanager
+    def _noting(
+        self, kind: str, prompts: Sequence[Prompt], step: int | None, validate: bool
+    ) -> Iterator[Call]:
+        scheduling = self.config.scheduling
+        samples, validation = (
+            scheduling.samples_per_prompt,
+            scheduling.validation_samples_per_prompt,
+        )
+        call = Call(
+            kind=kind,
+            prompts=prompts,
+            step=next(self._steps) if step is None else step,
+            samples=validation if validate else samples,
+            started=anyio.current_time(),
+        )
+        self.calls.append(call)
+        outer = _call.get()
+        _call.set(call)
+        try:
+            yield call
+        except BaseException as error:
+            call.failure = name_of(error)
+            call.is_refused = isinstance(error, PromptError) or str(error) == _IS_CLOSED
+            if isinstance(error, RolloutError) and kind == "generate":
+                call.batch = error.partial
+            raise
+        finally:
+            call.ended = anyio.current_time()
+            _call.set(outer)
+
+
+class _WatchedStream(ObjectReceiveStream[Trajectory]):
+    def __init__(self, stream: ObjectReceiveStream[Trajectory], call: Call) -> None:
+        self._stream = stream
+        self._call = call
+
+    async def receive(self) -> Trajectory:
+        try:
+            trajectory = await self._stream.receive()
+        except anyio.EndOfStream:
+            self._call.is_complete = True
+            raise
+        self._call.received.append(trajectory)
+        return trajectory
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+def patience_s(config: RolloutConfig) -> float:
+    """Seconds in which everything that was ended must be gone, whatever the scenario delays."""
+    if not isinstance(config.engine, SimulatedEngine):
+        return PATIENCE_S
+    faults = parse_scenario(config.engine.scenario).faults
+    return PATIENCE_S + faults.lost_aborts + (faults.freeze_s or 0.0)

@@ -1,0 +1,122 @@
+"""A witness: opens runtimes whose engines, tools, users and callers are watched from outside."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from rollout.config import InProcessPlacement
+from rollout.engine.placement.in_process import core_wrapper
+from rollout.errors import ConfigError
+from rollout.runtime import open_rollout
+from rollout.testing.fuse import Fuse
+from rollout.testing.invariants import anomalies_of
+from rollout.testing.watched_core import WatchedCore
+from rollout.testing.watched_runtime import WatchedRuntime
+from rollout.testing.watched_tools import WatchedInteractions, WatchedTool
+from rollout.tools.function import FunctionTool
+from rollout.tools.tool import Tool
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Sequence
+
+    from rollout.config import RolloutConfig
+    from rollout.engine.core import EngineCore
+    from rollout.scheduling.rewards import RewardFunction
+    from rollout.testing.notes import Call
+
+
+class Witness:
+    """Opens runtimes and takes notes, for `anomalies` to compare with what they say themselves.
+
+    Args:
+        is_hasty: Close runtimes at once when their block is left. Otherwise the witness first
+            waits until they are quiet, so that the accounts must balance to the token.
+
+    Attributes:
+        runtimes: Those opened so far.
+        fuse: Lets the next tool call or answer of a simulated user fail.
+    """
+
+    def __init__(self, *, is_hasty: bool = False) -> None:
+        self.runtimes: list[WatchedRuntime] = []
+        self.fuse = Fuse()
+        self._is_hasty = is_hasty
+
+    @asynccontextmanager
+    async def open_rollout(
+        self,
+        config: RolloutConfig,
+        tools: Sequence[Any] = (),
+        reward: RewardFunction | None = None,
+        interactions: Sequence[Any] = (),
+    ) -> AsyncIterator[WatchedRuntime]:
+        """`rollout.open_rollout`, watched; the arguments are the same.
+
+        Raises:
+            ConfigError: The engines do not live on the driver's loop, where they can be watched.
+        """
+        if not isinstance(config.placement, InProcessPlacement):
+            raise ConfigError(
+                f"placement.kind = {config.placement.kind!r}: expected 'in_process', where a "
+                f"witness can watch the engines"
+            )
+        watched = WatchedRuntime(config)
+        self.runtimes.append(watched)
+        left: float | None = None
+        with _watching_cores(watched):
+            try:
+                async with open_rollout(
+                    config,
+                    [self._tool(tool, watched) for tool in tools],
+                    watched.watch_reward(reward),
+                    [
+                        WatchedInteractions(each, watched.note_use, self.fuse)
+                        for each in interactions
+                    ],
+                ) as runtime:
+                    watched.attach(runtime)
+                    try:
+                        yield watched
+                    finally:
+                        if not self._is_hasty:
+                            await watched.settle()
+                        left = anyio.current_time()
+            finally:
+                if left is not None:
+                    watched.closed(anyio.current_time() - left)
+
+    def calls_under_way(self) -> list[Call]:
+        """Calls of any runtime that have not ended."""
+        return [call for each in self.runtimes for call in each.calls if call.ended is None]
+
+    def engines_alive(self) -> list[WatchedCore]:
+        """Engines of any runtime that start or serve."""
+        return [core for each in self.runtimes for core in each.cores if not core.is_gone]
+
+    def anomalies(self) -> list[str]:
+        """Everything in the notes that contradicts an invariant, in words; empty if all is well."""
+        return [text for watched in self.runtimes for text in anomalies_of(watched)]
+
+    def _tool(self, tool: Any, watched: WatchedRuntime) -> Tool:
+        real = tool if isinstance(tool, Tool) else FunctionTool(tool)
+        return WatchedTool(real, watched.note_use, self.fuse)
+
+
+@contextmanager
+def _watching_cores(watched: WatchedRuntime) -> Iterator[None]:
+    """Engines that this context starts are watched ones, also those that tasks of it restart."""
+
+    def wrap(name: str, core: EngineCore) -> EngineCore:
+        core = WatchedCore(name, core)
+        watched.cores.append(core)
+        return core
+
+    outer = core_wrapper.get()
+    core_wrapper.set(wrap)
+    try:
+        yield
+    finally:
+        core_wrapper.set(outer)

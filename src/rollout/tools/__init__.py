@@ -1,0 +1,23 @@
+"""Tools: what models can call, and the executor that runs the calls."""
+
+from rollout.tools.calculator import calculator
+from rollout.tools.executor import ToolExecutor
+from rollout.tools.function import FunctionTool, function_tool
+from rollout.tools.results import ToolResult, normalise_result
+from rollout.tools.session import TrajectoryTools
+from rollout.tools.tool import Tool, ToolContext, ToolSession
+from rollout.tools.truncate import truncate_text
+
+__all__ = [
+    "FunctionTool",
+    "Tool",
+    "ToolContext",
+    "ToolExecutor",
+    "ToolResult",
+    "ToolSession",
+    "TrajectoryTools",
+    "calculator",
+    "function_tool",
+    "normalise_result",
+    "truncate_text",
+]

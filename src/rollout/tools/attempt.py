@@ -1,0 +1,116 @@
+"""Running foreign code: whatever it raises becomes one failure, and cancellation passes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import anyio
+
+from rollout.errors import ToolError
+from rollout.limits import Deadline, deadline_scope
+from rollout.scopes import is_cancelled_from_outside
+from rollout.types import text_of
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable
+
+T = TypeVar("T")
+
+#: Characters of an exception's message that the model sees.
+MAX_MESSAGE = 500
+
+
+class CallError(Exception):
+    """A tool raised; the text says what, for the model. The exception itself is the cause."""
+
+
+async def attempt(
+    action: Callable[[], Awaitable[T]],
+    deadline: Deadline,
+    *,
+    shield: bool = False,
+    owns_task: bool = False,
+) -> T:
+    """What `action` returns.
+
+    Cancellation from outside and KeyboardInterrupt pass through as themselves, also out of the
+    groups that a tool's own task groups may wrap them in.
+
+    Args:
+        action: Runs within `deadline`.
+        shield: Holds cancellation from outside off.
+        owns_task: The task was made for this action. A cancellation that nobody asked for is then
+            the action's own, as on asyncio, where awaiting a cancelled task raises one.
+
+    Raises:
+        CallError: It raised anything else, SystemExit included.
+        LimitExceeded: `deadline` passed; the action was cancelled, and has ended.
+    """
+    try:
+        with deadline_scope(deadline, shield=shield) as scope:
+            return await action()
+    except BaseException as error:
+        passing = _passing(error, owns_task)
+        if passing is error:
+            raise
+        if passing is not None:
+            raise passing from None
+        if not (scope.cancel_called and anyio.current_time() >= deadline.at):
+            raise CallError(describe(error)) from error
+    raise deadline.error()
+
+
+def _passing(error: BaseException, owns_task: bool) -> BaseException | None:
+    interrupt = first_leaf(error, KeyboardInterrupt)
+    if interrupt is not None:
+        return interrupt
+    if owns_task and not is_cancelled_from_outside():
+        return None
+    return first_leaf(error, anyio.get_cancelled_exc_class())
+
+
+def first_leaf(
+    error: BaseException, kind: type[BaseException] = BaseException
+) -> BaseException | None:
+    """The first exception of this kind, depth first through groups."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error if isinstance(error, kind) else None
+    for inner in error.exceptions:
+        leaf = first_leaf(inner, kind)
+        if leaf is not None:
+            return leaf
+    return None
+
+
+def describe(error: BaseException) -> str:
+    """One short text for the model: type and message; a `ToolError` speaks for itself."""
+    leaf = first_leaf(error) or error
+    message = text_of(leaf)
+    if len(message) > MAX_MESSAGE:
+        message = message[:MAX_MESSAGE] + "…"
+    if isinstance(leaf, ToolError) and message:
+        return message
+    name = type(leaf).__name__
+    return f"{name}: {message}" if message else name
+
+
+async def run_side_by_side(jobs: Iterable[Callable[[], Awaitable[None]]]) -> None:
+    """Run the jobs at the same time, each in a task of its own, and wait for all.
+
+    A KeyboardInterrupt ends the others and is raised here, as itself: raised within a task, it
+    would leave trio as a group and stop an asyncio loop where it stands.
+    """
+    interrupts: list[KeyboardInterrupt] = []
+    async with anyio.create_task_group() as group:
+
+        async def run(job: Callable[[], Awaitable[None]]) -> None:
+            try:
+                await job()
+            except KeyboardInterrupt as interrupt:
+                interrupts.append(interrupt)
+                group.cancel_scope.cancel()
+
+        for job in jobs:
+            group.start_soon(run, job)
+    if interrupts:
+        raise interrupts[0]

@@ -1,0 +1,137 @@
+"""The tools of a runtime: checked once, offered to prompts, opened for trajectories."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rollout.errors import ToolError
+from rollout.tools.function import FunctionTool
+from rollout.tools.session import CallLimits, TrajectoryTools
+from rollout.tools.tool import Tool, ToolContext
+
+if TYPE_CHECKING:
+    from rollout.bridge import WorkerThreads
+    from rollout.tools.truncate import TruncateSide
+
+
+class ToolExecutor:
+    """Holds the tools of a runtime; owns no task, and nothing needs closing but its sessions.
+
+    Args:
+        tools: `Tool` objects; plain functions are wrapped by `function_tool`.
+        threads: Where sync functions run; stays the caller's.
+        max_parallel_calls: Calls of one turn that run; the others are answered unexecuted.
+        max_response_length: Longest text of a result, in characters, before the marker.
+        truncate_side: Where longer texts lose their characters; see `truncate_text`.
+        tool_s: Seconds for one call, and for opening one tool; None for no limit.
+        cleanup_s: Seconds for closing one session.
+
+    Raises:
+        ToolError: A function cannot be a tool, a schema is none, or names collide (all are named).
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Tool | Callable[..., Any]],
+        *,
+        threads: WorkerThreads,
+        max_parallel_calls: int,
+        max_response_length: int,
+        truncate_side: TruncateSide,
+        tool_s: float | None,
+        cleanup_s: float,
+    ) -> None:
+        self._tools = _by_name([_as_tool(tool) for tool in tools])
+        self._threads = threads
+        self._limits = CallLimits(
+            max_parallel_calls=max_parallel_calls,
+            max_response_length=max_response_length,
+            truncate_side=truncate_side,
+            tool_s=tool_s,
+            cleanup_s=cleanup_s,
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tools, in the order given."""
+        return tuple(self._tools)
+
+    def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """Schemas of the tools offered, in the order of `names`; None takes all.
+
+        Raises:
+            ToolError: A name is unknown; the known ones are listed.
+        """
+        return [tool.schema for tool in self._offered(names).values()]
+
+    def open_session(
+        self,
+        *,
+        uid: str,
+        member: int,
+        names: Sequence[str] | None = None,
+        tools_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> TrajectoryTools:
+        """The tools of one trajectory; each is opened at its first call. The caller closes them.
+
+        Raises:
+            ToolError: `names` or `tools_kwargs` name an unknown tool, or the kwargs are no mapping.
+        """
+        kwargs = dict(tools_kwargs or {})
+        tools = self._offered(names)
+        self._offered(tuple(kwargs))
+        for name, value in kwargs.items():
+            if not isinstance(value, Mapping):
+                raise ToolError(f"tools_kwargs[{name!r}] = {value!r:.80}; expected a mapping")
+        state: dict[str, Any] = {}
+        contexts = {
+            name: ToolContext(
+                uid=uid,
+                member=member,
+                threads=self._threads,
+                kwargs=dict(kwargs.get(name, {})),
+                extra={} if extra is None else extra,
+                state=state,
+            )
+            for name in tools
+        }
+        return TrajectoryTools(tools, contexts, self._limits)
+
+    def _offered(self, names: Sequence[str] | None) -> dict[str, Tool]:
+        if names is None:
+            return self._tools
+        unknown = [name for name in names if name not in self._tools]
+        if unknown:
+            raise ToolError(f"unknown tools: {_listed(unknown)}; known: {_listed(self._tools)}")
+        return {name: self._tools[name] for name in names}
+
+
+def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+    return ", ".join(repr(name) for name in names) or "none"
+
+
+def _as_tool(tool: Tool | Callable[..., Any]) -> Tool:
+    """`tool` itself after a look at its name and schema, or a function as a tool."""
+    if not isinstance(tool, Tool):
+        return FunctionTool(tool)
+    name, schema = getattr(tool, "name", None), getattr(tool, "schema", None)
+    if not isinstance(name, str) or not name:
+        raise ToolError(f"{type(tool).__name__}.name = {name!r}; expected a name for the model")
+    function = schema.get("function") if isinstance(schema, Mapping) else None
+    if not isinstance(function, Mapping) or function.get("name") != name:
+        raise ToolError(
+            f"tool {name!r}: its schema is {schema!r:.200}; expected "
+            f"{{'type': 'function', 'function': {{'name': {name!r}, ...}}}}"
+        )
+    return tool
+
+
+def _by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
+    counts = Counter(tool.name for tool in tools)
+    collisions = [f"{name!r} ({count} times)" for name, count in counts.items() if count > 1]
+    if collisions:
+        raise ToolError(f"tools with the same name: {', '.join(collisions)}; names must be unique")
+    return {tool.name: tool for tool in tools}

@@ -1,0 +1,170 @@
+"""Python functions as tools: ``@function_tool``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
+
+from rollout.errors import ToolError
+from rollout.tools.docstrings import parse_docstring
+from rollout.tools.parameters import inspect_parameters
+from rollout.tools.tool import Tool, ToolContext, ToolSession
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollout.types import ToolCall
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class FunctionTool(Tool, Generic[P, R]):
+    """A function that models can call, and that stays callable from Python.
+
+    Args:
+        function: Sync (runs in a worker thread) or async (runs on the event loop).
+        name: What the model calls it; None takes the schema's name, else the function's.
+        schema: Shown in place of the inferred one; parameters that it leaves out may come from
+            the prompt's ``tools_kwargs``.
+
+    Raises:
+        ToolError: It lists everything that must be written for a model to use the function.
+    """
+
+    __name__: str  # set by update_wrapper, as are __doc__, __module__ and __wrapped__
+
+    def __init__(
+        self,
+        function: Callable[P, R],
+        *,
+        name: str | None = None,
+        schema: dict[str, Any] | None = None,
+    ) -> None:
+        functools.update_wrapper(self, _checked_function(function))
+        self.name = name or _name_in(schema) or function.__name__
+        self._function = function
+        self._is_async = inspect.iscoroutinefunction(function)
+        self.parameters = inspect_parameters(function, self.name, is_documented=schema is None)
+        self.schema = self._inferred() if schema is None else self._checked(schema)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function itself, unchecked."""
+        return self._function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<FunctionTool {self.name}>"
+
+    async def open(self, context: ToolContext) -> ToolSession:
+        """A session that calls the function; the prompt's kwargs override the model's arguments."""
+        known = {parameter.name for parameter in self.parameters}
+        unknown = sorted(set(context.kwargs) - known)
+        if unknown:
+            raise ToolError(
+                f"tools_kwargs of {self.name!r} name no parameter of it: {', '.join(unknown)}; "
+                f"expected some of: {', '.join(sorted(known)) or 'none'}"
+            )
+        return _FunctionSession(self, context)
+
+    async def run(self, arguments: dict[str, Any], context: ToolContext) -> Any:
+        """What the function returns for checked arguments; cancellation abandons its thread."""
+        if self.parameters.context_name is not None:
+            arguments[self.parameters.context_name] = context
+        call: Callable[..., Any] = functools.partial(self._function, **arguments)
+        if self._is_async:
+            return await call()
+        result = await context.threads.run(self.name, call)
+        # An async function behind a sync wrapper: the wrapper ran in the thread, the rest is ours.
+        return await result if inspect.isawaitable(result) else result
+
+    def _inferred(self) -> dict[str, Any]:
+        function = {
+            "name": self.name,
+            "description": parse_docstring(self._function.__doc__).description,
+            "parameters": self.parameters.schema(),
+        }
+        return {"type": "function", "function": function}
+
+    def _checked(self, schema: dict[str, Any]) -> dict[str, Any]:
+        if _name_in(schema) != self.name:
+            raise ToolError(
+                f"function tool {self.name!r}: its schema is named {_name_in(schema)!r}; expected "
+                f"the same name"
+            )
+        known = {parameter.name for parameter in self.parameters}
+        shown = schema.get("function", {}).get("parameters", {}).get("properties", {})
+        unknown = [name for name in shown if name not in known]
+        if unknown:
+            raise ToolError(
+                f"function tool {self.name!r}: its schema has properties that are no parameters "
+                f"of the function: {', '.join(unknown)}"
+            )
+        return schema
+
+
+class _FunctionSession(ToolSession):
+    def __init__(self, tool: FunctionTool[Any, Any], context: ToolContext) -> None:
+        self._tool = tool
+        self._context = context
+
+    async def execute(self, call: ToolCall) -> Any:
+        arguments = {**call.arguments, **self._context.kwargs}
+        return await self._tool.run(self._tool.parameters.check(arguments), self._context)
+
+
+def _name_in(schema: dict[str, Any] | None) -> str | None:
+    return None if schema is None else schema.get("function", {}).get("name")
+
+
+def _checked_function(function: Any) -> Callable[..., Any]:
+    if not (inspect.isfunction(function) or inspect.ismethod(function)):
+        raise ToolError(
+            f"{function!r:.200} is neither a Tool nor a function: write a function around it, or a "
+            f"subclass of Tool"
+        )
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ToolError(f"function tool {function.__name__!r} yields: return one value instead")
+    return function
+
+
+@overload
+def function_tool(function: Callable[P, R], /) -> FunctionTool[P, R]: ...
+
+
+@overload
+def function_tool(
+    name: str | None = None, /, *, schema: dict[str, Any] | None = None
+) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
+
+
+@overload
+def function_tool(
+    *, name: str | None = None, schema: dict[str, Any] | None = None
+) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
+
+
+def function_tool(
+    function: Any = None,
+    /,
+    *,
+    name: str | None = None,
+    schema: dict[str, Any] | None = None,
+) -> Any:
+    """Make a function a tool: ``@function_tool``, ``@function_tool("name")`` or with keywords.
+
+    The schema is inferred: types from the annotations (str, int, float, bool, None, list, tuple,
+    dict, Literal, Enum, Optional and other unions, `typing.Annotated` with `msgspec.Meta`,
+    dataclasses, attrs classes, TypedDicts, Structs), descriptions from the docstring and its
+    ``Args:`` section, defaults from the signature. A parameter annotated `ToolContext` receives
+    the trajectory's context and is hidden from the model. Arguments are checked against the
+    annotations before the function runs.
+
+    Raises:
+        ToolError: It lists everything that must be written for a model to use the function.
+    """
+    if isinstance(function, str):
+        function, name = None, function
+    if function is None:
+        return functools.partial(FunctionTool, name=name, schema=schema)
+    return FunctionTool(function, name=name, schema=schema)

@@ -1,0 +1,239 @@
+"""The parameters of a tool function: what the model is told, and what is checked before a call."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+from typing import Any
+
+import msgspec
+
+from rollout.errors import ToolError
+from rollout.tools.docstrings import Docstring, parse_docstring
+from rollout.tools.schema import schema_of
+from rollout.tools.tool import ToolContext
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+#: Characters of a wrong argument shown to the model.
+MAX_SHOWN = 80
+#: Characters of the schema that it should have met, where msgspec does not name the expectation.
+MAX_SCHEMA_SHOWN = 240
+
+#: How msgspec words a fault: what is wrong, and where within the argument.
+_FAULT = re.compile(r"(?P<problem>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>.*)`)?", re.DOTALL)
+
+
+class ArgumentsError(ToolError):
+    """A call's arguments are not what the tool takes; the text lists every fault."""
+
+
+class Parameter(msgspec.Struct, frozen=True, kw_only=True):
+    """One argument that the model may give."""
+
+    name: str
+    annotation: Any
+    default: Any = inspect.Parameter.empty
+    description: str = ""
+
+    @property
+    def is_required(self) -> bool:
+        """Whether a call must give it."""
+        return self.default is inspect.Parameter.empty
+
+
+class Parameters:
+    """The parameters of one function, but for an injected `ToolContext`.
+
+    Attributes:
+        context_name: The parameter that receives the `ToolContext`, or None.
+    """
+
+    def __init__(
+        self, tool: str, parameters: Sequence[Parameter], context_name: str | None = None
+    ) -> None:
+        self.context_name = context_name
+        self._tool = tool
+        self._by_name = {parameter.name: parameter for parameter in parameters}
+        self._struct = msgspec.defstruct(
+            "Arguments",
+            # Which of them were given is known from the call; the default here is never read.
+            [(p.name, p.annotation, *(() if p.is_required else (None,))) for p in parameters],
+            kw_only=True,
+            forbid_unknown_fields=True,
+        )
+
+    def __iter__(self) -> typing.Iterator[Parameter]:
+        return iter(self._by_name.values())
+
+    def schema(self) -> dict[str, Any]:
+        """The JSON Schema of the arguments object."""
+        return {
+            "type": "object",
+            "properties": {parameter.name: _property(parameter) for parameter in self},
+            "required": [parameter.name for parameter in self if parameter.is_required],
+        }
+
+    def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The given arguments as the function's types (an Enum member, a dataclass, …).
+
+        Strict: text is never taken for a number, nor a bool.
+
+        Raises:
+            ArgumentsError: It names each missing, unknown and wrong argument.
+        """
+        try:
+            checked = msgspec.convert(arguments, self._struct, str_keys=True)
+        except msgspec.ValidationError:
+            raise ArgumentsError(self._faults(arguments)) from None
+        return {name: getattr(checked, name) for name in arguments}
+
+    def _faults(self, arguments: Mapping[str, Any]) -> str:
+        faults = [
+            fault
+            for name, value in arguments.items()
+            if name in self._by_name
+            and (fault := _type_fault(name, value, self._by_name[name].annotation))
+        ]
+        missing = [p.name for p in self if p.is_required and p.name not in arguments]
+        unknown = [name for name in arguments if name not in self._by_name]
+        faults += [f"missing {_quoted(missing)}"] if missing else []
+        faults += [f"unknown {_quoted(unknown)} (it takes {self._taken()})"] if unknown else []
+        return f"invalid arguments for {self._tool!r}: {'; '.join(faults)}"
+
+    def _taken(self) -> str:
+        return _quoted(self._by_name) if self._by_name else "none"
+
+
+def _quoted(names: typing.Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names)
+
+
+def _property(parameter: Parameter) -> dict[str, Any]:
+    schema = schema_of(parameter.annotation)
+    if parameter.description:
+        schema["description"] = parameter.description
+    if not parameter.is_required:
+        try:
+            schema["default"] = msgspec.to_builtins(parameter.default, str_keys=True)
+        except (TypeError, ValueError):  # an object that JSON has no word for: just optional
+            schema.pop("default", None)
+    return schema
+
+
+def _type_fault(name: str, value: Any, annotation: Any) -> str:
+    """What is wrong with one argument, in words for a model; empty where nothing is."""
+    try:
+        msgspec.convert(value, annotation, str_keys=True)
+    except msgspec.ValidationError as error:
+        found = _FAULT.fullmatch(str(error))
+        assert found is not None  # every text matches
+        problem = found["problem"].replace("`", "")
+        problem = problem[:1].lower() + problem[1:]
+        place = f" in a key of {name}" if found["key"] else f" at {name}"
+        where = place + found["path"] if found["key"] or found["path"] else ""
+        fault = f"{name} = {_shown(value)}: {problem}{where}"
+        if problem.startswith("expected"):
+            return fault
+        return f"{fault} (expected {_shown(schema_of(annotation), MAX_SCHEMA_SHOWN)})"
+    return ""
+
+
+def _shown(value: Any, limit: int = MAX_SHOWN) -> str:
+    try:
+        text = msgspec.json.encode(value).decode()
+    except Exception:  # it came from tools_kwargs and may be any object
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= limit else f"{text[:limit]}…"
+
+
+def inspect_parameters(
+    function: Callable[..., Any], tool: str, *, is_documented: bool = True
+) -> Parameters:
+    """The parameters of `function`, from its annotations and its docstring.
+
+    With ``is_documented=False`` (the schema is given by hand) neither is required: a parameter
+    without an annotation takes any value.
+
+    Raises:
+        ToolError: It lists everything that must be written first.
+    """
+    docstring = parse_docstring(function.__doc__)
+    hints = _hints(function, tool)
+    faults: list[str] = []
+    if is_documented and not docstring.description:
+        faults.append("it has no docstring: write one that tells the model what the tool does")
+    found: list[Parameter] = []
+    context_name = None
+    for name, raw in inspect.signature(function).parameters.items():
+        if hints.get(name) is ToolContext:
+            context_name = name
+            continue
+        parameter = _parameter(raw, hints.get(name, raw.empty), docstring)
+        faults += _faults_of(raw, parameter, is_documented)
+        found.append(parameter)
+    if faults:
+        raise ToolError(f"function tool {tool!r}: " + "; ".join(faults))
+    return Parameters(tool, found, context_name)
+
+
+def _hints(function: Callable[..., Any], tool: str) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function, include_extras=True)
+    except Exception as error:  # names that annotations use may be anything, also missing
+        raise ToolError(
+            f"function tool {tool!r}: its annotations cannot be read ({error}): define or import "
+            f"their names at module level, not under TYPE_CHECKING"
+        ) from error
+
+
+def _parameter(raw: inspect.Parameter, annotation: Any, docstring: Docstring) -> Parameter:
+    return Parameter(
+        name=raw.name,
+        annotation=Any if annotation is raw.empty else annotation,
+        default=raw.default,
+        description=docstring.parameters.get(raw.name) or _meta_description(annotation),
+    )
+
+
+def _meta_description(annotation: Any) -> str:
+    for extra in getattr(annotation, "__metadata__", ()):
+        if isinstance(extra, msgspec.Meta) and extra.description:
+            return extra.description
+    return ""
+
+
+def _faults_of(raw: inspect.Parameter, parameter: Parameter, is_documented: bool) -> list[str]:
+    name = raw.name
+    if raw.kind in (raw.VAR_POSITIONAL, raw.VAR_KEYWORD):
+        star = "*" if raw.kind is raw.VAR_POSITIONAL else "**"
+        kind = "list[...]" if star == "*" else "dict[str, ...]"
+        return [f"{star}{name} has no schema: write `{name}: {kind}` instead"]
+    if raw.kind is raw.POSITIONAL_ONLY:
+        return [f"{name} is positional-only, and calls name their arguments: remove the `/`"]
+    faults = []
+    if is_documented and raw.annotation is raw.empty:
+        faults.append(f"parameter {name!r} has no type: write `{name}: str` or what it is")
+    elif is_documented or raw.annotation is not raw.empty:
+        faults += _unsupported(parameter)
+    if is_documented and not parameter.description:
+        faults.append(
+            f"parameter {name!r} is not documented: write `{name}: ...` under `Args:` in the "
+            f"docstring"
+        )
+    return faults
+
+
+def _unsupported(parameter: Parameter) -> list[str]:
+    try:
+        schema_of(parameter.annotation)
+    except (TypeError, RecursionError) as error:
+        reason = str(error).partition(":\n")[0]
+        return [
+            f"parameter {parameter.name!r} has the type {parameter.annotation!r}, which has no "
+            f"schema ({reason}): use str, int, float, bool, list, dict, Literal, an Enum or a "
+            f"dataclass"
+        ]
+    return []

@@ -1,0 +1,133 @@
+"""What a tool answers, and how any value that a function returns becomes such an answer."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+#: What the model reads where a tool answers None.
+NO_OUTPUT = "(no output)"
+
+_EXPECTED = "return text, a number, a dict or list of JSON values, None or a ToolResult"
+
+
+class _Text(msgspec.Struct, frozen=True):
+    """Holds the one field that may be given by position."""
+
+    text: str = ""
+
+
+class ToolResult(_Text, frozen=True, kw_only=True):
+    """The answer to one tool call.
+
+    Attributes:
+        text: What the model reads, truncated by the executor to ``tools.max_response_length``.
+        data: The answer as the tool had it, for agents and rewards; the model never sees it.
+        reward: Joins the trajectory's `tool_rewards`; None where the call earned no judgement.
+        metrics: Whatever the tool measured, by name.
+        is_error: The call failed, and `text` says why.
+        end_trajectory: The agent stops after this turn, e.g. because the task is solved.
+    """
+
+    data: Any = None
+    reward: float | None = None
+    metrics: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    is_error: bool = False
+    end_trajectory: bool = False
+
+
+def error_result(text: str) -> ToolResult:
+    """The answer that tells the model what went wrong."""
+    return ToolResult(text, is_error=True)
+
+
+def normalise_result(value: Any) -> ToolResult:
+    """The `ToolResult` that a returned value stands for; an error result where it stands for none.
+
+    Text stays, bytes are read as UTF-8, numbers and bools become their `str`, None becomes
+    "(no output)", dicts, lists and records (dataclasses, attrs, Structs) become JSON and are kept
+    as `data`. A tuple is ``(value, reward)`` or ``(value, reward, metrics)``, as in verl; so a
+    tool that means a pair of values returns a list.
+    """
+    if isinstance(value, tuple):
+        return _from_tuple(value)
+    if isinstance(value, ToolResult):
+        return _checked(value)
+    if isinstance(value, str):
+        return ToolResult(value)
+    if value is None:
+        return ToolResult(NO_OUTPUT)
+    if isinstance(value, numbers.Number):  # bool and NumPy scalars included
+        return _from_number(value)
+    if isinstance(value, bytes | bytearray):
+        return ToolResult(value.decode(errors="replace"))
+    return _from_json(value)
+
+
+def _from_number(value: Any) -> ToolResult:
+    try:
+        return ToolResult(str(value))
+    except ValueError as error:  # Python refuses to write out thousands of digits
+        return error_result(f"the tool returned a number that cannot be written out: {error}")
+
+
+def _from_json(value: Any) -> ToolResult:
+    try:
+        text = msgspec.json.format(msgspec.json.encode(value), indent=0).decode()
+    except Exception as error:  # an iterator or a property of the value may raise anything
+        kind = type(value).__name__
+        return error_result(f"the tool returned {kind}, which is not JSON ({error}); {_EXPECTED}")
+    return ToolResult(text, data=value)
+
+
+def _from_tuple(value: tuple[Any, ...]) -> ToolResult:
+    if len(value) not in (2, 3):
+        return error_result(
+            f"the tool returned a tuple of {len(value)} items; expected (result, reward) or "
+            f"(result, reward, metrics)"
+        )
+    if isinstance(value[0], tuple):
+        return error_result("the tool returned a tuple within a tuple as its result; " + _EXPECTED)
+    result = normalise_result(value[0])
+    reward = result.reward if value[1] is None else value[1]
+    metrics = value[2] if len(value) == 3 and value[2] is not None else result.metrics
+    return _checked(msgspec.structs.replace(result, reward=reward, metrics=metrics))
+
+
+def _checked(result: ToolResult) -> ToolResult:
+    if not isinstance(result.text, str):
+        kind = type(result.text).__name__
+        return error_result(f"the tool returned a ToolResult whose text is {kind}; expected str")
+    if not isinstance(result.metrics, Mapping):
+        return error_result(f"the tool returned metrics {result.metrics!r:.80}; expected a dict")
+    if result.reward is None or (type(result.reward) is float and math.isfinite(result.reward)):
+        return result
+    reward = as_reward(result.reward)
+    if reward is None:
+        return error_result(
+            f"the tool returned the reward {result.reward!r:.80}; expected a finite number or None"
+        )
+    return msgspec.structs.replace(result, reward=reward)
+
+
+def as_reward(value: Any) -> float | None:
+    """`value` as a finite float; None where it is no such number (a bool is none)."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def encodable(text: str) -> str:
+    """`text` as UTF-8 can carry it: half a surrogate pair would fail in every tokenizer."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

@@ -1,0 +1,74 @@
+"""What a tool is: the contract between the executor and whatever answers calls."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rollout.bridge import WorkerThreads
+
+if TYPE_CHECKING:
+    from rollout.types import ToolCall
+
+
+class ToolContext(msgspec.Struct, frozen=True, kw_only=True):
+    """The trajectory that a tool is opened for.
+
+    Attributes:
+        uid: The prompt's uid.
+        member: Position within the group.
+        kwargs: The prompt's ``tools_kwargs`` for this tool.
+        extra: The prompt's ``extra``.
+        state: Shared by the tools of this trajectory, and by no other trajectory.
+        threads: Where sync code runs: ``await context.threads.run(name, function, *args)``.
+    """
+
+    uid: str
+    member: int
+    threads: WorkerThreads
+    kwargs: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    state: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class ToolSession(ABC):
+    """A tool in the hands of one trajectory, from its first call to the trajectory's end."""
+
+    @abstractmethod
+    async def execute(self, call: ToolCall) -> Any:
+        """Answer one call with anything that `normalise_result` takes.
+
+        Calls of one turn run at the same time. An exception becomes an error observation; at the
+        deadline the call is cancelled, and the session stays open for later calls.
+        """
+
+    async def calc_reward(self) -> float | None:
+        """The trajectory's reward in this tool's eyes, asked once at the end; None for none."""
+        return None
+
+    async def close(self) -> None:  # noqa: B027  (nothing to let go of)
+        """Let go of what the session holds: called once, shielded, in ``limits.cleanup_s``."""
+
+
+class Tool(ABC):
+    """A tool that models can call; one object serves all trajectories.
+
+    Attributes:
+        name: What the model calls it.
+        schema: The OpenAI-style ``{"type": "function", "function": {"name", "description",
+            "parameters"}}``.
+    """
+
+    name: str
+    schema: dict[str, Any]
+
+    @abstractmethod
+    async def open(self, context: ToolContext) -> ToolSession:
+        """A session for one trajectory; opened before its first call of this tool.
+
+        Runs in the trajectory's task within ``limits.tool_s``. It must not leave a task group or
+        cancel scope open behind it, and on cancellation leaves nothing behind.
+        """

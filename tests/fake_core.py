@@ -1,0 +1,77 @@
+"""A core of twenty lines: answers each prompt with the ids that follow its last one."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import AsyncIterator
+
+import anyio
+
+from rollout.engine.core import Chunk, EngineInfo, EngineLoad, GenerationRequest, unpack_ids
+
+
+class CountingCore:
+    """After a prompt that ends in n it says n+1, n+2, …, a token every `token_s` seconds."""
+
+    def __init__(
+        self, *, token_s: float = 0.0, max_requests: int = 64, vocab_size: int = 1000
+    ) -> None:
+        self.token_s = token_s
+        self.info = EngineInfo(
+            vocab_size=vocab_size,
+            eos_ids=(0,),
+            context_length=4096,
+            fingerprint="counting",
+            max_requests=max_requests,
+            core="counting",
+        )
+        self._aborted: dict[str, anyio.Event] = {}
+
+    async def start(self) -> None:
+        """Nothing to load."""
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        """One token a chunk."""
+        rid, last = request.request_id, unpack_ids(request.prompt_ids)[-1]
+        if len(self._aborted) >= self.info.max_requests:
+            yield Chunk(request_id=rid, finish_reason="rejected", error="engine queue is full")
+            return
+        aborted = self._aborted[rid] = anyio.Event()
+        try:
+            for offset in range(request.sampling.max_new_tokens):
+                with anyio.move_on_after(self.token_s):
+                    await aborted.wait()
+                if aborted.is_set():
+                    yield Chunk(request_id=rid, offset=offset, finish_reason="abort")
+                    return
+                token = (last + 1 + offset) % self.info.vocab_size
+                yield Chunk(
+                    request_id=rid,
+                    offset=offset,
+                    ids=array("i", [token]).tobytes(),
+                    log_probs=array("f", [-token / 8]).tobytes(),
+                    weight_version=3,
+                )
+            yield Chunk(request_id=rid, offset=offset + 1, finish_reason="length")
+        finally:
+            del self._aborted[rid]
+
+    def abort_nowait(self, request_id: str) -> None:
+        """Known requests end at once."""
+        if request_id in self._aborted:
+            self._aborted[request_id].set()
+
+    def load(self) -> EngineLoad:
+        """Running requests only."""
+        return EngineLoad(running=len(self._aborted))
+
+    async def aclose(self) -> None:
+        """Nothing to free."""
+
+
+class BrokenCore(CountingCore):
+    """Does not start."""
+
+    async def start(self) -> None:
+        """Fail as a missing model would."""
+        raise FileNotFoundError("no weights here")

@@ -1,0 +1,173 @@
+"""Situations for the race harness: what a trainer does, small enough to be cut at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+
+import rollout
+from rollout import Prompt, Trajectory, function_tool
+from rollout.config import (
+    AgentConfig,
+    LengthsConfig,
+    SamplingConfig,
+    SchedulingConfig,
+    SimulatedEngine,
+)
+from rollout.interactions import ScriptedUser
+from rollout.testing import Scenario, tool_call
+from rollout.testing.witness import Witness
+
+LENGTHS = LengthsConfig(prompt=1200, response=600)
+
+
+def user(text: str, **fields: Any) -> Prompt:
+    return Prompt(messages=[{"role": "user", "content": text}], **fields)
+
+
+@function_tool
+async def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    await anyio.sleep(0.05)
+    return a + b
+
+
+@function_tool
+async def nap(seconds: float) -> str:
+    """Sleep.
+
+    Args:
+        seconds: How long.
+    """
+    await anyio.sleep(seconds)
+    return "rested"
+
+
+async def length_reward(trajectory: Trajectory) -> float:
+    await anyio.sleep(0.02)
+    return float(trajectory.transcript.generated_length)
+
+
+async def single_turn(witness: Witness) -> None:
+    config = (
+        Scenario(seed=1)
+        .reply("", filler=40)
+        .config(
+            agent=AgentConfig(name="single_turn"),
+            scheduling=SchedulingConfig(samples_per_prompt=3, max_in_flight=2),
+            engine=SimulatedEngine(replicas=2),
+            lengths=LENGTHS,
+            sampling=SamplingConfig(max_new_tokens=32),
+        )
+    )
+    async with witness.open_rollout(config, reward=length_reward) as runtime:
+        await runtime.generate([user("one"), user("two")])
+
+
+async def tool_agent(witness: Witness) -> None:
+    calls = tool_call("add", a=2, b=3) + tool_call("nap", seconds=0.2) + tool_call("add", a=1, b=1)
+    config = (
+        Scenario(seed=2)
+        .reply("sum", calls)
+        .then("The sum is 5.")
+        .fault(duplicate_answers=0.3)
+        .config(
+            scheduling=SchedulingConfig(samples_per_prompt=2),
+            engine=SimulatedEngine(replicas=2),
+            lengths=LENGTHS,
+        )
+    )
+    async with witness.open_rollout(config, [add, nap], length_reward) as runtime:
+        await runtime.generate([user("a sum")])
+
+
+async def scripted_user(witness: Witness) -> None:
+    config = (
+        Scenario(seed=3)
+        .reply("start", "First answer.", filler=20)
+        .then("Second answer.")
+        .config(
+            scheduling=SchedulingConfig(samples_per_prompt=2),
+            agent=AgentConfig(interaction="critic"),
+            lengths=LENGTHS,
+        )
+    )
+    critic = ScriptedUser(["Try again."], name="critic", scores=[0.5])
+    async with witness.open_rollout(config, interactions=[critic]) as runtime:
+        await runtime.generate([user("start")])
+
+
+async def slow_consumer(witness: Witness) -> None:
+    config = (
+        Scenario(seed=4)
+        .reply("", filler=20)
+        .config(
+            scheduling=SchedulingConfig(samples_per_prompt=22, max_in_flight=3),
+            lengths=LENGTHS,
+        )
+    )
+    async with witness.open_rollout(config) as runtime:
+        async with runtime.stream([user("go")]) as trajectories:
+            async for _ in trajectories:
+                await anyio.sleep(0.6)  # so that the buffer is full for a while
+
+
+async def leaving_consumer(witness: Witness) -> None:
+    config = (
+        Scenario(seed=5)
+        .reply("quick", "ok")
+        .reply("slow", tool_call("nap", seconds=5.0), filler=100)
+        .config(
+            scheduling=SchedulingConfig(samples_per_prompt=2),
+            engine=SimulatedEngine(replicas=2),
+            lengths=LENGTHS,
+        )
+    )
+    async with witness.open_rollout(config, [nap]) as runtime:
+        prompts = [user("slow", uid="slow"), user("quick", uid="quick")]
+        async with runtime.stream(prompts) as trajectories:
+            async for _ in trajectories:
+                break
+        await runtime.generate([user("quick")])
+
+
+async def close_during_start(witness: Witness) -> None:
+    config = (
+        Scenario(seed=6)
+        .reply("", "ok")
+        .fault(start_delay_s=2.0, replicas=(1,))
+        .config(engine=SimulatedEngine(replicas=3), lengths=LENGTHS)
+    )
+    with anyio.move_on_after(1.0):
+        async with witness.open_rollout(config) as runtime:
+            await runtime.generate([user("never")])
+    async with anyio.create_task_group() as tasks:
+        async with witness.open_rollout(
+            Scenario(seed=6).reply("", filler=60).config(lengths=LENGTHS)
+        ) as runtime:
+            tasks.start_soon(_generate_until_closed, runtime)
+            await anyio.sleep(0.3)
+
+
+async def _generate_until_closed(runtime: Any) -> None:
+    try:
+        await runtime.generate([user("go"), user("on")])
+    except rollout.RolloutError:
+        return
+
+
+SITUATIONS: dict[str, Callable[[Witness], Awaitable[None]]] = {
+    "single turn": single_turn,
+    "tool agent with parallel calls": tool_agent,
+    "scripted user": scripted_user,
+    "slow consumer": slow_consumer,
+    "consumer that leaves": leaving_consumer,
+    "close during start-up": close_during_start,
+}

@@ -1,0 +1,520 @@
+"""The command line, on simulated engines and once on the embedded model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rollout
+from rollout import Outcome, RolloutBatch
+from rollout.cli import main
+
+CONFIG = """
+from rollout.config import *
+from rollout.testing import Scenario
+
+scenario = (
+    Scenario(seed=1)
+    .reply("sum", '<tool_call>\\n{"name": "add", "arguments": {"a": 2, "b": 3}}\\n</tool_call>')
+    .then("It is 5.")
+    .reply("slow", filler=4000)
+    .timing(base_s=BASE_S)
+)
+config = scenario.config(placement=PLACEMENT())
+"""
+TOOLS = '''
+from __future__ import annotations
+
+import sys
+
+import rollout
+
+
+@rollout.function_tool
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+def score(trajectory):
+    sys.stderr.write("scored\\n")
+    sys.stderr.flush()
+    return float(trajectory.answer == f"It is {trajectory.prompt.ground_truth}.")
+
+
+number = 7
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a configuration, tools and prompts in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    write_config(tmp_path)
+    (tmp_path / "tools.py").write_text(TOOLS)
+    prompt = {"prompt": "the sum of 2 and 3?", "reward_model": {"ground_truth": "5"}}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(prompt))
+    return tmp_path
+
+
+def write_config(
+    folder: Path, *, base_s: float = 0.0, placement: str = "InProcessPlacement"
+) -> None:
+    text = CONFIG.replace("BASE_S", str(base_s)).replace("PLACEMENT", placement)
+    (folder / "config.py").write_text(text)
+
+
+def run(*options: str, config: str = "config.py", prompts: str = "prompts.jsonl") -> int:
+    return main(["run", config, "--prompts", prompts, "--out", "out", *options])
+
+
+CODE = ("--tools", "tools.py", "--reward", "tools.py:score")
+
+
+def test_cli_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom rollout.cli import main\n"
+        "try: main(['run', '--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "heavy = {'torch', 'anyio', 'rich', 'transformers', 'msgspec', 'numpy'} & {*sys.modules}\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "exit codes:" in done.stdout
+
+
+def test_cli_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"rollout {rollout.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["run", "c.py"], "the following arguments are required: --prompts, --out"),
+        (["demo", "--samples", "0"], "argument --samples: '0': expected an integer ≥ 1"),
+        (["demo", "--seed", "x"], "argument --seed: 'x': expected an integer ≥ 0"),
+    ],
+)
+def test_cli_bad_usage_exits_with_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+def test_cli_run_saves_and_summarizes(
+    folder: Path, capsys: pytest.CaptureFixture[str], backend: str
+) -> None:
+    assert run(*CODE, "--samples", "3", "--backend", backend) == 0
+    output, errors = capsys.readouterr()
+    lines = output.splitlines()
+    assert lines[0].startswith("rows      3 trajectories of 1 prompt in ")
+    assert lines[0].endswith(" s; 3 trainable")
+    assert lines[1] == "outcomes  3 completed"
+    assert lines[3] == "reward    mean 1.000 over 3 rows"
+    assert lines[4].startswith("files     out: tensors.safetensors, samples.jsonl, ")
+    assert errors.startswith("starting 1 engine (simulated, in_process)\n")
+    assert "\n3/3 done · 0 running · " in errors
+    batch = RolloutBatch.load(folder / "out")
+    assert [(sample.uid, sample.member) for sample in batch.samples] == [
+        ("prompt-0", member) for member in range(3)
+    ]
+
+
+def test_cli_run_validating_takes_samples_of_validation(folder: Path) -> None:
+    assert run(*CODE, "--samples", "2", "--validate", "--step", "3") == 0
+    assert len(RolloutBatch.load(folder / "out")) == 2
+
+
+def test_cli_run_with_rejected_and_failed_trajectories_exits_with_1(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [{"prompt": "sum?"}, {"prompt": "sum?", "agent_name": "nobody"}]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    (folder / "tools.py").write_text(
+        TOOLS.replace("return float(", "raise OSError('no judge')  # ")
+    )
+    assert run(*CODE) == 1
+    output = capsys.readouterr().out
+    assert "outcomes  1 failed (reward), 1 rejected (unknown_agent)\n" in output
+    assert "cause     1 failed (reward): OSError: no judge\n" in output
+    outcomes = [sample.outcome for sample in RolloutBatch.load(folder / "out").samples]
+    assert outcomes == [Outcome.FAILED, Outcome.REJECTED]
+
+
+def test_cli_run_with_full_directory_starts_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "out").mkdir()
+    (folder / "out" / "mine.txt").write_text("precious")
+    assert run(*CODE) == 2
+    assert capsys.readouterr().err == (
+        "error: --out out: is not empty; expected an empty or new directory, or --overwrite\n"
+    )
+    assert run(*CODE, "--overwrite") == 0
+    assert len(RolloutBatch.load(folder / "out")) == 1
+    assert (folder / "out" / "mine.txt").read_text() == "precious"
+
+
+def test_cli_run_with_out_at_a_file_starts_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "out").write_text("")
+    assert run(*CODE) == 2
+    assert capsys.readouterr().err == "error: --out out: cannot be written: Not a directory\n"
+
+
+def test_cli_run_with_faulty_prompts_names_the_line_and_leaves_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "prompts.jsonl").write_text('{"prompt": "sum?"}\n{"prompt": }\n')
+    assert run(*CODE) == 2
+    assert capsys.readouterr().err == (
+        "error: 1 fault in prompts file prompts.jsonl:\n"
+        "  line 2: column 12: not valid JSON: Expecting value\n"
+    )
+    assert not (folder / "out").exists()
+
+
+def test_cli_run_with_missing_model_starts_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--set", "engine.kind=transformers", "--set", "placement.kind=local_process")
+    assert run(*options, "--set", "model.path=/no/model") == 2
+    assert capsys.readouterr().err == (
+        "error: the configuration cannot run here:\n  model.path = '/no/model': no such directory\n"
+    )
+    assert not (folder / "out").exists()
+
+
+def test_cli_run_with_engine_that_does_not_start_exits_with_3(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "broken_core.py").write_text("class Core:\n    pass\n")
+    options = ("--set", "engine.kind=custom", "--set", "engine.core=broken_core:Core")
+    sys.path.append(str(folder))
+    assert run(*options, "--set", "engine.options.size=1") == 3
+    assert "TypeError: Core() takes no arguments" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--tools", "no.py"), "--tools no.py: no.py is no file"),
+        (
+            ("--tools", "config.py"),
+            "--tools config.py: no tools; expected functions decorated with "
+            "@rollout.function_tool, or Tool objects, at the top level of the file",
+        ),
+        (("--tools", "broken.py"), "--tools broken.py: line 2: ZeroDivisionError: division by"),
+        (("--tools", "syntax.py"), "--tools syntax.py: SyntaxError: "),
+        (
+            ("--reward", "score"),
+            "--reward score: expected path.py:function or package.module:function",
+        ),
+        (("--reward", "tools.py:no"), "--reward tools.py:no: no such function in tools.py"),
+        (("--reward", "tools.py:number"), "--reward tools.py:number: number cannot be called in"),
+        (("--reward", "no.such:f"), "--reward no.such:f: ModuleNotFoundError: No module named 'no"),
+        (("--set", "seed"), "1 fault in the configuration config.py with overrides:\n  override ="),
+    ],
+)
+def test_cli_run_with_bad_code_names_the_option(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str
+) -> None:
+    (folder / "broken.py").write_text("x = 0\n1 / x\n")
+    (folder / "syntax.py").write_text("def\n")
+    assert run(*options) == 2
+    assert capsys.readouterr().err.startswith(f"error: {said}")
+    assert not (folder / "out").exists()
+
+
+def test_cli_reward_of_a_module_is_found_in_the_working_directory(folder: Path) -> None:
+    (folder / "cli_judges.py").write_text("def half(trajectory):\n    return 0.5\n")
+    assert run("--tools", "tools.py", "--reward", "cli_judges:half") == 0
+    assert RolloutBatch.load(folder / "out").samples[0].reward == 0.5
+
+
+def test_cli_verbose_shows_the_log_and_leaves_it_as_it_was(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import logging
+
+    logger = logging.getLogger("rollout")
+    before = (logger.handlers, logger.propagate, logger.level)
+    (folder / "tools.py").write_text(
+        TOOLS.replace("return float(", "raise OSError('no judge')  # ")
+    )
+    assert run(*CODE, "-v") == 1
+    assert "WARNING rollout.scheduling: reward of prompt-0 failed: OSError(" in (
+        capsys.readouterr().err
+    )
+    assert (logger.handlers, logger.propagate, logger.level) == before
+
+
+def test_cli_check_explains_and_starts_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("rollout.runtime.open_engines", refuse)
+    assert main(["check", "config.py", "--set", "sampling.temperature=0.25"]) == 0
+    output, errors = capsys.readouterr()
+    assert "sampling    temperature 0.25\n" in output
+    assert output.endswith("check       can run here; nothing was started\n")
+    assert errors == ""
+
+
+def test_cli_check_lists_everything_that_is_missing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = {
+        "agent.name": "nobody",
+        "agent.tool_format": "smoke",
+        "agent.interaction": "teacher",
+        "model.chat_template": "no.jinja",
+        "model.path": "/no/model",
+        "engine.kind": "transformers",
+        "placement.kind": "local_process",
+        "placement.python": "/no/python",
+    }
+    options = [text for path, value in wrong.items() for text in ("--set", f"{path}={value}")]
+    assert main(["check", "config.py", *options]) == 2
+    output, errors = capsys.readouterr()
+    assert "model       /no/model, chat template no.jinja\n" in output
+    assert "can run here" not in output
+    # Agents of other tests may be known as well.
+    assert re.sub("known: .*single_turn", "known: single_turn", errors).splitlines() == [
+        "error: model.path = '/no/model': no such directory",
+        "error: model.chat_template = 'no.jinja': No such file or directory",
+        "error: placement.python = '/no/python': no such interpreter",
+        "error: agent.name = 'nobody': no agent is registered as 'nobody'; "
+        "known: single_turn, tool_agent",
+        "error: agent.tool_format = 'smoke': unknown; known: hermes",
+        "error: agent.interaction = 'teacher': unknown interaction 'teacher'; known: none",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ("engine.kind=custom", "engine.core=no.such:Core"),
+            "engine.core = 'no.such:Core': there is no module 'no.such' here",
+        ),
+        (
+            ("model.path=/some",),
+            "model.path = '/some': engine.kind = 'simulated' expects 'simulated'",
+        ),
+        (
+            ("engine.kind=transformers", "placement.kind=local_process"),
+            "model.path = 'simulated': engine.kind = 'transformers' needs a model with files",
+        ),
+    ],
+)
+def test_cli_check_names_an_engine_that_cannot_run(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str
+) -> None:
+    overrides = [text for option in options for text in ("--set", option)]
+    assert main(["check", "config.py", *overrides]) == 2
+    assert capsys.readouterr().err == f"error: {said}\n"
+
+
+def test_cli_check_knows_what_the_tools_file_defines(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "more.py").write_text(
+        TOOLS + "\n\nclass Teacher(rollout.Interaction):\n"
+        "    name = 'teacher'\n"
+        "    async def respond(self, messages):\n"
+        "        return rollout.InteractionTurn('yes', is_done=True)\n"
+        "\n\n@rollout.register_agent('cli_test_agent')\n"
+        "class Agent(rollout.AgentLoop):\n"
+        "    async def run(self, context):\n"
+        "        await context.generate()\n"
+    )
+    options = ("--set", "agent.interaction=teacher", "--set", "agent.name=cli_test_agent")
+    assert main(["check", "config.py", "--tools", "more.py", *options]) == 0
+
+
+def test_cli_check_of_unreadable_config_exits_with_2(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "no.toml"]) == 2
+    assert capsys.readouterr().err.startswith("error: 1 fault in the configuration no.toml:\n")
+
+
+def processes_with(mark: str) -> list[int]:
+    """Processes whose environment has `mark`: it is inherited by whatever a process starts."""
+
+    def has_mark(process: Path) -> bool:
+        try:
+            return mark.encode() in (process / "environ").read_bytes()
+        except OSError:
+            return False
+
+    running = [path for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [int(path.name) for path in running if has_mark(path)]
+
+
+@contextmanager
+def rollout_process(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """``rollout …`` on its own; nothing that it started may be left."""
+    mark = f"ROLLOUT_TEST={folder}"
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "from rollout.cli import main; raise SystemExit(main())",
+            *arguments,
+        ],
+        cwd=folder,
+        env={**os.environ, "ROLLOUT_TEST": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+        assert processes_with(mark) == []
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stderr is not None
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if text in line:
+            return
+    pytest.fail(f"{text!r} was never said, only {seen}")
+
+
+#: Far more than it takes; a hang would be minutes.
+END_S = 20.0
+
+
+@pytest.mark.parametrize(
+    ("signum", "backend"), [(signal.SIGINT, "trio"), (signal.SIGTERM, "asyncio")]
+)
+def test_cli_signal_saves_what_there_is(folder: Path, signum: signal.Signals, backend: str) -> None:
+    write_config(folder, base_s=0.02, placement="LocalProcessPlacement")
+    prompts = [{"prompt": "sum?"}, {"prompt": "slow"}, {"prompt": "sum?"}]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    arguments = ["run", "config.py", "--prompts", "prompts.jsonl", "--out", "out", *CODE]
+    places = ["--set", "scheduling.max_in_flight=2"]
+    with rollout_process(folder, *arguments, *places, "--backend", backend) as process:
+        wait_for(process, "scored")
+        wait_for(process, "scored")  # the first sum has given its place to the second
+        process.send_signal(signum)
+        output, errors = process.communicate(timeout=END_S)
+        assert process.returncode == 128 + signum
+    assert "Traceback" not in errors
+    assert re.fullmatch(
+        "interrupted: [12] of 3 saved trajectories had ended by themselves, "
+        "the others are saved as far as they had come",
+        errors.splitlines()[-1],
+    )
+    assert "cancelled (interrupted)\n" in output
+    first, slow, _ = RolloutBatch.load(folder / "out").samples
+    assert (first.outcome, first.reason) == (Outcome.COMPLETED, "")
+    assert (slow.outcome, slow.reason) == (Outcome.CANCELLED, "interrupted")
+
+
+def test_cli_signal_while_a_reward_hangs_saves_what_had_ended(folder: Path) -> None:
+    write_config(folder)
+    hang = "\n    if trajectory.member:\n        import threading; threading.Event().wait()\n"
+    (folder / "tools.py").write_text(TOOLS.replace("flush()\n", f"flush(){hang}"))
+    arguments = ["run", "config.py", "--prompts", "prompts.jsonl", "--out", "out", *CODE]
+    with rollout_process(folder, *arguments, "--samples", "2") as process:
+        wait_for(process, "scored")
+        wait_for(process, "scored")
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=END_S)
+        assert process.returncode == 130
+    assert errors.splitlines()[-1].startswith("interrupted: 1 of ")
+    samples = RolloutBatch.load(folder / "out").samples
+    assert samples[0].outcome is Outcome.COMPLETED
+
+
+def test_cli_signal_while_engines_start_ends_them(folder: Path) -> None:
+    write_config(folder, placement="LocalProcessPlacement")
+    delay = ("--set", "engine.scenario.faults.start_delay_s=600")
+    arguments = ["run", "config.py", "--prompts", "prompts.jsonl", "--out", "out", *CODE, *delay]
+    with rollout_process(folder, *arguments) as process:
+        wait_for(process, "starting 1 engine")
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=END_S)
+        assert process.returncode == 130
+    assert output == ""
+    assert errors == "interrupted before a trajectory had started; nothing is saved\n"
+    assert list((folder / "out").iterdir()) == []
+
+
+def test_cli_reader_that_leaves_changes_nothing(folder: Path) -> None:
+    command = f"{sys.executable} -c 'from rollout.cli import main; raise SystemExit(main())'"
+    done = subprocess.run(
+        ["bash", "-c", f"{command} check config.py | true; exit ${{PIPESTATUS[0]}}"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_cli_demo_without_its_packages_says_what_to_install(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    assert main(["demo", "--set", "model.path=/no/model", "--out", "out"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: the demo cannot run here:",
+        "  model.path = '/no/model': no such directory",
+        "  its tasks come from the package reasoning-gym: pip install reasoning-gym",
+    ]
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.model
+def test_cli_demo_solves_most_and_shows_what_is_trained(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--prompts", "2", "--samples", "2", "--out", "demo"]) == 0
+    output = capsys.readouterr().out
+    table, _, rest = output.partition("\n\n")
+    assert len(table.splitlines()) == 1 + 2
+    transcript, _, summary = rest.partition("\nsolved ")
+    assert transcript.startswith("transcript of chain_sum-")
+    assert "[trained] " in transcript
+    assert '{"name": "calculator", "arguments": {"expression": ' in transcript
+    assert "[observation, not trained] " in transcript
+    samples = RolloutBatch.load(folder / "demo").samples
+    solved = sum(row.reward == 1.0 and row.extra["is_right_call"] for row in samples)
+    assert summary.split()[:3] == [str(solved), "of", "4"]
+    assert solved >= 2

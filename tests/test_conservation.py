@@ -1,0 +1,128 @@
+"""Conservation laws and determinism: random batches under random faults, limits, cancellations."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from rollout import Outcome
+from rollout.batch.records import trajectory_line
+from rollout.chat.transcript import Transcript
+from rollout.testing import run_virtual
+from rollout.testing.token_books import balance_of
+from rollout.testing.witness import Witness
+from trials import CEILING_S, TIMED, Trial, findings
+
+CI_TRIALS = 100
+FULL_TRIALS = 2000
+#: Trials of one test.
+SHARE = 50
+SCHEDULES = 20
+
+
+@pytest.fixture(autouse=True)
+def silent_library() -> Iterator[None]:
+    """Failures that are meant to happen are not worth a line each."""
+    logger = logging.getLogger("rollout")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    yield
+    logger.setLevel(level)
+
+
+def calm_run(seed: int, *, schedule_seed: int = 0) -> Witness:
+    """A trial with nothing that disturbs or cuts it."""
+    witness = Witness()
+    run_virtual(Trial(seed).run_calmly, witness, seed=schedule_seed)
+    assert witness.anomalies() == []
+    return witness
+
+
+def transcripts(witness: Witness) -> dict[str, Transcript]:
+    """Every transcript that was delivered and does not depend on time, by session."""
+    return {
+        call.session_of(trajectory): trajectory.transcript
+        for each in witness.runtimes
+        for call in each.calls
+        for trajectory in call.delivered
+        if trajectory.prompt is not None and trajectory.prompt.agent_name not in TIMED
+    }
+
+
+def differences(seed: int, disturbed: Witness) -> list[str]:
+    """Trajectories that did not say what they say undisturbed, as far as they came."""
+    calm = {name: t.ids_bytes() for name, t in transcripts(calm_run(seed)).items()}
+    found = []
+    for call in disturbed.runtimes[0].calls:
+        for trajectory in call.delivered:
+            name, ids = call.session_of(trajectory), trajectory.transcript.ids_bytes()
+            is_whole = trajectory.outcome is Outcome.COMPLETED
+            if name not in calm:
+                continue
+            if calm[name] != ids if is_whole else not calm[name].startswith(ids):
+                found.append(f"{name} ({trajectory.outcome}) says something else undisturbed")
+    return found
+
+
+def check_trials(seeds: range) -> None:
+    for seed in seeds:
+        found, witness = findings(seed, schedule_seed=seed)
+        found += differences(seed, witness)
+        for each in witness.runtimes:
+            balance = balance_of(each)
+            if each.is_settled and not balance.is_even:
+                found.append(f"the books do not balance: {balance}")
+        assert found == [], f"trial {seed} ({Trial(seed).act}):\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("first", range(0, CI_TRIALS, SHARE))
+def test_random_trial_conservation_laws_hold(first: int) -> None:
+    check_trials(range(first, first + SHARE))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(CI_TRIALS, FULL_TRIALS, SHARE))
+def test_random_trial_conservation_laws_hold_in_full(first: int) -> None:
+    check_trials(range(first, first + SHARE))
+
+
+def everything(witness: Witness) -> list[bytes]:
+    """Tensors and trajectories, with metrics and times, to the byte."""
+    found = []
+    for each in witness.runtimes:
+        for call in each.calls:
+            found += [trajectory_line(trajectory, None) for trajectory in call.delivered]
+            if call.batch is not None:
+                tensors = sorted(call.batch.tensors.items())
+                found += [name.encode() + value.numpy().tobytes() for name, value in tensors]
+                found.append(repr(sorted(call.batch.metrics.items())).encode())
+    return found
+
+
+def check_schedules(seed: int) -> None:
+    """One schedule seed gives the same bytes twice; every one the same tokens undisturbed."""
+    undisturbed = transcripts(calm_run(seed))
+    for schedule in range(SCHEDULES):
+        runs = []
+        for _ in range(2):
+            witness = Witness()
+            run_virtual(Trial(seed).run, witness, seed=schedule, ceiling_s=CEILING_S)
+            runs.append(everything(witness))
+        assert runs[0] == runs[1], f"trial {seed}, schedule {schedule}: two runs differ"
+        calm = transcripts(calm_run(seed, schedule_seed=schedule))
+        for name, transcript in undisturbed.items():
+            assert calm[name].ids_bytes() == transcript.ids_bytes(), (seed, schedule, name)
+            assert (calm[name].log_probs() == transcript.log_probs()).all()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_schedule_seed_gives_the_same_bytes_and_any_the_same_tokens(seed: int) -> None:
+    check_schedules(seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(2, 30))
+def test_schedule_seed_gives_the_same_bytes_and_any_the_same_tokens_in_full(seed: int) -> None:
+    check_schedules(seed)

@@ -1,0 +1,642 @@
+"""`function_tool`: what the model is told of a function, and what is checked before it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Annotated, Any, Literal, Optional, Required, TypedDict
+
+import attrs
+import msgspec
+import pytest
+
+from rollout.bridge import WorkerThreads
+from rollout.errors import ToolError
+from rollout.tools import FunctionTool, ToolContext, ToolResult, function_tool, normalise_result
+from rollout.tools.docstrings import parse_docstring
+from rollout.types import ToolCall
+
+
+class Unit(enum.Enum):
+    CELSIUS = "celsius"
+    FAHRENHEIT = "fahrenheit"
+
+
+@dataclasses.dataclass
+class Point:
+    x: float
+    y: float = 0.0
+
+
+@attrs.define
+class Box:
+    title: str
+    corner: Point
+
+
+class Options(TypedDict, total=False):
+    depth: Required[int]
+    tag: str
+
+
+class Circle(msgspec.Struct, tag="circle"):
+    radius: float
+
+
+class Line(msgspec.Struct, tag="line"):
+    points: list[Point]
+
+
+class Node(msgspec.Struct):
+    next: Node | None = None
+
+
+def property_of(annotation: Any, default: Any = msgspec.UNSET) -> dict[str, Any]:
+    def tool(value: Any) -> None:
+        """Do it.
+
+        Args:
+            value: V.
+        """
+
+    tool.__annotations__["value"] = annotation
+    if default is not msgspec.UNSET:
+        tool.__defaults__ = (default,)
+    schema = function_tool(tool).schema["function"]["parameters"]
+    assert schema["required"] == (["value"] if default is msgspec.UNSET else [])
+    found = dict(schema["properties"]["value"])
+    assert found.pop("description") == "V."
+    return found
+
+
+POINT_SCHEMA = {
+    "type": "object",
+    "properties": {"x": {"type": "number"}, "y": {"type": "number", "default": 0.0}},
+    "required": ["x"],
+}
+
+
+@pytest.mark.parametrize(
+    ("annotation", "schema"),
+    [
+        (str, {"type": "string"}),
+        (int, {"type": "integer"}),
+        (float, {"type": "number"}),
+        (bool, {"type": "boolean"}),
+        (None, {"type": "null"}),
+        (Any, {}),
+        (list, {"type": "array"}),
+        (list[int], {"type": "array", "items": {"type": "integer"}}),
+        (
+            list[list[str]],
+            {"type": "array", "items": {"type": "array", "items": {"type": "string"}}},
+        ),
+        (
+            tuple[int, str],
+            {
+                "type": "array",
+                "minItems": 2,
+                "maxItems": 2,
+                "prefixItems": [{"type": "integer"}, {"type": "string"}],
+                "items": False,
+            },
+        ),
+        (dict[str, int], {"type": "object", "additionalProperties": {"type": "integer"}}),
+        (Literal["x", "y"], {"type": "string", "enum": ["x", "y"]}),
+        (Literal[2, 1], {"type": "integer", "enum": [1, 2]}),
+        (Unit, {"type": "string", "enum": ["celsius", "fahrenheit"]}),
+        (Optional[int], {"anyOf": [{"type": "integer"}, {"type": "null"}]}),  # noqa: UP045
+        (int | str, {"anyOf": [{"type": "integer"}, {"type": "string"}]}),
+        (
+            Annotated[int, msgspec.Meta(ge=1, le=9)],
+            {"type": "integer", "minimum": 1, "maximum": 9},
+        ),
+        (
+            Annotated[str, msgspec.Meta(pattern="^[a-z]+$", max_length=4)],
+            {"type": "string", "pattern": "^[a-z]+$", "maxLength": 4},
+        ),
+        (Point, POINT_SCHEMA),
+        (
+            Box,
+            {
+                "type": "object",
+                "properties": {"title": {"type": "string"}, "corner": POINT_SCHEMA},
+                "required": ["title", "corner"],
+            },
+        ),
+        (
+            Options,
+            {
+                "type": "object",
+                "properties": {"depth": {"type": "integer"}, "tag": {"type": "string"}},
+                "required": ["depth"],
+            },
+        ),
+        (
+            Circle | Line,
+            {
+                "anyOf": [
+                    {
+                        "type": "object",
+                        "properties": {
+                            "type": {"type": "string", "enum": ["circle"]},
+                            "radius": {"type": "number"},
+                        },
+                        "required": ["type", "radius"],
+                    },
+                    {
+                        "type": "object",
+                        "properties": {
+                            "type": {"type": "string", "enum": ["line"]},
+                            "points": {"type": "array", "items": POINT_SCHEMA},
+                        },
+                        "required": ["type", "points"],
+                    },
+                ]
+            },
+        ),
+    ],
+)
+def test_function_tool_annotation_becomes_schema(annotation: Any, schema: dict[str, Any]) -> None:
+    assert property_of(annotation) == schema
+
+
+@pytest.mark.parametrize(
+    ("annotation", "default", "schema"),
+    [
+        (int, 3, {"type": "integer", "default": 3}),
+        (str | None, None, {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}),
+        (list[str], ["q"], {"type": "array", "items": {"type": "string"}, "default": ["q"]}),
+        (
+            Unit,
+            Unit.CELSIUS,
+            {"type": "string", "enum": ["celsius", "fahrenheit"], "default": "celsius"},
+        ),
+        (Point, Point(1.0), {**POINT_SCHEMA, "default": {"x": 1.0, "y": 0.0}}),
+        (int, object(), {"type": "integer"}),
+    ],
+)
+def test_function_tool_default_becomes_schema(
+    annotation: Any, default: Any, schema: dict[str, Any]
+) -> None:
+    assert property_of(annotation, default) == schema
+
+
+@function_tool
+def get_weather(city: str, unit: Unit = Unit.CELSIUS, days: int = 1) -> dict[str, Any]:
+    """Get the weather of a city.
+
+    Looks at more than one source.
+
+    Args:
+        city (str): The city, e.g. "Tokyo":
+            in English.
+        unit: Unit of the answer.
+        days: How many days
+            from today.
+
+    Returns:
+        The weather.
+    """
+    return {"city": city, "unit": unit, "days": days}
+
+
+def test_function_tool_bare_decorator_infers_the_whole_schema() -> None:
+    assert get_weather.name == "get_weather"
+    assert get_weather.schema == {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Get the weather of a city.\n\nLooks at more than one source.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {
+                        "type": "string",
+                        "description": 'The city, e.g. "Tokyo": in English.',
+                    },
+                    "unit": {
+                        "type": "string",
+                        "enum": ["celsius", "fahrenheit"],
+                        "description": "Unit of the answer.",
+                        "default": "celsius",
+                    },
+                    "days": {
+                        "type": "integer",
+                        "description": "How many days from today.",
+                        "default": 1,
+                    },
+                },
+                "required": ["city"],
+            },
+        },
+    }
+
+
+def test_function_tool_decorated_function_stays_callable() -> None:
+    assert isinstance(get_weather, FunctionTool)
+    assert get_weather("Oslo", days=2) == {"city": "Oslo", "unit": Unit.CELSIUS, "days": 2}
+    assert get_weather.__name__ == "get_weather"
+    assert (get_weather.__doc__ or "").startswith("Get the weather")
+    assert repr(get_weather) == "<FunctionTool get_weather>"
+
+
+def test_function_tool_names_by_position_keyword_and_schema() -> None:
+    def now() -> str:
+        """Tell the time."""
+        return "noon"
+
+    assert function_tool("clock")(now).name == "clock"
+    assert function_tool(name="clock")(now).schema["function"]["name"] == "clock"
+    schema = {"type": "function", "function": {"name": "watch", "parameters": {}}}
+    assert function_tool(schema=schema)(now).name == "watch"
+    assert function_tool(now).schema["function"]["parameters"] == {
+        "type": "object",
+        "properties": {},
+        "required": [],
+    }
+
+
+def test_function_tool_given_schema_is_shown_as_it_is() -> None:
+    schema = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}},
+    }
+
+    def f(a, hidden: int = 0):  # type: ignore[no-untyped-def]
+        return a
+
+    tool = function_tool(schema=schema)(f)
+    assert tool.schema is schema
+    assert tool.parameters.check({"a": "anything"}) == {"a": "anything"}
+
+    schema["function"]["parameters"]["properties"]["b"] = {}  # type: ignore[index]
+    with pytest.raises(ToolError) as caught:
+        function_tool(schema=schema)(f)
+    assert str(caught.value) == (
+        "function tool 'f': its schema has properties that are no parameters of the function: b"
+    )
+
+
+def test_function_tool_schema_of_another_name_is_refused() -> None:
+    def f() -> None:
+        """Do it."""
+
+    schema = {"type": "function", "function": {"name": "g"}}
+    with pytest.raises(ToolError) as caught:
+        function_tool("f", schema=schema)(f)
+    assert str(caught.value) == "function tool 'f': its schema is named 'g'; expected the same name"
+
+
+def test_function_tool_context_parameter_is_hidden() -> None:
+    def f(a: int, context: ToolContext) -> None:
+        """Do it.
+
+        Args:
+            a: A.
+        """
+
+    tool = function_tool(f)
+    assert list(tool.schema["function"]["parameters"]["properties"]) == ["a"]
+    assert tool.parameters.context_name == "context"
+
+
+def test_function_tool_meta_description_stands_in_for_docstring() -> None:
+    def f(a: Annotated[int, msgspec.Meta(description="From Meta.")]) -> None:
+        """Do it."""
+
+    properties = function_tool(f).schema["function"]["parameters"]["properties"]
+    assert properties == {"a": {"type": "integer", "description": "From Meta."}}
+
+
+def test_function_tool_every_fault_is_reported_at_once() -> None:
+    def f(a, b: int, /, *args, c: str, **rest):  # type: ignore[no-untyped-def]
+        return a
+
+    with pytest.raises(ToolError) as caught:
+        function_tool(f)
+    assert str(caught.value) == (
+        "function tool 'f': it has no docstring: write one that tells the model what the tool "
+        "does; a is positional-only, and calls name their arguments: remove the `/`; b is "
+        "positional-only, and calls name their arguments: remove the `/`; *args has no schema: "
+        "write `args: list[...]` instead; parameter 'c' is not documented: write `c: ...` under "
+        "`Args:` in the docstring; **rest has no schema: write `rest: dict[str, ...]` instead"
+    )
+
+
+def unannotated(a):  # type: ignore[no-untyped-def]
+    """Do it.
+
+    Args:
+        a: A.
+    """
+
+
+def recursive(a: Node) -> None:
+    """Do it.
+
+    Args:
+        a: A.
+    """
+
+
+def unknown_type(a: complex) -> None:
+    """Do it.
+
+    Args:
+        a: A.
+    """
+
+
+def unresolved(a: Missing) -> None:  # type: ignore[name-defined]  # noqa: F821
+    """Do it.
+
+    Args:
+        a: A.
+    """
+
+
+def yielding():  # type: ignore[no-untyped-def]
+    """Do it."""
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            unannotated,
+            "function tool 'unannotated': parameter 'a' has no type: write `a: str` or what it is",
+        ),
+        (
+            recursive,
+            f"function tool 'recursive': parameter 'a' has the type {Node!r}, which has no schema "
+            f"(Node contains itself; a tool's parameters must have a finite shape): use str, int, "
+            f"float, bool, list, dict, Literal, an Enum or a dataclass",
+        ),
+        (
+            unknown_type,
+            "function tool 'unknown_type': parameter 'a' has the type <class 'complex'>, which has "
+            "no schema (Generating JSON schema for custom types requires either): use str, int, "
+            "float, bool, list, dict, Literal, an Enum or a dataclass",
+        ),
+        (
+            unresolved,
+            "function tool 'unresolved': its annotations cannot be read (name 'Missing' is not "
+            "defined): define or import their names at module level, not under TYPE_CHECKING",
+        ),
+        (yielding, "function tool 'yielding' yields: return one value instead"),
+        (
+            3,
+            "3 is neither a Tool nor a function: write a function around it, or a subclass of Tool",
+        ),
+        (
+            Point,
+            f"{Point!r} is neither a Tool nor a function: write a function around it, or a "
+            f"subclass of Tool",
+        ),
+    ],
+)
+def test_function_tool_unusable_function_is_refused(function: Any, message: str) -> None:
+    with pytest.raises(ToolError) as caught:
+        function_tool(function)
+    assert str(caught.value) == message
+
+
+def check(tool: FunctionTool[..., Any], **arguments: Any) -> str:
+    with pytest.raises(ToolError) as caught:
+        tool.parameters.check(arguments)
+    prefix = f"invalid arguments for {tool.name!r}: "
+    text = str(caught.value)
+    assert text.startswith(prefix)
+    return text.removeprefix(prefix)
+
+
+@function_tool
+def draw(
+    size: int,
+    points: list[Point],
+    units: dict[str, list[Unit]] = {},  # noqa: B006
+    colour: Literal["red", "blue"] = "red",
+    labels: dict[int, str] = {},  # noqa: B006
+    scale: Annotated[float, msgspec.Meta(gt=0)] = 1.0,
+) -> None:
+    """Draw.
+
+    Args:
+        size: Size.
+        points: Points.
+        units: Units.
+        colour: Colour.
+        labels: Labels.
+        scale: Scale.
+    """
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ({"size": "3"}, 'size = "3": expected int, got str'),
+        ({"size": True}, "size = true: expected int, got bool"),
+        ({"size": 3.5}, "size = 3.5: expected int, got float"),
+        ({"size": None}, "size = null: expected int, got null"),
+        (
+            {"points": [{"x": "1"}]},
+            'points = [{"x":"1"}]: expected float, got str at points[0].x',
+        ),
+        ({"points": "[]"}, 'points = "[]": expected array, got str'),
+        (
+            {"units": {"a": ["kelvin"]}},
+            'units = {"a":["kelvin"]}: invalid enum value \'kelvin\' at units[...][0] (expected '
+            '{"type":"object","additionalProperties":{"type":"array","items":{"type":"string",'
+            '"enum":["celsius","fahrenheit"]}}})',
+        ),
+        (
+            {"colour": "green"},
+            "colour = \"green\": invalid enum value 'green' (expected "
+            '{"type":"string","enum":["blue","red"]})',
+        ),
+        ({"labels": {"a": "b"}}, 'labels = {"a":"b"}: expected int, got str in a key of labels'),
+        ({"scale": -1}, "scale = -1: expected float > 0.0"),
+        ({"size": "x" * 200}, f'size = "{"x" * 79}…: expected int, got str'),
+    ],
+)
+def test_function_tool_wrong_argument_is_named(arguments: dict[str, Any], fault: str) -> None:
+    assert check(draw, **{"size": 1, "points": [], **arguments}) == fault
+
+
+def test_function_tool_missing_unknown_and_wrong_arguments_are_listed_together() -> None:
+    assert check(draw, size="3", colr="red") == (
+        "size = \"3\": expected int, got str; missing 'points'; unknown 'colr' (it takes 'size', "
+        "'points', 'units', 'colour', 'labels', 'scale')"
+    )
+    assert check(function_tool(lambda_like), a=1) == "unknown 'a' (it takes none)"
+
+
+def lambda_like() -> None:
+    """Do it."""
+
+
+def test_function_tool_checked_arguments_have_the_types_of_the_function() -> None:
+    checked = draw.parameters.check(
+        {"size": 1, "points": [{"x": 1}], "units": {"a": ["celsius"]}, "labels": {"7": "b"}}
+    )
+    assert checked == {
+        "size": 1,
+        "points": [Point(1.0)],
+        "units": {"a": [Unit.CELSIUS]},
+        "labels": {7: "b"},
+    }
+
+
+def context(threads: WorkerThreads, **kwargs: Any) -> ToolContext:
+    return ToolContext(uid="p", member=0, threads=threads, kwargs=kwargs)
+
+
+@pytest.fixture(params=["trio", "asyncio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def threads() -> Any:
+    pool = WorkerThreads(max_threads=2, max_abandoned=2)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.anyio
+async def test_function_tool_prompt_kwargs_override_the_models(threads: WorkerThreads) -> None:
+    session = await get_weather.open(context(threads, days=5))
+    call = ToolCall(name="get_weather", arguments={"city": "Oslo", "days": 1})
+    assert await session.execute(call) == {"city": "Oslo", "unit": Unit.CELSIUS, "days": 5}
+
+
+@pytest.mark.anyio
+async def test_function_tool_unknown_prompt_kwargs_are_refused(threads: WorkerThreads) -> None:
+    with pytest.raises(ToolError) as caught:
+        await get_weather.open(context(threads, town="Oslo"))
+    assert str(caught.value) == (
+        "tools_kwargs of 'get_weather' name no parameter of it: town; expected some of: city, "
+        "days, unit"
+    )
+
+
+@pytest.mark.anyio
+async def test_function_tool_async_behind_a_sync_wrapper_is_awaited(threads: WorkerThreads) -> None:
+    async def inner() -> str:
+        return "from the loop"
+
+    @function_tool
+    def outer() -> Any:
+        """Do it."""
+        return inner()
+
+    session = await outer.open(context(threads))
+    assert await session.execute(ToolCall(name="outer", arguments={})) == "from the loop"
+
+
+def test_function_tool_docstring_sections_are_told_apart() -> None:
+    parsed = parse_docstring(
+        """Summary: with a colon.
+
+        Note that this stays.
+
+        Args:
+            a: First.
+
+                second paragraph
+            b (dict[str, int], optional): Second: with colon.
+            *rest: Others.
+
+        Raises:
+            ValueError: Never.
+        """
+    )
+    assert parsed.description == "Summary: with a colon.\n\nNote that this stays."
+    assert parsed.parameters == {
+        "a": "First. second paragraph",
+        "b": "Second: with colon.",
+        "rest": "Others.",
+    }
+    assert parse_docstring(None).description == ""
+
+
+circular: list[Any] = []
+circular.append(circular)
+
+
+@pytest.mark.parametrize(
+    ("value", "result"),
+    [
+        ("text", ToolResult("text")),
+        (None, ToolResult("(no output)")),
+        (12, ToolResult("12")),
+        (2.5, ToolResult("2.5")),
+        (True, ToolResult("True")),
+        (b"caf\xc3\xa9\xff", ToolResult("café\ufffd")),
+        ({"a": "é", "b": [1]}, ToolResult('{"a": "é", "b": [1]}', data={"a": "é", "b": [1]})),
+        ([1, "x"], ToolResult('[1, "x"]', data=[1, "x"])),
+        (Point(1.0), ToolResult('{"x": 1.0, "y": 0.0}', data=Point(1.0))),
+        (("x", 1), ToolResult("x", reward=1.0)),
+        (("x", None, {"m": 2}), ToolResult("x", metrics={"m": 2})),
+        ((ToolResult("x", reward=0.5), None), ToolResult("x", reward=0.5)),
+        (({"a": 1}, 0.5, None), ToolResult('{"a": 1}', data={"a": 1}, reward=0.5)),
+    ],
+)
+def test_normalise_result_value_becomes_its_result(value: Any, result: ToolResult) -> None:
+    assert normalise_result(value) == result
+
+
+EXPECTED = "return text, a number, a dict or list of JSON values, None or a ToolResult"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (
+            1j.__class__,
+            "the tool returned type, which is not JSON (Encoding objects of type type is "
+            f"unsupported); {EXPECTED}",
+        ),
+        (
+            {(1, 2): 3},
+            "the tool returned dict, which is not JSON (Only dicts with str-like or number-like "
+            f"keys are supported); {EXPECTED}",
+        ),
+        (
+            circular,
+            "the tool returned list, which is not JSON (maximum recursion depth exceeded while "
+            f"serializing an object); {EXPECTED}",
+        ),
+        (("x", "1"), "the tool returned the reward '1'; expected a finite number or None"),
+        (("x", True), "the tool returned the reward True; expected a finite number or None"),
+        (
+            ("x", float("nan")),
+            "the tool returned the reward nan; expected a finite number or None",
+        ),
+        (("x", 1.0, [2]), "the tool returned metrics [2]; expected a dict"),
+        (
+            (1, 2, 3, 4),
+            "the tool returned a tuple of 4 items; expected (result, reward) or (result, reward, "
+            "metrics)",
+        ),
+        (((1, 2), 3), f"the tool returned a tuple within a tuple as its result; {EXPECTED}"),
+        (
+            ToolResult(5),  # type: ignore[arg-type]
+            "the tool returned a ToolResult whose text is int; expected str",
+        ),
+        (
+            ToolResult("x", reward="1"),  # type: ignore[arg-type]
+            "the tool returned the reward '1'; expected a finite number or None",
+        ),
+    ],
+)
+def test_normalise_result_unusable_value_becomes_an_error(value: Any, text: str) -> None:
+    assert normalise_result(value) == ToolResult(text, is_error=True)
+
+
+def test_normalise_result_number_too_long_to_write_becomes_an_error() -> None:
+    result = normalise_result(10**5000)
+    assert result.is_error
+    assert result.text.startswith("the tool returned a number that cannot be written out: ")

@@ -1,0 +1,41 @@
+"""What importing loads, and what it must not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {"torch", "transformers", "tensordict", "numpy", "attrs", "cattrs", "trio", "anyio"}
+
+
+def loaded_by(statement: str) -> set[str]:
+    script = f"import sys; {statement}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split())
+
+
+def test_import_rollout_loads_nothing_heavy() -> None:
+    assert not loaded_by("import rollout") & HEAVY
+
+
+def test_engine_side_loads_msgspec_and_anyio_only() -> None:
+    loaded = loaded_by("import rollout.engine.child, rollout.testing.simulated")
+    assert not loaded & (HEAVY - {"anyio"})
+
+
+@pytest.mark.parametrize("name", ["RolloutConfig", "Prompt", "function_tool", "open_rollout"])
+def test_public_names_are_importable_and_torch_stays_out_until_a_batch(name: str) -> None:
+    assert "torch" not in loaded_by(f"from rollout import {name}")
+
+
+def test_every_public_name_resolves() -> None:
+    import rollout
+
+    for name in rollout.__all__:
+        assert getattr(rollout, name) is not None
+    with pytest.raises(AttributeError, match="module 'rollout' has no attribute 'nothing'"):
+        rollout.nothing  # type: ignore[attr-defined]  # noqa: B018

@@ -1,0 +1,167 @@
+"""Engines in real child processes behind real sockets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+
+import anyio
+import psutil
+import pytest
+
+from rollout.engine.core import SamplingParams
+from rollout.engine.generation import Generation
+from rollout.engine.placement.base import CoreSpec
+from rollout.engine.placement.local_process import LocalProcess
+from rollout.engine.pool import EnginePool, open_pool
+from rollout.engine.routing import Router
+from rollout.errors import EngineError
+
+pytestmark = pytest.mark.anyio
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(params=["trio", "asyncio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    """Both backends, in real time."""
+    return str(request.param)
+
+
+def children() -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if "rollout.engine.child" in process.cmdline()
+    ]
+
+
+def pool_of(core: str = "CountingCore", replicas: int = 1, **options: object) -> EnginePool:
+    return EnginePool(
+        placement=LocalProcess(),
+        specs=[CoreSpec(f"fake_core:{core}", options)] * replicas,
+        router=Router(),
+        start_timeout_s=30,
+    )
+
+
+async def ask(pool: EnginePool, generation: Generation, last: int, count: int) -> None:
+    await pool.generate(
+        generation,
+        session_id=str(last),
+        prompt_ids=array("i", [last]).tobytes(),
+        sampling=SamplingParams(max_new_tokens=count),
+    )
+
+
+async def test_generate_many_requests_over_two_processes_each_gets_its_own_tokens() -> None:
+    async with open_pool(pool_of(replicas=2)) as pool:
+        generations = [Generation() for _ in range(100)]
+        async with anyio.create_task_group() as tasks:
+            for last, generation in enumerate(generations):
+                tasks.start_soon(ask, pool, generation, last, 20)
+        for last, generation in enumerate(generations):
+            assert list(generation.ids) == list(range(last + 1, last + 21))
+        assert {g.replica for g in generations} == {"engine-0", "engine-1"}
+        assert len(children()) == 2
+    assert children() == []
+
+
+async def test_open_core_does_not_start_error_carries_its_words() -> None:
+    with pytest.raises(EngineError, match=r"^engine-0: FileNotFoundError: no weights here$"):
+        async with open_pool(pool_of("BrokenCore")):
+            pytest.fail("opened")
+    assert children() == []
+
+
+async def test_open_interpreter_does_not_exist_is_named() -> None:
+    pool = EnginePool(
+        placement=LocalProcess(python="/nowhere/python"),
+        specs=[CoreSpec("fake_core:CountingCore", {})] * 1,
+        router=Router(),
+        start_timeout_s=30,
+    )
+    with pytest.raises(EngineError, match=r"^engine-0: cannot run '/nowhere/python'"):
+        async with open_pool(pool):
+            pytest.fail("opened")
+
+
+async def test_open_cancelled_while_starting_leaves_no_process() -> None:
+    with anyio.move_on_after(0.1) as scope:
+        async with open_pool(pool_of(replicas=2)):
+            pytest.fail("a process starts in more than this")
+    assert scope.cancelled_caught
+    assert children() == []
+
+
+async def test_child_killed_in_mid_request_fails_it_and_is_replaced() -> None:
+    async with open_pool(pool_of(token_s=0.01)) as pool:
+        generation = Generation()
+
+        async def kill_soon() -> None:
+            while len(generation.ids) < 3:
+                await anyio.sleep(0.01)
+            children()[0].kill()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(kill_soon)
+            with anyio.fail_after(10), pytest.raises(EngineError, match=r"^engine-0: the "):
+                await ask(pool, generation, 5, 1000)
+        assert list(generation.ids[:3]) == [6, 7, 8]
+        again = Generation()
+        with anyio.fail_after(20):
+            await ask(pool, again, 1, 2)
+        assert list(again.ids) == [2, 3]
+
+
+async def test_child_frozen_is_given_up_after_the_heartbeat_timeout_and_replaced() -> None:
+    async with open_pool(pool_of(token_s=0.01)) as pool:
+        (child,) = children()
+        child.suspend()
+        start = anyio.current_time()
+        with anyio.fail_after(10), pytest.raises(EngineError, match=r"^engine-0: silent for"):
+            await ask(pool, Generation(), 5, 1000)
+        assert anyio.current_time() - start < 7.5
+        again = Generation()
+        with anyio.fail_after(20):
+            await ask(pool, again, 1, 2)
+        assert list(again.ids) == [2, 3]
+    assert not child.is_running()
+
+
+DRIVER = """
+import anyio, sys
+sys.path.insert(0, {here!r})
+from test_local_process import open_pool, pool_of
+async def main():
+    async with open_pool(pool_of(replicas=2)):
+        print("ready", flush=True)
+        await anyio.sleep_forever()
+anyio.run(main)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_driver_dies_its_engines_end_within_five_seconds(how: signal.Signals) -> None:
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER.format(here=str(HERE))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert driver.stdout is not None
+    try:
+        assert driver.stdout.readline() == "ready\n"
+        engines = psutil.Process(driver.pid).children(recursive=True)
+        assert len(engines) == 2
+        assert all(os.getsid(engine.pid) == engine.pid for engine in engines)
+        driver.send_signal(how)
+        _, alive = psutil.wait_procs(engines, timeout=5)
+        assert alive == []
+    finally:
+        driver.kill()
+        driver.wait()
+        driver.stdout.close()

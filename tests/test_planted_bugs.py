@@ -1,0 +1,272 @@
+"""The checker, checked: bugs planted in the library are found, each within 1000 trajectories."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from rollout.chat.transcript import Transcript
+from rollout.engine.channel import Channel
+from rollout.engine.generation import Generation
+from rollout.engine.pool import EnginePool
+from rollout.engine.server import EngineServer
+from rollout.limits import Deadline
+from rollout.scheduling import trajectory as trajectory_module
+from rollout.scheduling.batch_run import BatchRun
+from rollout.scheduling.trajectory import TrajectoryRunner
+from rollout.tools.session import TrajectoryTools
+from trials import findings
+
+MOST_TRAJECTORIES = 1000
+Plant = Callable[[pytest.MonkeyPatch], None]
+BUGS: dict[str, tuple[Plant, str]] = {}
+
+
+def bug(name: str, found_as: str) -> Callable[[Plant], Plant]:
+    """Register what plants a bug, and a pattern of the words in which it is found."""
+
+    def register(plant: Plant) -> Plant:
+        BUGS[name] = (plant, found_as)
+        return plant
+
+    return register
+
+
+@bug("lost abort", r"in flight, \d+ zombies")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EngineServer, "_abort", lambda self, request_id: None)
+
+
+@bug("doubled chunk", "the engine gave it|are not those")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = Generation.take
+
+    def take(self: Generation, chunk: Any) -> bool:
+        is_new = real(self, chunk)
+        if is_new and chunk.finish_reason is not None:
+            self.ids.frombytes(chunk.ids)
+            self.log_probs.frombytes(chunk.log_probs)
+            self._add_version(chunk.weight_version, len(chunk.ids) // 4)
+        return is_new
+
+    patch.setattr(Generation, "take", take)
+
+
+@bug("unreleased load", r"\d+ in flight, 0 zombies")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = Channel.submit_nowait
+
+    def submit_nowait(self: Channel, request: Any, generation: Any, on_gone: Any) -> Any:
+        def release() -> None:
+            if generation.finish_reason != "length":
+                on_gone()
+
+        return real(self, request, generation, release)
+
+    patch.setattr(Channel, "submit_nowait", submit_nowait)
+
+
+@bug("late reply taken", "ids that are not the")
+def _(patch: pytest.MonkeyPatch) -> None:
+    abandoned: dict[str, Generation] = {}
+    real_abandon, real_on_chunk = Channel.abandon_nowait, Channel._on_chunk
+
+    def abandon_nowait(self: Channel, pending: Any) -> None:
+        abandoned[pending.request_id] = pending.generation
+        real_abandon(self, pending)
+
+    def on_chunk(self: Channel, chunk: Any) -> None:
+        if chunk.request_id in abandoned:
+            abandoned[chunk.request_id].take(chunk)
+        real_on_chunk(self, chunk)
+
+    patch.setattr(Channel, "abandon_nowait", abandon_nowait)
+    patch.setattr(Channel, "_on_chunk", on_chunk)
+
+
+@bug("mask shifted by one", "mask at .* expected")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = Transcript.mask
+    patch.setattr(Transcript, "mask", lambda self: np.roll(real(self), 1))
+
+
+@bug("log-probs shifted by one", r"rollout_log_probs\[")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = Transcript.log_probs
+    patch.setattr(Transcript, "log_probs", lambda self: np.roll(real(self), 1))
+
+
+@bug("swallowed cancellation of a request", "returned before its engine had finished")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = EnginePool.generate
+
+    async def generate(self: EnginePool, generation: Any, **options: Any) -> None:
+        try:
+            await real(self, generation, **options)
+        except anyio.get_cancelled_exc_class():
+            pass
+
+    patch.setattr(EnginePool, "generate", generate)
+
+
+@bug("swallowed cancellation of an agent", "though its last generation was cancelled")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = trajectory_module._run_guarded
+
+    async def run_guarded(loop: Any, context: Any) -> Any:
+        try:
+            return await real(loop, context)
+        except anyio.get_cancelled_exc_class():
+            return None
+
+    patch.setattr(trajectory_module, "_run_guarded", run_guarded)
+
+
+@bug("retry of a finished member", "answers of engines are not in its transcript")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = TrajectoryRunner.run
+
+    async def run(self: TrajectoryRunner, member: Any, deadline: Deadline) -> Any:
+        await real(self, member, deadline)
+        return await real(self, member, deadline)
+
+    patch.setattr(TrajectoryRunner, "run", run)
+
+
+@bug("deadline not clipped", r"limits\.\w+ = ")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = Deadline.after
+
+    def after(seconds: float | None, source: str, outer: Deadline | None = None) -> Deadline:
+        return real(seconds, source)
+
+    patch.setattr(Deadline, "after", after)
+
+
+@bug("leaked tool", "was closed 0 times")
+def _(patch: pytest.MonkeyPatch) -> None:
+    async def close(self: TrajectoryTools) -> None:
+        return None
+
+    patch.setattr(TrajectoryTools, "close", close)
+
+
+@bug("tool closed twice", "was closed 2 times")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = TrajectoryTools.close
+
+    async def close(self: TrajectoryTools) -> None:
+        sessions = dict(self._sessions)
+        await real(self)
+        self._sessions = sessions
+        await real(self)
+
+    patch.setattr(TrajectoryTools, "close", close)
+
+
+@bug("outcome counted twice", "statistics: finished = ")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = BatchRun._finish
+
+    async def finish(self: BatchRun, row: int, member: Any, trajectory: Any, deliver: Any) -> None:
+        self._tally.outcomes[trajectory.outcome] += trajectory.member
+        await real(self, row, member, trajectory, deliver)
+
+    patch.setattr(BatchRun, "_finish", finish)
+
+
+@bug("outcome delivered twice", "too often")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = BatchRun._finish
+
+    async def finish(self: BatchRun, row: int, member: Any, trajectory: Any, deliver: Any) -> None:
+        await real(self, row, member, trajectory, deliver)
+        await deliver(row, trajectory)
+
+    patch.setattr(BatchRun, "_finish", finish)
+
+
+@bug("outcome never delivered", "was not delivered")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = BatchRun._finish
+
+    async def finish(self: BatchRun, row: int, member: Any, trajectory: Any, deliver: Any) -> None:
+        async def lose(row: int, trajectory: Any) -> None:
+            if trajectory.outcome != "deadline":
+                await deliver(row, trajectory)
+
+        await real(self, row, member, trajectory, lose)
+
+    patch.setattr(BatchRun, "_finish", finish)
+
+
+@bug("failure with a reward", "with the reward 0.0; expected None")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = trajectory_module._spoil
+
+    def spoil(trajectory: Any, *reason: Any) -> None:
+        real(trajectory, *reason)
+        trajectory.reward = 0.0
+
+    patch.setattr(trajectory_module, "_spoil", spoil)
+
+
+@bug("row that ends on an observation", "response_mask|attention_mask|input_ids|responses")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Transcript, "trailing_observation_length", property(lambda self: 0))
+
+
+@bug("place not given back", r"[1-9]\d* places are held|hangs")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = BatchRun._run_member
+
+    async def run_member(self: BatchRun, row: int, member: Any, deliver: Any) -> None:
+        await real(self, row, member, deliver)
+        if member.identity.member == 2:
+            self._limiter.acquire_on_behalf_of_nowait(object())
+
+    patch.setattr(BatchRun, "_run_member", run_member)
+
+
+@bug("prompt that lacks its last token", "other prompt ids than the agent sent")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = EnginePool.generate
+
+    async def generate(self: EnginePool, generation: Any, **options: Any) -> None:
+        options["prompt_ids"] = options["prompt_ids"][:-4]
+        await real(self, generation, **options)
+
+    patch.setattr(EnginePool, "generate", generate)
+
+
+@pytest.fixture(autouse=True)
+def silent_library() -> Iterator[None]:
+    """Planted bugs are loud."""
+    logger = logging.getLogger("rollout")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    yield
+    logger.setLevel(level)
+
+
+@pytest.mark.rollout(allow_leaks=("threads",))
+@pytest.mark.parametrize("name", BUGS)
+def test_checker_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, found_as = BUGS[name]
+    plant(monkeypatch)
+    trajectories, seed = 0, 0
+    found: list[str] = []
+    while trajectories < MOST_TRAJECTORIES:
+        texts, witness = findings(seed)
+        trajectories += sum(call.members for each in witness.runtimes for call in each.calls)
+        found += texts
+        if any(re.search(found_as, text) for text in texts):
+            return
+        seed += 1
+    pytest.fail(f"not found as {found_as!r} in {trajectories} trajectories; found {found[:5]}")

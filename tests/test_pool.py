@@ -1,0 +1,305 @@
+"""The pool of engines: requests, cancellation, death and restart, in virtual time."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import anyio
+import pytest
+from trio.testing import MockClock
+
+import fake_core
+from fake_core import CountingCore
+from rollout.engine.core import Chunk, GenerationRequest, SamplingParams
+from rollout.engine.generation import Generation
+from rollout.engine.placement.base import CoreSpec
+from rollout.engine.placement.in_process import InProcess
+from rollout.engine.pool import EnginePool, open_pool
+from rollout.engine.routing import Router
+from rollout.errors import EngineError
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> object:
+    """Virtual time."""
+    return ("trio", {"clock": MockClock(autojump_threshold=0)})
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Every `WatchedCore` that a test starts."""
+    made: list[Any] = []
+
+    class WatchedCore(CountingCore):
+        on_death: Any = None
+
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            made.append(self)
+
+    monkeypatch.setattr(fake_core, "WatchedCore", WatchedCore, raising=False)
+    yield made
+    assert all(not core._aborted for core in made), "requests were left in a core"
+
+
+def pool_of(core: str = "WatchedCore", replicas: int = 1, **options: Any) -> EnginePool:
+    return EnginePool(
+        placement=InProcess(max_read=7),
+        specs=[CoreSpec(f"fake_core:{core}", options)] * replicas,
+        router=Router(),
+        start_timeout_s=5,
+    )
+
+
+async def ask(pool: EnginePool, last: int, count: int, session: str = "s") -> Generation:
+    generation = Generation()
+    await pool.generate(
+        generation,
+        session_id=session,
+        prompt_ids=array("i", [last]).tobytes(),
+        sampling=SamplingParams(max_new_tokens=count),
+    )
+    return generation
+
+
+def in_flight(pool: EnginePool) -> list[tuple[int, int]]:
+    return [(r.in_flight, r.zombies) for r in pool.statistics()]
+
+
+async def test_generate_returns_exactly_what_the_engine_sampled(cores: list[Any]) -> None:
+    async with open_pool(pool_of(token_s=0.5)) as pool:
+        start = anyio.current_time()
+        generation = await ask(pool, 41, 4)
+        assert anyio.current_time() - start == pytest.approx(2.0)
+    assert list(generation.ids) == [42, 43, 44, 45]
+    assert list(generation.log_probs) == [-42 / 8, -43 / 8, -44 / 8, -45 / 8]
+    assert generation.versions == [[3, 4]]
+    assert generation.finish_reason == "length"
+    assert generation.replica == "engine-0"
+
+
+async def test_generate_cancelled_keeps_tokens_and_the_engine_confirms(cores: list[Any]) -> None:
+    async with open_pool(pool_of(token_s=1.0)) as pool:
+        generation = Generation()
+        with anyio.move_on_after(3.5) as scope:
+            await pool.generate(
+                generation,
+                session_id="s",
+                prompt_ids=array("i", [7]).tobytes(),
+                sampling=SamplingParams(max_new_tokens=100),
+            )
+        assert scope.cancelled_caught
+        assert list(generation.ids) == [8, 9, 10]
+        assert in_flight(pool) == [(1, 1)]
+        await anyio.sleep(0.01)
+        assert in_flight(pool) == [(0, 0)]
+        assert not cores[0]._aborted
+
+
+async def test_generate_abort_is_lost_it_is_sent_again(
+    cores: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_pool(pool_of(token_s=60.0)) as pool:
+        delivered: list[str] = []
+        real = cores[0].abort_nowait
+
+        def deaf_once(request_id: str) -> None:
+            delivered.append(request_id)
+            if len(delivered) > 1:
+                real(request_id)
+
+        monkeypatch.setattr(cores[0], "abort_nowait", deaf_once)
+        with anyio.move_on_after(0.5):
+            await ask(pool, 1, 10)
+        await anyio.sleep(0.1)
+        assert in_flight(pool) == [(1, 1)]
+        await anyio.sleep(1.0)
+        assert in_flight(pool) == [(0, 0)]
+        assert len(delivered) == 2
+
+
+async def test_generate_full_engine_others_wait_in_their_order(cores: list[Any]) -> None:
+    order: list[int] = []
+    async with open_pool(pool_of(token_s=1.0, max_requests=2)) as pool:
+
+        async def one(number: int) -> None:
+            await ask(pool, number, 1, session=str(number))
+            order.append(number)
+
+        start = anyio.current_time()
+        async with anyio.create_task_group() as tasks:
+            for number in range(6):
+                tasks.start_soon(one, number)
+                await anyio.lowlevel.checkpoint()
+        assert anyio.current_time() - start == pytest.approx(3.0)
+    assert [sorted(order[i : i + 2]) for i in (0, 2, 4)] == [[0, 1], [2, 3], [4, 5]]
+
+
+async def test_generate_waiter_cancelled_passes_its_turn_on(cores: list[Any]) -> None:
+    async with open_pool(pool_of(token_s=1.0, max_requests=1)) as pool:
+        finished: list[str] = []
+
+        async def one(name: str, patience_s: float) -> None:
+            with anyio.move_on_after(patience_s):
+                await ask(pool, 1, 1, session=name)
+                finished.append(name)
+
+        async with anyio.create_task_group() as tasks:
+            for name, patience_s in (("a", 9.0), ("b", 1.0), ("c", 9.0)):
+                tasks.start_soon(one, name, patience_s)
+                await anyio.lowlevel.checkpoint()
+        assert finished == ["a", "c"]
+        assert in_flight(pool) == [(0, 0)]
+
+
+async def test_generate_id_outside_the_vocabulary_does_not_leave_the_driver(
+    cores: list[Any],
+) -> None:
+    async with open_pool(pool_of(vocab_size=100)) as pool:
+        with pytest.raises(EngineError) as caught:
+            await pool.generate(
+                Generation(),
+                session_id="s",
+                prompt_ids=array("i", [5, 100]).tobytes(),
+                sampling=SamplingParams(max_new_tokens=1),
+            )
+    assert str(caught.value) == (
+        "token id 100 at position 1 is outside the engine's vocabulary of 100 ids"
+    )
+
+
+async def test_replica_dies_its_request_fails_and_it_is_started_again(cores: list[Any]) -> None:
+    async with open_pool(pool_of(token_s=1.0)) as pool:
+        generation = Generation()
+        failed: list[EngineError] = []
+
+        async def doomed() -> None:
+            try:
+                await pool.generate(
+                    generation,
+                    session_id="s",
+                    prompt_ids=array("i", [7]).tobytes(),
+                    sampling=SamplingParams(max_new_tokens=100),
+                )
+            except EngineError as error:
+                failed.append(error)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(doomed)
+            await anyio.sleep(2.5)
+            cores[0].on_death()
+        assert list(generation.ids) == [8, 9]
+        assert "engine-0: the " in str(failed[0])
+        start = anyio.current_time()
+        assert list((await ask(pool, 1, 1)).ids) == [2]
+        assert anyio.current_time() - start == pytest.approx(2.0)  # the backoff, then a token
+        assert pool.statistics()[0].starts == 2
+
+
+async def test_replica_never_starts_again_waiting_requests_learn_why(
+    cores: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_pool(pool_of(token_s=1.0)) as pool:
+
+        async def refuse(self: object) -> None:
+            raise MemoryError("no room on the card")
+
+        monkeypatch.setattr(fake_core.CountingCore, "start", refuse)
+        cores[0].on_death()
+        await anyio.sleep(0.1)
+        with pytest.raises(EngineError) as caught:
+            await ask(pool, 1, 1)
+        assert str(caught.value) == (
+            "no engine is left: engine-0: MemoryError: no room on the card"
+        )
+        assert pool.statistics()[0].state == "given up"
+
+
+async def test_open_first_start_fails_error_names_replica_and_cause() -> None:
+    with pytest.raises(EngineError) as caught:
+        async with open_pool(pool_of("BrokenCore", replicas=3)):
+            pytest.fail("opened")
+    assert str(caught.value).endswith(": FileNotFoundError: no weights here")
+
+
+async def test_open_start_takes_too_long_says_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def forever(self: object) -> None:
+        await anyio.sleep_forever()
+
+    monkeypatch.setattr(fake_core.CountingCore, "start", forever)
+    with pytest.raises(EngineError) as caught:
+        async with open_pool(pool_of("CountingCore")):
+            pytest.fail("opened")
+    assert str(caught.value) == "engine-0: not ready after engine.start_timeout_s = 5 s"
+
+
+async def test_silent_replica_is_given_up_after_the_heartbeat_timeout(
+    cores: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def deaf(self: object, frames: object) -> None:
+        await anyio.sleep_forever()
+
+    monkeypatch.setattr("rollout.engine.server.EngineServer._read_control", deaf)
+    async with open_pool(pool_of(token_s=1000.0)) as pool:
+        start = anyio.current_time()
+        with pytest.raises(EngineError, match=r"^engine-0: silent for 6.0 s$"):
+            await ask(pool, 1, 1)
+        assert anyio.current_time() - start == pytest.approx(6.0)
+        monkeypatch.undo()
+
+
+FAULTS = {
+    "repeated": ([0, 1, 1, 2], [2, 3, 4]),
+    "missing": ([0, 2], "sent a faulty chunk: tokens 1 to 2 are missing"),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+async def test_faulty_answers_are_counted_or_refused(
+    kind: str, cores: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offsets, expected = FAULTS[kind]
+
+    async def generate(self: Any, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        for offset in offsets:
+            yield Chunk(
+                request_id=request.request_id,
+                offset=offset,
+                ids=array("i", [2 + offset]).tobytes(),
+                log_probs=array("f", [0.0]).tobytes(),
+            )
+        yield Chunk(request_id=request.request_id, offset=offsets[-1] + 1, finish_reason="stop")
+
+    monkeypatch.setattr(fake_core.CountingCore, "generate", generate)
+    async with open_pool(pool_of()) as pool:
+        if isinstance(expected, str):
+            with pytest.raises(EngineError, match=expected):
+                await ask(pool, 1, 3)
+        else:
+            assert list((await ask(pool, 1, 3)).ids) == expected
+        await anyio.sleep(0.01)
+        assert in_flight(pool) == [(0, 0)]
+
+
+async def test_core_raises_request_fails_with_its_words_and_others_go_on(
+    cores: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = fake_core.CountingCore.generate
+
+    async def generate(self: Any, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        if request.sampling.max_new_tokens == 13:
+            raise RuntimeError("bad luck")
+        async with aclosing(real(self, request)) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                yield chunk
+
+    monkeypatch.setattr(fake_core.CountingCore, "generate", generate)
+    async with open_pool(pool_of()) as pool:
+        with pytest.raises(EngineError, match=r"^RuntimeError: bad luck$"):
+            await ask(pool, 1, 13)
+        assert list((await ask(pool, 1, 2)).ids) == [2, 3]

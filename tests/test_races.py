@@ -1,0 +1,74 @@
+"""Every checkpoint of six situations, times everything that can happen at it."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+import rollout
+from race_situations import SITUATIONS
+from rollout.config import SchedulingConfig
+from rollout.testing import Scenario, run_virtual
+from rollout.testing.races import INJECTIONS, RacesFoundError, explore, replay
+from rollout.testing.witness import Witness
+
+#: Share of all runs that CI makes; the seed chooses which.
+SHARE = 0.06
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_situation_share_of_all_injections_keeps_every_invariant(name: str) -> None:
+    done = explore(SITUATIONS[name], share=SHARE, seed=1)
+    assert done.runs > 0.5 * SHARE * sum(done.steps.values())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_situation_every_injection_at_every_step_keeps_every_invariant(name: str) -> None:
+    done = explore(SITUATIONS[name])
+    assert list(done.steps) == list(INJECTIONS)
+    assert done.runs == sum(done.steps.values())
+
+
+#: How many trajectories each call of a situation hands over, and how those end.
+UNDISTURBED = {
+    "single turn": [(6, {"length"})],
+    "tool agent with parallel calls": [(2, {"completed"})],
+    "scripted user": [(2, {"completed"})],
+    "slow consumer": [(22, {"completed"})],
+    "consumer that leaves": [(1, {"completed"}), (2, {"completed"})],
+    "close during start-up": [(0, set())],
+}
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_situation_undisturbed_does_what_its_name_says(name: str) -> None:
+    witness = Witness()
+    run_virtual(SITUATIONS[name], witness)
+    calls = [call for each in witness.runtimes for call in each.calls]
+    ends = [(len(c.delivered), {str(t.outcome) for t in c.delivered}) for c in calls]
+    assert ends == UNDISTURBED[name]
+
+
+async def leaky(witness: Witness) -> None:
+    """Swallows the cancellation of its caller, which is a fault of the situation's own."""
+    config = Scenario(seed=1).reply("", filler=50).config(scheduling=SchedulingConfig())
+    async with witness.open_rollout(config) as runtime:
+        prompt = rollout.Prompt(messages=[{"role": "user", "content": "x"}])
+        try:
+            await runtime.generate([prompt])
+        except anyio.get_cancelled_exc_class():
+            raise LookupError("swallowed") from None
+
+
+def test_explore_fault_is_found_and_can_be_replayed_alone() -> None:
+    with pytest.raises(RacesFoundError, match="replay") as caught:
+        explore(leaky, injections=("cancel",), seed=3)
+    assert "LookupError('swallowed')" in str(caught.value)
+    race = caught.value.races[0]
+    assert replay(leaky, race.injection, step=race.step, seed=race.seed) == list(race.anomalies)
+
+
+def test_explore_unknown_injection_is_named() -> None:
+    with pytest.raises(ValueError, match="injection 'flood': expected some of cancel, close"):
+        explore(leaky, injections=("flood",))

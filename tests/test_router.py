@@ -1,0 +1,806 @@
+"""Placement decisions: what a request costs where, who may get it, and what is counted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from types import ModuleType
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.config.checks import STRATEGIES as CONFIG_STRATEGIES
+from rollout.engine import EngineLoad, Router
+from rollout.engine.core import SamplingParams, pack_ids
+from rollout.engine.generation import Generation
+from rollout.engine.placement.base import CoreSpec
+from rollout.engine.placement.in_process import InProcess
+from rollout.engine.pool import EnginePool, open_pool
+from rollout.engine.routing import Dispatch, Fleet, ReplicaState, sessions
+from rollout.engine.routing.prices import Pace, Prices, Work
+from rollout.engine.routing.strategies import STRATEGIES
+from rollout.errors import ConfigError, EngineError
+from rollout.testing import run_virtual
+
+#: What a request of 256 expected tokens adds to a load, in seconds, at the prices before reports.
+REQUEST_S = 256 * 1e-4
+PROMPT_TOKEN_S = 5e-5
+#: How often a prompt token counts that has to be computed.
+PREFILL_WEIGHT = 3
+
+
+def router_of(*names: str, capacity: int = 1000, **options: Any) -> Router:
+    router = Router(**options)
+    for name in names:
+        router.add(name, capacity)
+    return router
+
+
+def send(router: Router, session: str, **options: Any) -> Dispatch:
+    dispatch = router.assign(session, **options)
+    assert dispatch is not None
+    return dispatch
+
+
+def place(router: Router, session: str, **options: Any) -> str:
+    return send(router, session, **options).replica.name
+
+
+def in_flight(router: Router) -> dict[str, int]:
+    return {r.name: r.in_flight for r in router.statistics().replicas}
+
+
+def crowd(router: Router, name: str, count: int) -> None:
+    """Put requests on one replica only."""
+    others = [r.name for r in router.replicas if r.name != name]
+    for other in others:
+        router.drain(other)
+    for number in range(count):
+        send(router, f"crowd {name} {number}")
+    for other in others:
+        router.resume(other)
+
+
+# Trajectories stay, and move past a margin.
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_assign_later_turns_stay_with_every_strategy(strategy: str) -> None:
+    router = router_of("a", "b", "c", strategy=strategy)
+    for number in range(30):
+        first = send(router, f"s{number}", prompt_tokens=100)
+        router.release(first, generated=50)
+        later = send(router, f"s{number}", prompt_tokens=180)
+        assert later.replica is first.replica
+    assert router.statistics().moves == 0
+
+
+@pytest.mark.parametrize(("busier", "moves"), [(25, False), (26, True)])
+def test_assign_pinned_moves_past_the_margin_and_what_its_prefix_costs(
+    busier: int, moves: bool
+) -> None:
+    router = router_of("home", "other", move_margin_s=0.5)
+    router.drain("other")
+    router.release(send(router, "s", prompt_tokens=744), generated=256, now=1.0)
+    router.resume("other")
+    crowd(router, "home", busier)
+    # A thousand tokens of prefix would have to be computed again.
+    threshold_s = 0.5 + PREFILL_WEIGHT * 1000 * PROMPT_TOKEN_S
+    assert (busier * REQUEST_S > threshold_s) is moves
+    dispatch = send(router, "s", prompt_tokens=1100, now=1.0)
+    assert dispatch.replica.name == ("other" if moves else "home")
+    assert dispatch.fresh_tokens == (1100 if moves else 100)
+    assert router.statistics().moves == moves
+
+
+@pytest.mark.parametrize(("busier", "moves"), [(3, False), (4, True)])
+def test_least_requests_pinned_moves_past_its_margin(busier: int, moves: bool) -> None:
+    router = router_of("home", "other", strategy="least_requests", move_margin=3)
+    router.drain("other")
+    router.release(send(router, "s"))
+    router.resume("other")
+    crowd(router, "home", busier)
+    assert place(router, "s") == ("other" if moves else "home")
+
+
+def test_assign_its_replica_refused_or_is_full_the_trajectory_is_placed_anew() -> None:
+    for strategy in STRATEGIES:
+        router = router_of("a", "b", capacity=1, strategy=strategy)
+        first = send(router, "s")
+        assert place(router, "s") != first.replica.name
+        router = router_of("a", "b", strategy=strategy)
+        home = place(router, "s")
+        assert place(router, "s", avoid=home) != home
+        router.drain("a" if home == "b" else "b")
+        assert router.assign("s", avoid=home) is None
+
+
+def test_forget_a_trajectory_it_is_new_again() -> None:
+    router = router_of("a", "b")
+    router.release(send(router, "s", prompt_tokens=100), generated=10)
+    router.forget("s")
+    router.forget("never seen")
+    assert send(router, "s", prompt_tokens=100).fresh_tokens == 100
+    assert router.statistics().sessions == 1
+
+
+def test_assign_the_oldest_trajectories_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 3)
+    router = router_of("a")
+    for number in range(10):
+        send(router, f"s{number}", group_id="g", prompt_tokens=5)
+    assert (router.statistics().sessions, router.statistics().groups) == (3, 1)
+
+
+# Load in estimated seconds.
+
+
+def test_assign_new_ones_go_where_the_tokens_in_flight_take_least_time() -> None:
+    router = router_of("a", "b")
+    send(router, "long", max_new_tokens=200)
+    send(router, "short", max_new_tokens=20)
+    # b has 20 expected tokens, then 20 more each: nine short ones until it has 200 as well.
+    names = [place(router, f"s{n}", max_new_tokens=20) for n in range(10)]
+    assert names == ["b"] * 9 + ["a"]
+
+
+def test_expected_tokens_are_the_mean_of_those_generated_and_bounded_by_the_request() -> None:
+    router = router_of("a")
+    for number in range(2000):
+        router.release(send(router, f"s{number}"), generated=40)
+    assert router.statistics().mean_new_tokens == pytest.approx(40, abs=1)
+    assert send(router, "s").new_tokens == 40
+    assert send(router, "s", max_new_tokens=7).new_tokens == 7
+    router.release(send(router, "s"), generated=None)  # cut short: nothing is learned
+    assert send(router, "s").new_tokens == 40
+
+
+def test_assign_prompts_sent_count_until_they_should_be_computed() -> None:
+    router = router_of("a", "b")
+    send(router, "long", prompt_tokens=20_000, now=0.0)  # a second of prefill on a
+    assert [place(router, f"s{n}", now=0.0) for n in range(20)] == ["b"] * 20
+    assert router.statistics().replicas[0].load_s == pytest.approx(1.0 + REQUEST_S)
+    router.report("a", EngineLoad(running=1), now=1.0)
+    assert place(router, "later", now=1.0) == "a"
+    assert router.statistics().replicas[0].load_s == pytest.approx(2 * REQUEST_S)
+
+
+def test_report_of_waiting_requests_counts_their_prompts_and_their_turns() -> None:
+    router = router_of("a", "b")
+    for number in range(20):
+        send(router, f"s{number}", prompt_tokens=1000, now=0.0)
+    loads = {r.name: r.load_s for r in router.statistics().replicas}
+    assert loads["a"] == pytest.approx(loads["b"])
+    # Ten seconds on, all prompts should be computed; a has eight that still wait for two.
+    router.report("a", EngineLoad(running=2, queued=8), now=10.0)
+    router.report("b", EngineLoad(running=10), now=10.0)
+    a, b = router.statistics().replicas
+    waiting_s = 8 * 1000 * PROMPT_TOKEN_S + (10 / 2 - 1) * 256 * 0.02
+    assert a.load_s - b.load_s == pytest.approx(waiting_s)
+
+
+@pytest.mark.parametrize(("used", "count"), [(0.5, 5), (0.9, 52)])
+def test_report_of_a_filling_kv_cache_makes_a_replica_cost_more(used: float, count: int) -> None:
+    router = router_of("full", "empty")
+    router.report("full", EngineLoad(running=1, kv_used=used), now=1.0)
+    penalty_s = 0.15 * used / (1 - used)
+    assert count == int(penalty_s / REQUEST_S)
+    names = [place(router, f"s{n}", now=1.0) for n in range(count + 2)]
+    assert names[: count + 1] == ["empty"] * (count + 1)
+    assert names[-1] == "full"
+
+
+def test_report_between_two_of_them_own_dispatches_spread_over_the_least_loaded() -> None:
+    router = router_of("a", "b", "c")
+    crowd(router, "c", 40)
+    for name, running in (("a", 0), ("b", 0), ("c", 40)):
+        router.report(name, EngineLoad(running=running), now=1.0)
+    for number in range(60):  # all before the next report: no herd on the one that looked idle
+        send(router, f"s{number}", now=1.0)
+    assert in_flight(router) == {"a": 30, "b": 30, "c": 40}
+
+
+def feed_reports(router: Router, rates: dict[str, float], seconds: int, batch: int = 50) -> None:
+    """Let replicas report that they generate at these rates, in tokens a second."""
+    for now in range(1, seconds + 1):
+        for name, rate in rates.items():
+            load = EngineLoad(running=batch, generated_tokens=round(rate * now))
+            router.report(name, load, now=float(now))
+
+
+def test_report_measures_who_is_slow_and_new_ones_go_elsewhere() -> None:
+    router = router_of("slow", "fast", "usual")
+    for number in range(3):  # nobody is idle
+        send(router, f"busy {number}")
+    feed_reports(router, {"slow": 1500, "fast": 3000, "usual": 3000}, seconds=60)
+    slow, fast, usual = router.statistics().replicas
+    assert slow.slowness / usual.slowness == pytest.approx(2, rel=0.1)
+    assert (slow.tokens_per_s, fast.tokens_per_s) == (1500, 3000)
+    for number in range(300):
+        send(router, f"s{number}", now=60.0)
+    counts = in_flight(router)
+    assert abs(counts["fast"] - counts["usual"]) <= 1
+    assert counts["slow"] < 0.55 * counts["fast"]
+
+
+def test_report_noise_of_speed_breaks_no_tie() -> None:
+    router = router_of("a", "b", "c")
+    for number in range(3):
+        send(router, f"busy {number}")
+    feed_reports(router, {"a": 2900, "b": 3000, "c": 3100}, seconds=30)
+    for number in range(300):
+        router.release(send(router, f"s{number}", now=30.0), generated=10)
+    served = [r.served for r in router.statistics().replicas]
+    assert max(served) - min(served) <= 1
+
+
+def test_report_of_another_driver_s_requests_counts_once_two_reports_have_them() -> None:
+    router = router_of("shared", "ours")
+    router.report("shared", EngineLoad(running=12), now=1.0)
+    assert router.statistics().replicas[0].load_s == 0  # ours may just have ended
+    router.report("shared", EngineLoad(running=9, queued=1), now=2.0)
+    load_s = router.statistics().replicas[0].load_s
+    assert load_s >= 10 * REQUEST_S
+    assert [place(router, f"s{n}", now=2.0) for n in range(9)] == ["ours"] * 9
+
+
+def test_report_that_waited_to_be_read_says_nothing_of_the_engine() -> None:
+    pace = Pace()
+    pace.report(EngineLoad(running=10, generated_tokens=0, measured_at_s=100.0), 5.0)
+    # Our loop stood still for a minute; the engine took this a second after the first.
+    pace.report(EngineLoad(running=10, generated_tokens=500, measured_at_s=101.0), 65.0)
+    assert pace.latest == Work(seconds=1.0, steps=50.0, tokens=500, prompt_tokens=0.0)
+    assert pace.tokens_per_s == 500
+
+
+def test_report_of_an_idle_or_restarted_replica_is_no_measurement() -> None:
+    pace = Pace()
+
+    def measured(tokens: int, now: float) -> bool:
+        pace.report(EngineLoad(running=5, generated_tokens=tokens), now)
+        return pace.latest is not None
+
+    assert not measured(100, 1.0)  # the first
+    pace.was_idle = True
+    assert not measured(200, 2.0)
+    assert not measured(50, 3.0)  # a new engine
+    assert not measured(60, 3.1)  # too soon
+    assert measured(150, 4.0)
+
+
+def test_report_order_within_a_round_does_not_matter() -> None:
+    slownesses = []
+    for order in ("abc", "cba"):
+        router = router_of(*"abc")
+        for number in range(3):
+            send(router, f"busy {number}")
+        for now in range(1, 4):
+            for name in order:
+                load = EngineLoad(running=50, generated_tokens=3000 * now)
+                router.report(name, load, now=now + 0.01 * order.index(name))
+        slownesses.append([r.slowness for r in router.statistics().replicas])
+    assert slownesses[0] == pytest.approx(slownesses[1])
+    assert max(slownesses[0]) == pytest.approx(min(slownesses[0]))
+
+
+def test_report_of_one_replica_is_silent_the_others_are_priced_without_it() -> None:
+    router = router_of("slow", "usual", "silent")
+    for number in range(3):
+        send(router, f"busy {number}")
+    feed_reports(router, {"slow": 1000, "usual": 3000}, seconds=30)
+    slow, usual, silent = (r.slowness for r in router.statistics().replicas)
+    assert slow > 2 * usual
+    assert silent == 1.0
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    step_ms=st.floats(2, 60),
+    token_ms=st.floats(0.02, 5),
+    prompt_ms=st.floats(0.01, 1),
+)
+def test_prices_fit_finds_what_an_engine_costs(
+    step_ms: float, token_ms: float, prompt_ms: float
+) -> None:
+    prices = Prices()
+    for second in range(60):
+        for replica in range(8):
+            batch, prompt = 1 + (7 * second + 13 * replica) % 60, 100 * ((second + replica) % 5)
+            decode_s = max(0.1, 1 - prompt * prompt_ms / 1000)
+            steps = decode_s / ((step_ms + token_ms * batch) / 1000)
+            seconds = decode_s + prompt * prompt_ms / 1000
+            prices.observe(Work(seconds, steps, steps * batch, prompt), 1.0)
+        prices.fit()
+    for batch in (4, 40):
+        work = Work(0.0, 100, 100 * batch, 1000)
+        true_s = 0.1 * (step_ms + token_ms * batch) + prompt_ms
+        assert prices.seconds(work) == pytest.approx(true_s, rel=0.1)
+
+
+# The prompt of a group.
+
+
+def test_assign_a_group_gathers_where_its_prompt_is_until_that_is_too_busy() -> None:
+    router = router_of("a", "b")
+    first = send(router, "m0", group_id="g", prompt_tokens=4000, now=0.0)
+    home = first.replica.name
+    router.release(first, generated=256, now=10.0)
+    saved_s = PREFILL_WEIGHT * 4000 * PROMPT_TOKEN_S
+    stay = 1 + int(saved_s / REQUEST_S)
+    group: dict[str, Any] = {"group_id": "g", "prompt_tokens": 4000, "now": 10.0}
+    members = [send(router, f"m{n}", **group) for n in range(1, stay + 2)]
+    assert [m.replica.name == home for m in members] == [True] * stay + [False]
+    assert [m.fresh_tokens for m in members] == [0] * stay + [4000]
+    # Now both hold it.
+    assert send(router, "last", group_id="g", prompt_tokens=4000, now=20.0).fresh_tokens == 0
+
+
+def test_assign_other_groups_are_not_drawn_there() -> None:
+    router = router_of("a", "b")
+    home = place(router, "m0", group_id="g", prompt_tokens=4000)
+    assert place(router, "other", group_id="h", prompt_tokens=4000) != home
+    assert router.statistics().groups == 2
+    router.forget("m0")
+    assert router.statistics().groups == 1
+    assert send(router, "m1", group_id="g", prompt_tokens=4000).fresh_tokens == 4000
+
+
+def test_assign_a_moving_member_pays_only_what_the_group_does_not_share() -> None:
+    router = router_of("a", "b")
+    router.drain("b")
+    router.release(send(router, "m0", group_id="g", prompt_tokens=1000), generated=500)
+    router.drain("a")
+    router.resume("b")
+    send(router, "m1", group_id="g", prompt_tokens=1000)
+    moved = send(router, "m0", group_id="g", prompt_tokens=1600)
+    assert (moved.replica.name, moved.fresh_tokens) == ("b", 600)
+
+
+# Ties and weights.
+
+
+@pytest.mark.parametrize("strategy", ["estimated_seconds", "least_requests", "round_robin"])
+def test_ties_are_fair_on_an_idle_fleet(strategy: str) -> None:
+    router = router_of(*"abcd", strategy=strategy)
+    for number in range(400):
+        router.release(send(router, f"s{number}", prompt_tokens=10), generated=5, now=number)
+    assert [r.served for r in router.statistics().replicas] == [100] * 4
+
+
+@pytest.mark.parametrize("strategy", ["estimated_seconds", "least_requests", "round_robin"])
+def test_ties_are_fair_on_a_busy_fleet(strategy: str) -> None:
+    router = router_of(*"abcd", strategy=strategy)
+    for round_number in range(1, 6):
+        for number in range(4):
+            send(router, f"s{round_number}.{number}")
+        assert set(in_flight(router).values()) == {round_number}
+
+
+@pytest.mark.parametrize("strategy", ["estimated_seconds", "least_requests", "round_robin"])
+def test_ties_a_new_replica_is_not_flooded_by_those_before_it(strategy: str) -> None:
+    router = router_of("a", "b", strategy=strategy)
+    for number in range(1000):
+        router.release(send(router, f"s{number}"), generated=100, now=number)
+    router.add("new", 1000)
+    for number in range(30):
+        router.release(send(router, f"t{number}"), generated=100)
+    assert router.statistics().replicas[2].served == 10
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_share_the_load(strategy: str) -> None:
+    router = Router(strategy=strategy)
+    router.add("light", 10_000)
+    router.add("heavy", 10_000, weight=3)
+    for number in range(4000):
+        send(router, f"s{number}")
+    counts = in_flight(router)
+    tolerance = 0.15 if strategy == "consistent_hash" else 0.01
+    assert counts["heavy"] / 4000 == pytest.approx(0.75, rel=tolerance)
+
+
+# Who may get something.
+
+
+def test_assign_nobody_has_room_returns_none_until_one_is_released() -> None:
+    router = router_of("a", capacity=2)
+    held = [send(router, "s"), send(router, "t")]
+    assert not router.has_room
+    assert router.assign("u") is None
+    assert router.statistics().refusals == 1
+    router.release(held[0])
+    assert router.has_room
+    assert place(router, "u") == "a"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_drain_gives_nothing_new_and_keeps_what_is_in_flight(strategy: str) -> None:
+    router = router_of("a", "b", strategy=strategy)
+    held = [send(router, f"s{n}") for n in range(20)]
+    on_a = in_flight(router)["a"]
+    assert 0 < on_a < 20
+    router.drain("a")
+    assert {place(router, f"s{n}") for n in range(20)} == {"b"}
+    assert in_flight(router) == {"a": on_a, "b": 40 - on_a}
+    assert router.statistics().replicas[0].state == "draining"
+    for dispatch in held:
+        router.release(dispatch)
+    assert in_flight(router) == {"a": 0, "b": 20}
+    router.resume("a")
+    assert "a" in {place(router, f"new{n}") for n in range(20)}
+
+
+def test_remove_and_add_again_keeps_the_counts_and_forgets_the_cache() -> None:
+    router = router_of("a", "b")
+    held = [send(router, f"s{n}", group_id="g", prompt_tokens=500) for n in range(40)]
+    before = in_flight(router)
+    router.remove("a")
+    assert [r.name for r in router.replicas] == ["b"]
+    assert in_flight(router) == before
+    assert router.statistics().replicas[0].state == "gone"
+    router.release(next(d for d in held if d.replica.name == "a"))
+    router.add("a", 1000)
+    assert in_flight(router) == {**before, "a": before["a"] - 1}
+    assert router.statistics().replicas[0].served == before["a"]
+    back = next(d.session_id for d in held if d.replica.name == "a")
+    again = send(router, back, group_id="g", prompt_tokens=500, avoid="b")
+    assert (again.replica.name, again.fresh_tokens) == ("a", 500)
+
+
+def test_add_a_live_replica_again_is_refused_and_keeps_its_counts() -> None:
+    router = router_of("a")
+    send(router, "s")
+    with pytest.raises(ValueError, match=r"^replica 'a' is routed to already$"):
+        router.add("a", 10)
+    assert in_flight(router) == {"a": 1}
+
+
+def test_add_without_room_or_weight_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^replica 'a': capacity = 0, weight = 1\.0; expected"):
+        Router().add("a", 0)
+    with pytest.raises(ValueError, match=r"^replica 'a': capacity = 1, weight = 0; expected"):
+        Router().add("a", 1, weight=0)
+
+
+def test_unknown_replicas_are_named_and_their_reports_ignored() -> None:
+    router = router_of("a")
+    for act in (router.remove, router.drain, router.resume):
+        with pytest.raises(KeyError, match="no replica 'x' is routed to"):
+            act("x")
+    router.report("x", EngineLoad(running=3))
+    assert place(router, "s", avoid="x") == "a"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_stale_weights_get_nothing(strategy: str) -> None:
+    router = Router(strategy=strategy)
+    router.add("old", 100, weight_version=7)
+    router.add("new", 100, weight_version=8)
+    assert {place(router, f"s{n}") for n in range(20)} == {"old", "new"}
+    router.require_weights(8)
+    assert {place(router, f"s{n}") for n in range(20)} == {"new"}
+    assert router.statistics().replicas[0].state == "stale"
+    router.require_weights(9)
+    assert router.assign("s") is None
+    assert not router.has_room
+    router.set_weights("old", 9)
+    assert {place(router, f"s{n}") for n in range(20)} == {"old"}
+    router.require_weights(None)
+    assert {place(router, f"t{n}") for n in range(20)} == {"old", "new"}
+
+
+def test_set_weights_the_cache_of_the_old_ones_counts_no_more() -> None:
+    router = router_of("a")
+    router.release(send(router, "s", group_id="g", prompt_tokens=100), generated=10)
+    router.set_weights("a", 0)  # what it has already
+    assert send(router, "s", group_id="g", prompt_tokens=120).fresh_tokens == 10
+    router.set_weights("a", 1)
+    assert send(router, "s", group_id="g", prompt_tokens=130).fresh_tokens == 130
+    assert send(router, "t", group_id="g", prompt_tokens=100).fresh_tokens == 0
+
+
+def test_many_replicas_are_added_at_run_time() -> None:
+    router = Router()
+    for number in range(300):
+        router.add(f"r{number}", 10)
+        send(router, f"s{number}")
+    assert set(in_flight(router).values()) == {1}
+
+
+# Consistent hashing.
+
+HASH_SCRIPT = """
+from rollout.engine import Router
+router = Router(strategy="consistent_hash")
+for number in range(8):
+    router.add(f"engine-{number}", 1000)
+print([router.assign(f"7/prompt-{n}/{n % 4}").replica.name for n in range(50)])
+"""
+
+
+def test_consistent_hash_is_the_same_in_every_process() -> None:
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", HASH_SCRIPT],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1
+    assert len(set(eval(outputs.pop()))) == 8
+
+
+def test_consistent_hash_removing_a_replica_moves_only_its_own() -> None:
+    router = router_of(*"abcdefgh", capacity=10_000, strategy="consistent_hash")
+    before = {f"s{n}": place(router, f"s{n}") for n in range(2000)}
+    counts = Counter(before.values())
+    assert max(counts.values()) < 1.5 * min(counts.values())
+    router.remove("c")
+    after = {session: place(router, session) for session in before}
+    assert all(after[s] == home for s, home in before.items() if home != "c")
+    assert len({after[s] for s, home in before.items() if home == "c"}) > 3
+    router.add("c", 10_000)
+    assert {session: place(router, session) for session in before} == before
+
+
+# Strategies of one's own.
+
+
+class Last:
+    """The last candidate."""
+
+    def choose(self, dispatch: Dispatch, fleet: Fleet) -> ReplicaState | None:
+        candidates = fleet.candidates(dispatch)
+        return candidates[-1] if candidates else None
+
+
+class Stubborn:
+    """The first replica, whatever its state."""
+
+    def choose(self, dispatch: Dispatch, fleet: Fleet) -> ReplicaState | None:
+        return fleet.replicas[0]
+
+
+class Broken:
+    def __init__(self) -> None:
+        raise RuntimeError("no table")
+
+
+@pytest.fixture
+def strategy_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("my_strategies")
+    vars(module).update(Last=Last, Stubborn=Stubborn, Broken=Broken, Nothing=dict)
+    monkeypatch.setitem(sys.modules, "my_strategies", module)
+
+
+@pytest.mark.usefixtures("strategy_module")
+def test_custom_strategy_chooses_among_the_candidates() -> None:
+    router = router_of(*"abc", capacity=2, strategy="my_strategies:Last")
+    assert [place(router, f"s{n}") for n in range(5)] == ["c", "c", "b", "b", "a"]
+    assert place(router, "s5") == "a"
+    assert router.assign("s6") is None
+    assert repr(router).startswith("<Router my_strategies:Last: a 2/2")
+
+
+@pytest.mark.usefixtures("strategy_module")
+def test_custom_strategy_that_chooses_one_without_room_is_an_error() -> None:
+    router = router_of("a", "b", capacity=1, strategy="my_strategies:Stubborn")
+    send(router, "s")
+    with pytest.raises(EngineError) as caught:
+        router.assign("t")
+    assert str(caught.value) == (
+        "router.strategy = 'my_strategies:Stubborn' chose a, which may get nothing now (full)"
+    )
+    assert in_flight(router) == {"a": 1, "b": 0}
+
+
+UNKNOWN = (
+    "expected one of 'estimated_seconds', 'least_requests', 'round_robin', 'consistent_hash', "
+    "or a string like 'package.module:Class'"
+)
+
+
+@pytest.mark.usefixtures("strategy_module")
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("fastest", UNKNOWN),
+        ("my_strategies:", UNKNOWN),
+        ("no_such:Class", "ModuleNotFoundError: No module named 'no_such'"),
+        ("my_strategies:Absent", "module 'my_strategies' has no class 'Absent'"),
+        ("my_strategies:Broken", "RuntimeError: no table"),
+        ("my_strategies:Nothing", "Nothing has no method 'choose'"),
+    ],
+)
+def test_custom_strategy_that_cannot_be_used_is_a_config_error_with_its_path(
+    name: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Router(strategy=name)
+    assert caught.value.faults == (f"router.strategy = {name!r}: {problem}",)
+
+
+def test_strategies_of_the_configuration_are_those_of_the_router() -> None:
+    assert CONFIG_STRATEGIES == STRATEGIES
+    for name in STRATEGIES:
+        Router(strategy=name)
+
+
+# What it says of itself.
+
+
+def test_repr_is_readable() -> None:
+    assert repr(Router()) == "<Router estimated_seconds: no replicas>"
+    router = router_of("a", "b", capacity=2)
+    send(router, "s", max_new_tokens=100)
+    router.drain("b")
+    assert repr(router) == "<Router estimated_seconds: a 1/2 0.0 s, b 0/2 0.0 s draining>"
+    for number in range(10):
+        router.add(f"r{number}", 1)
+    assert repr(router).endswith("r5 0/1 0.0 s, and 4 more>")
+    assert repr(send(router, "s")) == "<Dispatch s to a>"
+
+
+def test_statistics_are_a_snapshot_of_everything() -> None:
+    router = router_of("a", "b", capacity=9)
+    dispatch = send(router, "s", group_id="g", prompt_tokens=100)
+    before = router.statistics()
+    router.release(dispatch, generated=40)
+    assert (before.strategy, before.decisions, before.moves) == ("estimated_seconds", 1, 0)
+    assert (before.in_flight, before.sessions, before.groups) == (1, 1, 1)
+    assert (before.step_s, before.token_s, before.prompt_s) == (0.02, 1e-4, PROMPT_TOKEN_S)
+    a = before.replicas[0]
+    assert (a.name, a.state, a.weight, a.in_flight, a.capacity) == ("a", "serving", 1.0, 1, 9)
+    assert a.load_s == pytest.approx(REQUEST_S + 100 * PROMPT_TOKEN_S)
+    assert router.statistics().in_flight == 0
+
+
+def test_release_twice_is_refused_and_changes_nothing() -> None:
+    router = router_of("a")
+    dispatch = send(router, "s")
+    router.release(dispatch)
+    with pytest.raises(ValueError, match=r"^<Dispatch s to a> is not in flight$"):
+        router.release(dispatch)
+    assert in_flight(router) == {"a": 0}
+
+
+NAMES = "abcd"
+actions = st.one_of(
+    st.tuples(st.just("assign"), st.integers(0, 9)),
+    st.tuples(st.just("release"), st.integers(0, 99)),
+    st.tuples(st.just("forget"), st.integers(0, 9)),
+    st.tuples(st.just("weights"), st.integers(0, 2)),
+    st.tuples(
+        st.sampled_from(["add", "remove", "drain", "resume", "report", "set"]),
+        st.sampled_from(NAMES),
+    ),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(strategy=st.sampled_from(STRATEGIES), steps=st.lists(actions, max_size=80))
+def test_counts_equal_assigns_less_releases_whatever_happens(
+    strategy: str, steps: list[tuple[str, Any]]
+) -> None:
+    router = router_of(*NAMES, capacity=3, strategy=strategy)
+    held: list[Dispatch] = []
+    offered, required = set(NAMES), None
+    for clock, (action, value) in enumerate(steps):
+        now = 0.3 * clock
+        match action:
+            case "assign":
+                group = f"g{value % 3}"
+                dispatch = router.assign(f"s{value}", group_id=group, prompt_tokens=50, now=now)
+                usable = [r for r in router.replicas if r.is_usable]
+                if dispatch is None:
+                    assert not any(r.has_room for r in usable)
+                else:
+                    held.append(dispatch)
+                    assert dispatch.replica in usable
+                    assert dispatch.replica.name in offered
+                    assert required in (None, dispatch.replica.weight_version)
+            case "release" if held:
+                router.release(held.pop(value % len(held)), generated=value, now=now)
+            case "forget":
+                router.forget(f"s{value}")
+            case "weights":
+                required = value or None
+                router.require_weights(required)
+            case "add" if value not in offered:
+                router.add(value, 3, weight_version=1, now=now)
+                offered.add(value)
+            case "remove" if value in offered:
+                router.remove(value)
+                offered.discard(value)
+            case "drain" if value in offered:
+                router.drain(value)
+            case "resume" if value in offered:
+                router.resume(value)
+            case "report":
+                load = EngineLoad(running=2, queued=clock % 2, kv_used=0.5, generated_tokens=clock)
+                router.report(value, load, now=now)
+            case "set" if value in offered:
+                router.set_weights(value, clock % 3)
+        expected = Counter(dispatch.replica.name for dispatch in held)
+        counted = {name: count for name, count in in_flight(router).items() if count}
+        assert counted == dict(expected)
+        assert router.statistics().in_flight == len(held)
+        assert router.has_room is any(r.is_usable and r.has_room for r in router.replicas)
+    for dispatch in held:
+        router.release(dispatch, now=1e6)
+    for name in NAMES:
+        router.report(name, EngineLoad(), now=2e6)
+    assert {(r.in_flight, r.load_s) for r in router.statistics().replicas} <= {(0, 0.0)}
+
+
+# In the pool.
+
+
+def simulated_pool(slownesses: tuple[float, ...], **options: Any) -> EnginePool:
+    timings = [{"base_s": 0.01 * s, "slope_s": 1e-4 * s} for s in slownesses]
+    return EnginePool(
+        placement=InProcess(),
+        specs=[CoreSpec("rollout.testing.simulated:SimulatedCore", {"timing": t}) for t in timings],
+        router=Router(),
+        start_timeout_s=5,
+        **options,
+    )
+
+
+async def ask(pool: EnginePool, session: str, prompt: bytes, count: int) -> Generation:
+    generation = Generation()
+    await pool.generate(
+        generation,
+        session_id=session,
+        prompt_ids=prompt,
+        sampling=SamplingParams(max_new_tokens=count, ignore_eos=True),
+        group_id="g",
+    )
+    return generation
+
+
+def test_pool_tells_the_router_what_engines_report_and_requests_need() -> None:
+    async def main() -> tuple[Any, Any, set[str]]:
+        async with open_pool(simulated_pool((2.0, 1.0, 1.0))) as pool:
+            prompt = pack_ids([97] * 400)
+
+            async def converse(number: int) -> None:
+                for _ in range(2):
+                    await ask(pool, f"s{number}", prompt, 800)
+
+            async with anyio.create_task_group() as tasks:
+                for number in range(30):
+                    tasks.start_soon(converse, number)
+                await anyio.sleep(5)
+                busy = pool.router.statistics()
+            pool.drain("engine-1")
+            late = {(await ask(pool, f"t{n}", prompt, 5)).replica for n in range(5)}
+            pool.resume("engine-1")
+            return busy, pool.router.statistics(), late
+
+    busy, idle, late = run_virtual(main)
+    assert busy.in_flight == 30
+    assert (busy.sessions, busy.groups) == (30, 1)
+    slow, *usual = sorted(busy.replicas, key=lambda replica: replica.name)
+    assert slow.slowness > 1.3 * max(replica.slowness for replica in usual)
+    assert slow.tokens_per_s < min(replica.tokens_per_s for replica in usual)
+    assert busy.mean_new_tokens == 256  # nothing has ended
+    assert (idle.in_flight, idle.decisions) == (0, 65)
+    assert idle.mean_new_tokens > 600
+    assert idle.moves > 0  # away from the slow one
+    assert "engine-1" not in late
+
+
+def test_pool_gives_each_replica_its_weight() -> None:
+    async def main() -> dict[str, float]:
+        async with open_pool(simulated_pool((1.0, 1.0), weights=(1.0, 2.5))) as pool:
+            return {replica.name: replica.weight for replica in pool.router.replicas}
+
+    assert run_virtual(main) == {"engine-0": 1.0, "engine-1": 2.5}

@@ -1,0 +1,755 @@
+"""The whole road on the simulated engine, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio  # noqa: TID251  (agents and rewards of users run it)
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+import rollout
+from rollout import AgentLoop, Outcome, Prompt, Trajectory, function_tool
+from rollout.agents import AgentContext, register_agent
+from rollout.config import (
+    AgentConfig,
+    LengthsConfig,
+    LimitsConfig,
+    SamplingConfig,
+    SchedulingConfig,
+)
+from rollout.interactions import Interaction, InteractionTurn, ScriptedUser
+from rollout.testing import Scenario
+
+pytestmark = pytest.mark.anyio
+
+CALL = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+
+
+def user(text: str, **fields: Any) -> Prompt:
+    return Prompt(messages=[{"role": "user", "content": text}], **fields)
+
+
+def calls(name: str, arguments: str = "{}") -> str:
+    return CALL % (name, arguments)
+
+
+@function_tool
+async def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+@function_tool
+async def forever() -> str:
+    """Never return."""
+    await anyio.sleep_forever()
+    return ""
+
+
+ADDING = (
+    Scenario(seed=1)
+    .reply("2 + 3", calls("add", '{"a": 2, "b": 3}'))
+    .then("The sum is 5.")
+    .timing(base_s=0.01, slope_s=0.0)
+)
+
+
+async def generate(
+    scenario: Scenario,
+    prompts: Sequence[Prompt],
+    *,
+    tools: Sequence[Any] = (),
+    reward: Any = None,
+    interactions: Sequence[Any] = (),
+    **sections: Any,
+) -> rollout.RolloutBatch:
+    config = scenario.config(**sections)
+    async with rollout.open_rollout(config, tools, reward, interactions) as runtime:
+        batch = await runtime.generate(prompts, step=7)
+        statistics = runtime.statistics()
+        assert statistics.admitted == statistics.finished
+        assert statistics.running == 0
+    return batch
+
+
+def texts(trajectory: Trajectory) -> list[tuple[str, str]]:
+    transcript = trajectory.transcript
+    return [
+        (span.kind, bytes(i for i in transcript.span_ids(span) if i < 256).decode())
+        for span in transcript.spans
+    ]
+
+
+async def test_tool_agent_calls_a_tool_and_answers() -> None:
+    batch = await generate(ADDING, [user("What is 2 + 3?")], tools=[add])
+    (trajectory,) = batch.trajectories
+    assert trajectory.outcome is Outcome.COMPLETED
+    assert trajectory.num_turns == 4  # the prompt, two generations, one answer of a tool
+    kinds = [kind for kind, _ in texts(trajectory)]
+    assert kinds == ["prompt", "generated", "observation", "generated"]
+    spoken = texts(trajectory)
+    assert spoken[1][1] == calls("add", '{"a": 2, "b": 3}')
+    assert "5" in spoken[2][1]
+    assert spoken[3][1] == "The sum is 5."
+    assert [m.role for m in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
+    assert trajectory.answer == "The sum is 5."
+    assert trajectory.metrics["tool_calls"] == 1
+
+
+async def test_generate_rows_follow_the_prompts_and_members_are_adjacent() -> None:
+    batch = await generate(
+        Scenario(seed=1),
+        [user(f"question {i}", uid=f"q{i}") for i in range(3)],
+        scheduling=SchedulingConfig(samples_per_prompt=2),
+        lengths=LengthsConfig(prompt=256, response=32),
+        sampling=SamplingConfig(max_new_tokens=8),
+    )
+    rows = [(s.uid, s.group, s.member, s.row) for s in batch.samples]
+    assert rows == [(f"q{i // 2}", i // 2, i % 2, i) for i in range(6)]
+    tensors = batch.tensors
+    assert tensors["prompts"].shape == (6, 256)
+    assert tensors["responses"].shape == (6, 32)
+    assert tensors["response_mask"].sum(dim=1).tolist() == [8] * 6
+    for row, trajectory in enumerate(batch.trajectories):
+        transcript = trajectory.transcript
+        width = transcript.response_length
+        sampled = transcript.ids()[transcript.prompt_length :]
+        assert tensors["responses"][row, :width].tolist() == sampled.tolist()
+        log_probs = transcript.log_probs()[transcript.prompt_length :]
+        assert tensors["rollout_log_probs"][row, :width].tolist() == log_probs.tolist()
+
+
+async def test_generate_same_seed_gives_the_same_tokens_and_members_differ() -> None:
+    def run() -> Any:
+        return generate(
+            Scenario(seed=3),
+            [user("talk", uid="a"), user("talk", uid="b")],
+            scheduling=SchedulingConfig(samples_per_prompt=2),
+            sampling=SamplingConfig(max_new_tokens=16),
+        )
+
+    first, second = await run(), await run()
+    assert first.tensors["input_ids"].equal(second.tensors["input_ids"])
+    rows = {tuple(row.tolist()) for row in first.tensors["responses"]}
+    assert len(rows) == 4
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason", "said"),
+    [
+        (Prompt(messages=[]), "empty_prompt", "messages: expected at least one message"),
+        (user("x", agent_name="nobody"), "unknown_agent", "no agent is registered as 'nobody'"),
+        (user("x", sampling={"temperature": -1}), "bad_sampling", "temperature = -1"),
+        (
+            user("x", sampling={"stop_token_ids": [300]}),
+            "bad_sampling",
+            "sampling.stop_token_ids: 300 is outside the engine's vocabulary of 259 ids",
+        ),
+        (user("x", sampling={"heat": 1}), "bad_sampling", "sampling.heat: unknown key"),
+        (
+            user("x", extra={"interaction_kwargs": {"name": "ghost"}}),
+            "unknown_interaction",
+            "unknown interaction 'ghost'; known: none",
+        ),
+        (user("x", tools=["hammer"]), "unknown_tool", "'hammer'"),
+        (user("y" * 3000), "prompt_length", "lengths.prompt = 2048"),
+        (Prompt(messages=[{"content": "x"}]), "bad_message", "messages[0] has no role"),
+        (
+            Prompt(messages=[{"role": "user", "content": 3}]),
+            "bad_message",
+            "must be a string, not int",
+        ),
+        (user("\ud800"), "bad_message", "the messages hold '\\ud800': half of a character"),
+        (user("x", sampling={1: 2, "a": 3}), "bad_sampling", "sampling.1: unknown key"),
+        (user("x", sampling={"top_k": 2**31}), "bad_sampling", "sampling.top_k = 2147483648"),
+        (user("x", sampling={"stop_token_ids": [2**31]}), "bad_sampling", "stop_token_ids[0]"),
+    ],
+)
+async def test_bad_prompt_is_rejected_and_the_others_are_unharmed(
+    prompt: Prompt, reason: str, said: str
+) -> None:
+    batch = await generate(ADDING, [user("What is 2 + 3?"), prompt], tools=[add])
+    good, bad = batch.trajectories
+    assert good.outcome is Outcome.COMPLETED
+    assert (bad.outcome, bad.reason, bad.trainable) == (Outcome.REJECTED, reason, False)
+    assert bad.cause is not None
+    assert said in bad.cause.message
+    assert batch.tensors["attention_mask"][1].sum() == 0
+    assert batch.tensors["trainable"].tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        ("hello", "prompts: expected a sequence of Prompt, got str"),
+        (["hello"], r"prompts\[0\]: expected a Prompt, got str"),
+        ([user("a", uid="x"), user("b", uid="x")], r"prompts\[1\].uid = 'x': the uid of"),
+        ([user("a", uid=3)], r"prompts\[0\].uid = 3: expected a string or None"),
+        ([Prompt(messages="hi")], r"prompts\[0\].messages = 'hi': expected a list"),
+        ([user("a", tools=[["add"]])], r"prompts\[0\].tools\[0\] = \['add'\]: expected a string"),
+        ([user("a", extra=[1])], r"prompts\[0\].extra = \[1\]: expected a mapping"),
+    ],
+)
+async def test_unusable_prompts_raise_before_any_work(prompts: Any, said: str) -> None:
+    async with rollout.open_rollout(Scenario(seed=1).config()) as runtime:
+        with pytest.raises(rollout.PromptError, match=said):
+            await runtime.generate(prompts)
+        assert runtime.statistics().admitted == 0
+
+
+ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "raises": (lambda: 1 / 0, "ZeroDivisionError"),
+    "none": (lambda: None, ""),
+    "number": (lambda: 4.5, "4.5"),
+    "dict": (lambda: {"a": [1, "ü"]}, '{"a": [1, "ü"]}'),
+    "huge": (lambda: "x" * 10_000_000, "...(truncated)..."),
+    "object": (object, ""),
+    "exit": (lambda: (_ for _ in ()).throw(SystemExit(1)), "SystemExit"),
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+async def test_odd_tool_becomes_an_observation_and_siblings_do_not_notice(kind: str) -> None:
+    produce, expected = ANSWERS[kind]
+
+    @function_tool(name="odd")
+    async def odd() -> Any:
+        """Do something odd."""
+        return produce()
+
+    scenario = ADDING.reply("odd", calls("odd")).then("I see.")
+    batch = await generate(
+        scenario,
+        [user("an odd one"), user("What is 2 + 3?")],
+        tools=[odd, add],
+    )
+    strange, normal = batch.trajectories
+    assert normal.outcome is Outcome.COMPLETED
+    assert strange.outcome is Outcome.COMPLETED
+    assert expected in texts(strange)[2][1]
+    assert strange.answer == "I see."
+
+
+async def test_tool_never_returns_meets_its_limit_and_the_trajectory_goes_on() -> None:
+    scenario = ADDING.reply("stuck", calls("forever")).then("It took too long.")
+    start = anyio.current_time()
+    batch = await generate(
+        scenario,
+        [user("stuck"), user("What is 2 + 3?")],
+        tools=[forever, add],
+        limits=LimitsConfig(tool_s=10.0),
+    )
+    assert 10.0 <= anyio.current_time() - start < 13.0
+    stuck, normal = batch.trajectories
+    assert normal.metrics["total_s"] < 3.0
+    assert stuck.outcome is Outcome.COMPLETED
+    assert "timed out after 10 s (limits.tool_s)" in texts(stuck)[2][1]
+
+
+async def test_trajectory_limit_shorter_than_the_tool_ends_it_at_that_time() -> None:
+    scenario = Scenario(seed=1).reply("stuck", calls("forever"))
+    batch = await generate(
+        scenario,
+        [user("stuck")],
+        tools=[forever],
+        limits=LimitsConfig(
+            tool_s=7.0, turn_s=7.0, generation_s=7.0, trajectory_s=7.0, batch_s=100.0
+        ),
+    )
+    (trajectory,) = batch.trajectories
+    assert trajectory.outcome is Outcome.DEADLINE
+    assert trajectory.limit_source == "limits.trajectory_s"
+    assert trajectory.metrics["total_s"] == 7.0
+    assert not trajectory.trainable
+    assert trajectory.transcript.generated_length > 0
+
+
+async def test_max_assistant_turns_reached_ends_with_that_limit() -> None:
+    scenario = Scenario(seed=1).reply("go", calls("add", '{"a": 1, "b": 1}'))
+    batch = await generate(
+        scenario, [user("go")], tools=[add], agent=AgentConfig(max_assistant_turns=3)
+    )
+    (trajectory,) = batch.trajectories
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.LIMIT, "turns")
+    assert trajectory.limit_source == "agent.max_assistant_turns"
+    assert [kind for kind, _ in texts(trajectory)].count("generated") == 3
+    assert trajectory.num_turns == 3 + 2 + 1
+    assert not trajectory.transcript.ends_with_observation
+
+
+async def test_max_user_turns_reached_ends_with_that_limit() -> None:
+    scenario = Scenario(seed=1).reply("go", calls("add", '{"a": 1, "b": 1}'))
+    batch = await generate(scenario, [user("go")], tools=[add], agent=AgentConfig(max_user_turns=2))
+    (trajectory,) = batch.trajectories
+    assert trajectory.limit_source == "agent.max_user_turns"
+    assert [kind for kind, _ in texts(trajectory)].count("observation") == 2
+
+
+async def test_response_length_reached_in_a_generation_cuts_it() -> None:
+    batch = await generate(
+        Scenario(seed=1).reply("", filler=500),
+        [user("talk")],
+        lengths=LengthsConfig(prompt=256, response=40),
+    )
+    (trajectory,) = batch.trajectories
+    assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LENGTH, "lengths.response")
+    assert trajectory.transcript.response_length == 40
+    assert batch.tensors["response_mask"].sum() == 40
+
+
+async def test_observation_leaves_no_room_it_is_not_appended() -> None:
+    scenario = Scenario(seed=1).reply("go", calls("add", '{"a": 1, "b": 1}'))
+    room = len(calls("add", '{"a": 1, "b": 1}')) + 10
+    batch = await generate(
+        scenario,
+        [user("go")],
+        tools=[add],
+        lengths=LengthsConfig(prompt=2048, response=room),
+    )
+    (trajectory,) = batch.trajectories
+    assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LENGTH, "lengths.response")
+    assert [kind for kind, _ in texts(trajectory)] == ["prompt", "generated"]
+
+
+async def test_interaction_scripted_user_answers_with_mask_zero() -> None:
+    scenario = Scenario(seed=1).reply("start", "First answer.").then("Second answer.")
+    batch = await generate(
+        scenario,
+        [user("start")],
+        interactions=[ScriptedUser(["Try again."], name="critic")],
+        agent=AgentConfig(interaction="critic"),
+    )
+    (trajectory,) = batch.trajectories
+    assert trajectory.outcome is Outcome.COMPLETED
+    spoken = texts(trajectory)
+    assert [kind for kind, _ in spoken] == ["prompt", "generated", "observation", "generated"]
+    assert "Try again." in spoken[2][1]
+    assert trajectory.answer == "Second answer."
+    masked = trajectory.transcript.ids()[trajectory.transcript.mask()]
+    assert b"Try again." not in bytes(int(i) for i in masked if i < 256)
+
+
+async def test_reward_async_is_computed_while_others_generate() -> None:
+    seen: list[str] = []
+
+    async def reward(trajectory: Trajectory) -> float:
+        await anyio.sleep(1.0)
+        seen.append(trajectory.uid)
+        return float(len(trajectory.answer))
+
+    scenario = (
+        Scenario(seed=1)
+        .reply("short", "ok")
+        .reply("long", filler=400)
+        .timing(base_s=0.01, slope_s=0.0)
+    )
+    batch = await generate(
+        scenario, [user("long one", uid="long"), user("short", uid="short")], reward=reward
+    )
+    assert seen == ["short", "long"]
+    assert [t.reward for t in batch.trajectories][1] == 2.0
+    assert batch.metrics["reward/mean"] > 0
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "the reward function returned None; expected a number or a Reward"),
+        ("high", "the reward function returned 'high'; expected a number or a Reward"),
+        (float("nan"), "the reward function returned nan; expected a finite number"),
+        (True, "the reward function returned True; expected a number or a Reward"),
+        (
+            rollout.Reward(value=1.0, extra=[1]),  # type: ignore[arg-type]
+            "the reward function returned the extra [1]; expected a mapping",
+        ),
+    ],
+)
+async def test_reward_is_no_number_trajectory_fails_without_a_reward(value: Any, said: str) -> None:
+    async def reward(trajectory: Trajectory) -> Any:
+        return value
+
+    batch = await generate(ADDING, [user("What is 2 + 3?")], tools=[add], reward=reward)
+    (trajectory,) = batch.trajectories
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "reward")
+    assert trajectory.cause is not None
+    assert trajectory.cause.message == said
+    assert trajectory.reward is None
+    assert not trajectory.trainable
+    assert trajectory.answer == "The sum is 5."
+
+
+@pytest.mark.parametrize("value", [0.5, np.float32(0.5), np.array(0.5), torch.tensor(0.5)])
+async def test_reward_with_extra_reaches_the_sample(value: Any) -> None:
+    async def reward(trajectory: Trajectory) -> rollout.Reward:
+        return rollout.Reward(value=value, extra={"style": 2})
+
+    batch = await generate(ADDING, [user("What is 2 + 3?")], tools=[add], reward=reward)
+    assert batch.samples[0].reward == 0.5
+    assert batch.samples[0].extra["style"] == 2
+
+
+async def test_agent_raises_only_its_trajectory_fails() -> None:
+    @register_agent("crashing")
+    class Crashing(AgentLoop):
+        async def run(self, context: AgentContext) -> None:
+            await context.generate()
+            raise LookupError("lost my keys")
+
+    batch = await generate(
+        ADDING, [user("x", agent_name="crashing"), user("What is 2 + 3?")], tools=[add]
+    )
+    crashed, normal = batch.trajectories
+    assert normal.outcome is Outcome.COMPLETED
+    assert (crashed.outcome, crashed.reason) == (Outcome.FAILED, "agent")
+    assert crashed.cause is not None
+    assert (crashed.cause.type, crashed.cause.message) == ("LookupError", "lost my keys")
+    assert "in run" in crashed.cause.traceback
+    assert crashed.transcript.generated_length > 0
+
+
+class Mute(Exception):
+    """Cannot even say what went wrong."""
+
+    def __str__(self) -> str:
+        raise LookupError("no words")
+
+
+async def wait_for_a_cancelled_task() -> None:
+    task = asyncio.ensure_future(asyncio.sleep(60))
+    task.cancel()
+    await task
+
+
+async def go_round() -> None:
+    first, second = ValueError("first"), KeyError("second")
+    first.__cause__, second.__cause__ = second, first
+    raise first
+
+
+async def be_mute() -> None:
+    raise Mute
+
+
+async def leave() -> None:
+    raise SystemExit(3)
+
+
+ACCIDENTS = {
+    "CancelledError": wait_for_a_cancelled_task,
+    "KeyError": go_round,
+    "Mute": be_mute,
+    "SystemExit": leave,
+}
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.parametrize("kind", ACCIDENTS)
+async def test_foreign_code_has_an_accident_only_its_trajectory_fails(kind: str) -> None:
+    @register_agent(f"accident {kind}")
+    class Accident(AgentLoop):
+        async def run(self, context: AgentContext) -> None:
+            await ACCIDENTS[kind]()
+
+    async def reward(trajectory: Trajectory) -> float:
+        if trajectory.uid == "judged":
+            await ACCIDENTS[kind]()
+        return 1.0
+
+    prompts = [
+        user("x", agent_name=f"accident {kind}"),
+        user("What is 2 + 3?", uid="judged"),
+        user("What is 2 + 3?"),
+    ]
+    batch = await generate(ADDING, prompts, tools=[add], reward=reward)
+    agent, judged, normal = batch.trajectories
+    assert (agent.outcome, agent.reason) == (Outcome.FAILED, "agent")
+    assert (judged.outcome, judged.reason, judged.reward) == (Outcome.FAILED, "reward", None)
+    assert agent.cause is not None
+    assert judged.cause is not None
+    assert agent.cause.type == judged.cause.type == kind
+    assert (normal.outcome, normal.reward) == (Outcome.COMPLETED, 1.0)
+
+
+async def test_agent_cannot_be_made_only_its_trajectory_fails() -> None:
+    @register_agent("unmakeable")
+    class Unmakeable(AgentLoop):
+        def __init__(self) -> None:
+            raise LookupError("no parts")
+
+        async def run(self, context: AgentContext) -> None:
+            raise NotImplementedError
+
+    batch = await generate(
+        ADDING, [user("x", agent_name="unmakeable"), user("What is 2 + 3?")], tools=[add]
+    )
+    failed, normal = batch.trajectories
+    assert normal.outcome is Outcome.COMPLETED
+    assert failed.outcome is Outcome.FAILED
+    assert failed.cause is not None
+    assert failed.cause.message == "no parts"
+
+
+async def test_agent_samples_as_no_engine_can_only_its_trajectory_fails() -> None:
+    @register_agent("greedy for more")
+    class Greedy(AgentLoop):
+        async def run(self, context: AgentContext) -> None:
+            context.sampling = msgspec.structs.replace(context.sampling, top_k=2**70)
+            await context.generate()
+
+    config = ADDING.config()
+    async with rollout.open_rollout(config, [add]) as runtime:
+        prompts = [user("x", agent_name="greedy for more"), user("What is 2 + 3?")]
+        batch = await runtime.generate(prompts)
+        replicas = runtime.statistics().replicas
+    failed, normal = batch.trajectories
+    assert (failed.outcome, normal.outcome) == (Outcome.FAILED, Outcome.COMPLETED)
+    assert normal.metrics["attempts"] == 1
+    assert [(r.in_flight, r.starts) for r in replicas] == [(0, 1)]
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_interaction_finish_has_an_accident_the_trajectory_is_kept() -> None:
+    class Careless(Interaction):
+        name = "careless"
+
+        async def respond(self, messages: Sequence[Any]) -> InteractionTurn:
+            return InteractionTurn("", is_done=True)
+
+        async def finish(self) -> None:
+            await wait_for_a_cancelled_task()
+
+    batch = await generate(
+        Scenario(seed=1).reply("", "ok"),
+        [user("hi", extra={"interaction_kwargs": {"name": "careless"}})],
+        interactions=[Careless],
+    )
+    assert [t.outcome for t in batch.trajectories] == [Outcome.COMPLETED]
+
+
+async def test_cancel_one_member_keeps_its_tokens_and_generate_returns() -> None:
+    config = (
+        Scenario(seed=1)
+        .reply("", filler=1000)
+        .timing(base_s=0.01, slope_s=0.0)
+        .config(scheduling=SchedulingConfig(samples_per_prompt=2))
+    )
+    async with rollout.open_rollout(config) as runtime:
+        async with anyio.create_task_group() as tasks:
+
+            async def cancel_later() -> None:
+                await anyio.sleep(2.0)
+                assert runtime.cancel("p", 1, reason="surplus") == 1
+                assert runtime.cancel("p", 1, reason="again") == 0
+
+            tasks.start_soon(cancel_later)
+            batch = await runtime.generate([user("go", uid="p")])
+    kept, cut = batch.trajectories
+    assert kept.outcome is Outcome.COMPLETED
+    assert (cut.outcome, cut.reason) == (Outcome.CANCELLED, "surplus")
+    assert cut.metrics["total_s"] == 2.0
+    assert 100 < cut.transcript.generated_length < 250
+    assert next(iter(cut.transcript.generated_spans())).finish_reason == "abort"
+
+
+async def test_cancel_members_that_wait_for_a_place_end_without_tokens() -> None:
+    config = (
+        Scenario(seed=1)
+        .reply("", filler=100)
+        .config(scheduling=SchedulingConfig(samples_per_prompt=4, max_in_flight=1))
+    )
+    async with rollout.open_rollout(config) as runtime:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.lowlevel.checkpoint)
+
+            async def cancel_soon() -> None:
+                await anyio.sleep(0.1)
+                assert runtime.statistics().running == 1
+                runtime.cancel()
+
+            tasks.start_soon(cancel_soon)
+            batch = await runtime.generate([user("go")])
+    assert {t.outcome for t in batch.trajectories} == {Outcome.CANCELLED}
+    assert [len(t.transcript) > 0 for t in batch.trajectories] == [True, False, False, False]
+
+
+async def test_generate_cancelled_by_its_caller_passes_through_and_runtime_stays_usable() -> None:
+    config = ADDING.reply("", filler=1000).config()
+    async with rollout.open_rollout(config, [add]) as runtime:
+        with anyio.move_on_after(1.0) as scope:
+            await runtime.generate([user("endless")])
+        assert scope.cancelled_caught
+        batch = await runtime.generate([user("What is 2 + 3?")])
+        assert batch.trajectories[0].outcome is Outcome.COMPLETED
+        await anyio.sleep(0.1)
+        assert all(r.in_flight == r.zombies == 0 for r in runtime.statistics().replicas)
+        statistics = runtime.statistics()
+        assert statistics.outcomes == {"cancelled": 1, "completed": 1}
+
+
+async def test_max_in_flight_bounds_what_runs_at_once() -> None:
+    most = 0
+    async with rollout.open_rollout(
+        Scenario(seed=1)
+        .reply("", "ok")
+        .config(scheduling=SchedulingConfig(samples_per_prompt=20, max_in_flight=3))
+    ) as runtime:
+
+        async def watch() -> None:
+            nonlocal most
+            while True:
+                most = max(most, runtime.statistics().running)
+                await anyio.sleep(0.001)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            await runtime.generate([user("go")])
+            tasks.cancel_scope.cancel()
+    assert most == 3
+
+
+async def test_stream_yields_in_the_order_of_ends_and_leaving_cancels_the_rest() -> None:
+    config = (
+        Scenario(seed=1)
+        .reply("quick", "ok")
+        .reply("slow", filler=1500)
+        .timing(base_s=0.01, slope_s=0.0)
+        .config()
+    )
+    async with rollout.open_rollout(config) as runtime:
+        prompts = [user("slow one", uid="slow"), user("quick one", uid="quick")]
+        async with runtime.stream(prompts) as trajectories:
+            async for trajectory in trajectories:
+                assert trajectory.uid == "quick"
+                break
+        await anyio.sleep(0.1)
+        statistics = runtime.statistics()
+        assert statistics.admitted == statistics.finished == 2
+        assert all(r.in_flight == 0 for r in statistics.replicas)
+
+
+async def test_stream_ends_by_itself_when_all_have_ended() -> None:
+    async with rollout.open_rollout(Scenario(seed=1).reply("", "ok").config()) as runtime:
+        async with runtime.stream([user(str(i)) for i in range(40)]) as trajectories:
+            ended = [trajectory.uid async for trajectory in trajectories]
+        assert sorted(ended) == sorted(f"prompt-{i}" for i in range(40))
+
+
+async def test_batch_deadline_returns_what_is_finished_and_what_is_partial() -> None:
+    batch = await generate(
+        Scenario(seed=1)
+        .reply("quick", "ok")
+        .reply("slow", filler=1500)
+        .timing(base_s=0.01, slope_s=0.0),
+        [user("quick"), user("slow"), user("slow too")],
+        limits=LimitsConfig(
+            generation_s=5, tool_s=5, turn_s=5, trajectory_s=5, batch_s=5, reward_s=1
+        ),
+        scheduling=SchedulingConfig(max_in_flight=2),
+    )
+    outcomes = [(t.outcome, t.limit_source) for t in batch.trajectories]
+    assert outcomes == [
+        (Outcome.COMPLETED, None),
+        (Outcome.DEADLINE, "limits.batch_s"),
+        (Outcome.DEADLINE, "limits.batch_s"),
+    ]
+    assert batch.trajectories[1].transcript.generated_length > 400
+
+
+async def test_validation_samples_as_validation_sampling_says() -> None:
+    config = Scenario(seed=1).config(
+        validation_sampling=SamplingConfig(greedy=True, max_new_tokens=3),
+        sampling=SamplingConfig(max_new_tokens=5),
+        scheduling=SchedulingConfig(samples_per_prompt=2),
+    )
+    async with rollout.open_rollout(config) as runtime:
+        training = await runtime.generate([user("x")])
+        validation = await runtime.generate([user("x")], validate=True)
+    assert [t.transcript.generated_length for t in training.trajectories] == [5, 5]
+    assert [t.transcript.generated_length for t in validation.trajectories] == [3]
+
+
+async def test_several_generate_calls_at_once_do_not_mix() -> None:
+    config = Scenario(seed=1).reply("", filler=10).config()
+    async with rollout.open_rollout(config) as runtime:
+        batches: dict[int, rollout.RolloutBatch] = {}
+
+        async def call(number: int) -> None:
+            batches[number] = await runtime.generate(
+                [user(f"{number}.{i}", uid=f"{number}.{i}") for i in range(5)]
+            )
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(4):
+                tasks.start_soon(call, number)
+    for number, batch in batches.items():
+        assert [s.uid for s in batch.samples] == [f"{number}.{i}" for i in range(5)]
+
+
+async def test_open_body_raises_error_leaves_as_itself() -> None:
+    with pytest.raises(KeyError, match="mine"):
+        async with rollout.open_rollout(Scenario(seed=1).config()):
+            raise KeyError("mine")
+
+
+async def test_close_while_another_task_generates_that_call_learns_it() -> None:
+    errors: list[rollout.RolloutError] = []
+
+    async def call(runtime: Any) -> None:
+        try:
+            await runtime.generate([user("slow"), user("quick")])
+        except rollout.RolloutError as error:
+            errors.append(error)
+
+    config = Scenario(seed=1).reply("quick", "ok").reply("", filler=1000).config()
+    async with anyio.create_task_group() as tasks:
+        async with rollout.open_rollout(config) as runtime:
+            tasks.start_soon(call, runtime)
+            await anyio.sleep(1.0)
+        with pytest.raises(rollout.RolloutError, match="the runtime is closed"):
+            await runtime.generate([user("late")])
+    assert str(errors[0]) == "the runtime was closed while this call was running"
+    assert errors[0].partial is not None
+    assert [s.outcome for s in errors[0].partial.samples] == ["completed"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"agent": AgentConfig(name="nobody")}, "agent.name = 'nobody': no agent is registered"),
+        ({"agent": AgentConfig(tool_format="latin")}, "agent.tool_format = 'latin': unknown"),
+        ({"agent": AgentConfig(interaction="ghost")}, "agent.interaction = 'ghost': not among"),
+    ],
+)
+async def test_open_unknown_name_is_a_config_error(sections: Any, said: str) -> None:
+    with pytest.raises(rollout.ConfigError, match=said):
+        async with rollout.open_rollout(Scenario(seed=1).config(**sections)):
+            pytest.fail("opened")
+
+
+async def test_engine_dies_in_mid_trajectory_it_fails_with_its_tokens() -> None:
+    scenario = Scenario(seed=1).reply("", filler=500).fault(die_after_tokens=100)
+    batch = await generate(scenario, [user("go")])
+    (trajectory,) = batch.trajectories
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "engine")
+    assert trajectory.reward is None
+    assert not trajectory.trainable
+    assert trajectory.transcript.generated_length > 0
+
+
+def test_config_of_another_type_is_refused() -> None:
+    async def main() -> None:
+        async with rollout.open_rollout({"seed": 1}):  # type: ignore[arg-type]
+            pytest.fail("opened")
+
+    with pytest.raises(rollout.ConfigError, match="config: expected a RolloutConfig, got dict"):
+        anyio.run(main)

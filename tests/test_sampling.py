@@ -1,0 +1,198 @@
+"""Draws, penalties and truncation of the embedded engine, against transformers' own processors."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from rollout.engine.core import SamplingParams
+from rollout.engine.cores.transformers.sampling import (
+    Row,
+    penalise,
+    race,
+    race_numbers,
+    sample,
+    truncate,
+)
+
+VOCABULARY = 1500
+NOTHING_SEEN = np.zeros(0, dtype=np.int32)
+
+
+def logits(seed: int, rows: int = 1, scale: float = 3.0, vocabulary: int = VOCABULARY):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, vocabulary, generator=generator) * scale
+
+
+def params(**values) -> SamplingParams:
+    return SamplingParams(max_new_tokens=1, **values)
+
+
+def row(position: int = 0, seed: int = 1, seen=NOTHING_SEEN, **values) -> Row:
+    return Row(params(**values), seed, position, np.asarray(seen, dtype=np.int32))
+
+
+def kept(scores: torch.Tensor) -> set[int]:
+    return set(torch.isfinite(scores).nonzero().flatten().tolist())
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 50, VOCABULARY, VOCABULARY + 7])
+def test_truncate_top_k_keeps_what_transformers_keeps(top_k: int) -> None:
+    scores = logits(top_k)
+    expected = TopKLogitsWarper(top_k)(None, scores)[0]
+    assert torch.equal(truncate(scores[0], params(top_k=top_k)), expected)
+
+
+@pytest.mark.parametrize("scale", [0.3, 3.0, 30.0])
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.95, 0.999])
+def test_truncate_top_p_keeps_what_transformers_keeps(top_p: float, scale: float) -> None:
+    scores = logits(5, scale=scale)
+    expected = TopPLogitsWarper(top_p)(None, scores)[0]
+    assert torch.equal(truncate(scores[0], params(top_p=top_p)), expected)
+
+
+@pytest.mark.parametrize("min_p", [0.001, 0.1, 0.5, 1.0])
+def test_truncate_min_p_keeps_what_transformers_keeps(min_p: float) -> None:
+    scores = logits(6)
+    expected = MinPLogitsWarper(min_p)(None, scores)[0]
+    assert torch.equal(truncate(scores[0], params(min_p=min_p)), expected)
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.3, 2.0])
+def test_penalise_seen_tokens_gives_transformers_scores(penalty: float) -> None:
+    scores, seen = logits(7), torch.tensor([[3, 3, 9, 1400]])
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(seen, scores.clone())[0]
+    assert torch.equal(penalise(scores[0], seen[0], penalty), expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    temperature=st.floats(0.2, 3.0),
+    top_k=st.one_of(st.just(-1), st.integers(1, 200)),
+    top_p=st.floats(0.05, 1.0),
+    min_p=st.floats(0.0, 0.3),
+    penalty=st.floats(0.5, 2.0),
+)
+def test_sample_with_every_filter_draws_from_transformers_distribution(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float, penalty: float
+) -> None:
+    scores, seen = logits(seed), [1, 5, 5, 700]
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty)])
+    processors.append(TemperatureLogitsWarper(temperature))
+    if top_k > 0:
+        processors.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        processors.append(TopPLogitsWarper(top_p))
+    if min_p > 0:
+        processors.append(MinPLogitsWarper(min_p))
+    allowed = kept(processors(torch.tensor([seen]), scores.clone())[0])
+    values = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    penalised = penalise(scores[0], torch.tensor(seen), penalty)
+    scaled = (penalised - penalised.max()) / temperature
+    ours = kept(truncate(scaled, params(**values)))
+    # Ids right at the edge may fall to either side: the two add probabilities up differently.
+    probabilities = scaled.softmax(-1)
+    assert sum(probabilities[list(ours ^ allowed)].tolist()) < 2e-6
+    rows = [
+        row(position, seen=seen, repetition_penalty=penalty, **values) for position in range(50)
+    ]
+    assert set(sample(scores.expand(50, -1), rows).ids.tolist()) <= ours
+
+
+def test_sample_greedy_row_takes_the_argmax_at_temperature_one() -> None:
+    scores = logits(8, rows=2)
+    draws = sample(scores, [row(temperature=0), row(temperature=0, top_k=3, seed=9)])
+    assert draws.ids.tolist() == scores.argmax(-1).tolist()
+    expected = scores.log_softmax(-1).amax(-1)
+    torch.testing.assert_close(draws.log_probs, expected, rtol=0, atol=1e-5)
+
+
+def test_sample_greedy_row_with_penalty_avoids_the_seen_token() -> None:
+    scores = torch.tensor([[4.0, 3.0, -1.0]])
+    draws = sample(scores, [row(temperature=0, seen=[0], repetition_penalty=2.0)])
+    assert draws.ids.tolist() == [1]
+    assert draws.log_probs.item() == pytest.approx(scores.log_softmax(-1)[0, 1].item(), abs=1e-6)
+
+
+def test_sample_log_probs_are_of_the_scaled_distribution_before_truncation() -> None:
+    scores = logits(9)
+    rows = [
+        row(temperature=0.7, top_k=5, top_p=0.9, seen=[2], repetition_penalty=1.5, position=at)
+        for at in range(20)
+    ]
+    draws = sample(scores.expand(20, -1), rows)
+    expected = (scores[0] / 0.7).log_softmax(-1)[draws.ids]
+    torch.testing.assert_close(draws.log_probs, expected, rtol=0, atol=1e-5)
+
+
+def test_sample_row_is_the_same_alone_and_in_any_batch() -> None:
+    scores = logits(10, rows=6)
+    kinds = [{}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 4}, {"temperature": 0.5}, {}]
+    rows = [row(position=at, seed=at * 7, **kind) for at, kind in enumerate(kinds)]
+    together = sample(scores, rows)
+    backwards = sample(scores.flip(0), rows[::-1])
+    alone = [sample(scores[at : at + 1], rows[at : at + 1]).ids.item() for at in range(6)]
+    assert together.ids.tolist() == alone == backwards.ids.tolist()[::-1]
+
+
+def test_sample_leaves_the_logits_alone() -> None:
+    scores = logits(11, rows=2)
+    before = scores.clone()
+    sample(scores, [row(), row(top_k=2, seen=[1], repetition_penalty=1.2)])
+    assert torch.equal(scores, before)
+
+
+def test_sample_tiny_temperature_is_finite_and_takes_the_most_likely() -> None:
+    scores = logits(12)
+    draws = sample(scores, [row(temperature=1e-30)])
+    assert draws.ids.item() == scores.argmax().item()
+    assert draws.log_probs.item() == 0.0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_sample_row_that_is_not_finite_has_no_log_prob(value: float) -> None:
+    scores = logits(13, rows=2)
+    scores[0, 5] = value
+    draws = sample(scores, [row(), row()])
+    assert math.isnan(draws.log_probs[0].item())
+    assert math.isfinite(draws.log_probs[1].item())
+
+
+@pytest.mark.parametrize("vocabulary", [5, 256, 700])
+def test_race_draws_in_proportion_to_the_weights(vocabulary: int) -> None:
+    weights = logits(14, vocabulary=vocabulary, scale=1.0).exp()
+    weights[0, 2:4] = 0
+    count = 40_000
+    ids = race(weights.expand(count, -1), [(3, position) for position in range(count)])
+    seen = torch.bincount(ids, minlength=vocabulary).double()
+    expected = (weights[0].double() / weights.sum()) * count
+    assert seen[2:4].tolist() == [0, 0]
+    drawn = expected > 0
+    statistic = ((seen - expected)[drawn] ** 2 / expected[drawn]).sum().item()
+    freedom = int(drawn.sum()) - 1
+    assert abs(statistic - freedom) < 4 * math.sqrt(2 * freedom)
+
+
+def test_race_numbers_stay_what_they_are() -> None:
+    numbers = race_numbers([(7, 256), (2**63, 0)], 3)
+    expected = [[0.93220145, 1.3066999, 1.610517], [4.0522785, 0.44822234, 0.031911735]]
+    np.testing.assert_allclose(numbers, expected, rtol=1e-6)
+
+
+def test_race_numbers_differ_by_seed_and_by_position() -> None:
+    keys = [(1, 1), (1, 2), (2, 1), (11, 1), (1, 11)]
+    assert len({float(value) for value in race_numbers(keys, 1)[:, 0]}) == len(keys)

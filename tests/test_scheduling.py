@@ -1,0 +1,490 @@
+"""Retries, the failure budget, deadlines of a batch, admission, and counts as limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import pytest
+
+import rollout
+from rollout import AgentLoop, Outcome, Prompt, RolloutBatch, Trajectory, function_tool
+from rollout.agents import AgentContext, register_agent
+from rollout.config import (
+    AgentConfig,
+    LengthsConfig,
+    LimitsConfig,
+    SchedulingConfig,
+    SimulatedEngine,
+)
+from rollout.engine.core import EngineLoad
+from rollout.errors import LimitExceeded
+from rollout.scheduling.pressure import AdmissionController
+from rollout.testing import Scenario, tool_call
+
+pytestmark = pytest.mark.anyio
+
+
+def user(text: str, **fields: Any) -> Prompt:
+    return Prompt(messages=[{"role": "user", "content": text}], **fields)
+
+
+async def generate(
+    scenario: Scenario,
+    prompts: Sequence[Prompt],
+    *,
+    tools: Sequence[Any] = (),
+    reward: Any = None,
+    **sections: Any,
+) -> RolloutBatch:
+    async with rollout.open_rollout(scenario.config(**sections), tools, reward) as runtime:
+        return await runtime.generate(prompts, step=1)
+
+
+@register_agent("failing")
+class Failing(AgentLoop):
+    """Fails by the word of its prompt."""
+
+    async def run(self, context: AgentContext) -> None:
+        """Speak, then fail where the prompt says so."""
+        await context.generate()
+        word = context.prompt.messages[0]["content"]  # type: ignore[index]
+        if word.startswith("fail"):
+            raise ValueError(word)
+
+
+OK = Scenario(seed=1).reply("", "ok")
+SLOW = (
+    Scenario(seed=1)
+    .reply("quick", "ok")
+    .reply("slow", filler=5000)
+    .timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9)
+)
+
+
+async def test_engine_dies_its_members_run_again_from_their_start_and_complete() -> None:
+    scenario = Scenario(seed=1).reply("", filler=60).fault(die_after_tokens=50, replicas=(0,))
+    batch = await generate(
+        scenario,
+        [user("go")],
+        engine=SimulatedEngine(replicas=2),
+        scheduling=SchedulingConfig(samples_per_prompt=4, max_retries=50),
+    )
+    assert {t.outcome for t in batch.trajectories} == {Outcome.COMPLETED}
+    assert max(t.metrics["attempts"] for t in batch.trajectories) > 1
+    assert all(t.transcript.generated_length == 61 for t in batch.trajectories)
+
+
+async def test_engine_dies_a_finished_member_does_not_run_again() -> None:
+    counts: dict[int, int] = {}
+
+    @register_agent("counted")
+    class Counted(AgentLoop):
+        async def run(self, context: AgentContext) -> None:
+            member = context.identity.member
+            counts[member] = counts.get(member, 0) + 1
+            if member:
+                await anyio.sleep(1.0)
+            await context.generate()
+
+    scenario = Scenario(seed=1).reply("", filler=60).fault(die_after_tokens=100)
+    batch = await generate(
+        scenario,
+        [user("go")],
+        agent=AgentConfig(name="counted"),
+        scheduling=SchedulingConfig(samples_per_prompt=2, max_retries=3),
+    )
+    assert [t.outcome for t in batch.trajectories] == [Outcome.COMPLETED] * 2
+    assert counts == {0: 1, 1: 2}
+
+
+async def test_retried_member_has_the_tokens_of_an_undisturbed_one() -> None:
+    dying = Scenario(seed=1).fault(die_after_tokens=50, replicas=(0,))
+    sections: dict[str, Any] = {
+        "sampling": rollout.SamplingConfig(max_new_tokens=40),
+        "scheduling": SchedulingConfig(samples_per_prompt=4, max_retries=50),
+        "engine": SimulatedEngine(replicas=2),
+    }
+    disturbed = await generate(dying, [user("go", uid="p")], **sections)
+    calm = await generate(Scenario(seed=1), [user("go", uid="p")], **sections)
+    assert sum(t.metrics["attempts"] for t in disturbed.trajectories) > 4
+    assert disturbed.tensors["input_ids"].equal(calm.tensors["input_ids"])
+
+
+async def test_retries_do_not_outlive_the_trajectory_limit() -> None:
+    scenario = Scenario(seed=1).reply("", filler=5000).fault(die_after_tokens=50)
+    batch = await generate(
+        scenario,
+        [user("go")],
+        scheduling=SchedulingConfig(max_retries=1000),
+        limits=LimitsConfig(trajectory_s=20),
+    )
+    (trajectory,) = batch.trajectories
+    assert trajectory.limit_source == "limits.trajectory_s"
+    assert trajectory.metrics["total_s"] == pytest.approx(20.0)
+
+
+async def test_agent_failure_is_not_retried() -> None:
+    batch = await generate(OK, [user("fail")], agent=AgentConfig(name="failing"))
+    assert batch.trajectories[0].metrics["attempts"] == 1
+
+
+async def test_failures_within_the_budget_are_data() -> None:
+    prompts = [user("fail" if i < 4 else "fine", uid=str(i)) for i in range(8)]
+    batch = await generate(
+        OK,
+        prompts,
+        agent=AgentConfig(name="failing"),
+        scheduling=SchedulingConfig(max_failures=0, max_failure_share=0.5),
+    )
+    assert [t.outcome for t in batch.trajectories].count(Outcome.FAILED) == 4
+
+
+async def test_failures_past_the_budget_stop_the_batch_and_list_their_causes() -> None:
+    words = ["fail left"] * 4 + ["fail right"] * 2 + ["slow"] * 6
+    with pytest.raises(LimitExceeded) as caught:
+        await generate(
+            SLOW.reply("", "ok"),
+            [user(word, uid=str(i)) for i, word in enumerate(words)],
+            agent=AgentConfig(name="failing"),
+            scheduling=SchedulingConfig(max_failures=3, max_failure_share=0.4),
+        )
+    assert str(caught.value) == (
+        "6 of 12 trajectories failed (scheduling.max_failures = 3, "
+        "scheduling.max_failure_share = 0.4); the batch stopped:\n"
+        "  4 × ValueError: fail left\n"
+        "  2 × ValueError: fail right"
+    )
+    partial = caught.value.partial
+    assert partial is not None
+    assert partial.tensors.batch_size == (12,)
+    outcomes = [(s.outcome, s.reason) for s in partial.samples[6:]]
+    assert set(outcomes) == {("cancelled", "failure_budget")}
+
+
+async def test_batch_deadline_drop_marks_what_was_cut_and_removes_nothing() -> None:
+    batch = await generate(
+        SLOW,
+        [user("quick"), user("slow")],
+        limits=LimitsConfig(batch_s=5),
+        scheduling=SchedulingConfig(
+            on_deadline="drop", trainable=("completed", "length", "limit", "deadline")
+        ),
+    )
+    assert [t.trainable for t in batch.trajectories] == [True, False]
+    assert batch.trajectories[1].transcript.generated_length > 100
+
+
+async def test_batch_deadline_partial_leaves_trainable_to_policy() -> None:
+    batch = await generate(
+        SLOW,
+        [user("quick"), user("slow")],
+        limits=LimitsConfig(batch_s=5),
+        scheduling=SchedulingConfig(trainable=("completed", "deadline")),
+    )
+    assert [t.trainable for t in batch.trajectories] == [True, True]
+
+
+async def test_batch_deadline_raise_carries_the_batch() -> None:
+    with pytest.raises(LimitExceeded, match=r"^limits.batch_s = 5 s is over$") as caught:
+        await generate(
+            SLOW,
+            [user("quick"), user("slow")],
+            limits=LimitsConfig(batch_s=5),
+            scheduling=SchedulingConfig(on_deadline="raise"),
+        )
+    assert caught.value.partial is not None
+    assert [s.outcome for s in caught.value.partial.samples] == ["completed", "deadline"]
+
+
+async def test_batch_deadline_cut_trajectory_has_no_reward_and_is_not_trained_on() -> None:
+    async def reward(trajectory: Trajectory) -> float:
+        return 1.0
+
+    batch = await generate(
+        SLOW,
+        [user("quick"), user("slow")],
+        reward=reward,
+        limits=LimitsConfig(batch_s=5),
+        scheduling=SchedulingConfig(trainable=("completed", "deadline")),
+    )
+    assert [t.reward for t in batch.trajectories] == [1.0, None]
+    assert [t.trainable for t in batch.trajectories] == [True, False]
+    assert batch.trajectories[1].limit_source == "limits.batch_s"
+    assert batch.trajectories[1].reason == "batch"
+
+
+async def test_pause_holds_new_trajectories_back_until_resume() -> None:
+    config = SLOW.config(scheduling=SchedulingConfig(samples_per_prompt=6, max_in_flight=2))
+    async with rollout.open_rollout(config) as runtime, anyio.create_task_group() as tasks:
+        weights_changed_at: list[float] = []
+
+        async def update_weights() -> None:
+            await anyio.sleep(0.01)
+            runtime.admission.pause()
+            while runtime.statistics().running:
+                await anyio.sleep(0.01)
+            finished = runtime.statistics().finished
+            await anyio.sleep(100.0)
+            assert runtime.statistics().running == 0
+            assert runtime.statistics().finished == finished == 2
+            weights_changed_at.append(anyio.current_time())
+            runtime.admission.resume()
+
+        tasks.start_soon(update_weights)
+        batch = await runtime.generate([user("quick")])
+    assert {t.outcome for t in batch.trajectories} == {Outcome.COMPLETED}
+    assert weights_changed_at[0] > 100.0
+
+
+async def test_resume_without_pause_is_refused() -> None:
+    async with rollout.open_rollout(OK.config()) as runtime:
+        runtime.admission.pause()
+        runtime.admission.pause()
+        runtime.admission.resume()
+        assert runtime.statistics().max_running == 0
+        runtime.admission.resume()
+        assert runtime.statistics().max_running == 1024
+        with pytest.raises(ValueError, match="resume: admission is not paused"):
+            runtime.admission.resume()
+
+
+def load(kv: float = 0.1, *, running: int = 4, queued: int = 0, preemptions: int = 0) -> EngineLoad:
+    return EngineLoad(running=running, queued=queued, kv_used=kv, preemptions=preemptions)
+
+
+def test_controller_without_pressure_stays_at_the_most() -> None:
+    controller = AdmissionController(100)
+    assert [controller.observe({"a": load()}, 50) for _ in range(3)] == [100, 100, 100]
+
+
+def test_controller_full_kv_shrinks_from_what_runs_once_per_settling_time() -> None:
+    controller = AdmissionController(100)
+    seen = [controller.observe({"a": load(0.99)}, 40) for _ in range(7)]
+    assert seen == [30, 30, 30, 30, 30, 22, 22]
+
+
+def test_controller_preemption_counts_as_pressure_and_a_restart_does_not() -> None:
+    controller = AdmissionController(100)
+    assert controller.observe({"a": load(preemptions=5)}, 80) == 100
+    assert controller.observe({"a": load(preemptions=6)}, 80) == 60
+    fresh = AdmissionController(100)
+    fresh.observe({"a": load(preemptions=5)}, 80)
+    assert fresh.observe({"a": load(preemptions=0)}, 80) == 100
+
+
+def test_controller_long_queue_is_pressure() -> None:
+    controller = AdmissionController(100)
+    assert controller.observe({"a": load(running=4, queued=9)}, 100) == 75
+
+
+def test_controller_pressure_gone_grows_back_by_small_steps() -> None:
+    controller = AdmissionController(100)
+    controller.observe({"a": load(0.99)}, 40)
+    grown = [controller.observe({"a": load(0.5)}, 30) for _ in range(20)]
+    assert grown[:3] == [35, 40, 45]
+    assert grown[-1] == 100
+
+
+def test_controller_never_below_the_least_and_silent_engines_change_nothing() -> None:
+    controller = AdmissionController(4)
+    for _ in range(40):
+        controller.observe({"a": load(1.0)}, 0)
+    assert controller.allowed == 1
+    assert controller.observe({}, 0) == 1
+
+
+async def test_admission_slows_when_the_kv_cache_is_small() -> None:
+    scenario = (
+        Scenario(seed=1).reply("", filler=800).timing(base_s=0.02, slope_s=0.0).kv(tokens=4000)
+    )
+    lowest = 1000
+
+    async def run(*, adaptive: bool) -> float:
+        nonlocal lowest
+        config = scenario.config(
+            scheduling=SchedulingConfig(
+                samples_per_prompt=160, max_in_flight=40, adaptive_admission=adaptive
+            ),
+            lengths=LengthsConfig(prompt=512, response=1024),
+        )
+        async with rollout.open_rollout(config) as runtime, anyio.create_task_group() as tasks:
+
+            async def watch() -> None:
+                nonlocal lowest
+                while True:
+                    await anyio.sleep(0.5)
+                    if adaptive:
+                        lowest = min(lowest, runtime.statistics().max_running)
+
+            tasks.start_soon(watch)
+            batch = await runtime.generate([user("go")])
+            tasks.cancel_scope.cancel()
+            loads = runtime._runner.services.engines.loads()
+        assert {t.outcome for t in batch.trajectories} == {Outcome.COMPLETED}
+        return float(loads["engine-0"].preemptions)
+
+    eager, adaptive = await run(adaptive=False), await run(adaptive=True)
+    assert lowest < 20
+    assert adaptive < eager / 2
+
+
+@function_tool
+async def ping() -> str:
+    """Answer."""
+    return "pong"
+
+
+@function_tool
+async def broken() -> str:
+    """Fail."""
+    raise OSError("no network")
+
+
+async def test_max_tool_calls_reached_ends_before_the_calls_run() -> None:
+    scenario = Scenario(seed=1).reply("go", tool_call("ping") + tool_call("ping"))
+    batch = await generate(
+        scenario, [user("go")], tools=[ping], agent=AgentConfig(max_tool_calls=5)
+    )
+    (trajectory,) = batch.trajectories
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.LIMIT, "tool_calls")
+    assert trajectory.limit_source == "agent.max_tool_calls"
+    assert trajectory.metrics["tool_calls"] == 4
+    assert not trajectory.transcript.ends_with_observation
+
+
+async def test_errors_in_a_row_reached_end_the_trajectory() -> None:
+    scenario = Scenario(seed=1).reply("go", tool_call("broken"))
+    batch = await generate(
+        scenario, [user("go")], tools=[broken], agent=AgentConfig(max_consecutive_errors=3)
+    )
+    (trajectory,) = batch.trajectories
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.LIMIT, "errors")
+    assert trajectory.metrics["tool_calls"] == 3
+    assert not trajectory.transcript.ends_with_observation
+
+
+async def test_errors_with_a_success_between_are_not_in_a_row() -> None:
+    scenario = (
+        Scenario(seed=1)
+        .reply("go", tool_call("broken"))
+        .then(tool_call("ping"))
+        .then(tool_call("broken"))
+        .then("done")
+    )
+    batch = await generate(
+        scenario, [user("go")], tools=[ping, broken], agent=AgentConfig(max_consecutive_errors=2)
+    )
+    assert batch.trajectories[0].outcome is Outcome.COMPLETED
+
+
+async def test_turn_cancelled_by_the_agents_own_scope_is_cut_and_the_agent_goes_on() -> None:
+    @register_agent("impatient")
+    class Impatient(AgentLoop):
+        async def run(self, context: AgentContext) -> None:
+            with anyio.move_on_after(1.0):
+                await context.generate()
+            context.observe([{"role": "user", "content": "Be quick."}])
+            await context.generate()
+
+    scenario = (
+        Scenario(seed=1)
+        .reply("Be quick", "ok")
+        .reply("", filler=5000)
+        .timing(base_s=0.01, slope_s=0.0)
+    )
+    batch = await generate(scenario, [user("go", agent_name="impatient")])
+    (trajectory,) = batch.trajectories
+    assert trajectory.outcome is Outcome.COMPLETED
+    first, second = trajectory.transcript.generated_spans()
+    assert (first.finish_reason, second.finish_reason) == ("abort", "stop")
+    assert 50 < len(first) < 110
+    mask = trajectory.transcript.mask()
+    assert mask[first.start : first.stop].all()
+    assert not mask[first.stop : second.start].any()
+
+
+async def test_cancel_while_a_reward_hangs_keeps_the_tokens_and_the_reason() -> None:
+    async def reward(trajectory: Trajectory) -> float:
+        await anyio.sleep_forever()
+        return 1.0
+
+    async with rollout.open_rollout(OK.config(), reward=reward) as runtime:
+        async with anyio.create_task_group() as tasks:
+
+            async def cancel_later() -> None:
+                await anyio.sleep(5.0)
+                runtime.cancel(reason="enough")
+
+            tasks.start_soon(cancel_later)
+            batch = await runtime.generate([user("go")])
+    (trajectory,) = batch.trajectories
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.CANCELLED, "enough")
+    assert trajectory.reward is None
+    assert not trajectory.trainable
+    assert trajectory.answer == "ok"
+
+
+async def test_statistics_count_tokens_of_generations_under_way() -> None:
+    async with rollout.open_rollout(SLOW.config()) as runtime, anyio.create_task_group() as tasks:
+
+        async def look() -> None:
+            await anyio.sleep(2.0)
+            assert 100 < runtime.statistics().generated_tokens < 250
+            runtime.cancel()
+
+        tasks.start_soon(look)
+        await runtime.generate([user("slow")])
+
+
+async def test_cancel_while_admission_is_paused_generate_returns_at_once() -> None:
+    async with rollout.open_rollout(OK.config()) as runtime:
+        runtime.admission.pause()
+        batches: list[RolloutBatch] = []
+
+        async def call() -> None:
+            batches.append(await runtime.generate([user("one"), user("two")]))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call)
+            await anyio.sleep(3.0)
+            assert runtime.cancel(reason="enough") == 2
+        assert anyio.current_time() == 3.0
+    ends = [(t.outcome, t.reason, len(t.transcript)) for t in batches[0].trajectories]
+    assert ends == [(Outcome.CANCELLED, "enough", 0)] * 2
+
+
+async def test_cancel_does_not_wait_for_places_that_another_call_holds() -> None:
+    config = SLOW.config(scheduling=SchedulingConfig(max_in_flight=1))
+    async with rollout.open_rollout(config) as runtime:
+        ended: list[tuple[str, float]] = []
+
+        async def call(word: str, uid: str) -> None:
+            await runtime.generate([user(word, uid=uid)])
+            ended.append((uid, anyio.current_time()))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call, "slow", "first")
+            await anyio.sleep(1.0)
+            tasks.start_soon(call, "quick", "second")
+            await anyio.sleep(1.0)
+            runtime.cancel("second")
+            await anyio.sleep(0.1)
+            assert ended == [("second", 2.0)]
+            runtime.cancel("first")
+        assert runtime.admission.limiter.borrowed_tokens == 0
+
+
+async def test_stream_past_the_failure_budget_everything_is_received_before_the_error() -> None:
+    config = OK.config(
+        agent=AgentConfig(name="failing"),
+        scheduling=SchedulingConfig(max_failures=1, max_failure_share=0.0),
+    )
+    received: list[str] = []
+    async with rollout.open_rollout(config) as runtime:
+        with pytest.raises(LimitExceeded, match=r"^2 of 3 trajectories failed "):
+            async with runtime.stream([user(f"fail {i}") for i in range(2)] + [user("ok")]) as ends:
+                await anyio.sleep(60.0)  # all of it is over by now
+                received += [trajectory.uid async for trajectory in ends]
+    assert sorted(received) == ["prompt-0", "prompt-1", "prompt-2"]
