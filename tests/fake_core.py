@@ -75,3 +75,11 @@ class BrokenCore(CountingCore):
     async def start(self) -> None:
         """Fail as a missing model would."""
         raise FileNotFoundError("no weights here")
+
+
+class EndlessStartCore(CountingCore):
+    """Never finishes loading."""
+
+    async def start(self) -> None:
+        """Load for ever."""
+        await anyio.sleep_forever()
