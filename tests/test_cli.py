@@ -451,9 +451,10 @@ def test_cli_signal_while_a_reward_hangs_saves_what_had_ended(folder: Path) -> N
     hang = "\n    if trajectory.member:\n        import threading; threading.Event().wait()\n"
     (folder / "tools.py").write_text(TOOLS.replace("flush()\n", f"flush(){hang}"))
     arguments = ["run", "config.py", "--prompts", "prompts.jsonl", "--out", "out", *CODE]
-    with rollout_process(folder, *arguments, "--samples", "2") as process:
+    one_place = ["--set", "scheduling.max_in_flight=1"]
+    with rollout_process(folder, *arguments, "--samples", "2", *one_place) as process:
         wait_for(process, "scored")
-        wait_for(process, "scored")
+        wait_for(process, "scored")  # the first has given its place to the second
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=END_S)
         assert process.returncode == 130

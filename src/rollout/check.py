@@ -16,7 +16,7 @@ from rollout.config import (
     TransformersEngine,
 )
 from rollout.engine.model_files import model_path_fault
-from rollout.engine.opening import core_spec, placement_of
+from rollout.engine.opening import core_spec
 from rollout.errors import AgentError, ConfigError, EngineError
 from rollout.interactions import InteractionRegistry
 
@@ -73,18 +73,19 @@ def _template_faults(model: ModelConfig) -> Iterator[str]:
 
 
 def _opening_faults(config: RolloutConfig) -> Iterator[str]:
-    for look in (lambda: core_spec(config, 0), lambda: placement_of(config)):
-        try:
-            look()
-        except (EngineError, ConfigError) as error:
-            yield str(error)
+    try:
+        core_spec(config, 0)
+    except (EngineError, ConfigError) as error:
+        yield str(error)
 
 
 def _package_faults(config: RolloutConfig) -> Iterator[str]:
     """Packages that are missing in the interpreter that runs the engines, where it is this one."""
+    if config.placement.kind == "ray" and not is_importable("ray"):
+        yield "placement.kind = 'ray' needs the package ray: pip install 'rollout[ray]'"
     python = getattr(config.placement, "python", None)
     if python is not None:
-        if shutil.which(python) is None:
+        if config.placement.kind != "ray" and shutil.which(python) is None:
             yield f"placement.python = {python!r}: no such interpreter"
         return
     if isinstance(config.engine, TransformersEngine):

@@ -289,6 +289,11 @@ class RolloutConfig(Section):
         if is_sound and weights and len(weights) != replicas:
             problem = f"expected a number for each of engine.replicas = {replicas}"
             yield Fault("router.weights", problem, list(weights))
+        seats = getattr(self.placement, "colocate", ())
+        is_sound = isinstance(seats, tuple) and isinstance(replicas, int)
+        if is_sound and seats and len(seats) != replicas:
+            problem = f"expected one for each of engine.replicas = {replicas}"
+            yield Fault("placement.colocate", problem, list(seats))
 
     @classmethod
     def homes_of(cls, key: str) -> list[str]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         SamplingParams,
     )
     from rollout.engine.opening import open_engines
+    from rollout.engine.placement.ray import seats_of
     from rollout.engine.routing import Router
     from rollout.engine.server import EngineServer
 
@@ -35,6 +36,7 @@ _HOMES = {
         "SamplingParams",
     ),
     "rollout.engine.opening": ("open_engines",),
+    "rollout.engine.placement.ray": ("seats_of",),
     "rollout.engine.routing": ("Router",),
     "rollout.engine.server": ("EngineServer",),
 }
