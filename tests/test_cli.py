@@ -440,7 +440,7 @@ def test_cli_signal_saves_what_there_is(folder: Path, signum: signal.Signals, ba
         "the others are saved as far as they had come",
         errors.splitlines()[-1],
     )
-    assert "cancelled (interrupted)\n" in output
+    assert "cancelled (interrupted)" in output
     first, slow, _ = RolloutBatch.load(folder / "out").samples
     assert (first.outcome, first.reason) == (Outcome.COMPLETED, "")
     assert (slow.outcome, slow.reason) == (Outcome.CANCELLED, "interrupted")
