@@ -3,6 +3,7 @@
 from rollout.tools.calculator import calculator
 from rollout.tools.executor import ToolExecutor
 from rollout.tools.function import FunctionTool, function_tool
+from rollout.tools.mcp import connect_mcp
 from rollout.tools.results import ToolResult, normalise_result
 from rollout.tools.session import TrajectoryTools
 from rollout.tools.tool import Tool, ToolContext, ToolSession
@@ -17,6 +18,7 @@ __all__ = [
     "ToolSession",
     "TrajectoryTools",
     "calculator",
+    "connect_mcp",
     "function_tool",
     "normalise_result",
     "truncate_text",
