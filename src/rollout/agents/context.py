@@ -50,6 +50,9 @@ class AgentContext:
         ending: The outcome, where it is settled already.
         cut_by: Path of the length that cut the last generation, else None.
         generation_s: Seconds spent waiting for engines, queueing included.
+        resumes: How often a generation went on elsewhere because its replica was lost.
+        restarts: Why generations began anew then, each time one did.
+        discarded_tokens: Tokens that were dropped by that.
     """
 
     def __init__(
@@ -75,6 +78,9 @@ class AgentContext:
         self.cut_by: str | None = None
         self.generation_s = 0.0
         self.cached_tokens = 0
+        self.resumes = 0
+        self.restarts: list[str] = []
+        self.discarded_tokens = 0
         self._services = services
         self._tools = tools
         self._deadline = deadline
@@ -154,6 +160,7 @@ class AgentContext:
                 )
         finally:
             self.generation_s += anyio.current_time() - started
+            self._note_recovery(generation)
             self._take(generation)
         return self._parse(generation, bounded_by)
 
@@ -302,6 +309,11 @@ class AgentContext:
             seed=self.identity.seed_of_turn(self.assistant_turns),
             stop_token_ids=tuple(sorted(stops)),
         )
+
+    def _note_recovery(self, generation: Generation) -> None:
+        self.resumes += generation.resumes
+        self.restarts += generation.restarts
+        self.discarded_tokens += generation.discarded_tokens
 
     def _take(self, generation: Generation) -> None:
         """Append what arrived, whatever became of the wait for it."""

@@ -55,6 +55,7 @@ TopK = Annotated[
     Rule(f"an integer from 1 to {MAX_ID}, or -1 for all", lambda n: 1 <= n <= MAX_ID or n == -1),
 ]
 NonNegative = Annotated[float, Rule("a number ≥ 0", lambda x: x >= 0)]
+Number = Annotated[float, Rule("a number", lambda _: True)]
 Positive = Annotated[float, Rule("a number > 0", lambda x: x > 0)]
 Share = Annotated[float, Rule("a number between 0 and 1, both excluded", lambda x: 0 < x < 1)]
 Probability = Annotated[float, Rule("a number from 0 to 1", lambda x: 0 <= x <= 1)]

@@ -18,6 +18,7 @@ from rollout.config.checks import (
     Flag,
     Natural,
     NonNegative,
+    Number,
     Outcomes,
     Positive,
     PositiveProbability,
@@ -85,6 +86,22 @@ class RouterConfig(Section):
 
 
 @attrs.frozen(kw_only=True)
+class RecoveryConfig(Section):
+    """What happens when a replica is lost; ``docs/engines.md`` shows each case in time."""
+
+    section: ClassVar[str] = "recovery"
+    #: Of its requests: "resume" goes on elsewhere from the tokens that they have, "restart" begins
+    #: them anew, "fail" fails them (`scheduling.max_retries` may then run the member again).
+    policy: Literal["resume", "restart", "fail"] = "resume"
+    #: How long requests wait for a replica once none serves; None leaves it to `limits`.
+    wait_s: Positive | None = 300.0
+    #: Pause before the replica is started again; doubled at each further death, up to 30 s.
+    backoff_s: Positive = 1.0
+    #: Failed starts in a row after which it is given up.
+    max_start_failures: Count = 3
+
+
+@attrs.frozen(kw_only=True)
 class SamplingConfig(Section):
     """How tokens are drawn; a prompt can override each of these."""
 
@@ -95,6 +112,10 @@ class SamplingConfig(Section):
     top_k: TopK = -1
     min_p: Probability = 0.0
     repetition_penalty: Positive = 1.0
+    #: Taken off the logits of tokens that the generation has, once and for each time. A request
+    #: with either begins anew where its replica is lost: its tokens do not say what is output.
+    presence_penalty: Number = 0.0
+    frequency_penalty: Number = 0.0
     #: Takes the most likely token and ignores the temperature.
     greedy: Flag = False
     #: Tokens of one generation; None leaves it to `lengths`.
@@ -262,6 +283,7 @@ class RolloutConfig(Section):
     engine: AnyEngine = attrs.field(factory=TransformersEngine)
     placement: AnyPlacement = attrs.field(factory=LocalProcessPlacement)
     router: RouterConfig = attrs.field(factory=RouterConfig)
+    recovery: RecoveryConfig = attrs.field(factory=RecoveryConfig)
     sampling: SamplingConfig = attrs.field(factory=SamplingConfig)
     #: Replaces `sampling` when `generate` validates.
     validation_sampling: SamplingConfig = attrs.field(factory=lambda: SamplingConfig(greedy=True))

@@ -6,8 +6,10 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING
 
 import anyio
+import msgspec
 from anyio.abc import ByteStream
 
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, GenerationRequest
@@ -20,10 +22,15 @@ from rollout.engine.protocol import (
     Ping,
     Pong,
     Role,
+    UpdateWeights,
+    WeightsUpdated,
     decode_from_server,
     greet_as_client,
 )
-from rollout.errors import ChannelError
+from rollout.errors import ChannelError, EngineError
+
+if TYPE_CHECKING:
+    from rollout.engine.weights import WeightSource
 
 logger = logging.getLogger("rollout.engine")
 
@@ -38,9 +45,11 @@ class PendingRequest:
     Attributes:
         generation: Filled as chunks come; None once nobody waits for them any more.
         error: Why the engine refused or failed it; empty otherwise.
+        is_lost: The channel was lost under it.
+        is_garbled: The engine's answer contradicted itself; what came before stays.
     """
 
-    __slots__ = ("done", "error", "generation", "on_gone", "request_id")
+    __slots__ = ("done", "error", "generation", "is_garbled", "is_lost", "on_gone", "request_id")
 
     def __init__(
         self, request_id: str, generation: Generation, on_gone: Callable[[], None]
@@ -50,6 +59,8 @@ class PendingRequest:
         self.on_gone = on_gone
         self.done = anyio.Event()
         self.error = ""
+        self.is_lost = False
+        self.is_garbled = False
 
 
 class Channel:
@@ -85,16 +96,14 @@ class Channel:
         self._pending: dict[str, PendingRequest] = {}
         self._zombies: dict[str, PendingRequest] = {}
         self._last_heard = 0.0
+        self._weights = anyio.Event()
+        self._weights_version = -1
+        self._weights_answer = WeightsUpdated(-1)
 
     @property
     def in_flight(self) -> int:
         """Requests that somebody waits for."""
         return len(self._pending)
-
-    @property
-    def tokens_under_way(self) -> int:
-        """Tokens that have arrived for requests that somebody waits for."""
-        return sum(len(p.generation.ids) for p in self._pending.values() if p.generation)
 
     @property
     def zombies(self) -> int:
@@ -110,9 +119,9 @@ class Channel:
         last chunk, also of a cancelled one, or when the channel is lost.
         """
         pending = PendingRequest(request.request_id, generation, on_gone)
-        generation.replica, generation.request_id = self.name, request.request_id
+        generation.begin(request.request_id, self.name)
         if self.lost.is_set():
-            generation.finish_reason = "error"
+            pending.is_lost = True
             self._end(pending, self.lost_reason)
             return pending
         try:
@@ -134,9 +143,36 @@ class Channel:
         self._zombies[pending.request_id] = pending
         self._control.send_nowait(Abort(pending.request_id))
 
+    async def update_weights(self, version: int, source: WeightSource) -> None:
+        """Have the engine load other weights; returns when it has. One at a time.
+
+        Cancellation leaves the engine to it.
+
+        Raises:
+            EngineError: It could not, and has the weights that it had.
+            ChannelError: The channel was lost.
+        """
+        self._weights, self._weights_version = anyio.Event(), version
+        if not self.lost.is_set():
+            self._control.send_nowait(UpdateWeights(version, source))
+            await self._weights.wait()
+        if self.lost.is_set():
+            raise ChannelError(self.lost_reason)
+        if self._weights_answer.error:
+            raise EngineError(f"{self.name}: {self._weights_answer.error}")
+        self.info = msgspec.structs.replace(self.info, weight_version=version)
+
+    def _on_weights(self, answer: WeightsUpdated) -> None:
+        if answer.version == self._weights_version:
+            self._weights_answer = answer
+            self._weights.set()
+
     def _on_chunk(self, chunk: Chunk) -> None:
         if self.lost.is_set():
             return  # its request was told that the connection is lost
+        if chunk.is_fatal:
+            self._lose(f"the engine is broken: {chunk.error}")
+            return
         pending = self._pending.get(chunk.request_id) or self._zombies.get(chunk.request_id)
         count = len(chunk.ids) // 4
         if pending is None:
@@ -160,7 +196,7 @@ class Channel:
             is_new = generation.take(chunk)
         except ChunkFault as fault:
             self.tokens.refused += count
-            generation.finish_reason = "error"
+            pending.is_garbled = True
             pending.error = f"{self.name} sent a faulty chunk: {fault}"
             self.abandon_nowait(pending)
             pending.done.set()
@@ -185,9 +221,9 @@ class Channel:
         self.lost.set()
         self.on_lost()
         for pending in (*self._pending.values(), *self._zombies.values()):
-            if pending.generation is not None:
-                pending.generation.finish_reason = "error"
+            pending.is_lost = True
             self._end(pending, self.lost_reason)
+        self._weights.set()
         self._pending.clear()
         self._zombies.clear()
 
@@ -203,6 +239,8 @@ class Channel:
                     elif isinstance(message, Pong):
                         self.load = message.load
                         self.on_load(message.load)
+                    elif isinstance(message, WeightsUpdated):
+                        self._on_weights(message)
         except anyio.EndOfStream:
             self._lose("the engine closed the connection")
         except CONNECTION_ERRORS as error:

@@ -14,6 +14,8 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from rollout.engine.weights import WeightSource
+
 FinishReason = Literal["stop", "length", "abort", "error", "rejected"]
 
 #: Seconds a core may take to let go of its requests when it closes.
@@ -36,6 +38,10 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
         ignore_eos: Lets the model's own end tokens pass without ending the generation.
         seed: With a seed, the token at absolute position p is drawn from noise keyed by
             (seed, p): alone, in a full batch or resumed, the same tokens. None draws afresh.
+        presence_penalty: Taken off the logits of tokens seen in the output.
+        frequency_penalty: Taken off the logits of tokens seen in the output, for each time. What
+            is output and what prompt is not in the tokens: a request with either penalty begins
+            anew where its replica is lost.
     """
 
     max_new_tokens: int
@@ -47,6 +53,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=10):
@@ -82,6 +90,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
             `abort_nowait`; "rejected": refused before any work, to be retried elsewhere or
             later; "error": failed, `error` says why.
         cached_tokens: On the last chunk, how many prompt tokens needed no prefill.
+        is_fatal: With "error": the engine itself is broken, out of memory for example. It is
+            ended and started again, and all of its requests go on elsewhere.
     """
 
     request_id: str
@@ -92,6 +102,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
     finish_reason: FinishReason | None = None
     error: str = ""
     cached_tokens: int = 0
+    is_fatal: bool = False
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +147,13 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     measured_at_s: float = 0.0
 
 
+class EngineBroken(Exception):
+    """Raised by a core out of `generate`: the engine itself is broken, not this one request.
+
+    So is one that raises `MemoryError`.
+    """
+
+
 class EngineCore(Protocol):
     """Whatever turns token ids into sampled token ids.
 
@@ -155,7 +173,8 @@ class EngineCore(Protocol):
 
         Bad requests (ids outside the vocabulary, a prompt beyond the context) end with
         ``finish_reason="error"``, a full queue with ``"rejected"``: never with an exception.
-        Closing the iterator early aborts the request.
+        An engine that cannot serve any request any more says so with ``is_fatal`` on the last
+        chunk, or by raising `EngineBroken`. Closing the iterator early aborts the request.
         """
 
     def abort_nowait(self, request_id: str) -> None:
@@ -169,6 +188,17 @@ class EngineCore(Protocol):
 
     async def aclose(self) -> None:
         """End every request and free the model; bounded by `CORE_CLOSE_S`."""
+
+
+class UpdatableCore(EngineCore, Protocol):
+    """An `EngineCore` whose weights can be changed while it serves."""
+
+    async def update_weights(self, version: int, source: WeightSource) -> None:
+        """Load other weights of the same model; what is sampled from now on has this version.
+
+        Requests go on meanwhile; no new one comes. Nothing that was computed with the old weights
+        serves a later request. On an error the old weights stay.
+        """
 
 
 def pack_ids(ids: list[int] | tuple[int, ...]) -> bytes:

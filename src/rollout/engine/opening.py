@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rollout.config import (
@@ -110,6 +111,11 @@ async def open_engines(config: RolloutConfig) -> AsyncIterator[EnginePool]:
             router=router,
             start_timeout_s=config.engine.start_timeout_s,
             weights=config.router.weights,
+            spec_of=partial(core_spec, config),
+            policy=config.recovery.policy,
+            wait_s=config.recovery.wait_s,
+            backoff_s=config.recovery.backoff_s,
+            max_start_failures=config.recovery.max_start_failures,
         )
         async with open_pool(pool):
             yield pool

@@ -20,6 +20,7 @@ import anyio
 import msgspec
 
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, GenerationRequest
+from rollout.engine.weights import WeightSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,8 +86,22 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=14):
     load: EngineLoad
 
 
-FromServer = Challenge | Welcome | Refused | Chunk | Pong
-FromClient = Hello | GenerationRequest | Abort | Ping
+class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag=30):
+    """Load these weights; a `WeightsUpdated` with the same version answers."""
+
+    version: int
+    source: WeightSource
+
+
+class WeightsUpdated(msgspec.Struct, frozen=True, array_like=True, tag=31):
+    """The weights are loaded, or why they are not."""
+
+    version: int
+    error: str = ""
+
+
+FromServer = Challenge | Welcome | Refused | Chunk | Pong | WeightsUpdated
+FromClient = Hello | GenerationRequest | Abort | Ping | UpdateWeights
 
 _encoder = msgspec.msgpack.Encoder()
 decode_from_server: Callable[[Any], FromServer] = msgspec.msgpack.Decoder(FromServer).decode

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 
-from rollout.engine.core import Chunk, EngineCore, EngineLoad, GenerationRequest
+from rollout.engine.core import Chunk, EngineBroken, EngineCore, EngineLoad, GenerationRequest
+from rollout.engine.loading import start_error_text
 from rollout.engine.protocol import (
     CONNECTION_ERRORS,
     HANDSHAKE_S,
@@ -21,6 +22,8 @@ from rollout.engine.protocol import (
     FrameStream,
     Ping,
     Pong,
+    UpdateWeights,
+    WeightsUpdated,
     decode_from_client,
     greet_as_server,
 )
@@ -61,7 +64,7 @@ class EngineServer:
                 if hello.role == "data":
                     await self._read_requests(frames, tasks)
                 else:
-                    await self._read_control(frames)
+                    await self._read_control(frames, tasks)
                 tasks.cancel_scope.cancel()
         except (*CONNECTION_ERRORS, TimeoutError) as error:
             logger.debug("connection dropped during the handshake: %r", error)
@@ -84,7 +87,7 @@ class EngineServer:
         except CONNECTION_ERRORS as error:
             logger.debug("data connection ended: %r", error)
 
-    async def _read_control(self, frames: FrameStream) -> None:
+    async def _read_control(self, frames: FrameStream, tasks: anyio.abc.TaskGroup) -> None:
         try:
             while True:
                 for payload in await frames.read():
@@ -93,8 +96,23 @@ class EngineServer:
                         frames.send_nowait(Pong(message.number, self._load()))
                     elif isinstance(message, Abort):
                         self._abort(message.request_id)
+                    elif isinstance(message, UpdateWeights):
+                        tasks.start_soon(self._update_weights, message, frames)
         except CONNECTION_ERRORS as error:
             logger.debug("control connection ended: %r", error)
+
+    async def _update_weights(self, update: UpdateWeights, frames: FrameStream) -> None:
+        load = getattr(self._core, "update_weights", None)
+        error = ""
+        try:
+            if load is None:
+                error = f"{type(self._core).__name__} cannot change its weights"
+            else:
+                await load(update.version, update.source)
+        except Exception as failure:
+            logger.exception("the weights of version %s were not loaded", update.version)
+            error = start_error_text(failure)
+        frames.send_nowait(WeightsUpdated(update.version, error))
 
     def _load(self) -> EngineLoad:
         """The core's load with its time: what waits on the way must not look like a slow engine."""
@@ -121,7 +139,10 @@ class EngineServer:
                     frames.send_nowait(chunk)
         except Exception as error:
             logger.exception("the core failed on request %s", request_id)
-            text = f"{type(error).__name__}: {error}"
-            frames.send_nowait(Chunk(request_id=request_id, finish_reason="error", error=text))
+            is_fatal = isinstance(error, EngineBroken | MemoryError)
+            text = str(error) if isinstance(error, EngineBroken) else start_error_text(error)
+            frames.send_nowait(
+                Chunk(request_id=request_id, finish_reason="error", error=text, is_fatal=is_fatal)
+            )
         finally:
             self._running.discard(request_id)
