@@ -7,6 +7,7 @@ A foreign thread posts a callback to the loop without ever waiting for it: waiti
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError as FutureCancelledError
@@ -52,6 +53,25 @@ def has_virtual_clock() -> bool:
     import trio
 
     return type(trio.lowlevel.current_clock()).__name__ != "SystemClock"
+
+
+def runs_on_trio() -> bool:
+    """Whether the current event loop is trio's."""
+    trio = sys.modules.get("trio")
+    return trio is not None and trio.lowlevel.in_trio_run()
+
+
+def native_cancellations() -> int:
+    """How often `asyncio.Task.cancel` was called on this task and not taken back; 0 on trio.
+
+    A cancelled scope of anyio calls it too, and takes it back when it is left.
+    """
+    if runs_on_trio():
+        return 0
+    import asyncio  # noqa: TID251  (this is that module)
+
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
 
 
 async def wait_future(future: Future[T]) -> T:

@@ -204,6 +204,9 @@ class AgentConfig(Section):
     max_tool_calls: Count | None = 256
     #: Calls in a row that ended in an error observation.
     max_consecutive_errors: Count | None = 16
+    #: Calls in a row that could not be run as asked: not parsed, of an unknown tool, or with
+    #: arguments that do not fit its schema.
+    max_consecutive_invalid_calls: Count | None = 8
     #: Calls of one turn that run; the others are answered with an observation that says so.
     max_parallel_calls: Count = 8
     #: Format of the model's tool calls.

@@ -3,6 +3,7 @@
 from rollout.tools.calculator import calculator
 from rollout.tools.executor import ToolExecutor
 from rollout.tools.function import FunctionTool, function_tool
+from rollout.tools.policy import ToolPolicy, TransientError
 from rollout.tools.results import ToolResult, normalise_result
 from rollout.tools.session import TrajectoryTools
 from rollout.tools.tool import Tool, ToolContext, ToolSession
@@ -13,9 +14,11 @@ __all__ = [
     "Tool",
     "ToolContext",
     "ToolExecutor",
+    "ToolPolicy",
     "ToolResult",
     "ToolSession",
     "TrajectoryTools",
+    "TransientError",
     "calculator",
     "function_tool",
     "normalise_result",

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import ToolError
+from rollout.tools.arguments import SchemaCheck
 from rollout.tools.function import FunctionTool
-from rollout.tools.session import CallLimits, TrajectoryTools
+from rollout.tools.gate import ToolGate
+from rollout.tools.session import ArgumentCheck, CallLimits, TrajectoryTools
 from rollout.tools.tool import Tool, ToolContext
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ class ToolExecutor:
         cleanup_s: float,
     ) -> None:
         self._tools = _by_name([_as_tool(tool) for tool in tools])
+        self._checks = {name: _check_of(tool) for name, tool in self._tools.items()}
+        self._gates = {name: ToolGate(name, tool.policy) for name, tool in self._tools.items()}
         self._threads = threads
         self._limits = CallLimits(
             max_parallel_calls=max_parallel_calls,
@@ -98,7 +102,7 @@ class ToolExecutor:
             )
             for name in tools
         }
-        return TrajectoryTools(tools, contexts, self._limits)
+        return TrajectoryTools(tools, contexts, self._checks, self._gates, self._limits)
 
     def _offered(self, names: Sequence[str] | None) -> dict[str, Tool]:
         if names is None:
@@ -127,6 +131,13 @@ def _as_tool(tool: Tool | Callable[..., Any]) -> Tool:
             f"{{'type': 'function', 'function': {{'name': {name!r}, ...}}}}"
         )
     return tool
+
+
+def _check_of(tool: Tool) -> ArgumentCheck:
+    if isinstance(tool, FunctionTool):
+        return tool.check
+    check = SchemaCheck(tool.name, tool.schema["function"].get("parameters"))
+    return lambda arguments, kwargs: check.check(arguments)
 
 
 def _by_name(tools: Sequence[Tool]) -> dict[str, Tool]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from rollout.errors import ToolError
+from rollout.tools.arguments import SchemaCheck
 from rollout.tools.docstrings import parse_docstring
 from rollout.tools.parameters import inspect_parameters
 from rollout.tools.tool import Tool, ToolContext, ToolSession
@@ -14,6 +16,7 @@ from rollout.tools.tool import Tool, ToolContext, ToolSession
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rollout.tools.policy import ToolPolicy
     from rollout.types import ToolCall
 
 P = ParamSpec("P")
@@ -28,6 +31,7 @@ class FunctionTool(Tool, Generic[P, R]):
         name: What the model calls it; None takes the schema's name, else the function's.
         schema: Shown in place of the inferred one; parameters that it leaves out may come from
             the prompt's ``tools_kwargs``.
+        policy: How its calls are run; None takes the defaults.
 
     Raises:
         ToolError: It lists everything that must be written for a model to use the function.
@@ -41,13 +45,17 @@ class FunctionTool(Tool, Generic[P, R]):
         *,
         name: str | None = None,
         schema: dict[str, Any] | None = None,
+        policy: ToolPolicy | None = None,
     ) -> None:
         functools.update_wrapper(self, _checked_function(function))
         self.name = name or _name_in(schema) or function.__name__
         self._function = function
         self._is_async = inspect.iscoroutinefunction(function)
         self.parameters = inspect_parameters(function, self.name, is_documented=schema is None)
+        self._schema_check: SchemaCheck | None = None
         self.schema = self._inferred() if schema is None else self._checked(schema)
+        if policy is not None:
+            self.policy = policy
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function itself, unchecked."""
@@ -58,6 +66,14 @@ class FunctionTool(Tool, Generic[P, R]):
 
     async def open(self, context: ToolContext) -> ToolSession:
         """A session that calls the function; the prompt's kwargs override the model's arguments."""
+        return self.session(context)
+
+    def session(self, context: ToolContext) -> ToolSession:
+        """`open`, which has nothing to wait for.
+
+        Raises:
+            ToolError: The prompt's kwargs name no parameter.
+        """
         known = {parameter.name for parameter in self.parameters}
         unknown = sorted(set(context.kwargs) - known)
         if unknown:
@@ -66,6 +82,20 @@ class FunctionTool(Tool, Generic[P, R]):
                 f"expected some of: {', '.join(sorted(known)) or 'none'}"
             )
         return _FunctionSession(self, context)
+
+    def check(self, arguments: Any, kwargs: Mapping[str, Any]) -> None:
+        """Let right arguments pass, the prompt's kwargs in place of the model's.
+
+        Raises:
+            ArgumentsError: It names each missing, unknown and wrong one, and what was expected.
+        """
+        if not isinstance(arguments, Mapping):
+            SchemaCheck(self.name, None).check(arguments)
+        fixed = {p.name: kwargs[p.name] for p in self.parameters if p.name in kwargs}
+        if self._schema_check is not None:
+            shown = {name: fixed[name] for name in self._schema_check.names if name in fixed}
+            self._schema_check.check({**arguments, **shown})
+        self.parameters.check({**arguments, **fixed})
 
     async def run(self, arguments: dict[str, Any], context: ToolContext) -> Any:
         """What the function returns for checked arguments; cancellation abandons its thread."""
@@ -100,6 +130,7 @@ class FunctionTool(Tool, Generic[P, R]):
                 f"function tool {self.name!r}: its schema has properties that are no parameters "
                 f"of the function: {', '.join(unknown)}"
             )
+        self._schema_check = SchemaCheck(self.name, schema["function"].get("parameters"))
         return schema
 
 
@@ -134,13 +165,20 @@ def function_tool(function: Callable[P, R], /) -> FunctionTool[P, R]: ...
 
 @overload
 def function_tool(
-    name: str | None = None, /, *, schema: dict[str, Any] | None = None
+    name: str | None = None,
+    /,
+    *,
+    schema: dict[str, Any] | None = None,
+    policy: ToolPolicy | None = None,
 ) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
 
 
 @overload
 def function_tool(
-    *, name: str | None = None, schema: dict[str, Any] | None = None
+    *,
+    name: str | None = None,
+    schema: dict[str, Any] | None = None,
+    policy: ToolPolicy | None = None,
 ) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
 
 
@@ -150,6 +188,7 @@ def function_tool(
     *,
     name: str | None = None,
     schema: dict[str, Any] | None = None,
+    policy: ToolPolicy | None = None,
 ) -> Any:
     """Make a function a tool: ``@function_tool``, ``@function_tool("name")`` or with keywords.
 
@@ -165,6 +204,5 @@ def function_tool(
     """
     if isinstance(function, str):
         function, name = None, function
-    if function is None:
-        return functools.partial(FunctionTool, name=name, schema=schema)
-    return FunctionTool(function, name=name, schema=schema)
+    make = functools.partial(FunctionTool, name=name, schema=schema, policy=policy)
+    return make if function is None else make(function)
