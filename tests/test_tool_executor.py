@@ -176,7 +176,11 @@ def test_executor_equal_names_are_named_all_at_once(executor: Open) -> None:
     with pytest.raises(ToolError) as caught:
         executor(*tools)
     assert str(caught.value) == (
-        "tools with the same name: 'a' (3 times), 'b' (2 times); names must be unique"
+        "tools with the same name: "
+        "'a' (test_tool_executor.Recorder, test_tool_executor.Recorder, "
+        "test_tool_executor.Recorder), "
+        "'b' (test_tool_executor.Recorder, test_tool_executor.Recorder); "
+        'give all but one of each another name, as in @function_tool("another_name")'
     )
 
 

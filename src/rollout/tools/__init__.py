@@ -4,13 +4,14 @@ from rollout.tools.calculator import calculator
 from rollout.tools.executor import ToolExecutor
 from rollout.tools.function import FunctionTool, function_tool
 from rollout.tools.policy import ToolPolicy, TransientError
-from rollout.tools.results import ToolResult, normalise_result
+from rollout.tools.results import MediaError, ToolResult, normalise_result
 from rollout.tools.session import TrajectoryTools
 from rollout.tools.tool import Tool, ToolContext, ToolSession
 from rollout.tools.truncate import truncate_text
 
 __all__ = [
     "FunctionTool",
+    "MediaError",
     "Tool",
     "ToolContext",
     "ToolExecutor",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -141,8 +140,23 @@ def _check_of(tool: Tool) -> ArgumentCheck:
 
 
 def _by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
-    counts = Counter(tool.name for tool in tools)
-    collisions = [f"{name!r} ({count} times)" for name, count in counts.items() if count > 1]
+    homes: dict[str, list[str]] = {}
+    for tool in tools:
+        homes.setdefault(tool.name, []).append(_home(tool))
+    collisions = [
+        f"{name!r} ({', '.join(found)})" for name, found in homes.items() if len(found) > 1
+    ]
     if collisions:
-        raise ToolError(f"tools with the same name: {', '.join(collisions)}; names must be unique")
+        raise ToolError(
+            f"tools with the same name: {', '.join(collisions)}; give all but one of each another "
+            f'name, as in @function_tool("another_name")'
+        )
     return {tool.name: tool for tool in tools}
+
+
+def _home(tool: Tool) -> str:
+    """Where a tool was written, for messages."""
+    source: Any = getattr(tool, "origin", None) or (
+        tool if isinstance(tool, FunctionTool) else type(tool)
+    )
+    return source if isinstance(source, str) else f"{source.__module__}.{source.__qualname__}"

@@ -10,8 +10,10 @@ from typing import Any
 import msgspec
 
 from rollout.errors import ToolError
+from rollout.tools.annotations import description_in, with_meta
 from rollout.tools.arguments import MAX_EXPECTED, ArgumentsError, quoted, shown
 from rollout.tools.docstrings import Docstring, parse_docstring
+from rollout.tools.pydantic_types import default_of, to_model
 from rollout.tools.schema import schema_of
 from rollout.tools.tool import ToolContext
 
@@ -77,7 +79,7 @@ class Parameters:
             ArgumentsError: It names each missing, unknown and wrong argument.
         """
         try:
-            checked = msgspec.convert(arguments, self._struct, str_keys=True)
+            checked = msgspec.convert(arguments, self._struct, str_keys=True, dec_hook=to_model)
         except msgspec.ValidationError:
             raise ArgumentsError(self._tool, self._faults(arguments)) from None
         return {name: getattr(checked, name) for name in arguments}
@@ -105,8 +107,14 @@ def _property(parameter: Parameter) -> dict[str, Any]:
         schema["description"] = parameter.description
     if not parameter.is_required:
         try:
-            schema["default"] = msgspec.to_builtins(parameter.default, str_keys=True)
-        except (TypeError, ValueError):  # an object that JSON has no word for: just optional
+            schema["default"] = msgspec.to_builtins(
+                parameter.default, str_keys=True, enc_hook=default_of
+            )
+        except (
+            TypeError,
+            ValueError,
+            NotImplementedError,
+        ):  # an object that JSON has no word for: just optional
             schema.pop("default", None)
     return schema
 
@@ -114,7 +122,7 @@ def _property(parameter: Parameter) -> dict[str, Any]:
 def _type_fault(name: str, value: Any, annotation: Any) -> str:
     """What is wrong with one argument, in words for a model; empty where nothing is."""
     try:
-        msgspec.convert(value, annotation, str_keys=True)
+        msgspec.convert(value, annotation, str_keys=True, dec_hook=to_model)
     except msgspec.ValidationError as error:
         found = _FAULT.fullmatch(str(error))
         assert found is not None  # every text matches
@@ -123,7 +131,7 @@ def _type_fault(name: str, value: Any, annotation: Any) -> str:
         place = f" in a key of {name}" if found["key"] else f" at {name}"
         where = place + found["path"] if found["key"] or found["path"] else ""
         fault = f"{name} = {shown(value)}: {problem}{where}"
-        if problem.startswith("expected"):
+        if problem.startswith(("expected", "input should")):
             return fault
         return f"{fault} (expected {shown(schema_of(annotation), MAX_EXPECTED)})"
     return ""
@@ -172,17 +180,10 @@ def _hints(function: Callable[..., Any], tool: str) -> dict[str, Any]:
 def _parameter(raw: inspect.Parameter, annotation: Any, docstring: Docstring) -> Parameter:
     return Parameter(
         name=raw.name,
-        annotation=Any if annotation is raw.empty else annotation,
+        annotation=Any if annotation is raw.empty else with_meta(annotation),
         default=raw.default,
-        description=docstring.parameters.get(raw.name) or _meta_description(annotation),
+        description=docstring.parameters.get(raw.name) or description_in(annotation),
     )
-
-
-def _meta_description(annotation: Any) -> str:
-    for extra in getattr(annotation, "__metadata__", ()):
-        if isinstance(extra, msgspec.Meta) and extra.description:
-            return extra.description
-    return ""
 
 
 def _faults_of(raw: inspect.Parameter, parameter: Parameter, is_documented: bool) -> list[str]:

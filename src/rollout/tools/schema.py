@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from rollout.tools.pydantic_types import model_schema
+
 #: Keys whose values are data or names, not schemas: copied as they are.
 _VERBATIM = frozenset({"const", "default", "enum", "examples", "required"})
 
@@ -18,8 +20,18 @@ def schema_of(annotation: Any) -> dict[str, Any]:
     Raises:
         TypeError: The type, or one within it, is none that JSON can carry, or contains itself.
     """
-    (schema,), definitions = msgspec.json.schema_components([annotation])
+    (schema,), definitions = msgspec.json.schema_components([annotation], schema_hook=model_schema)
     inlined: dict[str, Any] = _inlined(schema, definitions, ())
+    return inlined
+
+
+def inline_references(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema without ``$ref`` and ``$defs``; titles are left out.
+
+    Raises:
+        TypeError: A type within it contains itself, or a reference leads nowhere.
+    """
+    inlined: dict[str, Any] = _inlined(schema, {}, ())
     return inlined
 
 
@@ -29,8 +41,11 @@ def _inlined(schema: Any, definitions: dict[str, Any], within: tuple[str, ...]) 
         return [_inlined(item, definitions, within) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    if "$ref" in schema:
+    definitions = {**definitions, **schema.get("$defs", {}), **schema.get("definitions", {})}
+    if isinstance(schema.get("$ref"), str):
         name = schema["$ref"].rpartition("/")[2]
+        if name not in definitions:
+            raise TypeError(f"{schema['$ref']} leads nowhere")
         if name in within:
             raise TypeError(f"{name} contains itself; a tool's parameters must have a finite shape")
         siblings = {key: value for key, value in schema.items() if key != "$ref"}
@@ -39,7 +54,7 @@ def _inlined(schema: Any, definitions: dict[str, Any], within: tuple[str, ...]) 
         key: _inlined_value(key, value, definitions, within)
         for key, value in schema.items()
         # A discriminator maps tags to references; the tags stand in the alternatives as well.
-        if key not in ("title", "discriminator")
+        if key not in ("title", "discriminator", "$defs", "definitions")
     }
     return _type_of_enum(inlined) | inlined
 
