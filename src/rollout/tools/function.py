@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 from rollout.errors import ToolError
 from rollout.tools.arguments import SchemaCheck
@@ -32,6 +32,8 @@ class FunctionTool(Tool, Generic[P, R]):
         schema: Shown in place of the inferred one; parameters that it leaves out may come from
             the prompt's ``tools_kwargs``.
         policy: How its calls are run; None takes the defaults.
+        backend: "asyncio" for an async function that needs asyncio: under trio it runs on one
+            asyncio thread of the runtime, and cancellation and deadlines reach it there.
 
     Raises:
         ToolError: It lists everything that must be written for a model to use the function.
@@ -46,11 +48,13 @@ class FunctionTool(Tool, Generic[P, R]):
         name: str | None = None,
         schema: dict[str, Any] | None = None,
         policy: ToolPolicy | None = None,
+        backend: Literal["native", "asyncio"] = "native",
     ) -> None:
         functools.update_wrapper(self, _checked_function(function))
         self.name = name or _name_in(schema) or function.__name__
         self._function = function
         self._is_async = inspect.iscoroutinefunction(function)
+        self._backend = _checked_choice(self.name, "backend", backend, ("native", "asyncio"))
         self.parameters = inspect_parameters(function, self.name, is_documented=schema is None)
         self._schema_check: SchemaCheck | None = None
         self.schema = self._inferred() if schema is None else self._checked(schema)
@@ -103,6 +107,8 @@ class FunctionTool(Tool, Generic[P, R]):
             arguments[self.parameters.context_name] = context
         call: Callable[..., Any] = functools.partial(self._function, **arguments)
         if self._is_async:
+            if self._backend == "asyncio":
+                return await context.threads.run_asyncio(self.name, call)
             return await call()
         result = await context.threads.run(self.name, call)
         # An async function behind a sync wrapper: the wrapper ran in the thread, the rest is ours.
@@ -148,6 +154,13 @@ def _name_in(schema: dict[str, Any] | None) -> str | None:
     return None if schema is None else schema.get("function", {}).get("name")
 
 
+def _checked_choice(tool: str, option: str, value: Any, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        known = " or ".join(map(repr, choices))
+        raise ToolError(f"function tool {tool!r}: {option} = {value!r}; expected {known}")
+    return str(value)
+
+
 def _checked_function(function: Any) -> Callable[..., Any]:
     if not (inspect.isfunction(function) or inspect.ismethod(function)):
         raise ToolError(
@@ -170,6 +183,7 @@ def function_tool(
     *,
     schema: dict[str, Any] | None = None,
     policy: ToolPolicy | None = None,
+    backend: Literal["native", "asyncio"] = "native",
 ) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
 
 
@@ -179,6 +193,7 @@ def function_tool(
     name: str | None = None,
     schema: dict[str, Any] | None = None,
     policy: ToolPolicy | None = None,
+    backend: Literal["native", "asyncio"] = "native",
 ) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
 
 
@@ -187,8 +202,7 @@ def function_tool(
     /,
     *,
     name: str | None = None,
-    schema: dict[str, Any] | None = None,
-    policy: ToolPolicy | None = None,
+    **options: Any,
 ) -> Any:
     """Make a function a tool: ``@function_tool``, ``@function_tool("name")`` or with keywords.
 
@@ -197,12 +211,12 @@ def function_tool(
     dataclasses, attrs classes, TypedDicts, Structs), descriptions from the docstring and its
     ``Args:`` section, defaults from the signature. A parameter annotated `ToolContext` receives
     the trajectory's context and is hidden from the model. Arguments are checked against the
-    annotations before the function runs.
+    annotations before the function runs. The other options are those of `FunctionTool`.
 
     Raises:
         ToolError: It lists everything that must be written for a model to use the function.
     """
     if isinstance(function, str):
         function, name = None, function
-    make = functools.partial(FunctionTool, name=name, schema=schema, policy=policy)
+    make: Callable[..., Any] = functools.partial(FunctionTool, name=name, **options)
     return make if function is None else make(function)
