@@ -146,7 +146,8 @@ class AsyncioThread:
         """``await function(*args)`` on that loop, or on the current one where that is asyncio's.
 
         It has a task of its own, because code for asyncio expects to be cancelled once, and not at
-        each of its further awaits as in a scope of anyio. On cancellation the call's task is cancelled and has `cleanup_s` to end; one that does not
+        each of its further awaits as in a scope of anyio. On cancellation the call's task is
+        cancelled and has `cleanup_s` to end; one that does not
         is abandoned, and counted by name.
 
         Raises:

@@ -3,6 +3,8 @@
 from rollout.tools.calculator import calculator
 from rollout.tools.executor import ToolExecutor
 from rollout.tools.function import FunctionTool, function_tool
+from rollout.tools.langchain import langchain_tools
+from rollout.tools.loading import load_tools, load_verl_tools
 from rollout.tools.policy import ToolPolicy, TransientError
 from rollout.tools.results import MediaError, ToolResult, normalise_result
 from rollout.tools.session import TrajectoryTools
@@ -22,6 +24,9 @@ __all__ = [
     "TransientError",
     "calculator",
     "function_tool",
+    "langchain_tools",
+    "load_tools",
+    "load_verl_tools",
     "normalise_result",
     "truncate_text",
 ]

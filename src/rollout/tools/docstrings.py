@@ -32,4 +32,4 @@ def parse_docstring(text: str | None) -> Docstring:
         for item in parsed.params
         for name in item.arg_name.split(",")  # NumPy documents several in one entry
     }
-    return Docstring(parsed.description or "", parameters)
+    return Docstring((parsed.description or "").strip(), parameters)

@@ -9,6 +9,7 @@ from rollout.errors import ToolError
 from rollout.tools.arguments import SchemaCheck
 from rollout.tools.function import FunctionTool
 from rollout.tools.gate import ToolGate
+from rollout.tools.langchain import LangChainTool, is_langchain_tool
 from rollout.tools.session import ArgumentCheck, CallLimits, TrajectoryTools
 from rollout.tools.tool import Tool, ToolContext
 
@@ -21,7 +22,8 @@ class ToolExecutor:
     """Holds the tools of a runtime; owns no task, and nothing needs closing but its sessions.
 
     Args:
-        tools: `Tool` objects; plain functions are wrapped by `function_tool`.
+        tools: `Tool` objects; plain functions are wrapped by `function_tool`, tools of LangChain
+            by `langchain_tools`.
         threads: Where sync functions run; stays the caller's.
         max_parallel_calls: Calls of one turn that run; the others are answered unexecuted.
         max_response_length: Longest text of a result, in characters, before the marker.
@@ -118,6 +120,8 @@ def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
 
 def _as_tool(tool: Tool | Callable[..., Any]) -> Tool:
     """`tool` itself after a look at its name and schema, or a function as a tool."""
+    if is_langchain_tool(tool):
+        return LangChainTool(tool)
     if not isinstance(tool, Tool):
         return FunctionTool(tool)
     name, schema = getattr(tool, "name", None), getattr(tool, "schema", None)

@@ -11,6 +11,7 @@ from rollout.errors import ToolError
 from rollout.tools.arguments import SchemaCheck
 from rollout.tools.docstrings import parse_docstring
 from rollout.tools.parameters import inspect_parameters
+from rollout.tools.schema import as_openai_schema
 from rollout.tools.tool import Tool, ToolContext, ToolSession
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class FunctionTool(Tool, Generic[P, R]):
         backend: Literal["native", "asyncio"] = "native",
     ) -> None:
         functools.update_wrapper(self, _checked_function(function))
+        if schema is not None:
+            schema = as_openai_schema(schema, f"schema of function tool {function.__name__!r}")
         self.name = name or _name_in(schema) or function.__name__
         self._function = function
         self._is_async = inspect.iscoroutinefunction(function)

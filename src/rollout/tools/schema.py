@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from rollout.errors import ToolError
 from rollout.tools.pydantic_types import model_schema
 
 #: Keys whose values are data or names, not schemas: copied as they are.
@@ -76,3 +78,23 @@ def _inlined_value(
     if key == "properties":  # its keys are names, one of which may be "title" or "default"
         return {name: _inlined(item, definitions, within) for name, item in value.items()}
     return _inlined(value, definitions, within)
+
+
+def as_openai_schema(schema: Any, what: str) -> dict[str, Any]:
+    """A tool's schema in OpenAI's form; the function alone gets its envelope.
+
+    Raises:
+        ToolError: It is neither; the text begins with `what`.
+    """
+    if isinstance(schema, Mapping) and "function" not in schema and "name" in schema:
+        # The function alone, or in the form of OpenAI's Responses API.
+        inner = {key: value for key, value in schema.items() if key != "type"}
+        schema = {"type": "function", "function": inner}
+    function = schema.get("function") if isinstance(schema, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise ToolError(
+            f"{what} = {schema!r:.200}: expected "
+            "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
+        )
+    return schema if isinstance(schema, dict) else dict(schema)
