@@ -229,6 +229,8 @@ class ToolsConfig(Section):
     max_threads: Count = 32
     #: Threads of one tool that may be left behind at a deadline before it fails fast.
     max_abandoned_threads: Count = 16
+    #: Child processes of tools with ``isolation="process"``, each running one call at a time.
+    max_processes: Count = 8
 
 
 @attrs.frozen(kw_only=True)

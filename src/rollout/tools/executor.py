@@ -10,6 +10,7 @@ from rollout.tools.arguments import SchemaCheck
 from rollout.tools.function import FunctionTool
 from rollout.tools.gate import ToolGate
 from rollout.tools.langchain import LangChainTool, is_langchain_tool
+from rollout.tools.processes import ToolProcesses
 from rollout.tools.session import ArgumentCheck, CallLimits, TrajectoryTools
 from rollout.tools.tool import Tool, ToolContext
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ToolExecutor:
-    """Holds the tools of a runtime; owns no task, and nothing needs closing but its sessions.
+    """Holds the tools of a runtime; owns no task. Close its sessions, then the executor.
 
     Args:
         tools: `Tool` objects; plain functions are wrapped by `function_tool`, tools of LangChain
@@ -30,6 +31,7 @@ class ToolExecutor:
         truncate_side: Where longer texts lose their characters; see `truncate_text`.
         tool_s: Seconds for one call, and for opening one tool; None for no limit.
         cleanup_s: Seconds for closing one session.
+        max_processes: Calls with ``isolation="process"`` that run at once.
 
     Raises:
         ToolError: A function cannot be a tool, a schema is none, or names collide (all are named).
@@ -45,11 +47,13 @@ class ToolExecutor:
         truncate_side: TruncateSide,
         tool_s: float | None,
         cleanup_s: float,
+        max_processes: int = 8,
     ) -> None:
         self._tools = _by_name([_as_tool(tool) for tool in tools])
         self._checks = {name: _check_of(tool) for name, tool in self._tools.items()}
         self._gates = {name: ToolGate(name, tool.policy) for name, tool in self._tools.items()}
         self._threads = threads
+        self._processes = ToolProcesses(max_processes=max_processes, cleanup_s=cleanup_s)
         self._limits = CallLimits(
             max_parallel_calls=max_parallel_calls,
             max_response_length=max_response_length,
@@ -97,6 +101,7 @@ class ToolExecutor:
                 uid=uid,
                 member=member,
                 threads=self._threads,
+                processes=self._processes,
                 kwargs=dict(kwargs.get(name, {})),
                 extra={} if extra is None else extra,
                 state=state,
@@ -104,6 +109,10 @@ class ToolExecutor:
             for name in tools
         }
         return TrajectoryTools(tools, contexts, self._checks, self._gates, self._limits)
+
+    async def close(self) -> None:
+        """End the processes of isolated tools; shielded, bounded."""
+        await self._processes.close()
 
     def _offered(self, names: Sequence[str] | None) -> dict[str, Tool]:
         if names is None:

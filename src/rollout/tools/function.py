@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, ove
 from rollout.errors import ToolError
 from rollout.tools.arguments import SchemaCheck
 from rollout.tools.docstrings import parse_docstring
+from rollout.tools.isolation import FunctionRef, function_ref
 from rollout.tools.parameters import inspect_parameters
 from rollout.tools.schema import as_openai_schema
 from rollout.tools.tool import Tool, ToolContext, ToolSession
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollout.tools.policy import ToolPolicy
+    from rollout.tools.results import ToolResult
     from rollout.types import ToolCall
 
 P = ParamSpec("P")
@@ -35,6 +37,10 @@ class FunctionTool(Tool, Generic[P, R]):
         policy: How its calls are run; None takes the defaults.
         backend: "asyncio" for an async function that needs asyncio: under trio it runs on one
             asyncio thread of the runtime, and cancellation and deadlines reach it there.
+        isolation: "process" runs each call in a child process, which a deadline or a cancellation
+            kills with its group: for code that holds the interpreter, as only threads of their own
+            interpreter can be stopped. The function must be importable; arguments and results
+            cross as plain data.
 
     Raises:
         ToolError: It lists everything that must be written for a model to use the function.
@@ -50,15 +56,24 @@ class FunctionTool(Tool, Generic[P, R]):
         schema: dict[str, Any] | None = None,
         policy: ToolPolicy | None = None,
         backend: Literal["native", "asyncio"] = "native",
+        isolation: Literal["none", "process"] = "none",
     ) -> None:
         functools.update_wrapper(self, _checked_function(function))
         if schema is not None:
             schema = as_openai_schema(schema, f"schema of function tool {function.__name__!r}")
         self.name = name or _name_in(schema) or function.__name__
-        self._function = function
+        self.function = function
         self._is_async = inspect.iscoroutinefunction(function)
         self._backend = _checked_choice(self.name, "backend", backend, ("native", "asyncio"))
         self.parameters = inspect_parameters(function, self.name, is_documented=schema is None)
+        self.function_ref: FunctionRef | None = None
+        if _checked_choice(self.name, "isolation", isolation, ("none", "process")) == "process":
+            self.function_ref = function_ref(function, self.name)
+            if self.parameters.context_name is not None:
+                raise ToolError(
+                    f"function tool {self.name!r}: isolation = 'process' cannot hand over the "
+                    f"ToolContext: remove the parameter {self.parameters.context_name!r}"
+                )
         self._schema_check: SchemaCheck | None = None
         self.schema = self._inferred() if schema is None else self._checked(schema)
         if policy is not None:
@@ -66,7 +81,7 @@ class FunctionTool(Tool, Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function itself, unchecked."""
-        return self._function(*args, **kwargs)
+        return self.function(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<FunctionTool {self.name}>"
@@ -108,7 +123,7 @@ class FunctionTool(Tool, Generic[P, R]):
         """What the function returns for checked arguments; cancellation abandons its thread."""
         if self.parameters.context_name is not None:
             arguments[self.parameters.context_name] = context
-        call: Callable[..., Any] = functools.partial(self._function, **arguments)
+        call: Callable[..., Any] = functools.partial(self.function, **arguments)
         if self._is_async:
             if self._backend == "asyncio":
                 return await context.threads.run_asyncio(self.name, call)
@@ -120,7 +135,7 @@ class FunctionTool(Tool, Generic[P, R]):
     def _inferred(self) -> dict[str, Any]:
         function = {
             "name": self.name,
-            "description": parse_docstring(self._function.__doc__).description,
+            "description": parse_docstring(self.function.__doc__).description,
             "parameters": self.parameters.schema(),
         }
         return {"type": "function", "function": function}
@@ -150,7 +165,15 @@ class _FunctionSession(ToolSession):
 
     async def execute(self, call: ToolCall) -> Any:
         arguments = {**call.arguments, **self._context.kwargs}
+        if self._tool.function_ref is not None:
+            return await self._run_in_process(self._tool.function_ref, arguments)
         return await self._tool.run(self._tool.parameters.check(arguments), self._context)
+
+    async def _run_in_process(self, ref: FunctionRef, arguments: dict[str, Any]) -> ToolResult:
+        processes = self._context.processes
+        if processes is None:
+            raise ToolError(f"{self._tool.name}: this ToolContext has no processes to run in")
+        return await processes.run(self._tool.name, ref, arguments)
 
 
 def _name_in(schema: dict[str, Any] | None) -> str | None:
@@ -187,6 +210,7 @@ def function_tool(
     schema: dict[str, Any] | None = None,
     policy: ToolPolicy | None = None,
     backend: Literal["native", "asyncio"] = "native",
+    isolation: Literal["none", "process"] = "none",
 ) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
 
 
@@ -197,6 +221,7 @@ def function_tool(
     schema: dict[str, Any] | None = None,
     policy: ToolPolicy | None = None,
     backend: Literal["native", "asyncio"] = "native",
+    isolation: Literal["none", "process"] = "none",
 ) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
 
 

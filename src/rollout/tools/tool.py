@@ -10,6 +10,7 @@ import msgspec
 
 from rollout.bridge import WorkerThreads
 from rollout.tools.policy import ToolPolicy
+from rollout.tools.processes import ToolProcesses
 
 if TYPE_CHECKING:
     from rollout.types import ToolCall
@@ -26,11 +27,13 @@ class ToolContext(msgspec.Struct, frozen=True, kw_only=True):
         extra: The prompt's ``extra``.
         state: Shared by the tools of this trajectory, and by no other trajectory.
         threads: Where sync code runs: ``await context.threads.run(name, function, *args)``.
+        processes: Where functions with ``isolation="process"`` run.
     """
 
     uid: str
     member: int
     threads: WorkerThreads
+    processes: ToolProcesses | None = None
     kwargs: Mapping[str, Any] = msgspec.field(default_factory=dict)
     extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
     state: dict[str, Any] = msgspec.field(default_factory=dict)
