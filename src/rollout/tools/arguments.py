@@ -125,14 +125,16 @@ class SchemaCheck:
 
     def _expectation(self, error: Any) -> str:
         keyword = _keyword(error)
-        if keyword == "type":
-            return f"{' or '.join(error.kind.types)}, got {_kind(error.instance)}"
         schema: Any = self._parameters
         try:
             for step in error.schema_path[:-1]:
                 schema = schema[step]
         except (KeyError, IndexError, TypeError):  # the path leads through a reference
             schema = error.message
+        if keyword == "type":
+            types = schema["type"] if isinstance(schema, Mapping) else error.kind.types
+            types = [types] if isinstance(types, str) else types
+            return f"{' or '.join(types)}, got {_kind(error.instance)}"
         if keyword in _WORDS and isinstance(schema, Mapping) and keyword in schema:
             return _WORDS[keyword].format(shown(schema[keyword], MAX_EXPECTED))
         return shown(schema, MAX_EXPECTED)

@@ -29,7 +29,6 @@ class LangChainTool(Tool):
     def __init__(self, tool: Any) -> None:
         try:
             from langchain_core.tools import BaseTool
-            from langchain_core.utils.function_calling import convert_to_openai_tool
         except ImportError as error:
             raise ToolError(
                 f"LangChain's tools need langchain-core ({error}): pip install 'rollout[langchain]'"
@@ -40,9 +39,11 @@ class LangChainTool(Tool):
         self.origin = f"LangChain's {tool.name!r}"
         self.name = tool.name
         try:
-            self.schema = inline_references(convert_to_openai_tool(tool))
+            parameters = inline_references(_parameters(tool))
         except TypeError as error:
             raise ToolError(f"{self.origin}: {error}") from error
+        function = {"name": tool.name, "description": tool.description, "parameters": parameters}
+        self.schema = {"type": "function", "function": function}
         # A tool without a coroutine of its own runs its function on a thread of asyncio's.
         self.is_async = getattr(tool, "coroutine", None) is not None or (
             type(tool)._arun is not BaseTool._arun and not hasattr(tool, "coroutine")
@@ -73,6 +74,13 @@ class _LangChainSession(ToolSession):
         else:
             message = await threads.run(self._tool.name, tool.invoke, request)
         return _result(message)
+
+
+def _parameters(tool: Any) -> dict[str, Any]:
+    """What the model may give: without what LangChain injects, and whole."""
+    given: Any = tool.tool_call_schema
+    schema = given if isinstance(given, dict) else given.model_json_schema()
+    return {key: value for key, value in schema.items() if key != "description"}
 
 
 def _result(message: Any) -> ToolResult:
