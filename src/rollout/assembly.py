@@ -43,6 +43,7 @@ def tool_executor(
         truncate_side=config.tools.truncate_side,
         tool_s=config.limits.tool_s,
         cleanup_s=config.limits.cleanup_s,
+        max_processes=config.tools.max_processes,
     )
 
 

@@ -358,4 +358,5 @@ async def open_rollout(
                 async with runtime._serving():
                     yield runtime
     finally:
+        await executor.close()
         threads.close()

@@ -191,6 +191,13 @@ class AgentContext:
             )
 
     def _check_errors(self, results: Sequence[ToolResult]) -> None:
+        most = self.config.max_consecutive_invalid_calls
+        if most is not None and self._tools.invalid_in_a_row >= most:
+            raise LimitExceeded(
+                f"agent.max_consecutive_invalid_calls = {most} is reached",
+                source="agent.max_consecutive_invalid_calls",
+                reason="invalid_calls",
+            )
         most = self.config.max_consecutive_errors
         for result in results:
             self._errors_in_a_row = self._errors_in_a_row + 1 if result.is_error else 0
@@ -248,7 +255,7 @@ class AgentContext:
         limit_s = self._services.config.limits.cleanup_s
         deadline = Deadline.after(limit_s, "limits.cleanup_s")
         try:
-            await attempt(self._interaction.finish, deadline, shield=True, owns_task=True)
+            await attempt(self._interaction.finish, deadline, shield=True)
         except (CallError, LimitExceeded) as error:
             session = self.identity.session_id
             logger.warning("%s: finish of the interaction failed: %s", session, error)

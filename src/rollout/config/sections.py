@@ -225,6 +225,9 @@ class AgentConfig(Section):
     max_tool_calls: Count | None = 256
     #: Calls in a row that ended in an error observation.
     max_consecutive_errors: Count | None = 16
+    #: Calls in a row that could not be run as asked: not parsed, of an unknown tool, or with
+    #: arguments that do not fit its schema.
+    max_consecutive_invalid_calls: Count | None = 8
     #: Calls of one turn that run; the others are answered with an observation that says so.
     max_parallel_calls: Count = 8
     #: Format of the model's tool calls.
@@ -247,6 +250,8 @@ class ToolsConfig(Section):
     max_threads: Count = 32
     #: Threads of one tool that may be left behind at a deadline before it fails fast.
     max_abandoned_threads: Count = 16
+    #: Child processes of tools with ``isolation="process"``, each running one call at a time.
+    max_processes: Count = 8
 
 
 @attrs.frozen(kw_only=True)

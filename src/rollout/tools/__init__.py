@@ -3,23 +3,32 @@
 from rollout.tools.calculator import calculator
 from rollout.tools.executor import ToolExecutor
 from rollout.tools.function import FunctionTool, function_tool
+from rollout.tools.langchain import langchain_tools
+from rollout.tools.loading import load_tools, load_verl_tools
 from rollout.tools.mcp import connect_mcp
-from rollout.tools.results import ToolResult, normalise_result
+from rollout.tools.policy import ToolPolicy, TransientError
+from rollout.tools.results import MediaError, ToolResult, normalise_result
 from rollout.tools.session import TrajectoryTools
 from rollout.tools.tool import Tool, ToolContext, ToolSession
 from rollout.tools.truncate import truncate_text
 
 __all__ = [
     "FunctionTool",
+    "MediaError",
     "Tool",
     "ToolContext",
     "ToolExecutor",
+    "ToolPolicy",
     "ToolResult",
     "ToolSession",
     "TrajectoryTools",
+    "TransientError",
     "calculator",
     "connect_mcp",
     "function_tool",
+    "langchain_tools",
+    "load_tools",
+    "load_verl_tools",
     "normalise_result",
     "truncate_text",
 ]
