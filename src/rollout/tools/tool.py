@@ -21,7 +21,7 @@ class ToolContext(msgspec.Struct, frozen=True, kw_only=True):
         uid: The prompt's uid.
         member: Position within the group.
         kwargs: The prompt's ``tools_kwargs`` for this tool.
-        extra: The prompt's ``extra``.
+        extra: Becomes the trajectory's `extra`; starts as the prompt's. Rewards and users see it.
         state: Shared by the tools of this trajectory, and by no other trajectory.
         threads: Where sync code runs: ``await context.threads.run(name, function, *args)``.
     """
@@ -30,7 +30,7 @@ class ToolContext(msgspec.Struct, frozen=True, kw_only=True):
     member: int
     threads: WorkerThreads
     kwargs: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    extra: dict[str, Any] = msgspec.field(default_factory=dict)
     state: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
@@ -64,6 +64,13 @@ class Tool(ABC):
 
     name: str
     schema: dict[str, Any]
+
+    async def prepare(self) -> None:  # noqa: B027  (most tools need none)
+        """Make sure that calls can be answered: once as a runtime opens, before any work.
+
+        Raises:
+            ToolError: They cannot; nothing is started then.
+        """
 
     @abstractmethod
     async def open(self, context: ToolContext) -> ToolSession:
