@@ -58,7 +58,7 @@ def _run(code: str, name: str, namespace: dict[str, Any]) -> bool:
 def _is_success(code: object) -> bool:
     if code is None or code == 0:
         return True
-    print(f"exit: {code}", file=sys.stderr)
+    print(f"SystemExit: {code}" if isinstance(code, int) else code, file=sys.stderr)
     return False
 
 
