@@ -195,7 +195,9 @@ async def test_parallel_calls_of_one_trajectory_wait_for_one_another() -> None:
 async def test_readable_paths_and_the_interpreters_packages_can_be_used(tmp_path: Path) -> None:
     await best()
     await anyio.Path(tmp_path, "data.txt").write_text("ours")
-    tmp_path.chmod(0o755)  # pytest makes it private, and programs inside are not root
+    await anyio.Path(tmp_path).chmod(
+        0o755
+    )  # pytest makes it private, and programs inside are not root
     path = str(tmp_path / "data.txt")
     tool = PythonTool(limits=PATIENT, readable=[tmp_path])
     async with opened(tool) as tools:

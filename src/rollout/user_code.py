@@ -16,6 +16,7 @@ import attrs
 from rollout.errors import ConfigError
 from rollout.interactions import Interaction
 from rollout.tools import Tool
+from rollout.tools.shipped import is_shipped, shipped_tools
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,9 +39,13 @@ class UserCode:
     def tools(self, path: str) -> list[Tool]:
         """The `Tool` objects that a file has at its top level, decorated functions included.
 
+        Or the shipped tools of these names, separated by commas: ``python,finish``.
+
         Raises:
             ConfigError: It cannot be read or run, or has none.
         """
+        if is_shipped(path):
+            return shipped_tools(path.split(","))
         option = f"--tools {path}"
         values = vars(self._file(path, option)).values()
         found = list({id(value): value for value in values if isinstance(value, Tool)}.values())
@@ -53,6 +58,8 @@ class UserCode:
 
     def interactions(self, path: str) -> list[type[Interaction]]:
         """The named `Interaction` classes that a file defines, for `open_rollout`."""
+        if is_shipped(path):
+            return []
         module = self._file(path, f"--tools {path}")
         return [
             value
