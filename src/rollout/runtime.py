@@ -325,7 +325,7 @@ async def open_rollout(
 
     Raises:
         ConfigError: The agent, the tool format or an interaction of the configuration is unknown.
-        ToolError: A tool is defined wrongly, or two share a name.
+        ToolError: A tool is defined wrongly or cannot run here, or two share a name.
         EngineError: An engine did not start, or does not fit the tokenizer.
     """
     if not isinstance(config, RolloutConfig):
@@ -338,6 +338,7 @@ async def open_rollout(
     parser = tool_parser(config, registry)
     tally = Tally()
     try:
+        await executor.prepare()
         async with open_task_group() as tasks:
             loading = tasks.start_soon(load_template, config, threads)  # while engines start
             async with open_engines(config) as engines:

@@ -12,6 +12,7 @@ import attrs
 from rollout.errors import ConfigError
 from rollout.interactions import Interaction
 from rollout.tools.loading import tools_of
+from rollout.tools.shipped import is_shipped, shipped_tools
 from rollout.user_files import UserCodeError, import_module, make_importable, run_file
 
 if TYPE_CHECKING:
@@ -32,9 +33,13 @@ class UserCode:
     def tools(self, path: str) -> list[Tool]:
         """The `Tool` objects that a file has at its top level, decorated functions included.
 
+        Or the shipped tools of these names, separated by commas: ``python,finish``.
+
         Raises:
             ConfigError: It cannot be read or run, or has none.
         """
+        if is_shipped(path):
+            return shipped_tools(path.split(","))
         option = f"--tools {path}"
         found = tools_of(self._file(path, option))
         if not found:
@@ -46,6 +51,8 @@ class UserCode:
 
     def interactions(self, path: str) -> list[type[Interaction]]:
         """The named `Interaction` classes that a file defines, for `open_rollout`."""
+        if is_shipped(path):
+            return []
         module = self._file(path, f"--tools {path}")
         return [
             value

@@ -63,13 +63,14 @@ class AgentContext:
         sampling: SamplingParams,
         tools: TrajectoryTools,
         deadline: Deadline,
+        extra: dict[str, Any],
     ) -> None:
         self.prompt = prompt
         self.identity = identity
         self.sampling = sampling
         self.transcript = Transcript()
         self.messages: list[Message] = []
-        self.extra: dict[str, Any] = dict(prompt.extra)
+        self.extra = extra
         self.turn_scores: list[float] = []
         self.tool_rewards: list[float] = []
         self.assistant_turns = 0

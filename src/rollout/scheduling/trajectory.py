@@ -106,17 +106,18 @@ class TrajectoryRunner:
                 f"sampling.stop_token_ids: {foreign[0]} is outside the engine's vocabulary of "
                 f"{vocab_size} ids",
             )
+        extra = dict(prompt.extra)  # one for the trajectory and its tools
         try:
             tools = self.services.tools.open_session(
                 uid=identity.uid,
                 member=identity.member,
                 names=prompt.tools,
                 tools_kwargs=prompt.tools_kwargs,
-                extra=prompt.extra,
+                extra=extra,
             )
         except ToolError as error:
             raise RejectedPrompt("unknown_tool", str(error)) from None
-        context = AgentContext(self.services, prompt, identity, sampling, tools, deadline)
+        context = AgentContext(self.services, prompt, identity, sampling, tools, deadline, extra)
         return loop, context
 
     async def _run_agent(

@@ -67,6 +67,15 @@ class ToolExecutor:
         """Names of all tools, in the order given."""
         return tuple(self._tools)
 
+    async def prepare(self) -> None:
+        """Let each tool make sure that it can answer here.
+
+        Raises:
+            ToolError: The first one that cannot says why.
+        """
+        for tool in self._tools.values():
+            await tool.prepare()
+
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Schemas of the tools offered, in the order of `names`; None takes all.
 
@@ -82,7 +91,7 @@ class ToolExecutor:
         member: int,
         names: Sequence[str] | None = None,
         tools_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
-        extra: Mapping[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
     ) -> TrajectoryTools:
         """The tools of one trajectory; each is opened at its first call. The caller closes them.
 

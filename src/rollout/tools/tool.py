@@ -24,7 +24,7 @@ class ToolContext(msgspec.Struct, frozen=True, kw_only=True):
         member: Position within the group.
         kwargs: The prompt's ``tools_kwargs`` for this tool; `create_kwargs` is the mapping of
             that name in it, where trainers put what a tool is made with.
-        extra: The prompt's ``extra``.
+        extra: Becomes the trajectory's `extra`; starts as the prompt's. Rewards and users see it.
         state: Shared by the tools of this trajectory, and by no other trajectory.
         threads: Where sync code runs: ``await context.threads.run(name, function, *args)``.
         processes: Where functions with ``isolation="process"`` run.
@@ -35,7 +35,7 @@ class ToolContext(msgspec.Struct, frozen=True, kw_only=True):
     threads: WorkerThreads
     processes: ToolProcesses | None = None
     kwargs: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    extra: dict[str, Any] = msgspec.field(default_factory=dict)
     state: dict[str, Any] = msgspec.field(default_factory=dict)
 
     @property
@@ -80,6 +80,13 @@ class Tool(ABC):
     name: str
     schema: dict[str, Any]
     policy: ToolPolicy = ToolPolicy()
+
+    async def prepare(self) -> None:  # noqa: B027  (most tools need none)
+        """Make sure that calls can be answered: once as a runtime opens, before any work.
+
+        Raises:
+            ToolError: They cannot; nothing is started then.
+        """
 
     @abstractmethod
     async def open(self, context: ToolContext) -> ToolSession:
