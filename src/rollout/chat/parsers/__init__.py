@@ -16,6 +16,7 @@ from rollout.chat.parsers.registry import (
     tool_parser_names,
 )
 from rollout.chat.parsers.sections import DeepSeekV3Parser, KimiK2Parser, MiniMaxM2Parser
+from rollout.chat.parsers.stops import stop_token_ids
 
 __all__ = [
     "DeepSeekV3Parser",
@@ -34,5 +35,6 @@ __all__ = [
     "ToolParser",
     "get_tool_parser",
     "register_tool_parser",
+    "stop_token_ids",
     "tool_parser_names",
 ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from rollout.chat.parsers.json_calls import finite
-from rollout.chat.parsers.literals import MAX_DEPTH, LiteralFault, PythonCall, PythonReader
+from rollout.chat.parsers.literals import PythonCall, PythonReader
 from rollout.chat.parsers.llama3 import read_objects
 from rollout.chat.parsers.pythonic import CALL_LIST, read_call_list
+from rollout.chat.parsers.reader import MAX_DEPTH, Reader, SyntaxFault
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser
 
@@ -19,13 +20,12 @@ FENCE = "```"
 _ENDS = {"<|tool_call>": "<tool_call|>", "<start_function_call>": "<end_function_call>"}
 _TAG = re.compile(r"<\|tool_call>|<start_function_call>|<tool_call\|>|<end_function_call>")
 
-_GAP = re.compile(r"\s*")
-_HEAD = re.compile(r"\s*call:\s*([\w.\-]+)\s*(?=\{)")
-_STRING = re.compile(r'<\|"\|>(.*?)<\|"\|>|<escape>(.*?)<escape>|"([^"\\]*)"', re.DOTALL)
-_BARE = re.compile(r"[^,{}\[\]<]*[^,{}\[\]<\s]")
-_KEY = re.compile(r"([^,:{}\[\]<]+):")
-_INTEGER = re.compile(r"[+-]?[0-9]+")
-_NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_HEAD = re.compile(r"\s*call:\s*([\w.\-]+)\s*\{")
+_QUOTED = r'<\|"\|>(.*?)<\|"\|>|<escape>(.*?)<escape>|"([^"\\]*)"'
+_STRING = re.compile(_QUOTED, re.DOTALL)
+_KEY = re.compile(rf"\s*(?:{_QUOTED}|([^,:{{}}\[\]<]+))\s*:", re.DOTALL)
+_BARE = re.compile(r'\s*([^,{}\[\]<"\s](?:[^,{}\[\]<]*[^,{}\[\]<\s])?)')
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+(\.[0-9]*)?|(\.[0-9]+))([eE][+-]?[0-9]+)?")
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
@@ -63,7 +63,7 @@ def _read_tagged(scan: TurnScan, opening: re.Match[str]) -> int:
         name, arguments = reader.call()
         if not reader.take(end):
             reader.fail(f"the call is not closed by {end}")
-    except LiteralFault as fault:
+    except SyntaxFault as fault:
         tag = _TAG.search(scan.text, fault.at)
         if tag is None:
             return scan.add_invalid(start, len(scan.text), str(fault))
@@ -79,7 +79,7 @@ def _read_fence(scan: TurnScan, opening: re.Match[str]) -> int:
     try:
         while not calls or not reader.take(FENCE):
             calls += reader.statement()
-    except LiteralFault as fault:
+    except SyntaxFault as fault:
         end = scan.find(FENCE, fault.at)
         stop = min(end + len(FENCE), len(scan.text))
         return scan.add_invalid(opening.start(), stop, str(fault))
@@ -88,94 +88,69 @@ def _read_fence(scan: TurnScan, opening: re.Match[str]) -> int:
     return reader.at
 
 
-class GemmaReader:
-    """Reads ``call:f{…}`` forward from `at`; every method leaves `at` behind what it read.
-
-    Raises:
-        LiteralFault: From all methods, with the position of the fault.
-    """
-
-    def __init__(self, text: str, at: int) -> None:
-        self.text = text
-        self.at = at
+class GemmaReader(Reader):
+    """Reads ``call:f{key:value}``."""
 
     def call(self) -> tuple[str, dict[str, Any]]:
         """The name of the function and its arguments."""
         head = _HEAD.match(self.text, self.at)
         if head is None:
             self.fail("expected call:NAME{")
-        self.at = head.end() + 1
+        self.at = head.end()
         return head[1], self._object(0)
-
-    def take(self, sign: str) -> bool:
-        """Whether `sign` stands next, white space aside; if so go past it."""
-        gap = _GAP.match(self.text, self.at)
-        self.at = self.at if gap is None else gap.end()
-        found = self.text.startswith(sign, self.at)
-        if found:
-            self.at += len(sign)
-        return found
-
-    def fail(self, reason: str) -> NoReturn:
-        """Raise a fault here, with what stands here."""
-        seen = self.text[self.at : self.at + 20]
-        raise LiteralFault(f"{reason}: {seen!r}" if seen else f"{reason}: the text ends", self.at)
 
     def _object(self, depth: int) -> dict[str, Any]:
         items: dict[str, Any] = {}
-        while not self.take("}"):
+        is_done = self.take("}")
+        while not is_done:
             key = self._key()
             items[key] = self._value(depth + 1)
-            if not self.take(",") and not self.text.startswith("}", self.at):
-                self.fail("expected , or }")
+            is_done = self.ends("}")
         return items
 
     def _list(self, depth: int) -> list[Any]:
         items: list[Any] = []
-        while not self.take("]"):
+        is_done = self.take("]")
+        while not is_done:
             items.append(self._value(depth + 1))
-            if not self.take(",") and not self.text.startswith("]", self.at):
-                self.fail("expected , or ]")
+            is_done = self.ends("]")
         return items
 
     def _key(self) -> str:
-        written = _STRING.match(self.text, self.at)
-        if written is not None:
-            self.at = written.end()
-            if not self.take(":"):
-                self.fail("expected : after a key")
-            return _first(written)
         key = _KEY.match(self.text, self.at)
         if key is None:
             self.fail("expected key:value")
         self.at = key.end()
-        return key[1].strip()
+        return _written(key).strip()
 
     def _value(self, depth: int) -> Any:
+        word = _BARE.match(self.text, self.at)
+        if word is not None:
+            self.at = word.end()
+            return _bare(word[1])
         if depth > MAX_DEPTH:
             self.fail("nested too deeply")
         if self.take("{"):
             return self._object(depth)
         if self.take("["):
             return self._list(depth)
-        written = _STRING.match(self.text, self.at) or _BARE.match(self.text, self.at)
-        if written is None:
+        string = _STRING.match(self.text, self.at)
+        if string is None:
             self.fail("expected a value")
-        self.at = written.end()
-        return _bare(written[0].strip()) if written.re is _BARE else _first(written)
+        self.at = string.end()
+        return _written(string)
 
 
-def _first(written: re.Match[str]) -> str:
-    return next(body for body in written.groups() if body is not None)
+def _written(match: re.Match[str]) -> str:
+    return match[match.lastindex or 0]
 
 
 def _bare(word: str) -> Any:
     """A constant, a number, or else the word itself, as models at times forget the marks."""
+    number = _NUMBER.fullmatch(word)
+    if number is None:
+        return _CONSTANTS.get(word, word)
     try:
-        if _INTEGER.fullmatch(word) is not None:
-            return int(word)
-        if _NUMBER.fullmatch(word) is not None:
-            return finite(word)
+        return finite(word) if number.lastindex else int(word)
     except ValueError:
         return word
-    return _CONSTANTS.get(word, word)

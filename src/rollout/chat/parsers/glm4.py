@@ -12,6 +12,7 @@ from rollout.chat.parsers.scan import TaggedParser
 if TYPE_CHECKING:
     from rollout.chat.parsers.scan import TurnScan
 
+_NAME = re.compile(r"[^\s{}\"']+")
 _END_CALL = "</tool_call>"
 _MARKUP = CallMarkup(
     parameter=re.compile(r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>"),
@@ -37,8 +38,8 @@ class Glm4Parser(TaggedParser):
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         start, name = opening.start(), opening["name"].strip()
         try:
-            if not name or "\n" in name:
-                raise FaultyCall("expected the name of a function on one line", opening.end())
+            if _NAME.fullmatch(name) is None:
+                raise FaultyCall("expected the name of a function", opening.end())
             arguments, stop = _MARKUP.read(scan, opening.end(), name)
         except FaultyCall as fault:
             return _add_invalid(scan, start, fault)

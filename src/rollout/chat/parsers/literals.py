@@ -7,57 +7,39 @@ false, null), lists, tuples as lists, dicts with string keys. Depth is bounded, 
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from rollout.chat.parsers.json_calls import finite, value_at
+from rollout.chat.parsers.reader import MAX_DEPTH, Reader
 
-#: Nesting past this is no literal of a sane call; it also bounds Python's own stack.
-MAX_DEPTH = 100
-
-_GAP = re.compile(r"\s*")
-_NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)
-_PRINT = re.compile(r"print\(\s*(?=[A-Za-z_][\w.]*\s*\()")
-_NUMBER = re.compile(
-    r"[+-]?(?:[0-9](?:_?[0-9])*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?(?![\w.])"
+_NAME = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
+_CALL = re.compile(rf"\s*({_NAME})\s*\(\s*(\))?", re.ASCII)
+_PRINT = re.compile(rf"print\(\s*(?={_NAME}\s*\()", re.ASCII)
+_KEYWORD = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*", re.ASCII)
+_ATOM = re.compile(
+    r"(?:(?P<integer>[+-]?[0-9](?:_?[0-9])*)"
+    r"|(?P<number>[+-]?(?:[0-9](?:_?[0-9])*\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
+    r"|(?P<constant>True|False|None|true|false|null))(?![\w.])"
 )
 _STRING = re.compile(
     r"([rRuU]?)(?:"
     r'"""((?:[^"\\]++|\\.|"(?!""))*+)"""|'
     r"'''((?:[^'\\]++|\\.|'(?!''))*+)'''|"
     r'"((?:[^"\\\n]++|\\.)*+)"|'
-    r"'((?:[^'\\\n]++|\\.)*+)')",
+    r"'((?:[^'\\\n]++|\\.)*+)')\s*",
     re.DOTALL,
 )
 _ESCAPE = re.compile(
     r"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(\n|[\\'\"abfnrtv]))"
 )
 _ESCAPED = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
-_CONSTANTS = {
+_CONSTANTS: dict[str, int | float | bool] = {
     "True": True,
     "true": True,
     "False": False,
     "false": False,
-    "None": None,
-    "null": None,
 }
-_END = {"[": "]", "(": ")", "{": "}"}
-
-
-class LiteralFault(ValueError):
-    """What stands at `at` is not what the syntax wants there."""
-
-    def __init__(self, reason: str, at: int) -> None:
-        super().__init__(reason)
-        self.at = at
-
-
-def literal(text: str) -> Any:
-    """The value that the whole of `text` writes; ValueError where it is no literal."""
-    reader = PythonReader(text, 0)
-    value = reader.value()
-    if reader.skip() < len(text):
-        reader.fail("more text follows the literal")
-    return value
+_END = {"[": "]", "(": ")"}
 
 
 class PythonCall(NamedTuple):
@@ -69,58 +51,35 @@ class PythonCall(NamedTuple):
     stop: int
 
 
-class PythonReader:
-    """Reads forward from `at`; every method leaves `at` behind what it read.
+def literal(text: str) -> Any:
+    """The value that the whole of `text` writes; ValueError where it is no literal."""
+    reader = PythonReader(text, 0)
+    value = reader.value()
+    if reader.skip() < len(text):
+        reader.fail("more text follows the literal")
+    return value
 
-    Raises:
-        LiteralFault: From all methods, with the position of the fault.
-    """
 
-    def __init__(self, text: str, at: int) -> None:
-        self.text = text
-        self.at = at
+class PythonReader(Reader):
+    """Reads calls whose arguments are literals, and literals."""
 
-    def skip(self) -> int:
-        """Go past white space; the position there."""
-        gap = _GAP.match(self.text, self.at)
-        if gap is not None:
-            self.at = gap.end()
-        return self.at
-
-    def take(self, sign: str) -> bool:
-        """Whether `sign` stands next, white space aside; if so go past it."""
-        found = self.text.startswith(sign, self.skip())
-        if found:
-            self.at += len(sign)
-        return found
-
-    def fail(self, reason: str) -> NoReturn:
-        """Raise a fault here, with what stands here."""
-        seen = self.text[self.at : self.at + 20]
-        raise LiteralFault(f"{reason}: {seen!r}" if seen else f"{reason}: the text ends", self.at)
-
-    def call(self) -> tuple[str, dict[str, Any]]:
-        """A name and the keyword arguments of a call such as ``f(x=1, y="a")``."""
-        self.skip()
-        name = _NAME.match(self.text, self.at)
-        if name is None:
-            self.fail("expected the name of a function")
-        self.at = name.end()
-        if not self.take("("):
-            self.fail(f"expected ( after {name[0]}")
-        return name[0], self.keywords()
+    def call(self) -> PythonCall:
+        """A call such as ``f(x=1, y="a")``."""
+        head = _CALL.match(self.text, self.at)
+        if head is None:
+            self.skip()
+            self.fail("expected a call of a function")
+        self.at = head.end()
+        arguments = self.keywords() if head[2] is None else {}
+        return PythonCall(head[1], arguments, head.start(1), self.at)
 
     def call_list(self) -> list[PythonCall]:
         """What a list such as ``[f(x=1), g()]`` holds; at least one call."""
         if not self.take("["):
             self.fail("expected [")
-        calls: list[PythonCall] = []
-        while not calls or not self.take("]"):
-            start = self.skip()
-            name, arguments = self.call()
-            calls.append(PythonCall(name, arguments, start, self.at))
-            if not self.take(",") and not self.text.startswith("]", self.at):
-                self.fail("expected , or ]")
+        calls = [self.call()]
+        while not self.ends("]"):
+            calls.append(self.call())
         return calls
 
     def statement(self) -> list[PythonCall]:
@@ -128,34 +87,30 @@ class PythonReader:
         if self.text.startswith("[", self.skip()):
             return self.call_list()
         printed = _PRINT.match(self.text, self.at)
-        start = self.at
-        self.at = start if printed is None else printed.end()
-        name, arguments = self.call()
+        if printed is not None:
+            self.at = printed.end()
+        call = self.call()
         if printed is not None and not self.take(")"):
             self.fail("expected ) after print")
-        stop = self.at
         self.take(";")
-        return [PythonCall(name, arguments, start, stop)]
+        return [call]
 
     def keywords(self) -> dict[str, Any]:
-        """What stands between ``(`` and ``)``; of equal names the last one counts."""
+        """What stands up to ``)``; of equal names the last one counts."""
         arguments: dict[str, Any] = {}
-        while not self.take(")"):
-            name = _NAME.match(self.text, self.at)
-            if name is None:
+        is_done = self.take(")")
+        while not is_done:
+            keyword = _KEYWORD.match(self.text, self.at)
+            if keyword is None:
                 self.fail("expected name=value")
-            self.at = name.end()
-            if not self.take("="):
-                self.at = name.start()
-                self.fail("expected name=value")
-            arguments[name[0]] = self._argument()
-            if not self.take(",") and not self.text.startswith(")", self.at):
-                self.fail("expected , or )")
+            self.at = keyword.end()
+            arguments[keyword[1]] = self._argument()
+            is_done = self.ends(")")
         return arguments
 
     def _argument(self) -> Any:
         # Long lists are mostly JSON as well, which is read many times faster.
-        if self.text[self.skip() : self.at + 1] in ("[", "{"):
+        if self.text.startswith(("[", "{"), self.at):
             try:
                 value, self.at = value_at(self.text, self.at)
             except ValueError:
@@ -166,64 +121,58 @@ class PythonReader:
     def value(self, depth: int = 0) -> Any:
         """One literal."""
         self.skip()
+        atom = _ATOM.match(self.text, self.at)
+        if atom is not None:
+            return self._atom(atom)
         opening = self.text[self.at : self.at + 1]
-        if opening in _END and opening:
+        if opening and opening in "[({":
             if depth == MAX_DEPTH:
                 self.fail("nested too deeply")
             self.at += 1
             return self._dict(depth + 1) if opening == "{" else self._list(_END[opening], depth + 1)
-        if (number := _NUMBER.match(self.text, self.at)) is not None:
-            return self._number(number)
-        if (string := _STRING.match(self.text, self.at)) is not None:
-            return self._string(string)
-        name = _NAME.match(self.text, self.at)
-        if name is None or name[0] not in _CONSTANTS:
-            self.fail("expected a literal")
-        self.at = name.end()
-        return _CONSTANTS[name[0]]
+        return self._string()
 
     def _list(self, end: str, depth: int) -> Any:
         items: list[Any] = []
-        commas = 0
-        while not self.take(end):
+        is_done = self.take(end)
+        while not is_done:
             items.append(self.value(depth))
-            if self.take(","):
-                commas += 1
-            elif not self.text.startswith(end, self.at):
-                self.fail(f"expected , or {end}")
-        is_group = end == ")" and len(items) == 1 and not commas  # (1) is 1, (1,) is [1]
-        return items[0] if is_group else items
+            if end == ")" and len(items) == 1 and self.take(end):
+                return items[0]  # (1) is 1, (1,) is [1]
+            is_done = self.ends(end)
+        return items
 
     def _dict(self, depth: int) -> dict[str, Any]:
         items: dict[str, Any] = {}
-        while not self.take("}"):
-            key = self.value(depth)
-            if not isinstance(key, str):
-                self.fail("the keys of a dict must be strings")
+        is_done = self.take("}")
+        while not is_done:
+            self.skip()
+            key = self._string()
             if not self.take(":"):
                 self.fail("expected : after a key")
             items[key] = self.value(depth)
-            if not self.take(",") and not self.text.startswith("}", self.at):
-                self.fail("expected , or }")
+            is_done = self.ends("}")
         return items
 
-    def _number(self, match: re.Match[str]) -> int | float:
-        written = match[0].replace("_", "")
-        try:
-            number = finite(written) if any(sign in written for sign in ".eE") else int(written)
-        except ValueError:
-            self.fail("expected a number within bounds")
-        self.at = match.end()
-        return number
+    def _atom(self, atom: re.Match[str]) -> int | float | bool | None:
+        written, value = atom[0], _CONSTANTS.get(atom[0])
+        if atom.lastgroup != "constant":
+            try:
+                value = int(written) if atom.lastgroup == "integer" else finite(written)
+            except ValueError:
+                self.fail("expected a number within bounds")
+        self.at = atom.end()
+        return value
 
-    def _string(self, match: re.Match[str] | None) -> str:
+    def _string(self) -> str:
+        """Strings that stand side by side are one."""
         pieces: list[str] = []
-        while match is not None:  # strings that stand side by side are one
-            prefix, *bodies = match.groups()
-            body = next(body for body in bodies if body is not None)
+        while (written := _STRING.match(self.text, self.at)) is not None:
+            prefix, body = written[1], written[written.lastindex or 0]
             pieces.append(body if prefix in ("r", "R") else _unescaped(body))
-            self.at = match.end()
-            match = _STRING.match(self.text, self.skip())
+            self.at = written.end()
+        if not pieces:
+            self.fail("expected a literal")
         return "".join(pieces)
 
 

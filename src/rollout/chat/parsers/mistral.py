@@ -31,7 +31,7 @@ class MistralParser(TaggedParser):
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         at = scan.skip_space(opening.end())
         try:
-            if scan.text.startswith(("[{", "[ {", "[\n", "[]"), at):
+            if scan.text.startswith("[", at) and _HEAD.match(scan.text, at) is None:
                 return self._read_array(scan, opening.start(), at)
             return self._read_named(scan, opening.start(), at)
         except ValueError as error:

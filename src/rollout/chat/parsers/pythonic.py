@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollout.chat.parsers.literals import LiteralFault, PythonReader
+from rollout.chat.parsers.literals import PythonReader
+from rollout.chat.parsers.reader import SyntaxFault
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser
 
@@ -50,7 +51,7 @@ def read_call_list(scan: TurnScan, opening: re.Match[str]) -> int:
     reader = PythonReader(scan.text, start)
     try:
         calls = reader.call_list()
-    except LiteralFault as fault:
+    except SyntaxFault as fault:
         if is_meant:
             return scan.add_invalid(start, scan.find(_END, start), str(fault))
         stop = max(fault.at, opening.end())
