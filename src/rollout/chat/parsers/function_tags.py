@@ -38,7 +38,7 @@ class FunctionTagParser(TaggedParser):
         super().__init_subclass__()
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        start, name = opening.start(), (opening["name"] or "").strip("\"' ")
+        start, name = opening.start(), (opening["name"] or "").strip().strip("\"'").strip()
         try:
             if not name:
                 raise FaultyCall("expected <function=NAME>", opening.end())
