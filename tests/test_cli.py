@@ -17,6 +17,7 @@ import pytest
 
 import rollout
 from rollout import Outcome, RolloutBatch
+from rollout.chat import tool_parser_names
 from rollout.cli import main
 
 CONFIG = """
@@ -313,7 +314,7 @@ def test_cli_check_lists_everything_that_is_missing(
         "error: placement.python = '/no/python': no such interpreter",
         "error: agent.name = 'nobody': no agent is registered as 'nobody'; "
         "known: single_turn, tool_agent",
-        "error: agent.tool_format = 'smoke': unknown; known: hermes",
+        "error: agent.tool_format = 'smoke': unknown; known: " + ", ".join(tool_parser_names()),
         "error: agent.interaction = 'teacher': unknown interaction 'teacher'; known: none",
     ]
 

@@ -12,6 +12,7 @@ import attrs
 from rollout.agents.services import Services
 from rollout.assembly import check_fit, load_template, tool_executor, tool_parser
 from rollout.bridge import WorkerThreads, has_virtual_clock
+from rollout.chat.parsers import stop_token_ids
 from rollout.config import RolloutConfig
 from rollout.engine.opening import open_engines
 from rollout.engine.pool import EnginePool, ReplicaStatistics
@@ -350,6 +351,10 @@ async def open_rollout(
                     engines=engines,
                     template=template,
                     parser=parser,
+                    stop_token_ids=(
+                        *template.stop_token_ids,
+                        *stop_token_ids(parser, template.tokenizer),
+                    ),
                     tools=executor,
                     interactions=registry,
                     tally=tally,

@@ -310,7 +310,7 @@ class AgentContext:
         )
 
     def _sampling_of_turn(self, budget: int) -> SamplingParams:
-        stops = {*self.sampling.stop_token_ids, *self._services.template.stop_token_ids}
+        stops = {*self.sampling.stop_token_ids, *self._services.stop_token_ids}
         return msgspec.structs.replace(
             self.sampling,
             max_new_tokens=budget,
