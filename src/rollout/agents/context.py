@@ -82,6 +82,7 @@ class AgentContext:
         self._interaction: Interaction | None = None
         self._calls_asked = 0
         self._errors_in_a_row = 0
+        self._in_reasoning = False
 
     @property
     def config(self) -> AgentConfig:
@@ -125,6 +126,7 @@ class AgentContext:
         if self._interaction_name is not None:
             self._interaction = self._new_interaction(self._interaction_name)
         self.transcript.append_prompt(ids)
+        self._in_reasoning = self._services.template.opens_reasoning
         if self._interaction is not None:
             await self._interaction.start(self._interaction_context())
 
@@ -226,6 +228,7 @@ class AgentContext:
             with self._settling_limits():
                 raise length_error(source, f"an observation of {len(ids)} tokens does not fit")
         self.transcript.append_observation(ids)
+        self._in_reasoning = self._services.template.opens_reasoning_after(messages)
         self.messages += as_messages(messages)
 
     async def score(self) -> None:
@@ -295,7 +298,9 @@ class AgentContext:
         )
 
     def _sampling_of_turn(self, budget: int) -> SamplingParams:
-        stops = {*self.sampling.stop_token_ids, *self._services.template.stop_token_ids}
+        template = self._services.template
+        of_format = template.token_ids(getattr(self._services.parser, "stop_tokens", ()))
+        stops = {*self.sampling.stop_token_ids, *template.stop_token_ids, *of_format}
         return msgspec.structs.replace(
             self.sampling,
             max_new_tokens=budget,
@@ -320,7 +325,7 @@ class AgentContext:
     def _parse(self, generation: Generation, bounded_by: str) -> AssistantTurn:
         text = self._services.template.decode(generation.ids)
         parsed = self._services.parser.parse(
-            text, self._tools.schemas, in_reasoning=self._services.template.opens_reasoning
+            text, self._tools.schemas, in_reasoning=self._in_reasoning
         )
         self.cut_by = None if generation.finish_reason == "stop" else bounded_by
         calls = () if self.cut_by else parsed.calls
