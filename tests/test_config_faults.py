@@ -296,6 +296,7 @@ WRONG: dict[tuple[type, str], tuple[object, ...]] = {
     (ModelConfig, "revision"): STRINGS,
     (ModelConfig, "trust_remote_code"): (None, 0, 1, "true", "", [], 1.0),
     (ModelConfig, "chat_template"): STRINGS,
+    (ModelConfig, "chat_template_kwargs"): (None, "x", [("a", 1)], {"a": math.nan}, {1: 2}),
     (TransformersEngine, "replicas"): (None, 0, -1, 1.0, 2.5, math.nan, *NUMBERS),
     (TransformersEngine, "start_timeout_s"): (None, 0, -1.0, math.nan, math.inf, *NUMBERS),
     (TransformersEngine, "stream_interval"): (None, 0, 1.0, *NUMBERS),

@@ -97,6 +97,7 @@ def _load_tokenizer(model: ModelConfig) -> ChatTemplate:
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
         chat_template_path=model.chat_template,
+        chat_template_kwargs=model.chat_template_kwargs,
     )
 
 

@@ -89,6 +89,7 @@ class AgentContext:
         self._interaction: Interaction | None = None
         self._calls_asked = 0
         self._errors_in_a_row = 0
+        self._in_reasoning = False
 
     @property
     def config(self) -> AgentConfig:
@@ -132,6 +133,7 @@ class AgentContext:
         if self._interaction_name is not None:
             self._interaction = self._new_interaction(self._interaction_name)
         self.transcript.append_prompt(ids)
+        self._in_reasoning = self._services.template.opens_reasoning
         if self._interaction is not None:
             await self._interaction.start(self._interaction_context())
 
@@ -241,6 +243,7 @@ class AgentContext:
             with self._settling_limits():
                 raise length_error(source, f"an observation of {len(ids)} tokens does not fit")
         self.transcript.append_observation(ids)
+        self._in_reasoning = self._services.template.opens_reasoning_after(messages)
         self.messages += as_messages(messages)
 
     async def score(self) -> None:
@@ -340,7 +343,7 @@ class AgentContext:
     def _parse(self, generation: Generation, bounded_by: str) -> AssistantTurn:
         text = self._services.template.decode(generation.ids)
         parsed = self._services.parser.parse(
-            text, self._tools.schemas, in_reasoning=self._services.template.opens_reasoning
+            text, self._tools.schemas, in_reasoning=self._in_reasoning
         )
         self.cut_by = None if generation.finish_reason == "stop" else bounded_by
         calls = () if self.cut_by else parsed.calls

@@ -78,6 +78,7 @@ def _model(config: RolloutConfig) -> str:
         parts.append(f"revision {model.revision}")
     if model.chat_template:
         parts.append(f"chat template {model.chat_template}")
+    parts += (f"{key} = {value!r}" for key, value in model.chat_template_kwargs.items())
     if model.trust_remote_code:
         parts.append("its own code may run")
     return ", ".join(parts)

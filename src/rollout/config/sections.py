@@ -20,6 +20,7 @@ from rollout.config.checks import (
     NonNegative,
     Number,
     Outcomes,
+    PlainMapping,
     Positive,
     PositiveProbability,
     Probability,
@@ -65,6 +66,8 @@ class ModelConfig(Section):
     trust_remote_code: Flag = False
     #: A Jinja file that replaces the tokenizer's own chat template.
     chat_template: Text | None = None
+    #: What the template can read beside messages and tools, e.g. ``enable_thinking = false``.
+    chat_template_kwargs: PlainMapping = attrs.field(factory=dict)
 
 
 @attrs.frozen(kw_only=True)
