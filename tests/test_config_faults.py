@@ -39,8 +39,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SAMPLING_KEYS = ", ".join(
-    ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty")
-    + ("frequency_penalty", "greedy", "max_new_tokens", "stop_token_ids")
+    (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "greedy",
+        "max_new_tokens",
+        "stop_token_ids",
+    )
 )
 TRANSFORMERS_KEYS = (
     "kind, replicas, start_timeout_s, stream_interval, dtype, device, threads, max_running, "

@@ -8,9 +8,8 @@ from rollout.tools.langchain import langchain_tools
 from rollout.tools.loading import load_tools, load_verl_tools
 from rollout.tools.mcp import connect_mcp
 from rollout.tools.policy import ToolPolicy, TransientError
-from rollout.tools.results import MediaError, ToolResult, normalise_result
 from rollout.tools.python_tool import PythonTool
-from rollout.tools.results import ToolResult, normalise_result
+from rollout.tools.results import MediaError, ToolResult, normalise_result
 from rollout.tools.sandbox.limits import SandboxLimits
 from rollout.tools.search_tool import SearchTool
 from rollout.tools.session import TrajectoryTools
