@@ -295,6 +295,7 @@ class AgentContext:
             kwargs=dict(self._interaction_kwargs),
             ground_truth=self.prompt.ground_truth,
             extra=self.extra,
+            threads=self._services.threads,
         )
 
     def _room(self) -> tuple[int, str]:

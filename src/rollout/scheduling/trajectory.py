@@ -13,7 +13,6 @@ from rollout.agents.base import AgentLoop, get_agent
 from rollout.agents.context import AgentContext
 from rollout.agents.identity import Ending, RejectedPrompt
 from rollout.agents.services import Services
-from rollout.bridge import WorkerThreads
 from rollout.chat.transcript import Transcript
 from rollout.errors import AgentError, ConfigError, EngineError, LimitExceeded, ToolError
 from rollout.limits import Deadline
@@ -36,7 +35,6 @@ class TrajectoryRunner:
     """What running members needs; shared by all of them."""
 
     services: Services
-    threads: WorkerThreads
     reward: RewardFunction | None
 
     async def run(self, member: Member, batch_deadline: Deadline) -> Trajectory:
@@ -150,7 +148,7 @@ class TrajectoryRunner:
             if member.cancel_reason is not None:
                 member.scope.cancel()
             try:
-                reward = await compute_reward(self.reward, trajectory, self.threads)
+                reward = await compute_reward(self.reward, trajectory, self.services.threads)
             except BaseException as error:
                 if not _is_own(error):
                     raise
