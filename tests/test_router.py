@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -526,7 +527,7 @@ def test_consistent_hash_is_the_same_in_every_process() -> None:
     outputs = {
         subprocess.run(
             [sys.executable, "-c", HASH_SCRIPT],
-            env={"PYTHONHASHSEED": seed},
+            env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             check=True,
             text=True,
