@@ -382,6 +382,28 @@ def test_ties_are_fair_on_a_busy_fleet(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["estimated_seconds", "least_requests", "round_robin"])
+def test_ties_are_shared_by_weight_on_an_idle_fleet(strategy: str) -> None:
+    router = Router(strategy=strategy)
+    for name, weight in (("light", 1.0), ("heavy", 3.0), ("middle", 2.0)):
+        router.add(name, 100, weight=weight)
+    for number in range(600):
+        router.release(send(router, f"s{number}", prompt_tokens=10), generated=5, now=number)
+    served = [r.served for r in router.statistics().replicas]
+    assert served == pytest.approx([100, 300, 200], abs=1)
+
+
+@pytest.mark.parametrize("strategy", ["estimated_seconds", "least_requests", "round_robin"])
+def test_ties_who_was_passed_over_is_not_flooded_afterwards(strategy: str) -> None:
+    router = router_of("a", "b", strategy=strategy)
+    router.drain("b")
+    for number in range(100):
+        router.release(send(router, f"s{number}"), generated=5)
+    router.resume("b")
+    names = [place(router, f"t{number}") for number in range(10)]
+    assert sorted(names) == ["a"] * 5 + ["b"] * 5
+
+
+@pytest.mark.parametrize("strategy", ["estimated_seconds", "least_requests", "round_robin"])
 def test_ties_a_new_replica_is_not_flooded_by_those_before_it(strategy: str) -> None:
     router = router_of("a", "b", strategy=strategy)
     for number in range(1000):
