@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -707,11 +708,30 @@ actions = st.one_of(
 )
 
 
+histories = given(
+    strategy=st.sampled_from(STRATEGIES), steps=st.lists(actions, min_size=1, max_size=80)
+)
+
+
 @settings(max_examples=150, deadline=None)
-@given(strategy=st.sampled_from(STRATEGIES), steps=st.lists(actions, max_size=80))
+@histories
 def test_counts_equal_assigns_less_releases_whatever_happens(
     strategy: str, steps: list[tuple[str, Any]]
 ) -> None:
+    check_counts(strategy, steps)
+
+
+@pytest.mark.full
+@settings(max_examples=20_000, deadline=None)
+@histories
+def test_counts_equal_assigns_less_releases_in_many_histories(
+    strategy: str, steps: list[tuple[str, Any]]
+) -> None:
+    check_counts(strategy, steps)
+
+
+def check_counts(strategy: str, steps: list[tuple[str, Any]]) -> None:
+    """Replay a history, and compare what the router counts with what was asked of it."""
     router = router_of(*NAMES, capacity=3, strategy=strategy)
     held: list[Dispatch] = []
     offered, required = set(NAMES), None
@@ -755,6 +775,10 @@ def test_counts_equal_assigns_less_releases_whatever_happens(
         counted = {name: count for name, count in in_flight(router).items() if count}
         assert counted == dict(expected)
         assert router.statistics().in_flight == len(held)
+        assert all(0 <= replica.load_s < math.inf for replica in router.statistics().replicas)
+        for replica in router.replicas:
+            mine = [dispatch.new_tokens for dispatch in held if dispatch.replica is replica]
+            assert replica.new_tokens == sum(mine)
         assert router.has_room is any(r.is_usable and r.has_room for r in router.replicas)
     for dispatch in held:
         router.release(dispatch, now=1e6)
