@@ -59,8 +59,7 @@ class Settings(NamedTuple):
 def readable_paths(settings: Settings) -> list[str]:
     """Existing paths for programs inside to read; none lies within another."""
     own = {sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.__file__)}
-    own.add(os.path.dirname(os.path.realpath(sys.executable)))
-    own.add(os.path.dirname(sys.executable))
+    own |= {sys.executable, os.path.realpath(sys.executable)}
     paths: list[str] = []
     for path in sorted({*SYSTEM_PATHS, *own, *settings.readable}):
         is_covered = any(path == parent or path.startswith(parent + "/") for parent in paths)

@@ -86,6 +86,10 @@ class Supervisor:
             return False
         # Nothing has been run yet: these are ours, and are left alone from here on.
         self._own = frozenset(process.pid for process in descendants(os.getpid()))
+        if self._sandbox.pid not in self._own:
+            reason = "/proc does not list the children of processes (CONFIG_PROC_CHILDREN)"
+            _answer_driver({"status": "stopped", "reason": reason})
+            return False
         write_all(_OUT, data)
         return b'"ready"' in data
 
