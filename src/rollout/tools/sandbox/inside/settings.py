@@ -7,6 +7,7 @@ import os
 import stat
 import struct
 import sys
+import traceback
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -92,6 +93,14 @@ def environment(directory: str) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
     }
+
+
+def describe_error(error: BaseException) -> str:
+    """What went wrong, for people; where it is no failure of the system, with its place."""
+    if not isinstance(error, OSError):
+        return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    text = error.strerror or str(error)
+    return text if error.filename is None else f"{error.filename}: {text}"
 
 
 def encode(message: dict[str, Any]) -> bytes:
