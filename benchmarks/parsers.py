@@ -1,9 +1,9 @@
 """CPU seconds that a megabyte of adversarial text costs each tool-call parser.
 
-For every format: fragments of it repeated, in pairs and in threes, closed or left open, read once as
-an answer and once as a turn that starts inside reasoning. All texts are tried at a fiftieth of the
-size first; the slowest of them then count at full size. Progress goes to stderr; the last line of
-stdout is the result as JSON: the most seconds of each format and of all. It takes a few minutes.
+For every format: fragments of it repeated, in pairs and in threes, closed or left open, read once
+as an answer and once as a turn that starts inside reasoning. All texts are tried at a fiftieth of
+the size first; the slowest of them then count at full size. Progress goes to stderr; the last line
+of stdout is the result as JSON: the most seconds of each format and of all. It takes two minutes.
 
     python benchmarks/parsers.py [FORMAT …]
 """
@@ -18,7 +18,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from parser_cases.floods import FRAGMENTS, floods
-
 from rollout.chat import get_tool_parser
 
 MEGABYTE = 1_000_000

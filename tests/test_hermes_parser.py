@@ -251,6 +251,15 @@ def test_hermes_deep_nesting_is_a_faulty_call() -> None:
     assert call == InvalidToolCall(raw=raw, reason="malformed JSON: nested too deeply")
 
 
+@pytest.mark.parametrize(("depth", "is_call"), [(98, True), (99, False), (900, False)])
+def test_hermes_nesting_is_bounded(depth: int, is_call: bool) -> None:
+    nested = "[" * depth + "1" + "]" * depth
+    (call,) = parse(block(f'{{"name": "f", "arguments": {{"x": {nested}}}}}')).calls
+    assert isinstance(call, ToolCall) == is_call
+    if isinstance(call, InvalidToolCall):
+        assert call.reason == "malformed JSON: nested too deeply"
+
+
 def test_registry_unknown_format_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         get_tool_parser("hermess")
