@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from time import process_time  # noqa: TID251  (CPU time of a test)
 
 import pytest
 from hypothesis import given
@@ -232,37 +231,6 @@ def test_hermes_end_tokens_are_no_content(end: str) -> None:
     assert parse(f"a </s> b{end}") == ParsedTurn(content="a </s> b")
 
 
-MEGABYTE = 1_000_000
-FLOODS = {
-    "brackets": "<" * MEGABYTE,
-    "openings": "<tool_call>" * (MEGABYTE // 11),
-    "openings_closed_once": "<tool_call>" * (MEGABYTE // 11) + "</tool_call>",
-    "closings": "</tool_call>" * (MEGABYTE // 12),
-    "open_strings": '<tool_call>{"a": "' * (MEGABYTE // 18) + "</tool_call>",
-    "escapes": '<tool_call>"\\\\\\"</tool_call>' * (MEGABYTE // 27),
-    "complete_unclosed_closed_once": "<tool_call>{}" * (MEGABYTE // 13) + "</tool_call>",
-    "mixed_end_tokens": "</s> " * (MEGABYTE // 5),
-    "long_string": '<tool_call>{"a": "' + "</tool_call>" * (MEGABYTE // 12) + '"}</tool_call>',
-    "open_string_blocks": '<tool_call>["</tool_call>' * (MEGABYTE // 25),
-    "nesting": "<tool_call>" + "[" * MEGABYTE + "</tool_call>",
-    "object_nesting": "<tool_call>" + '{"a":' * (MEGABYTE // 5) + "</tool_call>",
-    "nested_blocks": ("<tool_call>" + "[" * 2000 + "</tool_call>") * (MEGABYTE // 2023),
-    "complete_unclosed": "<tool_call>{}" * (MEGABYTE // 13),
-    "thinking": "<think></think>" * (MEGABYTE // 15),
-    "open_thinking": "<think>" * (MEGABYTE // 7),
-    "end_tokens": "</s>" * (MEGABYTE // 4),
-    "spaces": "<tool_call>" + " " * MEGABYTE,
-}
-
-
-@pytest.mark.parametrize("name", FLOODS)
-def test_hermes_flood_of_tags_takes_linear_time(name: str) -> None:
-    start = process_time()
-    parse(FLOODS[name])
-    parse(FLOODS[name], in_reasoning=True)
-    assert process_time() - start < 1.0
-
-
 def test_hermes_string_that_is_never_closed_ends_the_call_at_its_first_tag() -> None:
     raw = '<tool_call>{"name": "f</tool_call>'
     turn = parse(f"{raw} and more </tool_call> text")
@@ -278,9 +246,18 @@ def test_hermes_string_that_is_never_closed_ends_the_call_at_its_first_tag() -> 
 
 
 def test_hermes_deep_nesting_is_a_faulty_call() -> None:
-    raw = FLOODS["nesting"]
+    raw = "<tool_call>" + "[" * 1_000_000 + "</tool_call>"
     (call,) = parse(raw).calls
     assert call == InvalidToolCall(raw=raw, reason="malformed JSON: nested too deeply")
+
+
+@pytest.mark.parametrize(("depth", "is_call"), [(98, True), (99, False), (900, False)])
+def test_hermes_nesting_is_bounded(depth: int, is_call: bool) -> None:
+    nested = "[" * depth + "1" + "]" * depth
+    (call,) = parse(block(f'{{"name": "f", "arguments": {{"x": {nested}}}}}')).calls
+    assert isinstance(call, ToolCall) == is_call
+    if isinstance(call, InvalidToolCall):
+        assert call.reason == "malformed JSON: nested too deeply"
 
 
 def test_registry_unknown_format_lists_the_known_ones() -> None:
