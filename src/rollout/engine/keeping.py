@@ -121,7 +121,8 @@ class Keeper:
             replica.state = "restarting"
             if anyio.current_time() - served_since >= STABLE_S:
                 deaths = 0
-            await anyio.sleep(min(self.backoff_s * 2**deaths, MAX_BACKOFF_S))
+            longest_s = max(MAX_BACKOFF_S, self.backoff_s)
+            await anyio.sleep(min(self.backoff_s * 2**deaths, longest_s))
             deaths += 1
 
     @asynccontextmanager
