@@ -13,6 +13,7 @@ import msgspec
 from fake_core import CountingCore
 from rollout.engine.core import Chunk, EngineBroken, GenerationRequest, unpack_ids
 from rollout.engine.weights import WeightSource
+from rollout.testing.simulated import SimulatedCore
 
 #: A prompt that begins with this id is poison.
 POISON = 13
@@ -99,3 +100,15 @@ class UpdatableCore(MortalCore):
         async with aclosing(super().generate(request)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 yield msgspec.structs.replace(chunk, weight_version=self.version)
+
+
+class StutteringCore(SimulatedCore):
+    """Says everything twice, and talks to requests that do not exist."""
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        """Each chunk of the simulated engine, twice."""
+        async with aclosing(super().generate(request)) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                yield chunk
+                yield chunk
+                yield msgspec.structs.replace(chunk, request_id="f" * len(chunk.request_id))
