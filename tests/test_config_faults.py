@@ -38,19 +38,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-SAMPLING_KEYS = ", ".join(
-    (
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "greedy",
-        "max_new_tokens",
-        "stop_token_ids",
-    )
+SAMPLING_KEYS = (
+    "temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty, "
+    "greedy, max_new_tokens, stop_token_ids"
 )
 TRANSFORMERS_KEYS = (
     "kind, replicas, start_timeout_s, stream_interval, dtype, device, threads, max_running, "

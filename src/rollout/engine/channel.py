@@ -70,6 +70,7 @@ class Channel:
         info: The engine's facts from the handshake.
         load: What the engine last said it was doing.
         lost: Fires when the connection is of no more use; `lost_reason` then says why.
+        is_link_fault: It was lost because the connection broke, which the engine may survive.
         on_lost: Called at that moment, before any request learns of it.
         on_load: Called with what the engine says it is doing, at each answer to a heartbeat.
         tokens: What became of the tokens that arrived.
@@ -88,6 +89,7 @@ class Channel:
         self.load = EngineLoad()
         self.lost = anyio.Event()
         self.lost_reason = ""
+        self.is_link_fault = False
         self.on_lost: Callable[[], None] = lambda: None
         self.on_load: Callable[[EngineLoad], None] = lambda _: None
         self.tokens = TokenCounts() if tokens is None else tokens
@@ -214,9 +216,10 @@ class Channel:
         pending.on_gone()
         pending.done.set()
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, *, is_link_fault: bool = False) -> None:
         if self.lost.is_set():
             return
+        self.is_link_fault = is_link_fault
         self.lost_reason = f"{self.name}: {reason}"
         self.lost.set()
         self.on_lost()
@@ -242,15 +245,19 @@ class Channel:
                     elif isinstance(message, WeightsUpdated):
                         self._on_weights(message)
         except anyio.EndOfStream:
-            self._lose("the engine closed the connection")
+            self._lose("the engine closed the connection", is_link_fault=True)
         except CONNECTION_ERRORS as error:
-            self._lose(f"the connection broke ({type(error).__name__}: {error})")
+            self._lose(
+                f"the connection broke ({type(error).__name__}: {error})", is_link_fault=True
+            )
 
     async def _write(self, frames: FrameStream) -> None:
         try:
             await frames.write_forever()
         except CONNECTION_ERRORS as error:
-            self._lose(f"the connection broke ({type(error).__name__}: {error})")
+            self._lose(
+                f"the connection broke ({type(error).__name__}: {error})", is_link_fault=True
+            )
 
     async def _beat(self) -> None:
         """Ping, repeat aborts, and judge the peer.

@@ -55,10 +55,19 @@ class InProcess:
             for stream in streams:
                 stream.cut()
 
+        frozen = anyio.Event()
+
+        def freeze() -> None:
+            frozen.set()
+            for stream in streams:
+                stream.stall()
+
         async with open_task_group() as tasks:
             core = await _start_core(name, spec, start_timeout_s)
             if hasattr(core, "on_death"):
                 core.on_death = die
+            if hasattr(core, "on_freeze"):
+                core.on_freeze = freeze
             server = EngineServer(core, secret)
 
             async def serve(stream: MemoryByteStream) -> None:
@@ -74,6 +83,8 @@ class InProcess:
                 ours, theirs = memory_stream_pair(
                     latency_s=self._latency_s, max_read=self._max_read
                 )
+                if frozen.is_set():
+                    theirs.stall()
                 tasks.start_soon(serve, theirs)
                 return ours
 
