@@ -43,7 +43,7 @@ class VerlInteraction:
             raise ConfigError(
                 f"{where} has no method generate_response: expected verl's interaction protocol"
             )
-        self.name = name or getattr(interaction, "name", "")
+        self.name: str = name or getattr(interaction, "name", "")
         if not self.name:
             raise ConfigError(f"{where} has no name; give one: VerlInteraction(…, name=…)")
         self._interaction = interaction
