@@ -43,7 +43,8 @@ class VerlInteraction:
             raise ConfigError(
                 f"{where} has no method generate_response: expected verl's interaction protocol"
             )
-        self.name: str = name or getattr(interaction, "name", "")
+        own: str = getattr(interaction, "name", "")
+        self.name = own if name is None else name
         if not self.name:
             raise ConfigError(f"{where} has no name; give one: VerlInteraction(…, name=…)")
         self._interaction = interaction
