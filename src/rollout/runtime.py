@@ -25,6 +25,7 @@ from rollout.observe.tally import Tally
 from rollout.scheduling.admission import Admission
 from rollout.scheduling.batch_run import BatchRun
 from rollout.scheduling.prompts import check_prompts, members_of
+from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory import TrajectoryRunner
 from rollout.scopes import open_task_group
 from rollout.seeds import fresh_seed
@@ -359,7 +360,14 @@ async def open_rollout(
                     interactions=registry,
                     tally=tally,
                 )
-                runner = TrajectoryRunner(services=services, threads=threads, reward=reward)
+                runner = TrajectoryRunner(
+                    services=services,
+                    threads=threads,
+                    reward=reward,
+                    tokens=TokenizationCheck(
+                        config.agent.tokenization_check, config.agent.tokenization_ignore
+                    ),
+                )
                 runtime = RolloutRuntime(config, runner, threads, tally)
                 async with runtime._serving():
                     yield runtime

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 #: A trajectory's cause keeps this many characters of traceback: enough for the frames that matter.
 MAX_TRACEBACK_CHARACTERS = 2000
 
+#: Begins the name of a trajectory's metric that says how its text compares with a full rendering.
+DRIFT = "tokenization/"
+
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call that the model asked for, parsed from its text."""

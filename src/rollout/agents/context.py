@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rollout.agents.services import Services
+    from rollout.chat.drift import Drift
     from rollout.config import AgentConfig
     from rollout.engine.core import SamplingParams
     from rollout.tools import ToolResult, TrajectoryTools
@@ -90,6 +91,7 @@ class AgentContext:
         self._calls_asked = 0
         self._errors_in_a_row = 0
         self._in_reasoning = False
+        self._said: dict[int, str] = {}
 
     @property
     def config(self) -> AgentConfig:
@@ -246,6 +248,17 @@ class AgentContext:
         self._in_reasoning = self._services.template.opens_reasoning_after(messages)
         self.messages += as_messages(messages)
 
+    def check_tokens(self) -> Drift | None:
+        """How the transcript differs from its conversation rendered anew; None if nothing was said.
+
+        Raises:
+            TemplateError: The template refuses the conversation.
+        """
+        if not self._said:
+            return None
+        template, tools = self._services.template, self._tools.schemas or None
+        return template.drift(self.transcript, self.messages, self._said, tools)
+
     async def score(self) -> None:
         """Ask the tools for their final rewards."""
         self.tool_rewards += await self._tools.calc_rewards()
@@ -347,6 +360,7 @@ class AgentContext:
         )
         self.cut_by = None if generation.finish_reason == "stop" else bounded_by
         calls = () if self.cut_by else parsed.calls
+        self._said[len(self.messages)] = text
         self.messages.append(
             Message(
                 role="assistant",

@@ -12,7 +12,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rollout.chat.continuation import HISTORY, ContinuationRenderer, opens_reasoning
+from rollout.chat.drift import Drift, compare
 from rollout.chat.encoding import WrittenText, encoder_of
+from rollout.chat.full_rendering import HistoryRenderer
 from rollout.chat.look_alikes import render_written
 from rollout.chat.messages import TemplateMessage, template_messages
 from rollout.chat.rendering import Renderer
@@ -21,6 +23,7 @@ from rollout.errors import TemplateError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rollout.chat.transcript import Transcript
     from rollout.types import Message
 
 #: Ends of a turn that some templates never write, or only of turns that call what they know.
@@ -129,6 +132,38 @@ class ChatTemplate:
             TemplateError: As `observation_ids`.
         """
         return self._continuations.form(self._adapted(messages)).opens_reasoning
+
+    def drift(
+        self,
+        transcript: Transcript,
+        messages: Iterable[Message | Mapping[str, Any]],
+        said: Mapping[int, str],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Drift:
+        """How the transcript's text differs from the whole conversation rendered anew.
+
+        Args:
+            transcript: From the prompt to the end.
+            messages: The conversation in it.
+            said: The text that the model sampled, by position in `messages`.
+            tools: As the prompt was rendered with.
+
+        Raises:
+            TemplateError: The template refuses the conversation.
+        """
+        ends = self._continuations.turn_ends()
+        names = [self.decode([token]) for token in self._turn_ends or self._next_openings()]
+        history = HistoryRenderer(self._renderer.render, ends, names)
+        full = history.render(self._adapted(messages), said, tools)
+        text, rendering = self.decode(transcript.ids()), full.text
+        if text != rendering:  # the vocabulary may not spell every text (NFC, missing bytes)
+            rendering = self.decode(self._encoder.encode(rendering))
+        return compare(
+            text,
+            rendering,
+            self._encoder.specials,
+            is_reasoning_stripped=full.is_reasoning_stripped,
+        )
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens included."""

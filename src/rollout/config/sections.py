@@ -15,6 +15,7 @@ import attrs
 from rollout.config.base import Section, annotations_of
 from rollout.config.checks import (
     Count,
+    DriftKinds,
     Flag,
     Natural,
     NonNegative,
@@ -235,6 +236,12 @@ class AgentConfig(Section):
     max_parallel_calls: Count = 8
     #: Format of the model's tool calls.
     tool_format: Text = "hermes"
+    #: Whether a finished trajectory's text is compared with a full rendering of its conversation:
+    #: "warn" counts what differs and logs each kind once, "strict" fails the trajectory.
+    tokenization_check: Literal["off", "warn", "strict"] = "off"
+    #: Kinds of difference that do not count: whitespace, special_tokens, reasoning_stripped,
+    #: content.
+    tokenization_ignore: DriftKinds = ()
     #: Registered interaction (simulated user) of prompts that name none in
     #: ``extra["interaction_kwargs"]["name"]``.
     interaction: Text | None = None
