@@ -112,6 +112,13 @@ def test_drift_of_formats_that_leave_out_reasoning_says_so(family: str) -> None:
     assert "hm 0" not in drift.rendering
 
 
+@pytest.mark.parametrize("family", ["deepseek_r1", "minimax_m2"])
+def test_drift_of_reasoning_that_the_prompt_opened_is_named_too(family: str) -> None:
+    end = STOPS[family][0]
+    drift = spoken(family, (f"hm\n</think>\n\na{end}", f"hm</think>b{end}", f"hm</think>c{end}"))
+    assert drift.kind == "reasoning_stripped"
+
+
 def test_drift_of_an_end_token_that_the_template_replaces_is_one_of_special_tokens() -> None:
     drift = spoken("gpt_oss", ("call<|call|>", "<|channel|>final<|message|>x<|return|>", "y"))
     assert drift.kind == "special_tokens"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.chat.continuation import END_THINK, HISTORY, THINK
+from rollout.chat.continuation import END_THINK, HISTORY, THINK, opens_reasoning
 from rollout.chat.messages import template_call
 from rollout.errors import TemplateError
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     #: `render(messages, add_generation_prompt, tools)`.
     RenderAll = Callable[[Sequence[TemplateMessage], bool, Tools], str]
+
+
+_QUESTION: TemplateMessage = {"role": "user", "content": HISTORY}
 
 
 class FullRendering(msgspec.Struct, frozen=True):
@@ -53,6 +56,7 @@ class HistoryRenderer:
         self._render = render
         self._ends = ends
         self._stops = stops
+        self._opening = render([_QUESTION], True, None).partition(HISTORY)[2]
 
     def render(
         self, messages: Sequence[TemplateMessage], said: Mapping[int, str], tools: Tools
@@ -84,10 +88,20 @@ class HistoryRenderer:
             before, mark, after = text.partition(found)
             if not mark:
                 raise TemplateError("the chat template leaves out an answer of the assistant")
-            kept = sampled.rpartition(END_THINK)[2] if at in dropped else sampled
+            if at in dropped:
+                kept = sampled.rpartition(END_THINK)[2]
+            else:
+                kept = self._opened(sampled, before)
             is_last = at == len(messages) - 1
             text = before + kept if is_last else before + self._ended(kept) + after
         return FullRendering(text, bool(dropped))
+
+    def _opened(self, sampled: str, before: str) -> str:
+        """`sampled`, behind the tag that the prompt had opened and the history writes anew."""
+        is_closing = END_THINK in sampled and THINK not in sampled.partition(END_THINK)[0]
+        if not is_closing or opens_reasoning(before) or not opens_reasoning(self._opening):
+            return sampled
+        return self._opening[self._opening.rfind(THINK) :] + sampled
 
     def _ended(self, sampled: str) -> str:
         """`sampled` without the token that ended it: the template writes it too."""
@@ -96,13 +110,11 @@ class HistoryRenderer:
 
     def _body(self, turn: TemplateMessage, at: int) -> str:
         """What the template writes of a turn, from where the model takes over to its end."""
-        user = {"role": "user", "content": HISTORY}
-        opening = self._render([user], True, None).partition(HISTORY)[2]
-        alone = self._render([user, turn], False, None).partition(HISTORY)[2]
+        alone = self._render([_QUESTION, turn], False, None).partition(HISTORY)[2]
         body = alone.removesuffix(self._ends.called if "tool_calls" in turn else self._ends.said)
         common = next(
-            (n for n, (a, b) in enumerate(zip(opening, body, strict=False)) if a != b),
-            min(len(opening), len(body)),
+            (n for n, (a, b) in enumerate(zip(self._opening, body, strict=False)) if a != b),
+            min(len(self._opening), len(body)),
         )
         return body[common:] if _mark(at) in body[common:] else _mark(at)
 

@@ -154,7 +154,7 @@ class ChatTemplate:
         ends = self._continuations.turn_ends()
         names = [self.decode([token]) for token in self._turn_ends or self._next_openings()]
         history = HistoryRenderer(self._renderer.render, ends, names)
-        full = history.render(self._adapted(messages), said, tools)
+        full = history.render(template_messages(messages), said, tools)
         text, rendering = self.decode(transcript.ids()), full.text
         if text != rendering:  # the vocabulary may not spell every text (NFC, missing bytes)
             rendering = self.decode(self._encoder.encode(rendering))
@@ -191,6 +191,15 @@ class ChatTemplate:
         ends = self._turn_ends or self._next_openings()
         return tuple(dict.fromkeys(() if end is None else (end,)) | dict.fromkeys(ends))
 
+    def end_ids(self, *, is_call: bool = False) -> tuple[int, ...]:
+        """The token with which a model ends a turn itself; none where nothing but the next does."""
+        ends = tuple(self._turn_ends)
+        return ends[is_call and len(ends) > 1 :][:1]
+
+    def text_ids(self, text: str) -> list[int]:
+        """The ids of a text, special tokens in it recognised."""
+        return self._encoder.encode(text)
+
     def token_ids(self, names: Iterable[str]) -> tuple[int, ...]:
         """The ids of those special tokens among `names` that the vocabulary has."""
         specials = self._encoder.specials
@@ -206,6 +215,23 @@ class ChatTemplate:
         """Whether the opening of the assistant's turn ends inside ``<think>``."""
         text = self._renderer.render([{"role": "user", "content": HISTORY}], True)
         return opens_reasoning(text.rpartition(HISTORY)[2])
+
+    @cached_property
+    def added_system_prompt(self) -> str:
+        """What stands before a first question that no system prompt precedes, its opening included.
+
+        Empty unless it holds more than special tokens and the name of a role.
+        """
+        text = self._renderer.render([{"role": "user", "content": HISTORY}], True)
+        head = text.partition(HISTORY)[0]
+        places = self._encoder.look_alikes(head)
+        words = sum(len(piece.split()) for piece in _around(head, places))
+        return head if words > 1 + len(places) // 2 else ""
+
+    @property
+    def dialect_notes(self) -> tuple[str, ...]:
+        """How tool calls and results are changed for the template, in words."""
+        return self._renderer.dialect.notes
 
     @cached_property
     def fingerprint(self) -> str:
@@ -267,6 +293,14 @@ class ChatTemplate:
         while length < len(end) and length < len(ids) and ids[length] == end[length]:
             length += 1
         return end[:length] or tuple(ids[:1])
+
+
+def _around(text: str, places: Sequence[tuple[int, int]]) -> Iterator[str]:
+    at = 0
+    for start, stop in places:
+        yield text[at:start]
+        at = stop
+    yield text[at:]
 
 
 def _own_template(tokenizer: PreTrainedTokenizerBase) -> str:
