@@ -73,7 +73,7 @@ def _spread(name: str, values: Iterable[float]) -> dict[str, float]:
 
 
 def _tokens(trajectories: Sequence[Trajectory]) -> dict[str, int]:
-    transcripts = [row.transcript for row in trajectories]
+    transcripts = [transcript for row in trajectories for transcript in row.transcripts]
     prompt = sum(transcript.prompt_length for transcript in transcripts)
     response = sum(transcript.response_length for transcript in transcripts)
     generated = sum(transcript.generated_length for transcript in transcripts)

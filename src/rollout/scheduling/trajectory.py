@@ -71,7 +71,7 @@ class TrajectoryRunner:
             restarts += context.restarts
             if ending.reason != ENGINE or attempt > self.services.config.scheduling.max_retries:
                 break
-            discarded += context.transcript.generated_length
+            discarded += sum(own.generated_length for own in (*context.earlier, context.transcript))
         drift = None
         if ending.outcome in COMPARED:
             drift, fault = self.tokens.judge(context)
@@ -269,6 +269,8 @@ def _trajectory(
         extra=context.extra,
         prompt=member.prompt,
         messages=context.messages,
+        history=context.config.history,
+        earlier=context.earlier,
     )
 
 
