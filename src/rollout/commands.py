@@ -43,7 +43,7 @@ PLAIN_WIDTH = 160
 def run_command(arguments: argparse.Namespace) -> int:
     """Perform the command and return its exit code; errors are told on standard error."""
     errors = _LastingConsole(stderr=True)
-    command = {"run": _run, "demo": _demo, "check": _check}[arguments.command]
+    command = _COMMANDS[arguments.command]
     try:
         with _shown_log(errors, is_verbose=arguments.verbose):
             return command(arguments, _output(), errors)
@@ -160,6 +160,22 @@ def _check(arguments: argparse.Namespace, output: Console, errors: Console) -> i
     if not faults:
         _print_line(output, f"{'check':<12}can run here; nothing was started")
     return BAD_INPUT if faults else OK
+
+
+def _check_template(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
+    from rollout.check_template import check_template
+
+    is_appending = check_template(
+        arguments.model,
+        output,
+        revision=arguments.revision,
+        chat_template=arguments.chat_template,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    return OK if is_appending else SOME_FAILED
+
+
+_COMMANDS = {"run": _run, "demo": _demo, "check": _check, "check-template": _check_template}
 
 
 def _code_of(arguments: argparse.Namespace, code: UserCode) -> tuple[list[Any], list[Any]]:

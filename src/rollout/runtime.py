@@ -25,6 +25,7 @@ from rollout.observe.tally import Tally
 from rollout.scheduling.admission import Admission
 from rollout.scheduling.batch_run import BatchRun
 from rollout.scheduling.prompts import check_prompts, members_of
+from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory import TrajectoryRunner
 from rollout.scopes import open_task_group
 from rollout.seeds import fresh_seed
@@ -378,7 +379,13 @@ async def _open_runtime(
                     tally=tally,
                     threads=threads,
                 )
-                runner = TrajectoryRunner(services=services, reward=reward)
+                runner = TrajectoryRunner(
+                    services=services,
+                    reward=reward,
+                    tokens=TokenizationCheck(
+                        config.agent.tokenization_check, config.agent.tokenization_ignore
+                    ),
+                )
                 runtime = RolloutRuntime(config, runner, threads, tally)
                 async with runtime._serving():
                     yield runtime

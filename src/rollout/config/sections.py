@@ -15,6 +15,7 @@ import attrs
 from rollout.config.base import Section, annotations_of
 from rollout.config.checks import (
     Count,
+    DriftKinds,
     Flag,
     Natural,
     NonNegative,
@@ -235,6 +236,16 @@ class AgentConfig(Section):
     max_parallel_calls: Count = 8
     #: Format of the model's tool calls.
     tool_format: Text = "hermes"
+    #: What the model sees of its earlier turns: "append_only" is what it sampled, token by token;
+    #: "inference_template" renders the conversation anew, as a serving stack does, and splits the
+    #: trajectory into rows where that changes what stood before.
+    history: Literal["append_only", "inference_template"] = "append_only"
+    #: Whether a finished trajectory's text is compared with a full rendering of its conversation:
+    #: "warn" counts what differs and logs each kind once, "strict" fails the trajectory.
+    tokenization_check: Literal["off", "warn", "strict"] = "off"
+    #: Kinds of difference that do not count: whitespace, special_tokens, reasoning_stripped,
+    #: content.
+    tokenization_ignore: DriftKinds = ()
     #: Registered interaction (simulated user) of prompts that name none in
     #: ``extra["interaction_kwargs"]["name"]``.
     interaction: Text | None = None
