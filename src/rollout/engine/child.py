@@ -20,6 +20,7 @@ import anyio
 import msgspec
 
 from rollout.engine.core import CORE_CLOSE_S
+from rollout.engine.hosting import watch_core
 from rollout.engine.loading import load_core, start_error_text
 from rollout.engine.server import EngineServer
 
@@ -71,6 +72,7 @@ async def _serve(spec: ChildSpec, answer: int, leave: threading.Event) -> None:
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(listener.serve, server.serve_connection)
+            tasks.start_soon(watch_core, core, leave.set)
             await anyio.to_thread.run_sync(leave.wait, abandon_on_cancel=True)
             tasks.cancel_scope.cancel()
     finally:

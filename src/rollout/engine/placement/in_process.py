@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.engine.core import CORE_CLOSE_S, EngineCore
+from rollout.engine.hosting import watch_core
 from rollout.engine.loading import load_core, start_error_text
 from rollout.engine.placement.base import CoreSpec, ReplicaHandle
 from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
@@ -60,6 +61,7 @@ class InProcess:
             if hasattr(core, "on_death"):
                 core.on_death = die
             server = EngineServer(core, secret)
+            tasks.start_soon(watch_core, core, die)
 
             async def serve(stream: MemoryByteStream) -> None:
                 streams.add(stream)
