@@ -108,7 +108,6 @@ def _http_options(config: RolloutConfig, engine: HttpEngine, replica: int) -> di
         "api": engine.api,
         "api_key_variable": engine.api_key_variable,
         "max_requests": engine.max_requests,
-        "stream_interval": engine.stream_interval,
         "model": config.model.path,
         "revision": config.model.revision,
         "trust_remote_code": config.model.trust_remote_code,

@@ -12,14 +12,16 @@ from anyio.lowlevel import current_token
 
 from rollout.bridge import loop_poster
 from rollout.engine.core import CORE_CLOSE_S, Chunk, EngineInfo, EngineLoad, GenerationRequest
+from rollout.engine.cores.open_request import OpenRequest
+from rollout.engine.cores.sglang.answers import AnswerReader
 from rollout.engine.cores.sglang.arguments import Options
 from rollout.engine.cores.sglang.host import Host
-from rollout.engine.cores.sglang.requests import OpenRequest, refusal_of, request_fields
+from rollout.engine.cores.sglang.requests import refusal_of, request_fields
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+    from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 
     from rollout.engine.cores.sglang.adapter import SGLang
 
@@ -120,7 +122,7 @@ class SGLangCore:
             yield refusal
             return
         assert self._sglang is not None
-        entry = self._open[request.request_id] = OpenRequest(request.request_id)
+        entry = self._open[request.request_id] = OpenRequest(AnswerReader(request.request_id))
         fields = request_fields(request, self._options, self.info, self._weight_version)
         try:
             async with aclosing(self._sglang.generate(**fields)) as answers:
@@ -200,7 +202,7 @@ class SGLangCore:
 
     async def _next_chunks(
         self, answers: AsyncGenerator[Mapping[str, Any], None], entry: OpenRequest
-    ) -> list[Chunk]:
+    ) -> Sequence[Chunk]:
         """What SGLang's next answer adds; once there is no next one, the end of the request."""
         try:
             with entry.waiting():

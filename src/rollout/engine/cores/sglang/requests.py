@@ -1,86 +1,18 @@
-"""One request: what SGLang is asked, why it is not taken on, and how it ends. No SGLang here."""
+"""One request: what SGLang is asked, and why it is not taken on. No SGLang here."""
 
 from __future__ import annotations
 
 import secrets
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import anyio
-
-from rollout.engine.core import (
-    Chunk,
-    EngineInfo,
-    FinishReason,
-    GenerationRequest,
-    SamplingParams,
-    unpack_ids,
-)
+from rollout.engine.core import Chunk, EngineInfo, GenerationRequest, SamplingParams, unpack_ids
 from rollout.engine.cores.checks import request_fault
-from rollout.engine.cores.sglang.answers import AnswerReader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from rollout.engine.cores.sglang.arguments import Options
 
 #: SGLang keeps seeds as int64.
 SEED_BITS = 63
-
-
-class OpenRequest:
-    """A request under way.
-
-    Attributes:
-        is_aborted: Its end was asked for and has not been confirmed.
-        is_over: Its last chunk has been made.
-    """
-
-    __slots__ = ("_end", "_reader", "_wait", "is_aborted", "is_over")
-
-    def __init__(self, request_id: str) -> None:
-        self.is_aborted = False
-        self.is_over = False
-        self._reader = AnswerReader(request_id)
-        self._wait: anyio.CancelScope | None = None
-        self._end: tuple[FinishReason, str] | None = None
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around the wait for an answer: `give_up` ends it."""
-        with anyio.CancelScope() as self._wait:
-            if self._end is not None:
-                self._wait.cancel()
-            yield
-        self._wait = None
-
-    def give_up(self, reason: FinishReason, error: str = "") -> None:
-        """No answer will come: `last_chunk` ends the request; what is called first counts."""
-        self._end = self._end or (reason, error)
-        if self._wait is not None:
-            self._wait.cancel()
-
-    def hold(self) -> None:
-        """Keep tokens back until the final answer says which weights sampled each of them."""
-        self._reader.is_held = True
-
-    def read(self, answer: Mapping[str, Any]) -> list[Chunk]:
-        """What an answer adds."""
-        chunks = self._reader.read(answer)
-        self.is_over = bool(chunks) and chunks[-1].finish_reason is not None
-        return chunks
-
-    def last_chunk(self) -> Chunk:
-        """The end of a request that has been given up."""
-        assert self._end is not None
-        self.is_over = True
-        reason, error = self._end
-        return Chunk(
-            request_id=self._reader.request_id,
-            offset=self._reader.tokens,
-            finish_reason=reason,
-            error=error,
-        )
 
 
 def refusal_of(
@@ -92,7 +24,9 @@ def refusal_of(
     is_draining: bool,
 ) -> Chunk | None:
     """The answer to a request that is not taken on; None where it is."""
-    fault = request_fault(request, info) or _sglang_fault(request, options)
+    fault = request_fault(request, info) or sampling_fault(request.sampling)
+    if fault is None and request.routed_experts and not options.routed_experts:
+        fault = "routed_experts: expected engine.routed_experts = true, set when the engine starts"
     if fault is not None:
         return Chunk(request_id=request.request_id, finish_reason="error", error=fault)
     full = None
@@ -106,9 +40,8 @@ def refusal_of(
     return Chunk(request_id=request.request_id, finish_reason="rejected", error=full)
 
 
-def _sglang_fault(request: GenerationRequest, options: Options) -> str | None:
+def sampling_fault(sampling: SamplingParams) -> str | None:
     """What other engines can do and SGLang cannot."""
-    sampling = request.sampling
     if sampling.repetition_penalty != 1:
         return (
             f"sampling.repetition_penalty = {sampling.repetition_penalty!r}; expected 1: SGLang "
@@ -116,8 +49,6 @@ def _sglang_fault(request: GenerationRequest, options: Options) -> str | None:
         )
     if sampling.ignore_eos and sampling.stop_token_ids:
         return "sampling.ignore_eos: SGLang then ignores sampling.stop_token_ids too"
-    if request.routed_experts and not options.routed_experts:
-        return "routed_experts: expected engine.routed_experts = true, set when the engine starts"
     return None
 
 
@@ -126,24 +57,31 @@ def request_fields(
 ) -> dict[str, Any]:
     """What SGLang is asked, as fields of its `GenerateReqInput`."""
     ids = unpack_ids(request.prompt_ids)
+    params = sampling_params(request.sampling, info.context_length - len(ids))
+    if options.deterministic:
+        params["sampling_seed"] = seed_of(request.sampling)
     fields: dict[str, Any] = {
         "rid": request.request_id,
         "input_ids": ids.tolist(),
-        "sampling_params": _sampling(request.sampling, options, info.context_length - len(ids)),
+        "sampling_params": params,
         "return_logprob": True,
         "top_logprobs_num": request.top_log_probs,
         "return_routed_experts": request.routed_experts,
         "priority": request.priority,
-        # Keys and values of other weights must not be found in the prefix cache.
-        "extra_key": f"weights-{weight_version}",
+        "extra_key": salt_of(weight_version),
     }
     if request.session_id:
         fields["session_id"] = request.session_id
     return fields
 
 
-def _sampling(sampling: SamplingParams, options: Options, room: int) -> dict[str, Any]:
-    params: dict[str, Any] = {
+def sampling_params(sampling: SamplingParams, room: int) -> dict[str, Any]:
+    """Everything but the seed, by SGLang's names.
+
+    Args:
+        room: Tokens that fit into the context behind the prompt.
+    """
+    return {
         "max_new_tokens": min(sampling.max_new_tokens, room),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -152,8 +90,13 @@ def _sampling(sampling: SamplingParams, options: Options, room: int) -> dict[str
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
     }
-    if options.deterministic:
-        # SGLang gives a request without a seed the same one as every other such request.
-        seed = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed
-        params["sampling_seed"] = seed
-    return params
+
+
+def seed_of(sampling: SamplingParams) -> int:
+    """For deterministic inference, where SGLang gives requests without a seed all the same one."""
+    return secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed
+
+
+def salt_of(weight_version: int) -> str:
+    """Keeps keys and values of other weights from being found in the prefix cache."""
+    return f"weights-{weight_version}"
