@@ -17,7 +17,7 @@ SGLANG_NEEDS := accelerate aiohttp anyio apache-tvm-ffi attrs compressed-tensors
 	fastapi gguf hypothesis interegular IPython jsonschema llguidance mistral_common msgspec \
 	nvidia-ml-py openai openai-harmony orjson packaging partial_json_parser pillow \
 	prometheus-client psutil pybase64 pytest python-multipart pyzmq regex requests scipy \
-	sentencepiece setproctitle tiktoken tokenizers transformers trio triton uvicorn uvloop \
+	sentencepiece setproctitle soundfile tiktoken tokenizers transformers trio triton uvicorn uvloop \
 	watchfiles xgrammar xxhash zstandard
 
 .PHONY: demo test test-full test-sglang sglang-cpu lint format bench clean

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from array import array
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

@@ -295,6 +295,8 @@ class RolloutConfig(Section):
             places = " or ".join(map(repr, allowed))
             problem = f"expected {places} for engine.kind = {kind!r} (allowed: {table})"
             yield Fault("placement.kind", problem, place)
+        if kind == "sglang":
+            yield from self._penalty_faults()
         weights = getattr(self.router, "weights", ())
         replicas = getattr(self.engine, "replicas", None)
         is_sound = isinstance(weights, tuple) and isinstance(replicas, int)
@@ -306,6 +308,17 @@ class RolloutConfig(Section):
         if is_sound and seats and len(seats) != replicas:
             problem = f"expected one for each of engine.replicas = {replicas}"
             yield Fault("placement.colocate", problem, list(seats))
+
+    def _penalty_faults(self) -> Iterator[Fault]:
+        """SGLang's repetition penalty is another one, and its log-probs would not be ours."""
+        for name in ("sampling", "validation_sampling"):
+            penalty = getattr(getattr(self, name), "repetition_penalty", 1.0)
+            if penalty != 1.0:
+                problem = (
+                    "expected 1.0 for engine.kind = 'sglang', which penalises generated tokens "
+                    "only and gives log-probs after the penalty"
+                )
+                yield Fault(f"{name}.repetition_penalty", problem, penalty)
 
     @classmethod
     def homes_of(cls, key: str) -> list[str]:

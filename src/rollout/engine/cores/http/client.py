@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import msgspec
 
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
 #: To open a connection, and for answers that need no generation.
 CONNECT_S = 10.0
@@ -66,8 +67,10 @@ class HttpClient:
         received: bytes = answer.content
         return received
 
-    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The server-sent events that answer `body`, up to ``[DONE]``.
+    async def events(
+        self, path: str, body: Mapping[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The server-sent events that answer `body`.
 
         Closing the iterator closes the connection, which a server takes for a disconnect.
 
@@ -81,16 +84,29 @@ class HttpClient:
                 if answer.status_code != self._httpx.codes.OK:
                     text = (await answer.aread()).decode(errors="replace")
                     self._check(path, answer.status_code, text)
-                async for line in answer.aiter_lines():
-                    data = line.removeprefix("data:").strip()
-                    if data == "[DONE]":
-                        return
-                    if data and line.startswith("data:"):
-                        yield msgspec.json.decode(data, type=dict[str, Any])
+                lines = answer.aiter_lines()
+                try:
+                    async for line in lines:
+                        data = line.removeprefix("data:").strip()
+                        if data and data != "[DONE]" and line.startswith("data:"):
+                            yield msgspec.json.decode(data, type=dict[str, Any])
+                finally:
+                    await self._finish(answer, lines)
         except self._httpx.HTTPError as error:
             raise self._unreachable(error) from error
         except msgspec.MsgspecError as error:
             raise HttpError(f"{self._url}{path}: an event is no JSON object: {error}") from error
+
+    async def _finish(self, answer: Any, lines: AsyncGenerator[str, None]) -> None:
+        """Close the connection and run httpx's nest of generators to its end.
+
+        Closing the outermost would leave the others to the garbage collector, which trio resents.
+        """
+        with anyio.CancelScope(shield=True):
+            await answer.aclose()
+            with suppress(self._httpx.HTTPError, self._httpx.StreamError):
+                async for _ in lines:
+                    pass
 
     def _patient(self) -> Any:
         """A generation may take its time; its limit is the caller's."""

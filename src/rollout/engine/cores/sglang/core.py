@@ -75,7 +75,7 @@ class SGLangCore:
         self._failure = "the engine has not been started"
         self._start_error: Exception | None = None
         self._settled, self._lost, self._stopped = anyio.Event(), anyio.Event(), anyio.Event()
-        self._is_draining = False
+        self._is_draining = self._is_closed = False
         self._sampled = 0
         self._preemptions = 0
 
@@ -177,6 +177,7 @@ class SGLangCore:
 
     async def aclose(self) -> None:
         """End every request and SGLang's processes; takes at most `CORE_CLOSE_S`."""
+        self._is_closed = True
         for entry in self._open.values():
             entry.give_up("abort")
         self._lose("the engine is closed")
@@ -188,7 +189,13 @@ class SGLangCore:
     def _refusal(self, request: GenerationRequest) -> Chunk | None:
         """The answer to a request that is not taken on; None where it is."""
         if self._failure:
-            return Chunk(request_id=request.request_id, finish_reason="error", error=self._failure)
+            # Where it is lost, another engine or the next one in this place will serve it.
+            is_replaceable = self._lost.is_set() and not self._is_closed
+            return Chunk(
+                request_id=request.request_id,
+                finish_reason="rejected" if is_replaceable else "error",
+                error=self._failure,
+            )
         if request.request_id in self._open:
             fault = f"request id {request.request_id!r} is in use"
             return Chunk(request_id=request.request_id, finish_reason="error", error=fault)
