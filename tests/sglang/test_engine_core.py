@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +18,7 @@ from asking import Answer, asked, collect
 from models import CONTEXT, EOS, VOCABULARY, save_model
 
 from rollout.engine.cores.sglang import SGLangCore
+from rollout.engine.cores.sglang import core as core_module
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -333,3 +337,60 @@ async def test_core_queue_that_is_full_rejects(
         "rejected",
         "engine queue is full: -64 waiting, limit 1024",
     )
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe"])
+async def test_core_routed_experts_are_those_of_transformers(family: str, tmp_path: Any) -> None:
+    model = save_model(family, tmp_path)
+    text = prompts(1)[0]
+    async with opened(model, routed_experts=True) as core:
+        answer = await collect(core, asked(text, request={"routed_experts": True}))
+        plain = await collect(core, asked(text))
+    assert plain.ids == answer.ids
+    assert plain.last.routed_experts == b""
+    whole = torch.tensor([text + answer.ids])
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = loaded(whole, output_router_logits=True).router_logits
+    expected = torch.stack([layer.topk(2).indices for layer in logits], 1)[:-1]
+    routed = np.frombuffer(answer.last.routed_experts, "<i2").reshape(expected.shape)
+    np.testing.assert_array_equal(np.sort(routed), np.sort(expected.numpy()))
+
+
+async def test_core_process_that_is_frozen_is_lost_by_name(
+    llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_module, "FROZEN_S", 0.5)
+    core = SGLangCore(model=llama, device="cpu", dtype="float32")
+    await core.start()
+    try:
+        answers: list[Answer] = []
+
+        async def one() -> None:
+            answers.append(
+                await collect(core, asked(prompts(1)[0], max_new_tokens=480, ignore_eos=True))
+            )
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(one)
+            while not core.load().generated_tokens:
+                await anyio.sleep(0.002)
+            scheduler = core._sglang._processes[0]
+            os.kill(scheduler.pid, signal.SIGSTOP)
+            assert await core.watch() == "SGLang's process has been stopped for 0.5 s"
+        assert answers[0].last.finish_reason == "error"
+        assert answers[0].last.error == "SGLang's process has been stopped for 0.5 s"
+        assert (await collect(core, asked([5]))).last.finish_reason == "rejected"
+    finally:
+        await core.aclose()
+    assert not scheduler.is_alive()
+
+
+async def test_core_start_that_is_cancelled_leaves_no_process(llama: str) -> None:
+    core = SGLangCore(model=llama, device="cpu")
+    with anyio.move_on_after(2) as scope:
+        await core.start()
+    assert scope.cancelled_caught
+    with anyio.fail_after(60):
+        await core._stopped.wait()
+    assert [p for p in multiprocessing.active_children() if p.is_alive()] == []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 from contextlib import suppress
@@ -59,6 +60,13 @@ def _end_with_driver(leave: threading.Event) -> None:
         pass
     leave.set()
     threading.Event().wait(CORE_CLOSE_S - 1)
+    _kill_session()
+
+
+def _kill_session() -> None:
+    """End at once, with whatever the core has started: half-started children know no better."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
 
 

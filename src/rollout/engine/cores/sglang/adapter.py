@@ -60,7 +60,7 @@ class SGLang:
                 f"engine.kind = 'sglang' needs SGLang in the engine's interpreter: {error}; "
                 "placement.python names another one"
             ) from error
-        arguments = engine_arguments(options, model_path, _fields_of(ServerArgs))
+        arguments = engine_arguments(options, model_path, fields_of(ServerArgs))
         before = set(multiprocessing.active_children())
         try:
             self._engine: Any = sglang.Engine(**arguments)
@@ -71,7 +71,7 @@ class SGLang:
         self._stop_own_watchdog()
         self._processes = [p for p in multiprocessing.active_children() if p not in before]
         self._request_type = GenerateReqInput
-        self._request_fields = _fields_of(GenerateReqInput)
+        self._request_fields = fields_of(GenerateReqInput)
         self.info = self._describe(options)
 
     def adopt_loop(self, on_terminate: Callable[[], object]) -> None:
@@ -184,7 +184,7 @@ def kill_children() -> None:
         process.kill()
 
 
-def _fields_of(cls: Any) -> frozenset[str]:
+def fields_of(cls: Any) -> frozenset[str]:
     """The field names of a dataclass or of a msgspec Struct: versions use either."""
     if dataclasses.is_dataclass(cls):
         return frozenset(field.name for field in dataclasses.fields(cls))
