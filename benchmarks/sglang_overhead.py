@@ -13,6 +13,7 @@ It finds SGLang in the environment that `make sglang-cpu` made, and a GPU if tha
 one. Progress goes to stderr; the last line of stdout is the result as JSON.
 
     python benchmarks/sglang_overhead.py [--device cuda] [--model PATH] [--python PYTHON]
+                                         [--work fast]
 """
 
 from __future__ import annotations
@@ -119,14 +120,9 @@ class Round:
     straight_seconds: float
 
     @property
-    def rate(self) -> float:
-        """Tokens per second through the library."""
-        return self.tokens / self.seconds
-
-    @property
-    def straight_rate(self) -> float:
-        """Tokens per second of the engine by itself."""
-        return self.tokens / self.straight_seconds
+    def ratio(self) -> float:
+        """Tokens per second through the library ÷ those of the engine by itself."""
+        return self.straight_seconds / self.seconds
 
 
 class Straight:
@@ -217,10 +213,10 @@ def measured(plan: Plan, seconds: float, cpu: float, again: dict[str, Any]) -> R
 
 def report(name: str, done: Round) -> None:
     """A line of progress."""
-    ratio = done.rate / done.straight_rate
+    rates = [done.tokens / seconds for seconds in (done.seconds, done.straight_seconds)]
     print(
-        f"{name}: {done.tokens} tokens in {done.turns} turns; library {done.rate:.0f} tokens/s, "
-        f"straight {done.straight_rate:.0f}, ratio {ratio:.3f}",
+        f"{name}: {done.tokens} tokens in {done.turns} turns; library {rates[0]:.0f} tokens/s, "
+        f"straight {rates[1]:.0f}, ratio {done.ratio:.3f}",
         file=sys.stderr,
         flush=True,
     )
@@ -298,11 +294,6 @@ def has_gpu(python: str) -> bool:
     return done.stdout.strip() == "True"
 
 
-def ratio(rounds: list[Round]) -> float:
-    """Median over the rounds: the sides of one round had the same neighbours."""
-    return round(statistics.median(each.rate / each.straight_rate for each in rounds), 3)
-
-
 def main() -> None:
     """Run both kinds of work and print the result."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -311,33 +302,35 @@ def main() -> None:
         "--device", choices=("cpu", "cuda"), help="default: the GPU if there is one"
     )
     parser.add_argument("--model", default=EMBEDDED, help="of the slow work")
+    parser.add_argument("--work", nargs="+", choices=tuple(ROUNDS), default=list(ROUNDS))
     asked = parser.parse_args()
     if not Path(asked.python).exists():
         raise SystemExit(f"{asked.python}: no such interpreter; run `make sglang-cpu`")
     device = asked.device or ("cuda" if has_gpu(asked.python) else "cpu")
     transformers.utils.logging.disable_progress_bar()
+    summary: dict[str, Any] = {"device": device, "trajectories": TRAJECTORIES}
     with tempfile.TemporaryDirectory() as directory:
-        slow = anyio.run(run_work, slow_work(asked.model, device, asked.python), asked.python)
-        fast = anyio.run(run_work, fast_work(directory, device, asked.python), asked.python)
-    summary = {
-        "ratio": ratio(slow),
-        "ratio_fast": ratio(fast),
-        "driver_cpu_ms_per_turn": cpu_ms_per_turn(slow),
-        "driver_cpu_ms_per_turn_fast": cpu_ms_per_turn(fast),
-        "tokens_per_s": round(statistics.median(each.rate for each in slow)),
-        "tokens_per_s_fast": round(statistics.median(each.rate for each in fast)),
-        "rounds": [round(each.rate / each.straight_rate, 3) for each in slow],
-        "rounds_fast": [round(each.rate / each.straight_rate, 3) for each in fast],
-        "device": device,
-        "trajectories": TRAJECTORIES,
-    }
+        works = {
+            "slow": lambda: slow_work(asked.model, device, asked.python),
+            "fast": lambda: fast_work(directory, device, asked.python),
+        }
+        for name in asked.work:
+            rounds = anyio.run(run_work, works[name](), asked.python)
+            suffix = "_fast" if name == "fast" else ""
+            summary |= {f"{key}{suffix}": value for key, value in figures(rounds).items()}
     print(json.dumps(summary))
 
 
-def cpu_ms_per_turn(rounds: list[Round]) -> float:
-    """CPU milliseconds of the driver for each generation with its tool call."""
+def figures(rounds: list[Round]) -> dict[str, Any]:
+    """The result of one kind of work."""
     seconds = sum(each.driver_cpu_s for each in rounds)
-    return round(1000 * seconds / sum(each.turns for each in rounds), 2)
+    return {
+        # Median over the rounds: the two sides of one round had the same neighbours.
+        "ratio": round(statistics.median(each.ratio for each in rounds), 3),
+        "driver_cpu_ms_per_turn": round(1000 * seconds / sum(each.turns for each in rounds), 2),
+        "tokens_per_s": round(statistics.median(each.tokens / each.seconds for each in rounds)),
+        "rounds": [round(each.ratio, 3) for each in rounds],
+    }
 
 
 if __name__ == "__main__":

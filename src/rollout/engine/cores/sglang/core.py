@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 WATCH_S = 0.25
 #: How often the schedulers are asked for a sign of life when they have given none.
 ASK_S = 1.0
-#: A scheduler answers between its steps, and a step can be a long prefill: silence past this is
-#: a hang.
-SILENCE_S = 60.0
+#: A scheduler answers between its steps, and a step can be a long prefill: only silence past this
+#: is a hang. SGLang's own watchdog gives a step as long.
+SILENCE_S = 300.0
 #: A process that has been stopped for this long is taken for dead.
 FROZEN_S = 5.0
 
