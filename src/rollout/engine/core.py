@@ -65,6 +65,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
         prompt_ids: int32 little-endian, packed.
         session_id: The trajectory; a core may keep its prefix warm.
         priority: Larger runs first where the core supports it.
+        top_log_probs: How many of the most likely tokens are wanted at each position, beside the
+            sampled one; a core that cannot tell leaves `Chunk.top_ids` empty.
+        routed_experts: Whether the experts that each token was routed to are wanted.
+        media: Images and the like. Every core of ours refuses them by name: transcripts cannot
+            hold them yet.
     """
 
     request_id: str
@@ -72,6 +77,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     sampling: SamplingParams
     session_id: str = ""
     priority: int = 0
+    top_log_probs: int = 0
+    routed_experts: bool = False
+    media: tuple[bytes, ...] = ()
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
@@ -92,6 +100,9 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
         cached_tokens: On the last chunk, how many prompt tokens needed no prefill.
         is_fatal: With "error": the engine itself is broken, out of memory for example. It is
             ended and started again, and all of its requests go on elsewhere.
+        top_ids: int32 little-endian: for each of `ids`, the k most likely ids, likeliest first.
+        top_log_probs: float32 little-endian, one for each of `top_ids`.
+        routed_experts: Raw bytes, as the core lays them out; joined in the order of the chunks.
     """
 
     request_id: str
@@ -103,6 +114,9 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
     error: str = ""
     cached_tokens: int = 0
     is_fatal: bool = False
+    top_ids: bytes = b""
+    top_log_probs: bytes = b""
+    routed_experts: bytes = b""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +173,10 @@ class EngineCore(Protocol):
 
     The server constructs it with keyword options, awaits `start`, iterates `generate` for many
     requests at once from one event loop, and awaits `aclose` at the end.
+
+    A core that can lose what it depends on (processes of its own, somebody else's server) also has
+    ``async def watch(self) -> str``: it returns why the engine is lost, after its requests have
+    been told. Whoever hosts the core runs it beside the server, through `hosting.watch_core`.
     """
 
     @property

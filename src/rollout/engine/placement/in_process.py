@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.engine.core import CORE_CLOSE_S, EngineCore
+from rollout.engine.hosting import watch_core
 from rollout.engine.loading import load_core, start_error_text
 from rollout.engine.placement.base import CoreSpec, ReplicaHandle
 from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
@@ -69,6 +70,7 @@ class InProcess:
             if hasattr(core, "on_freeze"):
                 core.on_freeze = freeze
             server = EngineServer(core, secret)
+            tasks.start_soon(watch_core, core, die)
 
             async def serve(stream: MemoryByteStream) -> None:
                 streams.add(stream)
