@@ -344,6 +344,7 @@ class RolloutConfig(Section):
         if is_sound and weights and len(weights) != replicas:
             problem = f"expected a number for each of engine.replicas = {replicas}"
             yield Fault("router.weights", problem, list(weights))
+        yield from self._gpu_faults()
         seats = getattr(self.placement, "colocate", ())
         is_sound = isinstance(seats, tuple) and isinstance(replicas, int)
         if is_sound and seats and len(seats) != replicas:
@@ -360,6 +361,19 @@ class RolloutConfig(Section):
                     "only and gives log-probs after the penalty"
                 )
                 yield Fault(f"{name}.repetition_penalty", problem, penalty)
+
+    def _gpu_faults(self) -> Iterator[Fault]:
+        """An engine that spreads over GPUs is placed on as many."""
+        wanted = getattr(self.engine, "tensor_parallel", None)
+        given = getattr(self.placement, "gpus_per_replica", None)
+        if not isinstance(wanted, int) or not isinstance(given, int | float):
+            return
+        is_on_cpu = getattr(self.engine, "device", "cpu") == "cpu"
+        if is_on_cpu or getattr(self.placement, "colocate", ()):
+            return
+        if given < wanted and not (wanted == 1 and given > 0):
+            problem = f"expected at least engine.tensor_parallel = {wanted}"
+            yield Fault("placement.gpus_per_replica", problem, given)
 
     @classmethod
     def homes_of(cls, key: str) -> list[str]:
