@@ -138,6 +138,8 @@ class Generation:
             raise ChunkFault(
                 f"{len(chunk.ids)} bytes of ids with {len(chunk.log_probs)} bytes of log-probs"
             )
+        if not self.parts:  # filled by hand
+            self.begin("", "")
         part = self.parts[-1]
         if chunk.offset > part.count:
             raise ChunkFault(f"tokens {part.count} to {chunk.offset} are missing")

@@ -345,6 +345,7 @@ class EnginePool:
         routed = replica.routed
         assert routed is not None
         self._router.remove(replica.name)
+        replica.routed = None
         replica.lost, replica.judged = (tuple(replica.running), routed.in_flight), anyio.Event()
 
     def _judge(self, replica: Replica, channel: Channel, is_death: bool) -> None:
