@@ -7,7 +7,7 @@ msgspec only.
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import msgspec
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 FinishReason = Literal["stop", "length", "abort", "error", "rejected"]
+#: Checked when a message is decoded: what a peer sends must not break what counts with it.
+Natural = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Version = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 #: Seconds a core may take to let go of its requests when it closes.
 CORE_CLOSE_S = 5.0
@@ -49,7 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     seed: int | None = None
 
 
-class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=10):
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Token ids in, sampled token ids out.
 
     Attributes:
@@ -57,6 +60,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
         prompt_ids: int32 little-endian, packed.
         session_id: The trajectory; a core may keep its prefix warm.
         priority: Larger runs first where the core supports it.
+        top_log_probs: How many of the most likely tokens are wanted at each position, beside the
+            sampled one; a core that cannot tell leaves `Chunk.top_ids` empty.
+        routed_experts: Whether the experts that each token was routed to are wanted.
     """
 
     request_id: str
@@ -64,6 +70,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     sampling: SamplingParams
     session_id: str = ""
     priority: int = 0
+    top_log_probs: int = 0
+    routed_experts: bool = False
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
@@ -82,16 +90,22 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
             `abort_nowait`; "rejected": refused before any work, to be retried elsewhere or
             later; "error": failed, `error` says why.
         cached_tokens: On the last chunk, how many prompt tokens needed no prefill.
+        top_ids: int32 little-endian: for each of `ids`, the k most likely ids, likeliest first.
+        top_log_probs: float32 little-endian, one for each of `top_ids`.
+        routed_experts: Raw bytes, as the core lays them out; joined in the order of the chunks.
     """
 
     request_id: str
-    offset: int = 0
+    offset: Natural = 0
     ids: bytes = b""
     log_probs: bytes = b""
-    weight_version: int = 0
+    weight_version: Version = 0
     finish_reason: FinishReason | None = None
     error: str = ""
-    cached_tokens: int = 0
+    cached_tokens: Natural = 0
+    top_ids: bytes = b""
+    top_log_probs: bytes = b""
+    routed_experts: bytes = b""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,11 +142,11 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         measured_at_s: When this was so, on the engine's own clock; 0 where that is not said.
     """
 
-    running: int = 0
-    queued: int = 0
+    running: Natural = 0
+    queued: Natural = 0
     kv_used: float = 0.0
-    generated_tokens: int = 0
-    preemptions: int = 0
+    generated_tokens: Natural = 0
+    preemptions: Natural = 0
     measured_at_s: float = 0.0
 
 

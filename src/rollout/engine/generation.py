@@ -50,6 +50,9 @@ class Generation:
         cached_tokens: Prompt tokens that the engine did not need to prefill.
         replica: Name of the engine that answered.
         request_id: Of the request that was made last; empty before the first one.
+        top_ids: Where asked for, the k most likely ids at each position, likeliest first.
+        top_log_probs: One for each of `top_ids`.
+        routed_experts: Where asked for, the raw bytes in which the engine says it.
     """
 
     __slots__ = (
@@ -59,6 +62,9 @@ class Generation:
         "log_probs",
         "replica",
         "request_id",
+        "routed_experts",
+        "top_ids",
+        "top_log_probs",
         "versions",
     )
 
@@ -74,6 +80,9 @@ class Generation:
         self.cached_tokens = 0
         self.replica = ""
         self.request_id = ""
+        self.top_ids: array[int] = array("i")
+        self.top_log_probs: array[float] = array("f")
+        self.routed_experts = b""
 
     def take(self, chunk: Chunk) -> bool:
         """Append a chunk's tokens; False for one that was taken before and changes nothing.
@@ -86,6 +95,11 @@ class Generation:
             raise ChunkFault(
                 f"{len(chunk.ids)} bytes of ids with {len(chunk.log_probs)} bytes of log-probs"
             )
+        if len(chunk.top_ids) % 4 or len(chunk.top_log_probs) != len(chunk.top_ids):
+            raise ChunkFault(
+                f"{len(chunk.top_ids)} bytes of top ids with {len(chunk.top_log_probs)} bytes of "
+                "log-probs"
+            )
         if chunk.offset > len(self.ids):
             raise ChunkFault(f"tokens {len(self.ids)} to {chunk.offset} are missing")
         is_new = chunk.offset == len(self.ids)
@@ -93,6 +107,11 @@ class Generation:
             self.ids.frombytes(chunk.ids)
             self.log_probs.frombytes(chunk.log_probs)
             self._add_version(chunk.weight_version, count)
+        if is_new and chunk.top_ids:
+            self.top_ids.frombytes(chunk.top_ids)
+            self.top_log_probs.frombytes(chunk.top_log_probs)
+        if is_new and chunk.routed_experts:
+            self.routed_experts += chunk.routed_experts
         if chunk.finish_reason is not None:
             self.finish_reason = chunk.finish_reason
             self.cached_tokens = chunk.cached_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from rollout.engine.routing import Dispatch, ReplicaState, Router
 from rollout.errors import EngineError
 from rollout.scopes import leaf_of, open_task_group
 from rollout.seeds import RequestIds
+from rollout.token_history import TokenHistory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -148,10 +150,11 @@ class EnginePool:
         generation: Generation,
         *,
         session_id: str,
-        prompt_ids: bytes,
+        prompt_ids: bytes | TokenHistory,
         sampling: SamplingParams,
         priority: int = 0,
         group_id: str = "",
+        deadline: float = math.inf,
     ) -> None:
         """Run one request to its end; `generation` fills as tokens come.
 
@@ -159,33 +162,40 @@ class EnginePool:
 
         Args:
             session_id: The trajectory; its requests stay on one replica while that serves well.
-            prompt_ids: int32 little-endian, packed.
+            prompt_ids: int32 little-endian, packed; or the trajectory's history, of which only
+                what the replica does not have is sent.
             group_id: Trajectories that begin with the same prompt; "" for one on its own.
+            deadline: Clock time at which the engine ends the request by itself.
 
         Raises:
             EngineError: The request is refused for good, the engine failed or was lost, or no
                 engine is left.
         """
-        self._check_ids(prompt_ids)
+        history = prompt_ids if isinstance(prompt_ids, TokenHistory) else None
+        packed = prompt_ids if isinstance(prompt_ids, bytes) else b""
+        prompt_tokens = len(packed) // 4 if history is None else len(history)
+        self._check_ids(packed, history)
         backoff_s, avoid = REFUSED_BACKOFF_S, None
         ask = partial(
             self._router.assign,
             session_id,
             group_id=group_id,
-            prompt_tokens=len(prompt_ids) // 4,
+            prompt_tokens=prompt_tokens,
             max_new_tokens=sampling.max_new_tokens,
         )
         while True:
             dispatch, channel = await self._place(ask, avoid)
             request = GenerationRequest(
                 request_id=self._request_ids.new(),
-                prompt_ids=prompt_ids,
+                prompt_ids=packed,
                 sampling=sampling,
                 session_id=session_id,
                 priority=priority,
             )
             on_gone = partial(self._released, dispatch, generation)
-            pending = channel.submit_nowait(request, generation, on_gone)
+            pending = await channel.submit(
+                request, generation, on_gone, history=history, deadline=deadline
+            )
             try:
                 await pending.done.wait()
             except BaseException:
@@ -205,16 +215,21 @@ class EnginePool:
         """The trajectory has ended; nothing is kept for it."""
         self._router.forget(session_id)
 
-    def _check_ids(self, prompt_ids: bytes) -> None:
+    def _check_ids(self, prompt_ids: bytes, history: TokenHistory | None) -> None:
         """An id outside the vocabulary can kill an engine; it does not leave the driver."""
-        ids = np.frombuffer(prompt_ids, dtype=np.int32)
-        bad = np.flatnonzero((ids < 0) | (ids >= self.info.vocab_size))
-        if len(bad):
-            at = int(bad[0])
+        start = 0 if history is None else history.checked
+        data = prompt_ids if history is None else history.packed(start)
+        ids = np.frombuffer(data, dtype=np.int32)
+        # Negative ones are the largest as unsigned.
+        if len(ids) and ids.view(np.uint32).max() >= self.info.vocab_size:
+            bad = (ids < 0) | (ids >= self.info.vocab_size)
+            at = start + int(np.argmax(bad))
             raise EngineError(
-                f"token id {ids[at]} at position {at} is outside the engine's vocabulary of "
-                f"{self.info.vocab_size} ids"
+                f"token id {ids[at - start]} at position {at} is outside the engine's "
+                f"vocabulary of {self.info.vocab_size} ids"
             )
+        if history is not None:
+            history.checked = start + len(ids)
 
     async def _place(
         self, ask: Callable[..., Dispatch | None], avoid: str | None
