@@ -86,6 +86,7 @@ class PendingRequest:
         deadline: float,
         generation: Generation,
         on_gone: Callable[[], None],
+        done: anyio.Event,
     ) -> None:
         self.request = request
         self.request_id = request.request_id
@@ -95,7 +96,7 @@ class PendingRequest:
         self.deadline = deadline
         self.generation: Generation | None = generation
         self.on_gone = on_gone
-        self.done = anyio.Event()
+        self.done = done
         self.error = ""
 
 
@@ -134,6 +135,8 @@ class Channel:
         self._pending: dict[str, PendingRequest] = {}
         self._zombies: dict[str, PendingRequest] = {}
         self._heartbeat = Heartbeat(frames, greeter.terms)
+        #: The backend's own class: to look it up for each request costs a microsecond.
+        self._new_event: type[anyio.Event] = type(anyio.Event())
 
     @property
     def in_flight(self) -> int:
@@ -165,7 +168,7 @@ class Channel:
         """
         if self._data.is_full:
             try:
-                await self._data.wait_for_room()
+                await self._data.wait_for_room(4 * _tokens(request, history))
             except BaseException:
                 on_gone()
                 raise
@@ -193,7 +196,8 @@ class Channel:
         Raises:
             ChannelError: It does not fit into a frame; nothing has been sent.
         """
-        pending = PendingRequest(request, history, deadline, generation, on_gone)
+        done = self._new_event()
+        pending = PendingRequest(request, history, deadline, generation, on_gone, done)
         generation.replica, generation.request_id = self.name, request.request_id
         if self.lost.is_set():
             generation.finish_reason = "error"
@@ -248,7 +252,7 @@ class Channel:
         self._zombies[pending.request_id] = pending
         self._control.send_nowait(Abort(pending.request_id))
 
-    def take(self, role: Role, payload: bytes) -> None:
+    def take(self, role: Role, payload: bytes | memoryview) -> None:
         """One frame of the engine.
 
         Raises:
@@ -458,6 +462,10 @@ class Channel:
                 with contextlib.suppress(*CONNECTION_ERRORS):
                     self._control.send_nowait(Bye())
                     await self._control.flush()
+
+
+def _tokens(request: GenerationRequest, history: TokenHistory | None) -> int:
+    return len(request.prompt_ids) // 4 if history is None else len(history)
 
 
 def _why(error: BaseException) -> str:

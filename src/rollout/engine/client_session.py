@@ -203,7 +203,7 @@ class ClientSession:
 
     # --- messages
 
-    def take(self, role: Role, payload: bytes) -> None:
+    def take(self, role: Role, payload: bytes | memoryview) -> None:
         """One frame of the client.
 
         Raises:
@@ -335,7 +335,7 @@ class ClientSession:
                     if chunk.finish_reason is not None:
                         return
                     if frames.is_full:
-                        await frames.wait_for_room()
+                        await frames.wait_for_room(4 * self._terms.stream_interval)
             finally:
                 await chunks.aclose()  # type: ignore[attr-defined]
             self._refuse(request_id, "the engine ended its answer without saying why")

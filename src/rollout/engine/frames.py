@@ -23,11 +23,14 @@ MAX_FRAME_BYTES = 256 * 1024 * 1024
 READ_BYTES = 256 * 1024
 #: Bytes waiting to be written from which on callers should wait: eight prompts of 32k tokens.
 HIGH_WATER_BYTES = 1024 * 1024
+#: A frame from which on a buffer is sent as it is, and the next message begins a new one.
+LONG_BYTES = 64 * 1024
 #: The peer is told what has arrived every so many bytes, and then forgets them.
 ACK_BYTES = 256 * 1024
 #: … and at a heartbeat, when little happens, every so many.
 IDLE_ACK_BYTES = 1024
 _length = Struct("<I")
+Piece = bytes | bytearray | memoryview
 
 
 class FrameStream:
@@ -47,15 +50,17 @@ class FrameStream:
     def __init__(self, stream: ByteStream, *, max_frame: int = MAX_FRAME_BYTES) -> None:
         self._stream = stream
         self._max_frame = max_frame
-        self._incoming = bytearray()
-        self._needed = 0
+        self._incoming: list[Piece] = []
+        self._gathered = self._needed = 0
         self._outgoing = bytearray()
-        self._unconfirmed: deque[bytearray] = deque()
+        self._long: list[Piece] = []
+        self._long_bytes = 0
+        self._unconfirmed: deque[Piece] = deque()
         self._confirmed = 0
         self._sent = 0
         self._acknowledged = 0
         self._wake: anyio.Event | None = None
-        self._room: anyio.Event | None = None
+        self._waiters: dict[anyio.Event, int] = {}
         self.received = 0
         self.heard_at = 0.0
         self.is_heard_by_bytes = False
@@ -63,19 +68,37 @@ class FrameStream:
     @property
     def is_full(self) -> bool:
         """Whether so much waits to be written that callers should wait too."""
-        return len(self._outgoing) >= HIGH_WATER_BYTES
+        return bool(self._waiters) or self._queued >= HIGH_WATER_BYTES
 
-    async def wait_for_room(self) -> None:
-        """Return when not `is_full`."""
-        while self.is_full:
-            if self._room is None:
-                self._room = anyio.Event()
-            await self._room.wait()
+    @property
+    def _queued(self) -> int:
+        return len(self._outgoing) + self._long_bytes
+
+    async def wait_for_room(self, size: int) -> None:
+        """Return when it is this caller's turn to send about `size` bytes; first come, first."""
+        turn = anyio.Event()
+        self._waiters[turn] = size
+        try:
+            await turn.wait()
+        except BaseException:
+            if self._waiters.pop(turn, None) is None:
+                self._make_room()  # the turn was ours; somebody else can have it
+            raise
 
     def let_all_pass(self) -> None:
         """Wake those who wait for room: the connection is over."""
-        self._outgoing = bytearray()
-        self._make_room()
+        self._take_outgoing()
+        for turn in self._waiters:
+            turn.set()
+        self._waiters.clear()
+
+    def _make_room(self) -> None:
+        """Wake as many as should fit: to wake all would cost each of them a turn for nothing."""
+        room = HIGH_WATER_BYTES - self._queued
+        while self._waiters and room > 0:
+            turn = next(iter(self._waiters))
+            room -= self._waiters.pop(turn)
+            turn.set()
 
     def send_nowait(self, message: msgspec.Struct) -> None:
         """Queue one message; never waits.
@@ -84,31 +107,44 @@ class FrameStream:
             FrameTooLongError: It is past the maximum; nothing has been queued.
             OverflowError: An integer does not fit into 64 bits; nothing has been queued.
         """
-        start = len(self._outgoing)
-        self._outgoing += b"\0\0\0\0"
+        buffer = self._outgoing
+        start = len(buffer)
+        buffer += b"\0\0\0\0"
         try:
-            encoder.encode_into(message, self._outgoing, -1)
-            length = len(self._outgoing) - start - 4
+            encoder.encode_into(message, buffer, -1)
+            length = len(buffer) - start - 4
             if length > self._max_frame:
-                name = type(message).__name__
                 raise FrameTooLongError(
-                    f"a {name} of {length} bytes; {self._max_frame} fit in a frame"
+                    f"{type(message).__name__} of {length} bytes; {self._max_frame} are allowed"
                 )
         except BaseException:
-            del self._outgoing[start:]  # half a frame would end the connection
+            del buffer[start:]  # half a frame would end the connection
             raise
-        _length.pack_into(self._outgoing, start, length)
+        _length.pack_into(buffer, start, length)
+        if length >= LONG_BYTES:  # to append to it would move it again and again
+            self._long.append(buffer)
+            self._long_bytes += len(buffer)
+            self._outgoing = bytearray()
         if self._wake is not None:
             self._wake.set()
 
+    def _take_outgoing(self) -> list[Piece]:
+        pieces = self._long
+        if self._outgoing:
+            pieces.append(self._outgoing)
+            self._outgoing = bytearray()
+        self._long, self._long_bytes = [], 0
+        return pieces
+
     async def flush(self) -> None:
         """Write what is queued; for the one task that owns the writing."""
-        while self._outgoing:
-            data, self._outgoing = self._outgoing, bytearray()
-            self._unconfirmed.append(data)
-            self._sent += len(data)
+        while self._outgoing or self._long:
+            pieces = self._take_outgoing()
+            self._unconfirmed += pieces
+            self._sent += sum(map(len, pieces))
             self._make_room()
-            await self._stream.send(data)  # type: ignore[arg-type]  # any buffer will do
+            for piece in pieces:
+                await self._stream.send(piece)  # type: ignore[arg-type]  # any buffer will do
 
     async def write_forever(self) -> None:
         """Write messages as they come, until the stream breaks or the task is cancelled."""
@@ -118,12 +154,7 @@ class FrameStream:
             await self._wake.wait()
             self._wake = None
 
-    def _make_room(self) -> None:
-        if self._room is not None:
-            self._room.set()
-            self._room = None
-
-    async def read(self) -> list[bytes]:
+    async def read(self) -> list[memoryview]:
         """The payloads that have arrived, at least one.
 
         Raises:
@@ -133,12 +164,12 @@ class FrameStream:
         """
         return await self._read(most=None)
 
-    async def read_one(self) -> bytes:
+    async def read_one(self) -> memoryview:
         """The next payload; what has arrived after it is left for later."""
         (payload,) = await self._read(most=1)
         return payload
 
-    async def _read(self, most: int | None) -> list[bytes]:
+    async def _read(self, most: int | None) -> list[memoryview]:
         frames = self._take_frames(b"", most) if self._incoming else []
         while not frames:
             try:
@@ -152,15 +183,16 @@ class FrameStream:
             frames = self._take_frames(data, most)
         return frames
 
-    def _take_frames(self, data: bytes, most: int | None) -> list[bytes]:
+    def _take_frames(self, data: Piece, most: int | None) -> list[memoryview]:
         if self._incoming:
-            self._incoming += data
-            if len(self._incoming) < self._needed:
+            self._incoming.append(data)
+            self._gathered += len(data)
+            if self._gathered < self._needed:
                 return []
-            data = bytes(self._incoming)
+            data = b"".join(self._incoming)
             self._incoming.clear()
-        frames: list[bytes] = []
-        at, end, self._needed = 0, len(data), 4
+        frames: list[memoryview] = []
+        view, at, end, self._needed = memoryview(data), 0, len(data), 4
         while end - at >= 4 and len(frames) != most:
             (length,) = _length.unpack_from(data, at)
             if length > self._max_frame:
@@ -170,9 +202,11 @@ class FrameStream:
             if end - at - 4 < length:
                 self._needed = length + 4
                 break
-            frames.append(data[at + 4 : at + 4 + length])
+            frames.append(view[at + 4 : at + 4 + length])
             at += 4 + length
-        self._incoming += data[at:]
+        if at < end:
+            self._incoming.append(view[at:])
+            self._gathered = end - at
         self.received += at
         return frames
 
@@ -208,12 +242,14 @@ class FrameStream:
         """
         if not self._confirmed <= peer_received <= self._sent:
             raise FrameError(f"the peer has {peer_received} bytes of {self._sent}: cannot go on")
-        again = bytearray().join(self._unconfirmed)[peer_received - self._confirmed :]
-        self._outgoing = again + self._outgoing
+        again = b"".join(self._unconfirmed)[peer_received - self._confirmed :]
+        if again:
+            self._long.insert(0, again)
+            self._long_bytes += len(again)
         self._unconfirmed.clear()
         self._confirmed = self._sent = peer_received
         self._stream = other._stream
-        self._incoming, self._needed = other._incoming, 0
+        self._incoming, self._gathered, self._needed = other._incoming, other._gathered, 0
 
     async def aclose(self) -> None:
         """Close the stream at once; safe in a cancelled scope."""

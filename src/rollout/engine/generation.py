@@ -50,8 +50,8 @@ class Generation:
         cached_tokens: Prompt tokens that the engine did not need to prefill.
         replica: Name of the engine that answered.
         request_id: Of the request that was made last; empty before the first one.
-        top_ids: Where asked for, the k most likely ids at each position, likeliest first.
-        top_log_probs: One for each of `top_ids`.
+        top_ids: Where asked for, int32: the k most likely ids at each position, likeliest first.
+        top_log_probs: float32, one for each of `top_ids`.
         routed_experts: Where asked for, the raw bytes in which the engine says it.
     """
 
@@ -80,8 +80,8 @@ class Generation:
         self.cached_tokens = 0
         self.replica = ""
         self.request_id = ""
-        self.top_ids: array[int] = array("i")
-        self.top_log_probs: array[float] = array("f")
+        self.top_ids = b""
+        self.top_log_probs = b""
         self.routed_experts = b""
 
     def take(self, chunk: Chunk) -> bool:
@@ -108,8 +108,8 @@ class Generation:
             self.log_probs.frombytes(chunk.log_probs)
             self._add_version(chunk.weight_version, count)
         if is_new and chunk.top_ids:
-            self.top_ids.frombytes(chunk.top_ids)
-            self.top_log_probs.frombytes(chunk.top_log_probs)
+            self.top_ids += chunk.top_ids
+            self.top_log_probs += chunk.top_log_probs
         if is_new and chunk.routed_experts:
             self.routed_experts += chunk.routed_experts
         if chunk.finish_reason is not None:

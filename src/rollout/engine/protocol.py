@@ -191,7 +191,7 @@ _decode_from_server: Callable[[Any], FromServer] = msgspec.msgpack.Decoder(FromS
 _decode_from_client: Callable[[Any], FromClient] = msgspec.msgpack.Decoder(FromClient).decode
 
 
-def decode_from_server(payload: bytes) -> FromServer:
+def decode_from_server(payload: bytes | memoryview) -> FromServer:
     """The message in a frame; a `FrameError` whatever is wrong with it."""
     try:
         return _decode_from_server(payload)
@@ -199,7 +199,7 @@ def decode_from_server(payload: bytes) -> FromServer:
         raise FrameError(f"not a message: {error}") from None
 
 
-def decode_from_client(payload: bytes) -> FromClient:
+def decode_from_client(payload: bytes | memoryview) -> FromClient:
     """The message in a frame; a `FrameError` whatever is wrong with it."""
     try:
         return _decode_from_client(payload)
