@@ -6,13 +6,16 @@ python -m wire.channel_server < secret
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
 import anyio
 
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, GenerationRequest
 from rollout.engine.server import EngineServer
 from wire.payload import ANSWER_IDS, ANSWER_LOG_PROBS, VOCABULARY, send_port
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
 
 
 class InstantCore:

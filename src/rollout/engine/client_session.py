@@ -31,6 +31,8 @@ from rollout.engine.protocol import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rollout.engine.core import EngineCore
     from rollout.engine.frames import FrameStream
     from rollout.engine.handshake import ServerHandshake
@@ -247,7 +249,7 @@ class ClientSession:
             del self._early_aborts[request_id]
             self._send(Chunk(request_id=request_id, finish_reason="abort"))
             return
-        prompt: bytes | None = message.ids
+        prompt: bytes | Callable[[], bytes] | None = message.ids
         if message.has_history:
             prompt = self._histories.prompt_of(
                 self._history_key(message.session_id),

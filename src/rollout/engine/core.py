@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 FinishReason = Literal["stop", "length", "abort", "error", "rejected"]
 #: Checked when a message is decoded: what a peer sends must not break what counts with it.
@@ -52,12 +52,12 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     seed: int | None = None
 
 
-class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationRequest:
     """Token ids in, sampled token ids out.
 
     Attributes:
         request_id: Fixed width, never used twice, so that no id is a prefix of another.
-        prompt_ids: int32 little-endian, packed.
+        sampling: How the tokens are drawn.
         session_id: The trajectory; a core may keep its prefix warm.
         priority: Larger runs first where the core supports it.
         top_log_probs: How many of the most likely tokens are wanted at each position, beside the
@@ -65,13 +65,41 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         routed_experts: Whether the experts that each token was routed to are wanted.
     """
 
-    request_id: str
-    prompt_ids: bytes
-    sampling: SamplingParams
-    session_id: str = ""
-    priority: int = 0
-    top_log_probs: int = 0
-    routed_experts: bool = False
+    __slots__ = (
+        "_prompt",
+        "priority",
+        "request_id",
+        "routed_experts",
+        "sampling",
+        "session_id",
+        "top_log_probs",
+    )
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        prompt_ids: bytes | Callable[[], bytes],
+        sampling: SamplingParams,
+        session_id: str = "",
+        priority: int = 0,
+        top_log_probs: int = 0,
+        routed_experts: bool = False,
+    ) -> None:
+        self.request_id = request_id
+        self.sampling = sampling
+        self.session_id = session_id
+        self.priority = priority
+        self.top_log_probs = top_log_probs
+        self.routed_experts = routed_experts
+        self._prompt = prompt_ids
+
+    @property
+    def prompt_ids(self) -> bytes:
+        """int32 little-endian, packed; put together when it is first looked at."""
+        if not isinstance(self._prompt, bytes):
+            self._prompt = self._prompt()
+        return self._prompt
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):

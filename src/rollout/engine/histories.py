@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 #: The client and its trajectory.
 HistoryKey = tuple[str, str]
@@ -28,6 +32,11 @@ class History:
         self.sums = {len(ids) // 4: total}
         self.owner = owner
 
+    def prompt(self) -> Callable[[], bytes]:
+        """What there is now, as bytes when they are wanted: most of it is old."""
+        ids, end = self.ids, len(self.ids)
+        return lambda: bytes(ids) if len(ids) == end else bytes(memoryview(ids)[:end])
+
     def extend(self, ids: bytes) -> None:
         """Append packed ids."""
         self.ids += ids
@@ -38,8 +47,11 @@ class History:
         self.sums[len(self.ids) // 4] = self.sum
 
     def cut(self, length: int) -> None:
-        """Forget everything from token `length` on, where a mark is."""
-        del self.ids[4 * length :]
+        """Forget everything from token `length` on, where a mark is.
+
+        Prompts that have been handed out go on with the old bytes.
+        """
+        self.ids = self.ids[: 4 * length]
         self.sum = self.sums[length]
         self.sums = {at: total for at, total in self.sums.items() if at <= length}
 
@@ -58,7 +70,7 @@ class HistoryStore:
 
     def prompt_of(
         self, key: HistoryKey, request_id: str, kept: int, kept_sum: int, new: bytes
-    ) -> bytes | None:
+    ) -> Callable[[], bytes] | None:
         """The whole prompt: the first `kept` tokens of the history, and `new` ones.
 
         None where there is no such history, or another one.
@@ -81,7 +93,7 @@ class HistoryStore:
             history.owner = request_id
             self.bytes += len(history.ids)
             self._histories.move_to_end(key)
-        prompt = bytes(history.ids)
+        prompt = history.prompt()
         self._shrink()
         return prompt
 
