@@ -14,7 +14,7 @@ from anyio.abc import ByteStream
 
 from rollout.engine.channel import Channel, PendingRequest, connect_channel
 from rollout.engine.core import GenerationRequest, SamplingParams
-from rollout.engine.generation import Generation, TokenCounts
+from rollout.engine.generation import Generation
 from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
 from rollout.engine.protocol import DriverFacts, Role, Terms
 from rollout.engine.server import EngineServer
@@ -64,23 +64,28 @@ class Wire:
         self, terms: Terms = TERMS, facts: DriverFacts | None = None
     ) -> AsyncIterator[Channel]:
         """A channel that runs; nothing is left of it afterwards."""
-        async with open_task_group() as serving:
-            self._tasks = serving
-            async with (
-                connect_channel(
-                    "engine-0", self.connect, SECRET, TokenCounts(), terms=terms, facts=facts
-                ) as channel,
-                open_task_group() as tasks,
-            ):
-                tasks.start_soon(channel.run)
-                try:
-                    yield channel
-                finally:
-                    tasks.cancel_scope.cancel()
+        async with open_task_group() as self._tasks:
+            async with self.channel_again(terms, facts) as channel:
+                yield channel
             with anyio.move_on_after(terms.reconnect_s + 20) as scope:
                 while self.server._sessions:
                     await anyio.sleep(0.01)
             assert not scope.cancelled_caught, "the server keeps a session of a client that left"
+
+    @asynccontextmanager
+    async def channel_again(
+        self, terms: Terms = TERMS, facts: DriverFacts | None = None
+    ) -> AsyncIterator[Channel]:
+        """A channel beside the one of `channel`."""
+        async with (
+            connect_channel("engine-0", self.connect, SECRET, terms=terms, facts=facts) as channel,
+            open_task_group() as tasks,
+        ):
+            tasks.start_soon(channel.run)
+            try:
+                yield channel
+            finally:
+                tasks.cancel_scope.cancel()
 
 
 class Asker:
