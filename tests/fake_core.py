@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import AsyncIterator
 
 import anyio
+import msgspec
 
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, GenerationRequest, unpack_ids
 
@@ -83,3 +85,12 @@ class EndlessStartCore(CountingCore):
     async def start(self) -> None:
         """Load for ever."""
         await anyio.sleep_forever()
+
+
+class DeviceCore(CountingCore):
+    """Says which GPUs it may use."""
+
+    async def start(self) -> None:
+        """Put them where a client sees them."""
+        devices = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}"
+        self.info = msgspec.structs.replace(self.info, core=devices)

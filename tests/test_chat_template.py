@@ -375,8 +375,12 @@ def test_template_unknown_keys_of_messages_reach_the_template() -> None:
         ),
         ([{"role": "user"}], "messages[0] (user): content must be a string, not None"),
         (
-            [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
-            "messages[0] (user): content must be a string, not list",
+            [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image"}]}],
+            "messages[0] (user): content[1]: only parts of type 'text' are understood, not 'image'",
+        ),
+        (
+            [{"role": "user", "content": ["x", 3]}],
+            "messages[0] (user): content[1] must be a text part, not int",
         ),
         (
             [Message(role="assistant")],

@@ -38,8 +38,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-SAMPLING_KEYS = (
-    "temperature, top_p, top_k, min_p, repetition_penalty, greedy, max_new_tokens, stop_token_ids"
+SAMPLING_KEYS = ", ".join(
+    (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "greedy",
+        "max_new_tokens",
+        "stop_token_ids",
+    )
 )
 TRANSFORMERS_KEYS = (
     "kind, replicas, start_timeout_s, stream_interval, dtype, device, threads, max_running, "
@@ -295,6 +306,7 @@ WRONG: dict[tuple[type, str], tuple[object, ...]] = {
     (ModelConfig, "revision"): STRINGS,
     (ModelConfig, "trust_remote_code"): (None, 0, 1, "true", "", [], 1.0),
     (ModelConfig, "chat_template"): STRINGS,
+    (ModelConfig, "chat_template_kwargs"): (None, "x", [("a", 1)], {"a": math.nan}, {1: 2}),
     (TransformersEngine, "replicas"): (None, 0, -1, 1.0, 2.5, math.nan, *NUMBERS),
     (TransformersEngine, "start_timeout_s"): (None, 0, -1.0, math.nan, math.inf, *NUMBERS),
     (TransformersEngine, "stream_interval"): (None, 0, 1.0, *NUMBERS),

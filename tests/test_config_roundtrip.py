@@ -133,7 +133,14 @@ def configs(draw: st.DrawFn) -> RolloutConfig:
     place = draw(st.sampled_from(ALLOWED_PLACEMENTS[kind]))
     response = draw(counts)
     return RolloutConfig(
-        model=draw(section(ModelConfig, path=texts, trust_remote_code=st.booleans())),
+        model=draw(
+            section(
+                ModelConfig,
+                path=texts,
+                trust_remote_code=st.booleans(),
+                chat_template_kwargs=mappings,
+            )
+        ),
         engine=draw(engines[kind]),
         placement=draw(placements[place]),
         router=draw(

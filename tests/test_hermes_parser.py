@@ -119,7 +119,7 @@ def test_hermes_faulty_call_stays_in_its_place_among_good_ones() -> None:
         ),
         (
             '{"name": "f", "arguments": "{} {}"}',
-            '"arguments" is a string of more than one JSON value',
+            '"arguments" is a string of malformed JSON: more text follows the value',
         ),
         (
             '{"name": "f", "parameters": {"x": 1}}',

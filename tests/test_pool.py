@@ -48,8 +48,12 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     assert all(not core._aborted for core in made), "requests were left in a core"
 
 
+POOL_OPTIONS = ("policy", "wait_s", "backoff_s")
+
+
 def pool_of(core: str = "WatchedCore", replicas: int = 1, **options: Any) -> EnginePool:
     return EnginePool(
+        **{name: options.pop(name) for name in POOL_OPTIONS if name in options},
         placement=InProcess(max_read=7),
         specs=[CoreSpec(f"fake_core:{core}", options)] * replicas,
         router=Router(),
@@ -174,8 +178,10 @@ async def test_generate_id_outside_the_vocabulary_does_not_leave_the_driver(
     )
 
 
-async def test_replica_dies_its_request_fails_and_it_is_started_again(cores: list[Any]) -> None:
-    async with open_pool(pool_of(token_s=1.0)) as pool:
+async def test_policy_fail_replica_dies_its_request_fails_and_it_is_started_again(
+    cores: list[Any],
+) -> None:
+    async with open_pool(pool_of(token_s=1.0, policy="fail")) as pool:
         generation = Generation()
         failed: list[EngineError] = []
 
@@ -212,12 +218,18 @@ async def test_replica_never_starts_again_waiting_requests_learn_why(
 
         monkeypatch.setattr(fake_core.CountingCore, "start", refuse)
         cores[0].on_death()
+        died_at = anyio.current_time()
         await anyio.sleep(0.1)
         with pytest.raises(EngineError) as caught:
             await ask(pool, 1, 1)
         assert str(caught.value) == (
             "no engine is left: engine-0: MemoryError: no room on the card"
         )
+        assert caught.value.reason == "no_engine"
+        assert anyio.current_time() - died_at == 300.0
+        with pytest.raises(EngineError):  # later ones need not wait again
+            await ask(pool, 1, 1)
+        assert anyio.current_time() - died_at == 300.0
         assert pool.statistics()[0].state == "given up"
 
 
@@ -243,7 +255,7 @@ async def test_silent_replica_is_given_up_after_the_heartbeat_timeout(
     cores: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ClientSession, "take", lambda self, role, payload: None)
-    async with open_pool(pool_of(token_s=1000.0)) as pool:
+    async with open_pool(pool_of(token_s=1000.0, policy="fail")) as pool:
         start = anyio.current_time()
         with pytest.raises(EngineError, match=r"^engine-0: silent for 5.0 s$"):
             await ask(pool, 1, 1)
@@ -253,7 +265,8 @@ async def test_silent_replica_is_given_up_after_the_heartbeat_timeout(
 
 FAULTS = {
     "repeated": ([0, 1, 1, 2], [2, 3, 4]),
-    "missing": ([0, 2], "sent a faulty chunk: tokens 1 to 2 are missing"),
+    "missing for a while": ([0, 2], [2, 2, 2]),
+    "missing each time": ([1], "sent a faulty chunk: tokens 0 to 1 are missing"),
 }
 
 

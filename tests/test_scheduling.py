@@ -15,6 +15,7 @@ from rollout.config import (
     AgentConfig,
     LengthsConfig,
     LimitsConfig,
+    RecoveryConfig,
     SchedulingConfig,
     SimulatedEngine,
 )
@@ -63,7 +64,7 @@ SLOW = (
 )
 
 
-async def test_engine_dies_its_members_run_again_from_their_start_and_complete() -> None:
+async def test_engine_dies_its_requests_go_on_elsewhere_and_complete() -> None:
     scenario = Scenario(seed=1).reply("", filler=60).fault(die_after_tokens=50, replicas=(0,))
     batch = await generate(
         scenario,
@@ -72,7 +73,9 @@ async def test_engine_dies_its_members_run_again_from_their_start_and_complete()
         scheduling=SchedulingConfig(samples_per_prompt=4, max_retries=50),
     )
     assert {t.outcome for t in batch.trajectories} == {Outcome.COMPLETED}
-    assert max(t.metrics["attempts"] for t in batch.trajectories) > 1
+    assert max(t.metrics["attempts"] for t in batch.trajectories) == 1
+    assert batch.metrics["recovery/resumes"] > 0
+    assert batch.metrics["tokens/discarded"] == 0
     assert all(t.transcript.generated_length == 61 for t in batch.trajectories)
 
 
@@ -94,21 +97,26 @@ async def test_engine_dies_a_finished_member_does_not_run_again() -> None:
         [user("go")],
         agent=AgentConfig(name="counted"),
         scheduling=SchedulingConfig(samples_per_prompt=2, max_retries=3),
+        recovery=RecoveryConfig(policy="fail"),
     )
     assert [t.outcome for t in batch.trajectories] == [Outcome.COMPLETED] * 2
     assert counts == {0: 1, 1: 2}
 
 
-async def test_retried_member_has_the_tokens_of_an_undisturbed_one() -> None:
+@pytest.mark.parametrize("policy", ["resume", "restart", "fail"])
+async def test_recovered_member_has_the_tokens_of_an_undisturbed_one(policy: Any) -> None:
     dying = Scenario(seed=1).fault(die_after_tokens=50, replicas=(0,))
     sections: dict[str, Any] = {
         "sampling": rollout.SamplingConfig(max_new_tokens=40),
         "scheduling": SchedulingConfig(samples_per_prompt=4, max_retries=50),
         "engine": SimulatedEngine(replicas=2),
+        "recovery": RecoveryConfig(policy=policy),
     }
     disturbed = await generate(dying, [user("go", uid="p")], **sections)
     calm = await generate(Scenario(seed=1), [user("go", uid="p")], **sections)
-    assert sum(t.metrics["attempts"] for t in disturbed.trajectories) > 4
+    metric = {"resume": "resumes", "restart": "restarts", "fail": "attempts"}[policy]
+    undisturbed = 4 if policy == "fail" else 0
+    assert sum(t.metrics[metric] for t in disturbed.trajectories) > undisturbed
     assert disturbed.tensors["input_ids"].equal(calm.tensors["input_ids"])
 
 
@@ -118,6 +126,7 @@ async def test_retries_do_not_outlive_the_trajectory_limit() -> None:
         scenario,
         [user("go")],
         scheduling=SchedulingConfig(max_retries=1000),
+        recovery=RecoveryConfig(policy="fail"),
         limits=LimitsConfig(trajectory_s=20),
     )
     (trajectory,) = batch.trajectories

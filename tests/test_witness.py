@@ -14,6 +14,7 @@ from rollout.config import (
     CustomEngine,
     LimitsConfig,
     LocalProcessPlacement,
+    RecoveryConfig,
     SamplingConfig,
     SchedulingConfig,
 )
@@ -49,9 +50,15 @@ async def test_balance_cancelled_caller_tokens_are_undelivered_and_late() -> Non
     assert balance.is_even
 
 
-async def test_balance_engine_dies_tokens_are_discarded() -> None:
+@pytest.mark.parametrize(("policy", "discarded"), [("restart", 96), ("fail", 96), ("resume", 0)])
+async def test_balance_engine_dies_tokens_are_kept_or_discarded(
+    policy: Any, discarded: int
+) -> None:
     witness = Witness()
-    async with witness.open_rollout(SLOW.config(limits=LimitsConfig(trajectory_s=30))) as runtime:
+    config = SLOW.config(
+        limits=LimitsConfig(trajectory_s=30), recovery=RecoveryConfig(policy=policy)
+    )
+    async with witness.open_rollout(config) as runtime:
         async with anyio.create_task_group() as tasks:
 
             async def kill() -> None:
@@ -63,7 +70,7 @@ async def test_balance_engine_dies_tokens_are_discarded() -> None:
     assert witness.anomalies() == []
     (trajectory,) = batch.trajectories
     balance = balance_of(runtime)
-    assert balance.discarded == trajectory.metrics["discarded_tokens"] == 96
+    assert balance.discarded == trajectory.metrics["discarded_tokens"] == discarded
     assert balance.transcripts == trajectory.transcript.generated_length
     assert balance.is_even
 

@@ -43,6 +43,7 @@ def tool_executor(
         truncate_side=config.tools.truncate_side,
         tool_s=config.limits.tool_s,
         cleanup_s=config.limits.cleanup_s,
+        max_processes=config.tools.max_processes,
     )
 
 
@@ -96,6 +97,7 @@ def _load_tokenizer(model: ModelConfig) -> ChatTemplate:
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
         chat_template_path=model.chat_template,
+        chat_template_kwargs=model.chat_template_kwargs,
     )
 
 

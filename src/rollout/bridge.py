@@ -6,11 +6,14 @@ A foreign thread posts a callback to the loop without ever waiting for it: waiti
 
 from __future__ import annotations
 
+import asyncio  # noqa: TID251  (this is the module that may)
 import queue
+import sys
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError as FutureCancelledError
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -24,6 +27,8 @@ Post = Callable[[Callable[[], object]], None]
 
 #: An idle worker thread ends after this long; an active batch reuses threads far sooner.
 IDLE_S = 10.0
+#: How long code on the asyncio thread has to end once it was cancelled; as limits.cleanup_s.
+ASYNCIO_CLEANUP_S = 5.0
 
 
 def loop_poster() -> Post:
@@ -52,6 +57,23 @@ def has_virtual_clock() -> bool:
     import trio
 
     return type(trio.lowlevel.current_clock()).__name__ != "SystemClock"
+
+
+def runs_on_trio() -> bool:
+    """Whether the current event loop is trio's."""
+    trio = sys.modules.get("trio")
+    return trio is not None and trio.lowlevel.in_trio_run()
+
+
+def native_cancellations() -> int:
+    """How often `asyncio.Task.cancel` was called on this task and not taken back; 0 on trio.
+
+    A cancelled scope of anyio calls it too, and takes it back when it is left.
+    """
+    if runs_on_trio():
+        return 0
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
 
 
 async def wait_future(future: Future[T]) -> T:
@@ -89,8 +111,121 @@ class _Worker:
             job()
 
 
+class _DaemonExecutor(ThreadPoolExecutor):
+    """What `asyncio.to_thread` uses in our thread: one that hangs must not delay the exit."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="rollout-asyncio-worker", daemon=True).start()
+        return future
+
+
+class AsyncioThread:
+    """An asyncio event loop in a daemon thread, for code that runs on no other.
+
+    It starts with the first call. Cancellation and deadlines of the caller cancel the call's task.
+    """
+
+    def __init__(self, *, cleanup_s: float) -> None:
+        self._cleanup_s = cleanup_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._leave: asyncio.Event
+        self.abandoned: dict[str, int] = {}
+
+    async def run(self, name: str, function: Callable[..., Awaitable[T]], *args: object) -> T:
+        """``await function(*args)`` on that loop, or on the current one where that is asyncio's.
+
+        It has a task of its own, because code for asyncio expects to be cancelled once, and not at
+        each of its further awaits as in a scope of anyio. On cancellation the call's task is
+        cancelled and has `cleanup_s` to end; one that does not
+        is abandoned, and counted by name.
+
+        Raises:
+            ToolError: The call raised SystemExit or the like, or cancelled itself.
+        """
+        loop = (self._loop or self._start()) if runs_on_trio() else asyncio.get_running_loop()
+        post, done = loop_poster(), anyio.Event()
+        future: Future[T] = Future()
+        task: asyncio.Task[None]
+        was_abandoned = False
+
+        def finished() -> None:
+            done.set()
+            if was_abandoned:
+                self.abandoned[name] -= 1
+
+        async def call() -> None:
+            try:
+                future.set_result(await function(*args))
+            except BaseException as error:  # the loop must outlive SystemExit
+                future.set_exception(error)
+            finally:
+                post(finished)
+
+        def start() -> None:
+            nonlocal task
+            task = loop.create_task(call())
+
+        loop.call_soon_threadsafe(start)
+        try:
+            await done.wait()
+        except BaseException:
+            # By then `start` has run: callbacks keep their order.
+            loop.call_soon_threadsafe(lambda: task.cancel())  # noqa: PLW0108
+            with anyio.move_on_after(self._cleanup_s, shield=True):
+                await done.wait()
+            if not done.is_set():
+                was_abandoned = True
+                self.abandoned[name] = self.abandoned.get(name, 0) + 1
+            raise
+        return _result_of(future, name)
+
+    def close(self) -> None:
+        """End the loop and its thread; a task that does not end is left behind."""
+        if self._loop is None or self._thread is None:
+            return
+        self._loop.call_soon_threadsafe(self._leave.set)
+        self._thread.join(timeout=1.0)
+
+    def _start(self) -> asyncio.AbstractEventLoop:
+        started: Future[asyncio.AbstractEventLoop] = Future()
+
+        async def serve() -> None:
+            self._leave = asyncio.Event()
+            loop = asyncio.get_running_loop()
+            loop.set_default_executor(_DaemonExecutor(max_workers=1))
+            started.set_result(loop)
+            await self._leave.wait()
+
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(serve()), name="rollout-asyncio", daemon=True
+        )
+        self._thread.start()
+        self._loop = started.result()
+        return self._loop
+
+
+def _result_of(future: Future[T], name: str) -> T:
+    try:
+        return future.result()
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, FutureCancelledError) as error:
+        raise ToolError(f"{name}: raised {type(error).__name__} in its thread") from error
+    except asyncio.CancelledError as error:
+        raise ToolError(f"{name}: cancelled itself") from error
+
+
 class WorkerThreads:
-    """Daemon threads for sync tools and sync reward functions.
+    """Daemon threads for sync tools and sync reward functions, and one for asyncio code on trio.
 
     A call that is cancelled abandons its thread: the place in the pool is given back at once, the
     thread runs on until its function returns, and it delays neither `close` nor the exit of the
@@ -99,6 +234,7 @@ class WorkerThreads:
 
     def __init__(self, *, max_threads: int, max_abandoned: int) -> None:
         self._limiter = anyio.CapacityLimiter(max_threads)
+        self._asyncio = AsyncioThread(cleanup_s=ASYNCIO_CLEANUP_S)
         self._max_abandoned = max_abandoned
         self._idle: list[_Worker] = []
         self._abandoned: dict[str, int] = {}
@@ -107,7 +243,20 @@ class WorkerThreads:
     @property
     def abandoned(self) -> dict[str, int]:
         """Threads left behind and still running, by name."""
-        return {name: count for name, count in self._abandoned.items() if count}
+        counts = Counter(self._abandoned) + Counter(self._asyncio.abandoned)
+        return {name: count for name, count in counts.items() if count}
+
+    async def run_asyncio(
+        self, name: str, function: Callable[..., Awaitable[T]], *args: object
+    ) -> T:
+        """``await function(*args)`` on asyncio: here, or under trio on one asyncio thread.
+
+        For code that needs asyncio. Cancellation cancels it there, and waits a moment for it.
+
+        Raises:
+            ToolError: It raised SystemExit or the like, or cancelled itself.
+        """
+        return await self._asyncio.run(name, function, *args)
 
     async def run(self, name: str, function: Callable[..., T], *args: object) -> T:
         """`function(*args)` in a daemon thread; cancellation abandons it at once.
@@ -161,13 +310,12 @@ class WorkerThreads:
                 was_abandoned = True
                 self._abandoned[name] = self._abandoned.get(name, 0) + 1
             raise
-        try:
-            return future.result()
-        except (KeyboardInterrupt, SystemExit, GeneratorExit, FutureCancelledError) as error:
-            raise ToolError(f"{name}: raised {type(error).__name__} in its thread") from error
+        return _result_of(future, name)
 
     def close(self) -> None:
         """End idle threads; running ones end by themselves when their function returns."""
+        if not self._is_closed:
+            self._asyncio.close()
         self._is_closed = True
         with suppress(IndexError):  # a thread that has just finished may empty the list with us
             while True:

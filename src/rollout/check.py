@@ -16,14 +16,17 @@ from rollout.config import (
     TransformersEngine,
 )
 from rollout.engine.model_files import model_path_fault
-from rollout.engine.opening import core_spec, placement_of
-from rollout.errors import AgentError, ConfigError, EngineError
+from rollout.engine.opening import core_spec
+from rollout.errors import AgentError, ConfigError, EngineError, ToolError
 from rollout.interactions import InteractionRegistry
+from rollout.tools import PythonTool
+from rollout.tools.sandbox.tool import SandboxTool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rollout.config import ModelConfig, RolloutConfig
+    from rollout.tools import Tool
 
 #: Packages that the embedded engine imports in its own process.
 TRANSFORMERS_MODULES = ("torch", "transformers")
@@ -73,18 +76,19 @@ def _template_faults(model: ModelConfig) -> Iterator[str]:
 
 
 def _opening_faults(config: RolloutConfig) -> Iterator[str]:
-    for look in (lambda: core_spec(config, 0), lambda: placement_of(config)):
-        try:
-            look()
-        except (EngineError, ConfigError) as error:
-            yield str(error)
+    try:
+        core_spec(config, 0)
+    except (EngineError, ConfigError) as error:
+        yield str(error)
 
 
 def _package_faults(config: RolloutConfig) -> Iterator[str]:
     """Packages that are missing in the interpreter that runs the engines, where it is this one."""
+    if config.placement.kind == "ray" and not is_importable("ray"):
+        yield "placement.kind = 'ray' needs the package ray: pip install 'rollout[ray]'"
     python = getattr(config.placement, "python", None)
     if python is not None:
-        if shutil.which(python) is None:
+        if config.placement.kind != "ray" and shutil.which(python) is None:
             yield f"placement.python = {python!r}: no such interpreter"
         return
     if isinstance(config.engine, TransformersEngine):
@@ -103,6 +107,24 @@ def is_importable(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):  # a parent package is missing, or a module is half made
         return False
+
+
+async def look_at_tools(tools: Sequence[Tool]) -> tuple[str, list[str]]:
+    """What isolates the programs that models write here, and which tools cannot run for want of it.
+
+    Tools with an isolation or interpreter of their own are named beside what holds for all others.
+    """
+    own = [tool for tool in tools if isinstance(tool, SandboxTool)]
+    usual = (await PythonTool().find_isolation()).describe()
+    found = {tool.name: (await tool.find_isolation()).describe() for tool in own}
+    unusual = [f"{name}: {text}" for name, text in found.items() if text != usual]
+    faults = []
+    for tool in own:
+        try:
+            await tool.prepare()
+        except ToolError as error:
+            faults.append(str(error))
+    return "; ".join([usual, *unusual]), faults
 
 
 def _name_faults(config: RolloutConfig, interactions: Sequence[Any]) -> Iterator[str]:

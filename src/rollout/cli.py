@@ -200,7 +200,8 @@ def _add_code(parser: argparse.ArgumentParser) -> None:
         "--tools",
         metavar="FILE.py",
         help="Python file with tools (@rollout.function_tool functions, Tool objects); agents and "
-        "interactions that it defines are known too",
+        "interactions that it defines are known too. Or names of shipped tools, such as "
+        "python,shell,finish",
     )
 
 

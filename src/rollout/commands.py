@@ -13,7 +13,7 @@ import anyio
 from rich.console import Console
 from rich.text import Text
 
-from rollout.check import config_faults
+from rollout.check import config_faults, look_at_tools
 from rollout.cli import BAD_INPUT, ENGINE_LOST, OK, SOME_FAILED
 from rollout.config import describe_config, load_config
 from rollout.errors import (
@@ -149,10 +149,12 @@ def _demo(arguments: argparse.Namespace, output: Console, errors: Console) -> in
 
 def _check(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
     config = load_config(arguments.config, arguments.overrides)
-    _, interactions = _code_of(arguments, UserCode())
+    tools, interactions = _code_of(arguments, UserCode())
     for line in describe_config(config):
         _print_line(output, line)
-    faults = config_faults(config, interactions)
+    isolation, unfit = anyio.run(look_at_tools, tools)
+    _print_line(output, f"{'isolation':<12}{isolation}")
+    faults = [*config_faults(config, interactions), *unfit]
     for fault in faults:
         _tell(errors, fault, BAD_INPUT)
     if not faults:

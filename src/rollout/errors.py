@@ -36,7 +36,15 @@ class PromptError(RolloutError):
 
 
 class EngineError(RolloutError):
-    """An engine could not start, refused a request or lost it."""
+    """An engine could not start, refused a request or lost it.
+
+    `reason` is that of a trajectory that fails by it: "engine", after which its member may run
+    again; "quarantined", since engines died of its request; or "no_engine", since none is left.
+    """
+
+    def __init__(self, message: str, *, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason or "engine"
 
 
 class ChannelError(EngineError):

@@ -12,9 +12,11 @@ import attrs
 from rollout.agents.services import Services
 from rollout.assembly import check_fit, load_template, tool_executor, tool_parser
 from rollout.bridge import WorkerThreads, has_virtual_clock
+from rollout.chat.parsers import stop_token_ids
 from rollout.config import RolloutConfig
 from rollout.engine.opening import open_engines
-from rollout.engine.pool import ReplicaStatistics
+from rollout.engine.pool import EnginePool, ReplicaStatistics
+from rollout.engine.recovery import RecoveryCounts
 from rollout.errors import ConfigError, LimitExceeded, RolloutError
 from rollout.interactions import InteractionRegistry
 from rollout.limits import Deadline
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
     from rollout.batch import RolloutBatch
     from rollout.chat import ChatTemplate
+    from rollout.engine.weights import WeightSource
     from rollout.scheduling.rewards import RewardFunction
     from rollout.types import Prompt
 
@@ -54,6 +57,8 @@ class RuntimeStatistics:
         generated_tokens: Sampled tokens that have arrived.
         tool_calls: Calls answered, errors included.
         replicas: The engines.
+        zombies: Cancelled requests whose end no engine has confirmed, over all of them.
+        recoveries: What was done about requests whose replica was lost.
         abandoned_threads: Threads of sync tools left behind at a deadline and still running.
         max_running: Trajectories that may run at once now; 0 while admission is paused.
         loop_lag_s: Longest delay of the event loop since the start.
@@ -66,6 +71,8 @@ class RuntimeStatistics:
     generated_tokens: int
     tool_calls: int
     replicas: tuple[ReplicaStatistics, ...]
+    zombies: int
+    recoveries: RecoveryCounts
     abandoned_threads: dict[str, int]
     max_running: int
     loop_lag_s: float
@@ -103,6 +110,25 @@ class RolloutRuntime:
     def template(self) -> ChatTemplate:
         """The model's tokenizer and chat format."""
         return self._runner.services.template
+
+    @property
+    def engines(self) -> EnginePool:
+        """The engines: replicas can be added, removed and drained there while calls run."""
+        return self._runner.services.engines
+
+    async def update_weights(self, *, version: int, source: WeightSource) -> None:
+        """Every engine has these weights afterwards; see `EnginePool.update_weights`.
+
+        Args:
+            version: What tokens sampled with them are stamped with, in `weight_versions`.
+
+        Raises:
+            EngineError: No engine could load them; all keep the weights that they have.
+            RolloutError: The runtime is closed.
+        """
+        if self._is_closing:
+            raise RolloutError("the runtime is closed")
+        await self.engines.update_weights(version, source)
 
     async def generate(
         self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
@@ -204,7 +230,8 @@ class RolloutRuntime:
 
     def statistics(self) -> RuntimeStatistics:
         """A snapshot."""
-        tally, engines = self._tally, self._runner.services.engines
+        tally, engines = self._tally, self.engines
+        replicas = engines.statistics()
         return RuntimeStatistics(
             admitted=tally.admitted,
             running=tally.running,
@@ -212,7 +239,9 @@ class RolloutRuntime:
             outcomes={outcome.value: n for outcome, n in tally.outcomes.items() if n},
             generated_tokens=tally.generated_tokens + engines.tokens_under_way,
             tool_calls=tally.tool_calls,
-            replicas=engines.statistics(),
+            replicas=replicas,
+            zombies=sum(replica.zombies for replica in replicas),
+            recoveries=attrs.evolve(engines.recoveries),
             abandoned_threads=self._threads.abandoned,
             max_running=self.admission.allowed,
             loop_lag_s=self._lag.max_s,
@@ -297,7 +326,7 @@ async def open_rollout(
 
     Raises:
         ConfigError: The agent, the tool format or an interaction of the configuration is unknown.
-        ToolError: A tool is defined wrongly, or two share a name.
+        ToolError: A tool is defined wrongly or cannot run here, or two share a name.
         EngineError: An engine did not start, or does not fit the tokenizer.
     """
     if not isinstance(config, RolloutConfig):
@@ -310,6 +339,7 @@ async def open_rollout(
     parser = tool_parser(config, registry)
     tally = Tally()
     try:
+        await executor.prepare()
         async with open_task_group() as tasks:
             loading = tasks.start_soon(load_template, config, threads)  # while engines start
             async with open_engines(config) as engines:
@@ -321,6 +351,10 @@ async def open_rollout(
                     engines=engines,
                     template=template,
                     parser=parser,
+                    stop_token_ids=(
+                        *template.stop_token_ids,
+                        *stop_token_ids(parser, template.tokenizer),
+                    ),
                     tools=executor,
                     interactions=registry,
                     tally=tally,
@@ -330,4 +364,5 @@ async def open_rollout(
                 async with runtime._serving():
                     yield runtime
     finally:
+        await executor.close()
         threads.close()

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import logging
-import sys
-import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -15,14 +11,13 @@ import attrs
 
 from rollout.errors import ConfigError
 from rollout.interactions import Interaction
-from rollout.tools import Tool
+from rollout.tools.loading import tools_of
+from rollout.tools.shipped import is_shipped, shipped_tools
+from rollout.user_files import UserCodeError, import_module, make_importable, run_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rollout.scheduling.rewards import RewardFunction
-
-logger = logging.getLogger("rollout")
+    from rollout.tools import Tool
 
 
 @attrs.define
@@ -38,12 +33,15 @@ class UserCode:
     def tools(self, path: str) -> list[Tool]:
         """The `Tool` objects that a file has at its top level, decorated functions included.
 
+        Or the shipped tools of these names, separated by commas: ``python,finish``.
+
         Raises:
             ConfigError: It cannot be read or run, or has none.
         """
+        if is_shipped(path):
+            return shipped_tools(path.split(","))
         option = f"--tools {path}"
-        values = vars(self._file(path, option)).values()
-        found = list({id(value): value for value in values if isinstance(value, Tool)}.values())
+        found = tools_of(self._file(path, option))
         if not found:
             raise ConfigError(
                 f"{option}: no tools; expected functions decorated with "
@@ -53,6 +51,8 @@ class UserCode:
 
     def interactions(self, path: str) -> list[type[Interaction]]:
         """The named `Interaction` classes that a file defines, for `open_rollout`."""
+        if is_shipped(path):
+            return []
         module = self._file(path, f"--tools {path}")
         return [
             value
@@ -87,49 +87,16 @@ class UserCode:
         if file not in self._modules:
             if not file.is_file():
                 raise ConfigError(f"{option}: {path} is no file")
-            self._modules[file] = _loaded(option, file, lambda: _executed(file))
+            try:
+                self._modules[file] = run_file(file)
+            except UserCodeError as error:
+                raise ConfigError(f"{option}: {error}") from error
         return self._modules[file]
 
 
 def _imported(name: str, option: str) -> ModuleType:
-    _make_importable(Path.cwd())
-    return _loaded(option, name, lambda: importlib.import_module(name))
-
-
-def _loaded(option: str, source: object, load: Callable[[], ModuleType]) -> ModuleType:
+    make_importable(Path.cwd())
     try:
-        return load()
-    except (Exception, SystemExit) as error:
-        logger.info("%s", "".join(traceback.format_exception(error)))
-        text = " ".join(str(error).split())
-        place = _place(error, str(source))
-        raise ConfigError(f"{option}: {place}{type(error).__name__}: {text}") from error
-
-
-def _place(error: BaseException, source: str) -> str:
-    lines = [
-        line
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_code.co_filename == source
-    ]
-    return f"line {lines[-1]}: " if lines else ""
-
-
-def _executed(file: Path) -> ModuleType:
-    _make_importable(file.parent)
-    # Compiled here and not by an importer, which would leave bytecode beside the file.
-    code = compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
-    module = ModuleType(f"rollout file {file}")  # a name that no import can have
-    module.__file__ = str(file)
-    sys.modules[module.__name__] = module  # dataclasses and type hints look it up
-    try:
-        exec(code, vars(module))
-    except BaseException:
-        del sys.modules[module.__name__]
-        raise
-    return module
-
-
-def _make_importable(directory: Path) -> None:
-    if str(directory) not in sys.path:
-        sys.path.append(str(directory))
+        return import_module(name)
+    except UserCodeError as error:
+        raise ConfigError(f"{option}: {error}") from error

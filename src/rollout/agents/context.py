@@ -50,6 +50,9 @@ class AgentContext:
         ending: The outcome, where it is settled already.
         cut_by: Path of the length that cut the last generation, else None.
         generation_s: Seconds spent waiting for engines, queueing included.
+        resumes: How often a generation went on elsewhere because its replica was lost.
+        restarts: Why generations began anew then, each time one did.
+        discarded_tokens: Tokens that were dropped by that.
     """
 
     def __init__(
@@ -60,13 +63,14 @@ class AgentContext:
         sampling: SamplingParams,
         tools: TrajectoryTools,
         deadline: Deadline,
+        extra: dict[str, Any],
     ) -> None:
         self.prompt = prompt
         self.identity = identity
         self.sampling = sampling
         self.transcript = Transcript()
         self.messages: list[Message] = []
-        self.extra: dict[str, Any] = dict(prompt.extra)
+        self.extra = extra
         self.turn_scores: list[float] = []
         self.tool_rewards: list[float] = []
         self.assistant_turns = 0
@@ -75,6 +79,9 @@ class AgentContext:
         self.cut_by: str | None = None
         self.generation_s = 0.0
         self.cached_tokens = 0
+        self.resumes = 0
+        self.restarts: list[str] = []
+        self.discarded_tokens = 0
         self._services = services
         self._tools = tools
         self._deadline = deadline
@@ -82,6 +89,7 @@ class AgentContext:
         self._interaction: Interaction | None = None
         self._calls_asked = 0
         self._errors_in_a_row = 0
+        self._in_reasoning = False
 
     @property
     def config(self) -> AgentConfig:
@@ -125,6 +133,7 @@ class AgentContext:
         if self._interaction_name is not None:
             self._interaction = self._new_interaction(self._interaction_name)
         self.transcript.append_prompt(ids)
+        self._in_reasoning = self._services.template.opens_reasoning
         if self._interaction is not None:
             await self._interaction.start(self._interaction_context())
 
@@ -157,6 +166,7 @@ class AgentContext:
                     raise deadline.error()  # the engine kept the deadline before we could
         finally:
             self.generation_s += anyio.current_time() - started
+            self._note_recovery(generation)
             self._take(generation)
         return self._parse(generation, bounded_by)
 
@@ -187,6 +197,13 @@ class AgentContext:
             )
 
     def _check_errors(self, results: Sequence[ToolResult]) -> None:
+        most = self.config.max_consecutive_invalid_calls
+        if most is not None and self._tools.invalid_in_a_row >= most:
+            raise LimitExceeded(
+                f"agent.max_consecutive_invalid_calls = {most} is reached",
+                source="agent.max_consecutive_invalid_calls",
+                reason="invalid_calls",
+            )
         most = self.config.max_consecutive_errors
         for result in results:
             self._errors_in_a_row = self._errors_in_a_row + 1 if result.is_error else 0
@@ -229,6 +246,7 @@ class AgentContext:
             with self._settling_limits():
                 raise length_error(source, f"an observation of {len(ids)} tokens does not fit")
         self.transcript.append_observation(ids)
+        self._in_reasoning = self._services.template.opens_reasoning_after(messages)
         self.messages += as_messages(messages)
 
     async def score(self) -> None:
@@ -244,7 +262,7 @@ class AgentContext:
         limit_s = self._services.config.limits.cleanup_s
         deadline = Deadline.after(limit_s, "limits.cleanup_s")
         try:
-            await attempt(self._interaction.finish, deadline, shield=True, owns_task=True)
+            await attempt(self._interaction.finish, deadline, shield=True)
         except (CallError, LimitExceeded) as error:
             session = self.identity.session_id
             logger.warning("%s: finish of the interaction failed: %s", session, error)
@@ -298,13 +316,18 @@ class AgentContext:
         )
 
     def _sampling_of_turn(self, budget: int) -> SamplingParams:
-        stops = {*self.sampling.stop_token_ids, *self._services.template.stop_token_ids}
+        stops = {*self.sampling.stop_token_ids, *self._services.stop_token_ids}
         return msgspec.structs.replace(
             self.sampling,
             max_new_tokens=budget,
             seed=self.identity.seed_of_turn(self.assistant_turns),
             stop_token_ids=tuple(sorted(stops)),
         )
+
+    def _note_recovery(self, generation: Generation) -> None:
+        self.resumes += generation.resumes
+        self.restarts += generation.restarts
+        self.discarded_tokens += generation.discarded_tokens
 
     def _take(self, generation: Generation) -> None:
         """Append what arrived, whatever became of the wait for it."""
@@ -323,7 +346,7 @@ class AgentContext:
     def _parse(self, generation: Generation, bounded_by: str) -> AssistantTurn:
         text = self._services.template.decode(generation.ids)
         parsed = self._services.parser.parse(
-            text, self._tools.schemas, in_reasoning=self._services.template.opens_reasoning
+            text, self._tools.schemas, in_reasoning=self._in_reasoning
         )
         self.cut_by = None if generation.finish_reason == "stop" else bounded_by
         calls = () if self.cut_by else parsed.calls

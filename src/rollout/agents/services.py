@@ -14,12 +14,16 @@ from rollout.tools import ToolExecutor
 
 @attrs.frozen(kw_only=True)
 class Services:
-    """The engines, the model's chat format, the tools and the simulated users."""
+    """The engines, the model's chat format, the tools and the simulated users.
+
+    `stop_token_ids` are those that end a turn, in the template or in the tool-call format.
+    """
 
     config: RolloutConfig
     engines: EnginePool
     template: ChatTemplate
     parser: ToolParser
+    stop_token_ids: tuple[int, ...]
     tools: ToolExecutor
     interactions: InteractionRegistry
     tally: Tally

@@ -12,6 +12,14 @@ if TYPE_CHECKING:
     from rollout.types import Trajectory
 
 
+#: Sums over trajectories, with the names of the metrics that they sum up.
+_RECOVERY = {
+    "recovery/resumes": "resumes",
+    "recovery/restarts": "restarts",
+    "tokens/discarded": "discarded_tokens",
+}
+
+
 def batch_metrics(
     trajectories: Sequence[Trajectory], extra: Mapping[str, float]
 ) -> dict[str, float]:
@@ -22,6 +30,8 @@ def batch_metrics(
     * ``tokens/{prompt,generated,observation}``, and ``tokens/trailing_observation``: those
       observations that nothing answered, which the tensors leave out;
     * ``outcomes/<outcome>`` and ``outcomes/<outcome>/<reason>``: how many ended so;
+    * ``recovery/{resumes,restarts}``: requests that went on elsewhere, or began anew, because their
+      replica was lost; ``tokens/discarded``: what was dropped by that and by further attempts;
     * ``reward/{min,mean,max}``: over known rewards; ``turns/mean``.
     """
     metrics = {
@@ -30,6 +40,7 @@ def batch_metrics(
         **_spread("reward", (row.reward for row in trajectories if row.reward is not None)),
         **_tokens(trajectories),
         **_outcomes(trajectories),
+        **_sums(trajectories, _RECOVERY),
         **extra,
     }
     longest = _spread("trajectory_s", _known(trajectories, "total_s"))
@@ -37,6 +48,12 @@ def batch_metrics(
     if trajectories:
         metrics["turns/mean"] = sum(row.num_turns for row in trajectories) / len(trajectories)
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _sums(trajectories: Sequence[Trajectory], names: Mapping[str, str]) -> dict[str, float]:
+    """Sums of trajectories' metrics, by the names that they have in a batch."""
+    known = {name: list(_known(trajectories, each)) for name, each in names.items()}
+    return {name: math.fsum(values) for name, values in known.items() if values}
 
 
 def _known(trajectories: Sequence[Trajectory], name: str) -> Iterable[float]:

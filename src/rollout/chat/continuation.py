@@ -4,18 +4,23 @@ An append-only transcript never renders its history again. What new messages add
 rendering them behind a made-up conversation, ``[user, assistant(marker), *new]``, and keeping
 what follows the marker: the end of the assistant's turn, the messages, the generation prompt.
 
-Where a template writes contents verbatim, the text around them is the same every time: it is
-found once for each pattern of roles, and from then on a turn costs a string join.
+Where a template writes contents in a known way, the text around them is the same every time: it is
+found once for each pattern of messages, and from then on a turn costs a string join.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
 from rollout.chat.content_tests import content_tests
+from rollout.chat.encoding import Place, TextEncoder, WrittenText
+from rollout.chat.look_alikes import render_written
 from rollout.chat.messages import TemplateMessage, template_call
 from rollout.errors import TemplateError
 
@@ -25,10 +30,35 @@ Render = Callable[[Sequence[TemplateMessage], bool], str]
 #: Letters only, so that templates which trim or JSON-encode contents leave them recognisable.
 HISTORY = "rolloutHistoryMarker"
 ANSWER = "rolloutAnswerMarker"
+THINK, END_THINK = "<think>", "</think>"
 
 #: Put around a marker, all that templates are known to treat specially: white space in either
 #: order, quotes, escapes, markup, other alphabets.
 PROBES = (("\n \t", " \\n\"'{}<>&\\ é漢\n\n  x\t\n "), (" \n", "\r\n"))
+#: Stand for contents, names and ids: nine letters or digits, which Mistral's templates ask of ids.
+SLOT = re.compile("(zqSlot[0-9]{3})")
+NAME_PROBE = "zqName{:03d}"
+
+#: How templates write a content down.
+WAYS: Mapping[str, Callable[[str], str]] = MappingProxyType(
+    {
+        "verbatim": lambda text: text,
+        "stripped": str.strip,
+        "json": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    }
+)
+
+
+class TurnEnds(msgspec.Struct, frozen=True, kw_only=True):
+    """What a template puts behind an assistant's content where nothing follows.
+
+    Attributes:
+        said: Behind a text, e.g. ``<|im_end|>\\n``; empty where only the next turn ends one.
+        called: Behind tool calls, e.g. ``<|call|>``.
+    """
+
+    said: str
+    called: str
 
 
 class Continuation(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,17 +66,21 @@ class Continuation(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         turn_end: What ends the assistant's turn, e.g. ``<|im_end|>\\n``; may be empty.
+        opens_reasoning: Whether the next turn's opening ends inside ``<think>``.
         is_calling: Whether the made-up assistant calls tools: some templates refuse results that
             nobody asked for.
-        literals: The text around the contents, one more than there are messages; None where
-            the template does more with contents than writing them down.
-        is_stripped: Whether the template strips white space around contents.
+        literals: The text around the slots, one more than there are of them; None where
+            the template does more with contents than one of `WAYS`.
+        slots: What stands between the literals: position and key of a message.
+        way: How contents are written.
     """
 
     turn_end: str
+    opens_reasoning: bool
     is_calling: bool
     literals: tuple[str, ...] | None = None
-    is_stripped: bool = False
+    slots: tuple[tuple[int, str], ...] = ()
+    way: str = "verbatim"
 
 
 class ContinuationRenderer:
@@ -54,16 +88,36 @@ class ContinuationRenderer:
 
     Args:
         render: What the template makes of a conversation; raises `TemplateError`.
+        encoder: Knows the special tokens.
         source: Text of the template.
     """
 
-    def __init__(self, render: Render, source: str) -> None:
+    def __init__(self, render: Render, encoder: TextEncoder, source: str) -> None:
         self._render = render
+        self._encoder = encoder
         self._forms: dict[tuple[object, ...], Continuation] = {}
+        self._ends: TurnEnds | None = None
         self._tests = content_tests(source)
 
-    def render(self, messages: Sequence[TemplateMessage]) -> tuple[str, str]:
+    def render(self, messages: Sequence[TemplateMessage]) -> tuple[WrittenText, str]:
         """The text after the assistant's content, and the turn end that it starts with.
+
+        Raises:
+            TemplateError: The template refuses such messages or cannot be used append-only.
+        """
+        form = self.form(messages)
+        joined = self._joined(form, messages)
+        if joined is None:
+            joined = render_written(
+                lambda given, _: self._rendered(form.is_calling, given)[0],
+                self._encoder,
+                messages,
+                None,
+            )
+        return joined, form.turn_end
+
+    def form(self, messages: Sequence[TemplateMessage]) -> Continuation:
+        """How messages like these follow a turn.
 
         Raises:
             TemplateError: The template refuses such messages or cannot be used append-only.
@@ -72,34 +126,74 @@ class ContinuationRenderer:
         form = self._forms.get(pattern)
         if form is None:
             form = self._forms[pattern] = self._find(messages)
-        text = self._joined(form, messages)
-        return (self._rendered(form, messages) if text is None else text), form.turn_end
+        return form
 
-    def turn_end(self) -> str:
-        """What the template puts after an assistant's content where nothing follows."""
-        return _after_answer(self._render(_conversation(), False))
+    def turn_ends(self) -> TurnEnds:
+        """What the template puts behind an assistant's turn where nothing follows.
 
-    def _joined(self, form: Continuation, messages: Sequence[TemplateMessage]) -> str | None:
+        Raises:
+            TemplateError: It refuses such a conversation.
+        """
+        if self._ends is None:
+            said = _after_answer(self._render(_conversation(), False))
+            self._ends = TurnEnds(said=said, called=self._call_end(said))
+        return self._ends
+
+    def _call_end(self, said: str) -> str:
+        """What ends a turn that calls a tool: as a text ends, or else its last special token."""
+        result = {"role": "tool", "content": ""}
+        try:
+            calling = self._render(_conversation([result], is_calling=True)[:2], False)
+        except TemplateError:
+            return said
+        if calling.endswith(said):
+            return said
+        places = self._encoder.look_alikes(calling)
+        return calling[places[-1][0] :] if places else said
+
+    def _joined(
+        self, form: Continuation, messages: Sequence[TemplateMessage]
+    ) -> WrittenText | None:
         """The text without rendering; None where a content might be treated specially."""
         if form.literals is None or self._tests is None:
             return None
-        contents = [message["content"] for message in messages]
-        if form.is_stripped:
-            contents = [content.strip() for content in contents]
-        for content in contents:
-            if not content or any(test in content for test in self._tests):
+        pieces, plain, length = [form.literals[0]], list[Place](), len(form.literals[0])
+        way = WAYS[form.way]
+        for (at, key), literal in zip(form.slots, form.literals[1:], strict=True):
+            text = str(messages[at][key])
+            if not text or any(test in text for test in self._tests):
                 return None
-        return _interleave(form.literals, contents)
+            if key == "content":
+                text = way(text)
+            if not self._encoder.is_plain(text):
+                plain += self._encoder.look_alikes(text, length)
+            pieces += (text, literal)
+            length += len(text) + len(literal)
+        return WrittenText("".join(pieces), tuple(plain))
 
-    def _rendered(self, form: Continuation, messages: Sequence[TemplateMessage]) -> str:
-        if not form.is_calling:
-            return _after_answer(self._render(_conversation(messages), True))
-        conversation = _conversation(messages, is_calling=True)
-        calling = _after_answer(self._render(conversation[:2], False))
-        after = _after_answer(self._render(conversation, True))
-        if not (calling.endswith(form.turn_end) and after.startswith(calling)):
+    def _rendered(self, is_calling: bool, messages: Sequence[TemplateMessage]) -> tuple[str, str]:
+        """The text after the assistant's content, and the turn end that it starts with."""
+        ends = self.turn_ends()
+        whole = self._render(_conversation(messages, is_calling=is_calling), True)
+        if not is_calling:
+            after = _after_answer(whole)
+            return after, self._end_of(after, ends.said)
+        calling = self._render(_conversation(messages, is_calling=True)[:2], False)
+        if ANSWER in calling:  # what stands before it may change, see `_refuse_rewriting`
+            calling, whole = _after_answer(calling), _after_answer(whole)
+        if not (calling.endswith(ends.called) and whole.startswith(calling)):
             raise _unusable("it writes a call in another way once it is answered")
-        return form.turn_end + after[len(calling) :]
+        return ends.called + whole[len(calling) :], ends.called
+
+    def _end_of(self, after: str, said: str) -> str:
+        """What of `after` ends the turn: some templates end it otherwise once something follows."""
+        if not said or after.startswith(said):
+            return said
+        places = self._encoder.look_alikes(after)
+        if not places or self._encoder.is_plain(said):
+            return _common_prefix(said, after)
+        end = after[: places[0][1]]
+        return _common_prefix(said, after) if said.startswith(end) else end
 
     def _find(self, messages: Sequence[TemplateMessage]) -> Continuation:
         if messages[0]["role"] != "tool":
@@ -118,30 +212,64 @@ class ContinuationRenderer:
         """The form of messages like these, after a look at what the template does with them."""
         markers = [f"rolloutContentMarker{at}x" for at in range(len(messages))]
         marked = _with_contents(messages, markers)
-        turn_end = self.turn_end()
         self._refuse_rewriting(_conversation(marked, is_calling=is_calling))
-        form = Continuation(turn_end=turn_end, is_calling=is_calling)
-        text = self._rendered(form, marked)
+        text, turn_end = self._rendered(is_calling, marked)
         literals = _split(text, markers, messages)
-        turn_end = _common_prefix(turn_end, literals[0])
-        form = Continuation(turn_end=turn_end, is_calling=is_calling)
-        if not _writes_only_contents(messages, literals):
-            return form
-        for is_stripped in (False, True):
-            known = msgspec.structs.replace(form, literals=literals, is_stripped=is_stripped)
-            if all(self._is_foretold(known, messages, markers, probe) for probe in PROBES):
+        form = Continuation(
+            turn_end=turn_end,
+            opens_reasoning=opens_reasoning(literals[-1]),
+            is_calling=is_calling,
+        )
+        return self._remembered(form, messages) or form
+
+    def _remembered(
+        self, form: Continuation, messages: Sequence[TemplateMessage]
+    ) -> Continuation | None:
+        """The form with its literals; None where the template must be asked every time."""
+        if any(not _KNOWN.issuperset(message) for message in messages):
+            return None
+        slots = [
+            (at, key)
+            for at, message in enumerate(messages)
+            for key in ("content", *_NAMES)
+            if key in message
+        ]
+        markers = {f"zqSlot{at:03d}": slot for at, slot in enumerate(slots)}
+        marked = [dict(message) for message in messages]
+        for marker, (at, key) in markers.items():
+            marked[at][key] = marker
+        try:
+            text, turn_end = self._rendered(form.is_calling, marked)
+        except TemplateError:  # it looks at names
+            return None
+        pieces = SLOT.split(text)
+        if turn_end != form.turn_end or not set(pieces[1::2]) <= set(markers):
+            return None
+        form = msgspec.structs.replace(
+            form,
+            literals=tuple(pieces[::2]),
+            slots=tuple(markers[marker] for marker in pieces[1::2]),
+        )
+        for way in WAYS:
+            known = msgspec.structs.replace(form, way=way)
+            if all(self._is_foretold(known, messages, probe) for probe in PROBES):
                 return known
-        return form
+        return None
 
     def _refuse_rewriting(self, conversation: Sequence[TemplateMessage]) -> None:
         """Refuse a template under which new messages change what stands before them.
 
         The opening of the assistant's turn may change: templates of reasoning models leave out the
-        reasoning of earlier turns, and an append-only transcript keeps what was sampled.
+        reasoning of earlier turns, and an append-only transcript keeps what was sampled. Contents
+        beside a call are left out by some, and nothing of ours follows them.
         """
         text = self._render(conversation, True)
+        is_calling = "tool_calls" in conversation[1]
+        if not is_calling:
+            _after_answer(text)
         for marker, what in ((HISTORY, "user"), (ANSWER, "assistant")):
-            if (times := text.count(marker)) != 1:
+            times = text.count(marker)
+            if times != 1 and not (marker == ANSWER and is_calling and times == 0):
                 raise _unusable(f"it writes an earlier {what} message {times} times")
         head = text.partition(HISTORY)[0]
         if ANSWER in head:
@@ -150,21 +278,37 @@ class ContinuationRenderer:
             raise _unusable("new messages change the text before the first message")
 
     def _is_foretold(
-        self,
-        form: Continuation,
-        messages: Sequence[TemplateMessage],
-        markers: Sequence[str],
-        probe: tuple[str, str],
+        self, form: Continuation, messages: Sequence[TemplateMessage], probe: tuple[str, str]
     ) -> bool:
         """Whether the literals give what the template renders for awkward contents."""
-        contents = [f"{probe[0]}{marker}{probe[1]}" for marker in markers]
-        expected = [content.strip() for content in contents] if form.is_stripped else contents
         assert form.literals is not None
+        probed = [
+            {
+                **message,
+                "content": f"{probe[0]}rolloutProbe{at}{probe[1]}",
+                **{key: NAME_PROBE.format(at) for key in _NAMES if key in message},
+            }
+            for at, message in enumerate(messages)
+        ]
+        way = WAYS[form.way]
+        texts = [
+            way(probed[at][key]) if key == "content" else probed[at][key] for at, key in form.slots
+        ]
         try:
-            text = self._rendered(form, _with_contents(messages, contents))
+            text, _ = self._rendered(form.is_calling, probed)
         except TemplateError:
             return False
-        return text == _interleave(form.literals, expected)
+        return text == _interleave(form.literals, texts)
+
+
+#: What of a message other than its content may be written down, and all that may be known of one.
+_NAMES = ("name", "tool_call_id")
+_KNOWN = frozenset(("role", "content", *_NAMES))
+
+
+def opens_reasoning(text: str) -> bool:
+    """Whether a text that the template wrote ends inside ``<think>``."""
+    return text.rfind(THINK) > text.rfind(END_THINK)
 
 
 def _conversation(
@@ -207,21 +351,6 @@ def _split(
             raise _unusable(f"it writes the content of {message['role']!r} messages {times}")
         literals.append(literal)
     return (*literals, text)
-
-
-def _writes_only_contents(messages: Sequence[TemplateMessage], literals: Sequence[str]) -> bool:
-    """Whether nothing of the messages but role and content can be in the text around contents."""
-    known = {"role", "content", "tool_call_id", "name"}
-    if any(not known.issuperset(message) for message in messages):
-        return False
-    around = "\n".join(literals)
-    names = [
-        message[key]
-        for message in messages
-        for key in known & {"name", "tool_call_id"}
-        if key in message
-    ]
-    return not any(str(name) in around for name in names)
 
 
 def _interleave(literals: Sequence[str], contents: Sequence[str]) -> str:

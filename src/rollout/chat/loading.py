@@ -10,6 +10,8 @@ from rollout.chat.template import ChatTemplate
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("rollout.chat")
@@ -21,6 +23,7 @@ def load_chat_template(
     revision: str | None = None,
     trust_remote_code: bool = False,
     chat_template_path: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatTemplate:
     """The chat template of a model directory or hub name.
 
@@ -29,6 +32,7 @@ def load_chat_template(
         revision: Hub revision; None takes the default branch.
         trust_remote_code: Lets code from the model's repository run on this machine.
         chat_template_path: A Jinja file that replaces the tokenizer's own template.
+        chat_template_kwargs: What else the template can read, e.g. ``{"enable_thinking": False}``.
 
     Raises:
         TemplateError: The tokenizer or the file cannot be loaded, or there is no template.
@@ -37,7 +41,7 @@ def load_chat_template(
     tokenizer = _load_tokenizer(model, revision=revision, trust_remote_code=trust_remote_code)
     if source is not None:
         _check_syntax(tokenizer, source, chat_template_path)
-    return ChatTemplate(tokenizer, chat_template=source)
+    return ChatTemplate(tokenizer, chat_template=source, chat_template_kwargs=chat_template_kwargs)
 
 
 def _read_template(path: Path) -> str:

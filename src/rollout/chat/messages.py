@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeGuard
 
 from rollout.errors import TemplateError
@@ -18,9 +20,10 @@ TemplateMessage = dict[str, Any]
 def template_messages(messages: Iterable[Message | Mapping[str, Any]]) -> list[TemplateMessage]:
     """The messages as dicts of plain values, each with a known role and a string as content.
 
-    Keys of a mapping that are not ours travel along; keys whose value is None are dropped. The
-    content of an assistant message that only calls tools becomes "". Arguments of tool calls that
-    are JSON text are parsed, so that a template does not encode them a second time.
+    Keys of a mapping that are not ours travel along; keys whose value is None are dropped. A
+    content that is a list of text parts becomes the joined text, that of an assistant message that
+    only calls tools becomes "". Arguments of tool calls that are JSON text are parsed, so that a
+    template does not encode them a second time.
 
     Raises:
         TemplateError: No messages, or one of them is malformed; says which and why.
@@ -44,10 +47,28 @@ def _template_message(index: int, message: object) -> TemplateMessage:
     if calls := _template_calls(where, fields.pop("tool_calls", ())):
         fields["tool_calls"] = calls
         fields.setdefault("content", "")
-    content = fields.get("content")
-    if not isinstance(content, str):
-        raise TemplateError(f"{where} ({role}): content must be a string, not {_kind(content)}")
+    fields["content"] = _text(f"{where} ({role})", fields.get("content"))
     return fields
+
+
+def _text(where: str, content: object) -> str:
+    """A content as one string; text parts are joined as they are."""
+    if isinstance(content, str):
+        return content
+    if not _is_sequence(content):
+        raise TemplateError(f"{where}: content must be a string, not {_kind(content)}")
+    return "".join(_part(f"{where}: content[{at}]", part) for at, part in enumerate(content))
+
+
+def _part(where: str, part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise TemplateError(f"{where} must be a text part, not {_kind(part)}")
+    kind, text = part.get("type", "text"), part.get("text")
+    if kind != "text" or not isinstance(text, str):
+        raise TemplateError(f"{where}: only parts of type 'text' are understood, not {kind!r}")
+    return text
 
 
 def _fields(where: str, message: object) -> TemplateMessage:
@@ -82,6 +103,67 @@ def template_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict
     """A tool call in the form that chat templates read."""
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
+
+
+def with_arguments_as_text(messages: Iterable[TemplateMessage]) -> list[TemplateMessage]:
+    """The messages with the arguments of each call as a string of JSON."""
+    return [_with_calls(message, _with_text_arguments) for message in messages]
+
+
+def with_nine_letter_ids(messages: Iterable[TemplateMessage]) -> list[TemplateMessage]:
+    """The messages with ids of calls that are nine letters or digits, the same for the same id."""
+    converted: list[TemplateMessage] = []
+    results = 0
+    for message in messages:
+        results = results + 1 if message["role"] == "tool" else 0
+        converted.append(_with_nine(message, results))
+    return converted
+
+
+def _with_nine(message: TemplateMessage, result: int) -> TemplateMessage:
+    """`message` with nine-letter ids; it is the result of that number, from 1, or none."""
+    if result:
+        return {**message, "tool_call_id": _nine(message.get("tool_call_id"), result - 1)}
+    number = itertools.count()
+    return _with_calls(message, lambda call: {**call, "id": _nine(call["id"], next(number))})
+
+
+def with_results_as_user(messages: Iterable[TemplateMessage]) -> list[TemplateMessage]:
+    """The messages with each run of tool results as one user's words, joined to what he says."""
+    converted: list[TemplateMessage] = []
+    is_open = False  # whether the last message is made of results
+    for message in messages:
+        is_result = message["role"] == "tool"
+        text = f"```tool_output\n{message['content']}\n```" if is_result else message["content"]
+        if is_open and message["role"] in ("tool", "user"):
+            converted[-1] = {"role": "user", "content": f"{converted[-1]['content']}\n{text}"}
+        else:
+            converted.append({"role": "user", "content": text} if is_result else message)
+        is_open = is_result
+    return converted
+
+
+def _with_calls(
+    message: TemplateMessage, change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> TemplateMessage:
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [change(call) for call in calls]} if calls else message
+
+
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _nine(call_id: object, number: int) -> str:
+    if not call_id:
+        return f"{number:09d}"
+    text = str(call_id)
+    is_nine = len(text) == 9 and text.isascii() and text.isalnum()
+    return text if is_nine else hashlib.sha256(text.encode()).hexdigest()[:9]
 
 
 def _arguments(where: str, arguments: object) -> Mapping[str, Any]:

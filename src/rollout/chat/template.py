@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from rollout.chat.continuation import HISTORY, ContinuationRenderer
+from rollout.chat.continuation import HISTORY, ContinuationRenderer, opens_reasoning
+from rollout.chat.encoding import WrittenText, encoder_of
+from rollout.chat.look_alikes import render_written
 from rollout.chat.messages import TemplateMessage, template_messages
+from rollout.chat.rendering import Renderer
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
@@ -18,7 +23,8 @@ if TYPE_CHECKING:
 
     from rollout.types import Message
 
-THINK, END_THINK = "<think>", "</think>"
+#: Ends of a turn that some templates never write, or only of turns that call what they know.
+OTHER_ENDS = ("<|eom_id|>",)
 
 
 class ChatTemplate:
@@ -28,23 +34,32 @@ class ChatTemplate:
     new messages add behind a generated turn. What was sampled is never rendered or tokenized
     again. Safe to use from several threads; encodes in the caller's.
 
+    Special tokens are those that the template writes. Messages and tools may spell them: that
+    stays text.
+
     Args:
         tokenizer: A transformers tokenizer.
         chat_template: Jinja text that replaces the tokenizer's own template.
+        chat_template_kwargs: What else the template can read, e.g. ``{"enable_thinking": False}``.
 
     Raises:
         TemplateError: There is no template, or there are several to choose from.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, chat_template: str | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self._source = chat_template if chat_template is not None else _own_template(tokenizer)
-        self._encode = _encoder(tokenizer)
-        self._added = frozenset(tokenizer.added_tokens_decoder)
-        self._continuations = ContinuationRenderer(self._render, self._source)
-        self._turn_ends: dict[str, tuple[int, ...]] = {}
+        source = chat_template if chat_template is not None else _own_template(tokenizer)
+        self._renderer = Renderer(tokenizer, source, chat_template_kwargs or {})
+        self._encoder = encoder_of(tokenizer)
+        self._specials = frozenset(self._encoder.specials.values())
+        self._continuations = ContinuationRenderer(self._renderer.render, self._encoder, source)
+        self._turn_end_ids: dict[str, tuple[int, ...]] = {}
 
     def prompt_ids(
         self,
@@ -60,8 +75,27 @@ class ChatTemplate:
         Raises:
             TemplateError: The messages are malformed or the template refuses them.
         """
-        text = self._render(template_messages(messages), True, tools)
-        return array("i", self._encode(text))
+        written = self.written(template_messages(messages), tools, add_generation_prompt=True)
+        return array("i", self._encoder.encode_written(written))
+
+    def written(
+        self,
+        messages: Sequence[TemplateMessage],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool,
+    ) -> WrittenText:
+        """What the template makes of a whole conversation.
+
+        Raises:
+            TemplateError: The template refuses the messages.
+        """
+        return render_written(
+            lambda given, offered: self._renderer.render(given, add_generation_prompt, offered),
+            self._encoder,
+            messages,
+            tools,
+        )
 
     def observation_ids(
         self,
@@ -83,10 +117,18 @@ class ChatTemplate:
             TemplateError: The messages are malformed, the template refuses them, or it cannot be
                 used append-only.
         """
-        text, turn_end = self._continuations.render(template_messages(messages))
-        ids = self._encode(text)
-        written = self._written(ids, turn_end, after) if after is not None and len(after) else 0
-        return array("i", ids[written:] if written else ids)
+        written, turn_end = self._continuations.render(self._adapted(messages))
+        ids = self._encoder.encode_written(written)
+        past = self._past(ids, turn_end, after) if after is not None and len(after) else 0
+        return array("i", ids[past:] if past else ids)
+
+    def opens_reasoning_after(self, messages: Iterable[Message | Mapping[str, Any]]) -> bool:
+        """Whether the turn behind an observation of `messages` begins inside ``<think>``.
+
+        Raises:
+            TemplateError: As `observation_ids`.
+        """
+        return self._continuations.form(self._adapted(messages)).opens_reasoning
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens included."""
@@ -110,7 +152,14 @@ class ChatTemplate:
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end a turn: the tokenizer's end token and the template's own."""
-        return tuple(dict.fromkeys(self._stop_tokens()))
+        end = self.eos_token_id
+        ends = self._turn_ends or self._next_openings()
+        return tuple(dict.fromkeys(() if end is None else (end,)) | dict.fromkeys(ends))
+
+    def token_ids(self, names: Iterable[str]) -> tuple[int, ...]:
+        """The ids of those special tokens among `names` that the vocabulary has."""
+        specials = self._encoder.specials
+        return tuple(specials[name] for name in names if name in specials)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -120,77 +169,69 @@ class ChatTemplate:
     @cached_property
     def opens_reasoning(self) -> bool:
         """Whether the opening of the assistant's turn ends inside ``<think>``."""
-        opening = self._render([{"role": "user", "content": HISTORY}], True).rpartition(HISTORY)[2]
-        return opening.rfind(THINK) > opening.rfind(END_THINK)
+        text = self._renderer.render([{"role": "user", "content": HISTORY}], True)
+        return opens_reasoning(text.rpartition(HISTORY)[2])
 
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits that agree where vocabulary and template agree, on every machine."""
         vocabulary = sorted(self.tokenizer.get_vocab().items())
-        record = json.dumps([vocabulary, self._source, self.eos_token_id]).encode()
+        facts: list[Any] = [vocabulary, self._renderer.source, self.eos_token_id]
+        if self._renderer.kwargs:
+            facts.append(self._renderer.kwargs)
+        record = json.dumps(facts, sort_keys=True, default=str).encode()
         return hashlib.sha256(record).hexdigest()[:16]
 
-    def _render(
-        self,
-        messages: Sequence[TemplateMessage],
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:
-        try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=[dict(tool) for tool in tools] if tools else None,
-                chat_template=self._source,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-            )
-        except Exception as error:  # a template is code of a stranger and raises what it likes
-            roles = ", ".join(message["role"] for message in messages)
-            raise TemplateError(f"the chat template refuses [{roles}]: {error}") from error
-        assert isinstance(text, str)
-        _check_encodable(text)
-        return text
+    def _adapted(
+        self, messages: Iterable[Message | Mapping[str, Any]]
+    ) -> Sequence[TemplateMessage]:
+        return self._renderer.adapted(template_messages(messages))
 
-    def _stop_tokens(self) -> Iterable[int]:
-        if self.eos_token_id is not None:
-            yield self.eos_token_id
+    @cached_property
+    def _turn_ends(self) -> dict[int, None]:
+        """The special tokens that end a turn, in order; empty where only the next turn does."""
         try:
-            turn_end = self._encode(self._continuations.turn_end())
+            ends = self._continuations.turn_ends()
         except TemplateError:  # a template without answers still renders prompts
-            return
-        yield from [token for token in turn_end if token in self._added][:1]
+            return {}
+        texts = (ends.said, ends.called) if ends.said else ()
+        found = [self._specials_of(text)[:1] for text in texts]
+        others = [name for name in OTHER_ENDS if name in self._renderer.source]
+        return dict.fromkeys(itertools.chain(*found, self.token_ids(others)))
 
-    def _written(self, ids: list[int], turn_end: str, after: Sequence[int]) -> int:
+    def _next_openings(self) -> Iterator[int]:
+        """The special tokens that open other turns, where nothing else ends the assistant's."""
+        for role in ("user", "tool"):
+            with suppress(TemplateError):
+                written, _ = self._continuations.render([{"role": role, "content": HISTORY}])
+                yield from self._specials_of(written.text.partition(HISTORY)[0])[:1]
+
+    def _specials_of(self, text: str) -> list[int]:
+        return [token for token in self._encoder.encode(text) if token in self._specials]
+
+    def _past(self, ids: list[int], turn_end: str, after: Sequence[int]) -> int:
         """How many of the first `ids` need not follow `after`, because they end it already.
 
         Only a special token tells that a turn is over; text before it (a space, in some
         templates) is then past, and what comes after it may or may not have been sampled.
         """
-        end = self._turn_end_ids(turn_end, ids)
-        special = next((at for at, token in enumerate(end) if token in self._added), len(end))
+        end = self._end_ids(turn_end, ids)
+        special = next((at for at, token in enumerate(end) if token in self._specials), len(end))
         for stop in range(len(end), special, -1):
             if list(after[special - stop :]) == list(end[special:stop]):
                 return stop
-        return 0
+        # The model may end a turn by another token than a template that goes on (harmony).
+        return special + 1 if turn_end and int(after[-1]) in self._turn_ends else 0
 
-    def _turn_end_ids(self, turn_end: str, ids: list[int]) -> tuple[int, ...]:
+    def _end_ids(self, turn_end: str, ids: list[int]) -> tuple[int, ...]:
         """The ids of `turn_end` as far as `ids` start with them, at least one of them."""
-        end = self._turn_ends.get(turn_end)
+        end = self._turn_end_ids.get(turn_end)
         if end is None:
-            end = self._turn_ends[turn_end] = tuple(self._encode(turn_end))
+            end = self._turn_end_ids[turn_end] = tuple(self._encoder.encode(turn_end))
         length = 0
         while length < len(end) and length < len(ids) and ids[length] == end[length]:
             length += 1
         return end[:length] or tuple(ids[:1])
-
-
-def _check_encodable(text: str) -> None:
-    """JSON and Python can spell half of a surrogate pair, which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start]
-        raise TemplateError(f"the messages hold {half!r}: half of a character, no text") from None
 
 
 def _own_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -207,20 +248,6 @@ def _own_template(tokenizer: PreTrainedTokenizerBase) -> str:
             "the tokenizer has no chat template; name a Jinja file in model.chat_template"
         )
     return str(own)
-
-
-def _encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
-    """Text to ids, special tokens in the text recognised and none added.
-
-    Works on a copy of the fast backend: others may set truncation or padding on theirs.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
-    own = type(backend).from_str(backend.to_str())
-    own.no_truncation()
-    own.no_padding()
-    return lambda text: own.encode(text, add_special_tokens=False).ids
 
 
 def _single_id(token_id: Any) -> int | None:

@@ -55,6 +55,7 @@ TopK = Annotated[
     Rule(f"an integer from 1 to {MAX_ID}, or -1 for all", lambda n: 1 <= n <= MAX_ID or n == -1),
 ]
 NonNegative = Annotated[float, Rule("a number ≥ 0", lambda x: x >= 0)]
+Number = Annotated[float, Rule("a number", lambda _: True)]
 Positive = Annotated[float, Rule("a number > 0", lambda x: x > 0)]
 Share = Annotated[float, Rule("a number between 0 and 1, both excluded", lambda x: 0 < x < 1)]
 Probability = Annotated[float, Rule("a number from 0 to 1", lambda x: 0 <= x <= 1)]
@@ -77,6 +78,15 @@ StrategyName = Annotated[
     ),
 ]
 Weights = Annotated[tuple[Positive, ...], Rule("a list of numbers > 0", lambda _: True)]
+Texts = Annotated[tuple[Text, ...], Rule("a list of strings", lambda _: True)]
+Seat = Annotated[
+    str,
+    Rule(
+        "a string like 'node:0,1' (a Ray node's id or address, and GPU ids)",
+        lambda text: bool(re.fullmatch(r"\S+:\d+(,\d+)*", text)),
+    ),
+]
+Seats = Annotated[tuple[Seat, ...], Rule("a list of strings", lambda _: True)]
 Url = Annotated[str, Rule("an http or https URL", is_http_url)]
 Urls = Annotated[tuple[Url, ...], Rule("a list of one http or https URL or more", bool)]
 TokenIds = Annotated[tuple[TokenId, ...], Rule("a list of token ids", lambda _: True)]

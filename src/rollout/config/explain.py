@@ -78,6 +78,7 @@ def _model(config: RolloutConfig) -> str:
         parts.append(f"revision {model.revision}")
     if model.chat_template:
         parts.append(f"chat template {model.chat_template}")
+    parts += (f"{key} = {value!r}" for key, value in model.chat_template_kwargs.items())
     if model.trust_remote_code:
         parts.append("its own code may run")
     return ", ".join(parts)
@@ -107,11 +108,13 @@ def _placement(placement: AnyPlacement) -> str:
             return f"local_process, a child process each{_interpreter(placement.python)}"
         case RayPlacement():
             gpus, cpus = placement.gpus_per_replica, placement.cpus_per_replica
+            what = f"an actor each with {gpus:g} GPU and {cpus:g} CPU"
+            if placement.colocate:
+                what = f"an actor each on {'; '.join(placement.colocate)}, shared with a trainer"
             cluster = placement.address or "the running cluster, or one started here"
-            return (
-                f"ray, an actor each with {gpus:g} GPU and {cpus:g} CPU, in {cluster}"
-                f"{_interpreter(placement.python)}"
-            )
+            machines = f" on {', '.join(placement.nodes)}" if placement.nodes else ""
+            by = placement.python or "the interpreter of Ray's workers"
+            return f"ray, {what}, in {cluster}{machines}, by {by}"
     return "in_process, on the driver's own event loop"
 
 

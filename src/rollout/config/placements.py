@@ -1,14 +1,15 @@
 """Where engines live: one class for each kind of placement, and which engine may live where."""
 
 # Annotations stay evaluated: they carry the rules that the fields are checked by.
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import ClassVar, get_args
 
 import attrs
 
 from rollout.config.base import Section, fields_named
-from rollout.config.checks import NonNegative, Text
+from rollout.config.checks import NonNegative, Seats, Text, Texts
+from rollout.config.faults import Fault
 
 
 @attrs.frozen(kw_only=True)
@@ -46,13 +47,24 @@ class RayPlacement(PlacementConfig):
     """Each replica is a Ray actor with its GPUs."""
 
     kind: ClassVar[str] = "ray"
-    #: Interpreter of the replica, part of its runtime environment; None takes the driver's own.
+    #: Interpreter of the replica, on its machine; needs no Ray. None takes that of Ray's workers.
     python: Text | None = None
-    #: Ray cluster to join; None joins a running one or starts one here.
+    #: Ray cluster to join; None joins the one that this process has joined, that ``RAY_ADDRESS``
+    #: names or that runs on this machine, else starts one here.
     address: Text | None = None
     #: Each may be a fraction: Ray shares a GPU or a core between actors then.
     gpus_per_replica: NonNegative = 1.0
     cpus_per_replica: NonNegative = 1.0
+    #: Machines by Ray node id or address; replica i lives on the i-th, counted round.
+    nodes: Texts = ()
+    #: GPUs that a trainer holds, one ``node:0,1`` for each replica (`rollout.engine.seats_of`
+    #: finds them). The replicas share those GPUs, and ask Ray for none.
+    colocate: Seats = ()
+
+    def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
+        """A place is found in one way."""
+        if {"nodes", "colocate"} <= set(sound) and self.nodes and self.colocate:
+            yield Fault("nodes", "expected none, as placement.colocate is given", list(self.nodes))
 
 
 #: The first is what data without a `kind` means.

@@ -18,7 +18,9 @@ from rollout.config.checks import (
     Flag,
     Natural,
     NonNegative,
+    Number,
     Outcomes,
+    PlainMapping,
     Positive,
     PositiveProbability,
     Probability,
@@ -64,6 +66,8 @@ class ModelConfig(Section):
     trust_remote_code: Flag = False
     #: A Jinja file that replaces the tokenizer's own chat template.
     chat_template: Text | None = None
+    #: What the template can read beside messages and tools, e.g. ``enable_thinking = false``.
+    chat_template_kwargs: PlainMapping = attrs.field(factory=dict)
 
 
 @attrs.frozen(kw_only=True)
@@ -85,6 +89,22 @@ class RouterConfig(Section):
 
 
 @attrs.frozen(kw_only=True)
+class RecoveryConfig(Section):
+    """What happens when a replica is lost; ``docs/engines.md`` shows each case in time."""
+
+    section: ClassVar[str] = "recovery"
+    #: Of its requests: "resume" goes on elsewhere from the tokens that they have, "restart" begins
+    #: them anew, "fail" fails them (`scheduling.max_retries` may then run the member again).
+    policy: Literal["resume", "restart", "fail"] = "resume"
+    #: How long requests wait for a replica once none serves; None leaves it to `limits`.
+    wait_s: Positive | None = 300.0
+    #: Pause before the replica is started again; doubled at each further death, up to 30 s.
+    backoff_s: Positive = 1.0
+    #: Failed starts in a row after which it is given up.
+    max_start_failures: Count = 3
+
+
+@attrs.frozen(kw_only=True)
 class SamplingConfig(Section):
     """How tokens are drawn; a prompt can override each of these."""
 
@@ -95,6 +115,10 @@ class SamplingConfig(Section):
     top_k: TopK = -1
     min_p: Probability = 0.0
     repetition_penalty: Positive = 1.0
+    #: Taken off the logits of tokens that the generation has, once and for each time. A request
+    #: with either begins anew where its replica is lost: its tokens do not say what is output.
+    presence_penalty: Number = 0.0
+    frequency_penalty: Number = 0.0
     #: Takes the most likely token and ignores the temperature.
     greedy: Flag = False
     #: Tokens of one generation; None leaves it to `lengths`.
@@ -204,6 +228,9 @@ class AgentConfig(Section):
     max_tool_calls: Count | None = 256
     #: Calls in a row that ended in an error observation.
     max_consecutive_errors: Count | None = 16
+    #: Calls in a row that could not be run as asked: not parsed, of an unknown tool, or with
+    #: arguments that do not fit its schema.
+    max_consecutive_invalid_calls: Count | None = 8
     #: Calls of one turn that run; the others are answered with an observation that says so.
     max_parallel_calls: Count = 8
     #: Format of the model's tool calls.
@@ -226,6 +253,8 @@ class ToolsConfig(Section):
     max_threads: Count = 32
     #: Threads of one tool that may be left behind at a deadline before it fails fast.
     max_abandoned_threads: Count = 16
+    #: Child processes of tools with ``isolation="process"``, each running one call at a time.
+    max_processes: Count = 8
 
 
 @attrs.frozen(kw_only=True)
@@ -262,6 +291,7 @@ class RolloutConfig(Section):
     engine: AnyEngine = attrs.field(factory=TransformersEngine)
     placement: AnyPlacement = attrs.field(factory=LocalProcessPlacement)
     router: RouterConfig = attrs.field(factory=RouterConfig)
+    recovery: RecoveryConfig = attrs.field(factory=RecoveryConfig)
     sampling: SamplingConfig = attrs.field(factory=SamplingConfig)
     #: Replaces `sampling` when `generate` validates.
     validation_sampling: SamplingConfig = attrs.field(factory=lambda: SamplingConfig(greedy=True))
@@ -289,6 +319,11 @@ class RolloutConfig(Section):
         if is_sound and weights and len(weights) != replicas:
             problem = f"expected a number for each of engine.replicas = {replicas}"
             yield Fault("router.weights", problem, list(weights))
+        seats = getattr(self.placement, "colocate", ())
+        is_sound = isinstance(seats, tuple) and isinstance(replicas, int)
+        if is_sound and seats and len(seats) != replicas:
+            problem = f"expected one for each of engine.replicas = {replicas}"
+            yield Fault("placement.colocate", problem, list(seats))
 
     @classmethod
     def homes_of(cls, key: str) -> list[str]:

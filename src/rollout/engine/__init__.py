@@ -21,8 +21,10 @@ if TYPE_CHECKING:
         SamplingParams,
     )
     from rollout.engine.opening import open_engines
+    from rollout.engine.placement.ray import seats_of
     from rollout.engine.routing import Router
     from rollout.engine.server import EngineServer
+    from rollout.engine.weights import DiskWeights
 
 _HOMES = {
     "rollout.engine.channel": ("connect_channel",),
@@ -35,8 +37,10 @@ _HOMES = {
         "SamplingParams",
     ),
     "rollout.engine.opening": ("open_engines",),
+    "rollout.engine.placement.ray": ("seats_of",),
     "rollout.engine.routing": ("Router",),
     "rollout.engine.server": ("EngineServer",),
+    "rollout.engine.weights": ("DiskWeights",),
 }
 __all__ = sorted(name for names in _HOMES.values() for name in names)  # noqa: PLE0605
 __getattr__ = lazy_exports(__name__, _HOMES)

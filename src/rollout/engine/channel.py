@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import anyio
+import msgspec
 from anyio.abc import ByteStream
 
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, GenerationRequest
@@ -39,12 +40,15 @@ from rollout.engine.protocol import (
     SendWhole,
     Submit,
     Terms,
+    UpdateWeights,
+    WeightsUpdated,
     Welcome,
     decode_from_server,
 )
-from rollout.errors import ChannelError
+from rollout.errors import ChannelError, EngineError
 
 if TYPE_CHECKING:
+    from rollout.engine.weights import WeightSource
     from rollout.token_history import TokenHistory
 
 logger = logging.getLogger("rollout.engine")
@@ -64,6 +68,8 @@ class PendingRequest:
     Attributes:
         generation: Filled as chunks come; None once nobody waits for them any more.
         error: Why the engine refused or failed it; empty otherwise.
+        is_lost: The channel was lost under it.
+        is_garbled: The engine's answer contradicted itself; what came before stays.
     """
 
     __slots__ = (
@@ -72,6 +78,8 @@ class PendingRequest:
         "error",
         "generation",
         "history",
+        "is_garbled",
+        "is_lost",
         "on_gone",
         "request",
         "request_id",
@@ -98,6 +106,8 @@ class PendingRequest:
         self.on_gone = on_gone
         self.done = done
         self.error = ""
+        self.is_lost = False
+        self.is_garbled = False
 
 
 class Channel:
@@ -134,6 +144,9 @@ class Channel:
         self._control = frames["control"]
         self._pending: dict[str, PendingRequest] = {}
         self._zombies: dict[str, PendingRequest] = {}
+        self._weights = anyio.Event()
+        self._weights_version = -1
+        self._weights_answer = WeightsUpdated(-1)
         self._heartbeat = Heartbeat(frames, greeter.terms)
         #: The backend's own class: to look it up for each request costs a microsecond.
         self._new_event: type[anyio.Event] = type(anyio.Event())
@@ -142,11 +155,6 @@ class Channel:
     def in_flight(self) -> int:
         """Requests that somebody waits for."""
         return len(self._pending)
-
-    @property
-    def tokens_under_way(self) -> int:
-        """Tokens that have arrived for requests that somebody waits for."""
-        return sum(len(p.generation.ids) for p in self._pending.values() if p.generation)
 
     @property
     def zombies(self) -> int:
@@ -198,9 +206,9 @@ class Channel:
         """
         done = self._new_event()
         pending = PendingRequest(request, history, deadline, generation, on_gone, done)
-        generation.replica, generation.request_id = self.name, request.request_id
+        generation.begin(request.request_id, self.name)
         if self.lost.is_set():
-            generation.finish_reason = "error"
+            pending.is_lost = True
             self._end(pending, self.lost_reason)
             return pending
         try:
@@ -252,6 +260,30 @@ class Channel:
         self._zombies[pending.request_id] = pending
         self._control.send_nowait(Abort(pending.request_id))
 
+    async def update_weights(self, version: int, source: WeightSource) -> None:
+        """Have the engine load other weights; returns when it has. One at a time.
+
+        Cancellation leaves the engine to it.
+
+        Raises:
+            EngineError: It could not, and has the weights that it had.
+            ChannelError: The channel was lost.
+        """
+        self._weights, self._weights_version = anyio.Event(), version
+        if not self.lost.is_set():
+            self._control.send_nowait(UpdateWeights(version, source))
+            await self._weights.wait()
+        if self.lost.is_set():
+            raise ChannelError(self.lost_reason)
+        if self._weights_answer.error:
+            raise EngineError(f"{self.name}: {self._weights_answer.error}")
+        self.info = msgspec.structs.replace(self.info, weight_version=version)
+
+    def _on_weights(self, answer: WeightsUpdated) -> None:
+        if answer.version == self._weights_version:
+            self._weights_answer = answer
+            self._weights.set()
+
     def take(self, role: Role, payload: bytes | memoryview) -> None:
         """One frame of the engine.
 
@@ -277,6 +309,8 @@ class Channel:
                 frames.acknowledge_nowait(IDLE_ACK_BYTES)
             case Ack(received):
                 frames.confirmed(received)
+            case WeightsUpdated():
+                self._on_weights(message)
             case SendWhole(request_id):
                 self._send_whole(request_id)
             case _:
@@ -304,6 +338,9 @@ class Channel:
     def _on_chunk(self, chunk: Chunk) -> None:
         if self.lost.is_set():
             return  # its request was told that the connection is lost
+        if chunk.is_fatal:
+            self._lose(f"the engine is broken: {chunk.error}")
+            return
         pending = self._pending.get(chunk.request_id) or self._zombies.get(chunk.request_id)
         count = len(chunk.ids) // 4
         if pending is None:
@@ -335,7 +372,7 @@ class Channel:
             is_new = generation.take(chunk)
         except ChunkFault as fault:
             self.tokens.refused += count
-            generation.finish_reason = "error"
+            pending.is_garbled = True
             pending.error = f"{self.name} sent a faulty chunk: {fault}"
             self.abandon_nowait(pending)
             pending.done.set()
@@ -362,9 +399,9 @@ class Channel:
         self.on_lost()
         self._data.let_all_pass()
         for pending in (*self._pending.values(), *self._zombies.values()):
-            if pending.generation is not None:
-                pending.generation.finish_reason = "error"
+            pending.is_lost = True
             self._end(pending, self.lost_reason)
+        self._weights.set()
         self._pending.clear()
         self._zombies.clear()
 

@@ -34,6 +34,7 @@ class ChildSpec(msgspec.Struct, kw_only=True):
     options: dict[str, Any]
     secret: str
     sys_path: list[str] = []
+    host: str = "127.0.0.1"
     log_level: int = logging.WARNING
 
 
@@ -64,9 +65,7 @@ async def _serve(spec: ChildSpec, answer: int, leave: threading.Event) -> None:
     core = load_core(spec.core)(**spec.options)
     await core.start()
     server = EngineServer(core, bytes.fromhex(spec.secret))
-    listener = await anyio.create_tcp_listener(
-        local_host="127.0.0.1", local_port=0, backlog=BACKLOG
-    )
+    listener = await anyio.create_tcp_listener(local_host=spec.host, local_port=0, backlog=BACKLOG)
     port = listener.extra(anyio.abc.SocketAttribute.local_port)
     _say(answer, ChildReady(port=port))
     try:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 
-from rollout.engine.core import Chunk, GenerationRequest
+from rollout.engine.core import Chunk, EngineBroken, GenerationRequest
 from rollout.engine.frames import IDLE_ACK_BYTES
+from rollout.engine.loading import start_error_text
 from rollout.engine.protocol import (
     CONNECTION_ERRORS,
     ROLES,
@@ -27,6 +28,8 @@ from rollout.engine.protocol import (
     Pong,
     SendWhole,
     Submit,
+    UpdateWeights,
+    WeightsUpdated,
     decode_from_client,
 )
 
@@ -232,6 +235,8 @@ class ClientSession:
                 pass  # that it could be sent was the point
             case Ack(received):
                 self._frames[role].confirmed(received)
+            case UpdateWeights() if self._tasks is not None:
+                self._tasks.start_soon(self._update_weights, message, self._frames[role])
             case Bye():
                 self.end()
             case _:
@@ -344,7 +349,9 @@ class ClientSession:
         except Exception as error:
             logger.exception("the core failed on request %s", request_id)
             self._release(running)
-            self._refuse(request_id, f"{type(error).__name__}: {error}")
+            is_fatal = isinstance(error, EngineBroken | MemoryError)
+            text = str(error) if isinstance(error, EngineBroken) else start_error_text(error)
+            self._refuse(request_id, text, is_fatal=is_fatal)
         finally:
             del self.requests[request_id]
 
@@ -386,9 +393,22 @@ class ClientSession:
         except FrameTooLongError as error:
             self._refuse(chunk.request_id, f"the answer does not fit: {error}")
 
-    def _refuse(self, request_id: str, error: str) -> None:
-        chunk = Chunk(request_id=request_id, finish_reason="error", error=error)
+    def _refuse(self, request_id: str, error: str, *, is_fatal: bool = False) -> None:
+        chunk = Chunk(request_id=request_id, finish_reason="error", error=error, is_fatal=is_fatal)
         self._frames["data"].send_nowait(chunk)
+
+    async def _update_weights(self, update: UpdateWeights, frames: FrameStream) -> None:
+        load = getattr(self._core, "update_weights", None)
+        error = ""
+        try:
+            if load is None:
+                error = f"{type(self._core).__name__} cannot change its weights"
+            else:
+                await load(update.version, update.source)
+        except Exception as failure:
+            logger.exception("the weights of version %s were not loaded", update.version)
+            error = start_error_text(failure)
+        frames.send_nowait(WeightsUpdated(update.version, error))
 
     # --- time
 

@@ -14,6 +14,8 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from rollout.engine.weights import WeightSource
+
 FinishReason = Literal["stop", "length", "abort", "error", "rejected"]
 #: Checked when a message is decoded: what a peer sends must not break what counts with it.
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -39,6 +41,10 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
         ignore_eos: Lets the model's own end tokens pass without ending the generation.
         seed: With a seed, the token at absolute position p is drawn from noise keyed by
             (seed, p): alone, in a full batch or resumed, the same tokens. None draws afresh.
+        presence_penalty: Taken off the logits of tokens seen in the output.
+        frequency_penalty: Taken off the logits of tokens seen in the output, for each time. What
+            is output and what prompt is not in the tokens: a request with either penalty begins
+            anew where its replica is lost.
     """
 
     max_new_tokens: int
@@ -50,6 +56,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
 
 class GenerationRequest:
@@ -118,6 +126,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
             `abort_nowait`; "rejected": refused before any work, to be retried elsewhere or
             later; "error": failed, `error` says why.
         cached_tokens: On the last chunk, how many prompt tokens needed no prefill.
+        is_fatal: With "error": the engine itself is broken, out of memory for example. It is
+            ended and started again, and all of its requests go on elsewhere.
         top_ids: int32 little-endian: for each of `ids`, the k most likely ids, likeliest first.
         top_log_probs: float32 little-endian, one for each of `top_ids`.
         routed_experts: Raw bytes, as the core lays them out; joined in the order of the chunks.
@@ -131,6 +141,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
     finish_reason: FinishReason | None = None
     error: str = ""
     cached_tokens: Natural = 0
+    is_fatal: bool = False
     top_ids: bytes = b""
     top_log_probs: bytes = b""
     routed_experts: bytes = b""
@@ -178,6 +189,13 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     measured_at_s: float = 0.0
 
 
+class EngineBroken(Exception):
+    """Raised by a core out of `generate`: the engine itself is broken, not this one request.
+
+    So is one that raises `MemoryError`.
+    """
+
+
 class EngineCore(Protocol):
     """Whatever turns token ids into sampled token ids.
 
@@ -197,7 +215,8 @@ class EngineCore(Protocol):
 
         Bad requests (ids outside the vocabulary, a prompt beyond the context) end with
         ``finish_reason="error"``, a full queue with ``"rejected"``: never with an exception.
-        Closing the iterator early aborts the request.
+        An engine that cannot serve any request any more says so with ``is_fatal`` on the last
+        chunk, or by raising `EngineBroken`. Closing the iterator early aborts the request.
         """
 
     def abort_nowait(self, request_id: str) -> None:
@@ -211,6 +230,17 @@ class EngineCore(Protocol):
 
     async def aclose(self) -> None:
         """End every request and free the model; bounded by `CORE_CLOSE_S`."""
+
+
+class UpdatableCore(EngineCore, Protocol):
+    """An `EngineCore` whose weights can be changed while it serves."""
+
+    async def update_weights(self, version: int, source: WeightSource) -> None:
+        """Load other weights of the same model; what is sampled from now on has this version.
+
+        Requests go on meanwhile; no new one comes. Nothing that was computed with the old weights
+        serves a later request. On an error the old weights stay.
+        """
 
 
 def pack_ids(ids: list[int] | tuple[int, ...]) -> bytes:

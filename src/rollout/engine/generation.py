@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import attrs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rollout.engine.core import Chunk, FinishReason
 
 
@@ -37,10 +39,28 @@ class ChunkFault(Exception):
     """A chunk contradicts what came before it: the engine is at fault and nothing was taken."""
 
 
+@attrs.define(eq=False)
+class Part:
+    """What one request gave to a generation; a recovered generation is made of several.
+
+    Attributes:
+        replica: Who was asked.
+        start: Where its tokens begin in the generation.
+        count: Tokens taken from it.
+        is_discarded: The generation began anew after it; its tokens are in nobody's hands.
+    """
+
+    request_id: str
+    replica: str
+    start: int
+    count: int = 0
+    is_discarded: bool = False
+
+
 class Generation:
     """Sampled tokens in the order in which they were sampled, packed.
 
-    Filled in place while a request runs, so that a cancelled wait loses nothing.
+    Filled in place while requests run, so that a cancelled wait loses nothing.
 
     Attributes:
         ids: Sampled ids.
@@ -48,11 +68,13 @@ class Generation:
         versions: Runs ``[weight version, number of ids]``.
         finish_reason: None until the last chunk has come.
         cached_tokens: Prompt tokens that the engine did not need to prefill.
-        replica: Name of the engine that answered.
-        request_id: Of the request that was made last; empty before the first one.
+        parts: The requests made for it, in order; more than one where replicas were lost.
+        resumes: How often it went on elsewhere from the tokens it had.
+        restarts: Why it began anew, each time it did.
         top_ids: Where asked for, int32: the k most likely ids at each position, likeliest first.
         top_log_probs: float32, one for each of `top_ids`.
         routed_experts: Where asked for, the raw bytes in which the engine says it.
+        on_tokens: Called each time tokens have been appended, where somebody must know.
     """
 
     __slots__ = (
@@ -60,8 +82,10 @@ class Generation:
         "finish_reason",
         "ids",
         "log_probs",
-        "replica",
-        "request_id",
+        "on_tokens",
+        "parts",
+        "restarts",
+        "resumes",
         "routed_experts",
         "top_ids",
         "top_log_probs",
@@ -69,20 +93,48 @@ class Generation:
     )
 
     def __init__(self) -> None:
-        self.clear()
+        self.parts: list[Part] = []
+        self.resumes = 0
+        self.restarts: list[str] = []
+        self.on_tokens: Callable[[], None] | None = None
+        self._forget()
 
-    def clear(self) -> None:
-        """Forget everything, before the request is made again from its start."""
+    def _forget(self) -> None:
         self.ids: array[int] = array("i")
         self.log_probs: array[float] = array("f")
         self.versions: list[list[int]] = []
         self.finish_reason: FinishReason | None = None
         self.cached_tokens = 0
-        self.replica = ""
-        self.request_id = ""
         self.top_ids = b""
         self.top_log_probs = b""
         self.routed_experts = b""
+
+    @property
+    def replica(self) -> str:
+        """Name of the engine that was asked last; empty before the first request."""
+        return self.parts[-1].replica if self.parts else ""
+
+    @property
+    def request_id(self) -> str:
+        """Of the request that was made last; empty before the first one."""
+        return self.parts[-1].request_id if self.parts else ""
+
+    @property
+    def discarded_tokens(self) -> int:
+        """Tokens that were taken and dropped when it began anew."""
+        return sum(part.count for part in self.parts if part.is_discarded)
+
+    def begin(self, request_id: str, replica: str) -> None:
+        """What is taken from now on comes from this request, behind the tokens there are."""
+        self.finish_reason = None
+        self.parts.append(Part(request_id, replica, len(self.ids)))
+
+    def restart(self, reason: str) -> None:
+        """Forget the tokens, before the request is made again from its start."""
+        for part in self.parts:
+            part.is_discarded = True
+        self.restarts.append(reason)
+        self._forget()
 
     def take(self, chunk: Chunk) -> bool:
         """Append a chunk's tokens; False for one that was taken before and changes nothing.
@@ -100,12 +152,14 @@ class Generation:
                 f"{len(chunk.top_ids)} bytes of top ids with {len(chunk.top_log_probs)} bytes of "
                 "log-probs"
             )
-        if chunk.offset > len(self.ids):
-            raise ChunkFault(f"tokens {len(self.ids)} to {chunk.offset} are missing")
-        is_new = chunk.offset == len(self.ids)
+        part = self.parts[-1]
+        if chunk.offset > part.count:
+            raise ChunkFault(f"tokens {part.count} to {chunk.offset} are missing")
+        is_new = chunk.offset == part.count
         if count and is_new:
             self.ids.frombytes(chunk.ids)
             self.log_probs.frombytes(chunk.log_probs)
+            part.count += count
             self._add_version(chunk.weight_version, count)
         if is_new and chunk.top_ids:
             self.top_ids += chunk.top_ids
@@ -115,6 +169,8 @@ class Generation:
         if chunk.finish_reason is not None:
             self.finish_reason = chunk.finish_reason
             self.cached_tokens = chunk.cached_tokens
+        if count and is_new and self.on_tokens is not None:
+            self.on_tokens()
         return is_new
 
     def _add_version(self, version: int, count: int) -> None:

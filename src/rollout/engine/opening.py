@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rollout.config import (
     CustomEngine,
     InProcessPlacement,
     LocalProcessPlacement,
+    RayPlacement,
     RolloutConfig,
     SimulatedEngine,
     TransformersEngine,
@@ -16,12 +19,13 @@ from rollout.engine.model_files import model_path_fault
 from rollout.engine.placement.base import CoreSpec, Placement
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.local_process import LocalProcess
+from rollout.engine.placement.ray import open_ray_actors
 from rollout.engine.pool import EnginePool, open_pool
 from rollout.engine.routing import Router
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
-    from contextlib import AbstractAsyncContextManager
+    from collections.abc import AsyncIterator
 
 
 def core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
@@ -64,39 +68,54 @@ def core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
     )
 
 
-def placement_of(config: RolloutConfig) -> Placement:
+@asynccontextmanager
+async def open_placement(config: RolloutConfig) -> AsyncIterator[Placement]:
     """Where the engines of this configuration live.
 
     Raises:
-        EngineError: This version cannot place engines there.
+        EngineError: Engines cannot be placed there.
     """
     match config.placement:
         case InProcessPlacement():
-            return InProcess()
+            yield InProcess()
         case LocalProcessPlacement(python=python):
-            return LocalProcess(python=python)
-    raise EngineError(
-        f"placement.kind = {config.placement.kind!r}: this version cannot place engines there; "
-        "in_process and local_process can be used"
-    )
+            yield LocalProcess(python=python)
+        case RayPlacement() as ray:
+            async with open_ray_actors(
+                address=ray.address,
+                python=ray.python,
+                resources={"GPU": ray.gpus_per_replica, "CPU": ray.cpus_per_replica},
+                nodes=ray.nodes,
+                colocate=ray.colocate,
+            ) as actors:
+                yield actors
 
 
-def open_engines(config: RolloutConfig) -> AbstractAsyncContextManager[EnginePool]:
+@asynccontextmanager
+async def open_engines(config: RolloutConfig) -> AsyncIterator[EnginePool]:
     """The engines of a configuration, all serving; none is left when the block has been left.
 
     Raises:
         EngineError: One of them did not start, with what it said.
     """
-    return open_pool(
-        EnginePool(
-            placement=placement_of(config),
-            specs=[core_spec(config, replica) for replica in range(config.engine.replicas)],
-            router=Router(
-                strategy=config.router.strategy,
-                move_margin=config.router.move_margin,
-                move_margin_s=config.router.move_margin_s,
-            ),
+    specs = [core_spec(config, replica) for replica in range(config.engine.replicas)]
+    router = Router(
+        strategy=config.router.strategy,
+        move_margin=config.router.move_margin,
+        move_margin_s=config.router.move_margin_s,
+    )
+    async with open_placement(config) as placement:
+        pool = EnginePool(
+            placement=placement,
+            specs=specs,
+            router=router,
             start_timeout_s=config.engine.start_timeout_s,
             weights=config.router.weights,
+            spec_of=partial(core_spec, config),
+            policy=config.recovery.policy,
+            wait_s=config.recovery.wait_s,
+            backoff_s=config.recovery.backoff_s,
+            max_start_failures=config.recovery.max_start_failures,
         )
-    )
+        async with open_pool(pool):
+            yield pool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import itertools
 import math
 from contextlib import asynccontextmanager
 from functools import partial
@@ -12,33 +12,27 @@ import anyio
 import attrs
 import numpy as np
 
-from rollout.engine.channel import Channel, connect_channel
-from rollout.engine.core import EngineInfo, EngineLoad, GenerationRequest, SamplingParams
 from rollout.engine.generation import TokenCounts
-from rollout.engine.placement.base import CoreSpec
-from rollout.engine.routing import Dispatch, ReplicaState, Router
-from rollout.errors import EngineError
+from rollout.engine.keeping import Keeper, Replica
+from rollout.engine.recovery import Attempt, RecoveryCounts, RecoveryPolicy, note_death
+from rollout.engine.requests import Requests
+from rollout.engine.updating import Update, Updating
+from rollout.engine.waiting import Bell, WaitingLine
+from rollout.errors import ChannelError, EngineError
 from rollout.scopes import leaf_of, open_task_group
-from rollout.seeds import RequestIds
 from rollout.token_history import TokenHistory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from anyio.abc import TaskStatus
+    from anyio.abc import TaskGroup
 
+    from rollout.engine.channel import Channel
+    from rollout.engine.core import EngineInfo, EngineLoad, SamplingParams
     from rollout.engine.generation import Generation
-    from rollout.engine.placement.base import Placement
-
-logger = logging.getLogger("rollout.engine")
-
-#: Seconds before a replica that died is started again; doubled at each failure in a row.
-RESTART_BACKOFF_S = 1.0
-#: A replica that does not start this many times in a row is given up.
-MAX_START_FAILURES = 3
-#: Seconds before a request that a full engine refused is placed again; doubled up to the second.
-REFUSED_BACKOFF_S = 0.05
-MAX_REFUSED_BACKOFF_S = 1.0
+    from rollout.engine.placement.base import CoreSpec, Placement
+    from rollout.engine.routing import Router
+    from rollout.engine.weights import WeightSource
 
 
 @attrs.frozen
@@ -46,10 +40,10 @@ class ReplicaStatistics:
     """One replica now.
 
     Attributes:
-        state: "starting", "serving", "restarting" or "given up".
+        state: "starting", "serving", "restarting", "given up" or "removed".
         in_flight: Requests sent and not known to be gone, zombies included.
         zombies: Cancelled requests whose end is not confirmed.
-        starts: How often it has been started.
+        starts: How often it has come to serve.
         tokens: What became of the tokens that arrived from it, over all of its starts.
     """
 
@@ -61,23 +55,20 @@ class ReplicaStatistics:
     tokens: TokenCounts = attrs.field(factory=TokenCounts)
 
 
-@attrs.define(eq=False)
-class _Replica:
-    name: str
-    spec: CoreSpec
-    weight: float = 1.0
-    state: str = "starting"
-    starts: int = 0
-    channel: Channel | None = None
-    routed: ReplicaState | None = None
-    tokens: TokenCounts = attrs.field(factory=TokenCounts)
-
-
 class EnginePool:
     """Replicas behind a router, one for each of `specs`; made by `open_engines`.
 
     Args:
         weights: Shares of the load, one for each of `specs`; empty makes all equal.
+        spec_of: What a replica that is added at run time runs, by its number; None: what the
+            first one does.
+        policy: What becomes of requests whose replica is lost.
+        wait_s: How long requests wait for a replica once none serves.
+        backoff_s: Pause before a replica that died is started again; doubled each time.
+        max_start_failures: Failed starts in a row after which a replica is given up.
+
+    Attributes:
+        recoveries: What was done about requests whose replica was lost.
     """
 
     def __init__(
@@ -88,18 +79,36 @@ class EnginePool:
         router: Router,
         start_timeout_s: float,
         weights: Sequence[float] = (),
+        spec_of: Callable[[int], CoreSpec] | None = None,
+        policy: RecoveryPolicy = "resume",
+        wait_s: float | None = 300.0,
+        backoff_s: float = 1.0,
+        max_start_failures: int = 3,
     ) -> None:
-        self._placement = placement
-        self._start_timeout_s = start_timeout_s
+        self._keeper = Keeper(
+            placement=placement,
+            start_timeout_s=start_timeout_s,
+            backoff_s=backoff_s,
+            max_start_failures=max_start_failures,
+            bring_up=self._bring_up,
+            taken_down=self._taken_down,
+        )
         self._router = router
+        self._policy = policy
+        self._wait_s = math.inf if wait_s is None else wait_s
+        self._spec_of = spec_of or (lambda _: specs[0])
+        self._replicas: dict[str, Replica] = {}
+        self._numbers = itertools.count()
         shares = weights or (1.0,) * len(specs)
-        pairs = zip(specs, shares, strict=True)
-        self._replicas = [_Replica(f"engine-{i}", *pair) for i, pair in enumerate(pairs)]
-        self._by_name = {replica.name: replica for replica in self._replicas}
-        self._waiting: dict[anyio.Event, None] = {}
-        self._request_ids = RequestIds()
+        for spec, share in zip(specs, shares, strict=True):
+            self._new_replica(spec, share)
+        self._line = WaitingLine(lambda: router.has_room)
+        self._bell = Bell()
+        self._requests = Requests(router, self._replicas, self._line, self._bell)
+        self._updating = Updating(router, limit_s=start_timeout_s, changed=self._line.call_next)
         self._info: EngineInfo | None = None
-        self._last_failure = ""
+        self._tasks: TaskGroup | None = None
+        self.recoveries = RecoveryCounts()
 
     @property
     def info(self) -> EngineInfo:
@@ -113,17 +122,8 @@ class EnginePool:
         """Who decides where requests go; its `statistics` say why."""
         return self._router
 
-    def drain(self, name: str) -> None:
-        """Send a replica nothing new until `resume`; what it has in flight goes on."""
-        self._router.drain(name)
-
-    def resume(self, name: str) -> None:
-        """End `drain`."""
-        self._router.resume(name)
-        self._wake_one()
-
     def statistics(self) -> tuple[ReplicaStatistics, ...]:
-        """A snapshot of every replica."""
+        """A snapshot of every replica, those removed included."""
         return tuple(
             ReplicaStatistics(
                 name=replica.name,
@@ -133,17 +133,126 @@ class EnginePool:
                 starts=replica.starts,
                 tokens=attrs.evolve(replica.tokens),
             )
-            for replica in self._replicas
+            for replica in self._replicas.values()
         )
 
     def loads(self) -> dict[str, EngineLoad]:
         """What each serving engine last said it was doing, by replica."""
-        return {r.name: r.channel.load for r in self._replicas if r.channel is not None}
+        return {r.name: r.channel.load for r in self._replicas.values() if r.channel is not None}
 
     @property
     def tokens_under_way(self) -> int:
-        """Tokens that have arrived for requests that have not ended."""
-        return sum(r.channel.tokens_under_way for r in self._replicas if r.channel is not None)
+        """Tokens that have arrived for generations that have not ended."""
+        return sum(len(attempt.generation.ids) for attempt in self._requests.active)
+
+    # Replicas at run time.
+
+    def drain(self, name: str) -> None:
+        """Send a replica nothing new until `resume`; what it has in flight goes on.
+
+        Also if it dies meanwhile and is started again.
+
+        Raises:
+            EngineError: There is no such replica.
+        """
+        replica = self._find(name)
+        replica.is_drained = True
+        if replica.routed is not None:
+            self._router.drain(name)
+
+    def resume(self, name: str) -> None:
+        """End `drain`.
+
+        Raises:
+            EngineError: There is no such replica.
+        """
+        replica = self._find(name)
+        replica.is_drained = False
+        if replica.routed is not None:
+            self._router.resume(name)
+            self._line.call_next()
+
+    async def add_replica(self, *, weight: float = 1.0) -> str:
+        """Start one more replica, with the current weights; its name, once it serves.
+
+        Cancellation leaves nothing of it.
+
+        Raises:
+            EngineError: It did not start.
+        """
+        if self._tasks is None:
+            raise EngineError("the engines are closed")
+        replica = self._new_replica(None, weight)
+        try:
+            await self._tasks.start(self._keeper.keep, replica)
+        except RuntimeError:  # it ended, without an error of its own, before it served
+            why = "it was removed" if replica.is_leaving else "the engines were closed"
+            raise EngineError(f"{replica.name}: {why} while it started") from None
+        finally:
+            if replica.starts == 0:
+                del self._replicas[replica.name]
+        return replica.name
+
+    async def remove_replica(self, name: str, *, drain_s: float | None = None) -> None:
+        """End a replica; returns when nothing of it is left.
+
+        It gets nothing new, and what it has in flight may end within `drain_s` (None: without a
+        limit); what is left then goes on elsewhere, as after a loss. Cancelled while it drains,
+        the replica stays.
+
+        Raises:
+            EngineError: There is no such replica.
+        """
+        replica = self._find(name)
+        was_drained = replica.is_drained
+        self.drain(name)
+        try:
+            with anyio.move_on_after(math.inf if drain_s is None else drain_s):
+                while replica.routed is not None and replica.routed.in_flight:
+                    await self._bell.wait()
+        except BaseException:
+            if not was_drained and not replica.is_leaving:
+                self.resume(name)
+            raise
+        replica.is_leaving = replica.is_excused = True
+        if replica.scope is not None:
+            replica.scope.cancel()
+        await replica.gone.wait()
+
+    async def update_weights(self, version: int, source: WeightSource) -> None:
+        """Every replica has these weights afterwards; one that starts later gets them first.
+
+        Replicas load them side by side, and get new requests when they have; requests in flight go
+        on. One that cannot load them is started again, unless none can. Cancellation leaves them
+        to it.
+
+        Args:
+            version: What the tokens sampled with them are stamped with.
+
+        Raises:
+            EngineError: No replica could load them; all keep the weights that they have.
+        """
+        if self._tasks is None:
+            raise EngineError("the engines are closed")
+        update = Update(version, source)
+        self._tasks.start_soon(self._updating.run, update, self._replicas.values())
+        await update.done.wait()
+        if update.error is not None:
+            raise update.error
+
+    def _find(self, name: str) -> Replica:
+        replica = self._replicas.get(name)
+        if replica is None or replica.is_leaving:
+            raise EngineError(f"there is no replica {name!r}")
+        return replica
+
+    def _new_replica(self, spec: CoreSpec | None, weight: float) -> Replica:
+        number = next(self._numbers)
+        replica = Replica(f"engine-{number}", spec or self._spec_of(number), weight)
+        self._replicas[replica.name] = replica
+        return replica
+
+    # Requests.
 
     async def generate(
         self,
@@ -158,7 +267,8 @@ class EnginePool:
     ) -> None:
         """Run one request to its end; `generation` fills as tokens come.
 
-        Cancellation keeps in `generation` what had arrived, and has the engine end the request.
+        Where its replica is lost it goes on elsewhere, as the policy says. Cancellation keeps in
+        `generation` what had arrived, and has the engine end the request.
 
         Args:
             session_id: The trajectory; its requests stay on one replica while that serves well.
@@ -168,163 +278,61 @@ class EnginePool:
             deadline: Clock time at which the engine ends the request by itself.
 
         Raises:
-            EngineError: The request is refused for good, the engine failed or was lost, or no
-                engine is left.
+            EngineError: The request is refused for good, the engine failed it, replicas died of
+                it, or no engine is left; `reason` says which.
         """
-        history = prompt_ids if isinstance(prompt_ids, TokenHistory) else None
-        packed = prompt_ids if isinstance(prompt_ids, bytes) else b""
-        prompt_tokens = len(packed) // 4 if history is None else len(history)
-        self._check_ids(packed, history)
-        backoff_s, avoid = REFUSED_BACKOFF_S, None
-        ask = partial(
-            self._router.assign,
-            session_id,
-            group_id=group_id,
-            prompt_tokens=prompt_tokens,
-            max_new_tokens=sampling.max_new_tokens,
+        self._check_ids(prompt_ids)
+        attempt = Attempt(
+            generation,
+            session_id=session_id,
+            prompt_ids=prompt_ids,
+            deadline=deadline,
+            sampling=sampling,
+            info=self.info,
+            policy=self._policy,
+            counts=self.recoveries,
         )
-        while True:
-            dispatch, channel = await self._place(ask, avoid)
-            request = GenerationRequest(
-                request_id=self._request_ids.new(),
-                prompt_ids=packed,
-                sampling=sampling,
-                session_id=session_id,
-                priority=priority,
-            )
-            on_gone = partial(self._released, dispatch, generation)
-            pending = await channel.submit(
-                request, generation, on_gone, history=history, deadline=deadline
-            )
-            try:
-                await pending.done.wait()
-            except BaseException:
-                channel.abandon_nowait(pending)
-                raise
-            if generation.finish_reason == "rejected":
-                await anyio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, MAX_REFUSED_BACKOFF_S)
-                avoid = channel.name if len(self._router.replicas) > 1 else None
-                generation.clear()
-                continue
-            if generation.finish_reason == "error":
-                raise EngineError(pending.error or f"{channel.name}: the engine failed")
-            return
+        await self._requests.run(attempt, group_id=group_id, priority=priority)
 
     def forget(self, session_id: str) -> None:
         """The trajectory has ended; nothing is kept for it."""
         self._router.forget(session_id)
 
-    def _check_ids(self, prompt_ids: bytes, history: TokenHistory | None) -> None:
+    def _check_ids(self, prompt: bytes | TokenHistory) -> None:
         """An id outside the vocabulary can kill an engine; it does not leave the driver."""
-        start = 0 if history is None else history.checked
-        data = prompt_ids if history is None else history.packed(start)
-        ids = np.frombuffer(data, dtype=np.int32)
+        history = prompt if isinstance(prompt, TokenHistory) else None
+        start = history.checked if history is not None else 0
+        data = prompt if isinstance(prompt, bytes) else prompt.packed(start)
+        ids, most = np.frombuffer(data, dtype=np.int32), self.info.vocab_size
         # Negative ones are the largest as unsigned.
-        if len(ids) and ids.view(np.uint32).max() >= self.info.vocab_size:
-            bad = (ids < 0) | (ids >= self.info.vocab_size)
-            at = start + int(np.argmax(bad))
+        if len(ids) and ids.view(np.uint32).max() >= most:
+            at = int(np.argmax((ids < 0) | (ids >= most)))
             raise EngineError(
-                f"token id {ids[at - start]} at position {at} is outside the engine's "
-                f"vocabulary of {self.info.vocab_size} ids"
+                f"token id {ids[at]} at position {start + at} is outside the engine's vocabulary "
+                f"of {most} ids"
             )
         if history is not None:
             history.checked = start + len(ids)
 
-    async def _place(
-        self, ask: Callable[..., Dispatch | None], avoid: str | None
-    ) -> tuple[Dispatch, Channel]:
-        """Wait for a place on a replica; those who wait are served in their order."""
-        dispatch = None if self._waiting else ask(avoid=avoid, now=anyio.current_time())
-        while dispatch is None:
-            self._check_hope()
-            turn = anyio.Event()
-            self._waiting[turn] = None
-            try:
-                await turn.wait()
-            except BaseException:
-                if turn in self._waiting:
-                    del self._waiting[turn]
-                else:
-                    self._wake_one()  # the turn was given to us; pass it on
-                raise
-            now = anyio.current_time()
-            dispatch = ask(avoid=avoid, now=now) or ask(now=now)
-        self._wake_one()  # there may be room for the next one too
-        channel = self._by_name[dispatch.replica.name].channel
-        assert channel is not None
-        return dispatch, channel
+    # What the keeper asks for.
 
-    def _check_hope(self) -> None:
-        if all(replica.state == "given up" for replica in self._replicas):
-            raise EngineError(f"no engine is left: {self._last_failure}")
-
-    def _released(self, dispatch: Dispatch, generation: Generation) -> None:
-        is_whole = generation.finish_reason in ("stop", "length")
-        generated = len(generation.ids) if is_whole else None
-        self._router.release(dispatch, generated=generated, now=anyio.current_time())
-        self._wake_one()
-
-    def _wake_one(self) -> None:
-        if self._waiting and self._router.has_room:
-            turn = next(iter(self._waiting))
-            del self._waiting[turn]
-            turn.set()
-
-    def _wake_all(self) -> None:
-        for turn in self._waiting:
-            turn.set()
-        self._waiting.clear()
-
-    async def keep(
-        self, replica: _Replica, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
-    ) -> None:
-        """Keep one replica serving: start it, and start it again when it dies.
+    async def _bring_up(self, replica: Replica, channel: Channel) -> None:
+        """Let a connected replica serve, once it has the current weights.
 
         Raises:
-            EngineError: Its first start failed. Later failures are logged and counted.
+            EngineError: It serves another model, or cannot load the weights.
         """
-        failures = 0
-        while True:
-            try:
-                async with self._started(replica) as (channel, died):
-                    failures = 0
-                    if replica.starts == 1:
-                        task_status.started()
-                    await self._serve(replica, channel, died)
-            except EngineError as error:
-                if replica.starts == 0:
-                    raise
-                failures += 1
-                self._last_failure = str(error)
-                logger.error("%s did not start again: %s", replica.name, error)
-            if failures == MAX_START_FAILURES:
-                replica.state = "given up"
-                self._wake_all()
-                return
-            replica.state = "restarting"
-            await anyio.sleep(RESTART_BACKOFF_S * 2**failures)
-
-    @asynccontextmanager
-    async def _started(self, replica: _Replica) -> AsyncIterator[tuple[Channel, anyio.Event]]:
-        name = replica.name
-        async with (
-            self._placement.open_replica(name, replica.spec, self._start_timeout_s) as handle,
-            connect_channel(name, handle.connect, handle.secret, replica.tokens) as channel,
-        ):
-            if self._info is None:
-                self._info = channel.info
-            elif channel.info.fingerprint != self._info.fingerprint:
-                raise EngineError(
-                    f"{name} serves model {channel.info.fingerprint}, the other engines "
-                    f"{self._info.fingerprint}"
-                )
-            replica.starts += 1
-            yield channel, handle.died
-
-    async def _serve(self, replica: _Replica, channel: Channel, died: anyio.Event) -> None:
-        replica.channel = channel
-        replica.state = "serving"
+        if self._info is None:
+            self._info = channel.info
+        elif channel.info.fingerprint != self._info.fingerprint:
+            raise EngineError(
+                f"{replica.name} serves model {channel.info.fingerprint}, the other engines "
+                f"{self._info.fingerprint}"
+            )
+        await self._updating.bring_up(channel)
+        if channel.lost.is_set():
+            raise ChannelError(channel.lost_reason)
+        replica.channel, replica.state, replica.is_excused = channel, "serving", False
         replica.routed = self._router.add(
             replica.name,
             channel.info.max_requests,
@@ -332,32 +340,50 @@ class EnginePool:
             weight_version=channel.info.weight_version,
             now=anyio.current_time(),
         )
+        if replica.is_drained:
+            self._router.drain(replica.name)
         # At once, so that no request is sent to a replica that is known to be lost.
-        channel.on_lost = lambda: self._router.remove(replica.name)
+        channel.on_lost = partial(self._lost, replica, channel)
         channel.on_load = lambda load: self._router.report(
             replica.name, load, now=anyio.current_time()
         )
-        self._wake_one()
-        try:
-            async with open_task_group() as tasks:
-                tasks.start_soon(self._close_when_dead, channel, died)
-                await channel.run()
-        finally:
-            channel.close()
-            replica.channel = replica.routed = None
-        logger.warning("lost %s", channel.lost_reason)
-        self._last_failure = channel.lost_reason
+        self._line.close_at(math.inf)
+        self._line.call_next()
 
-    async def _close_when_dead(self, channel: Channel, died: anyio.Event) -> None:
-        await died.wait()
-        channel.close("the engine died")
+    def _lost(self, replica: Replica, channel: Channel) -> None:
+        routed = replica.routed
+        assert routed is not None
+        self._router.remove(replica.name)
+        if not replica.is_excused and self._tasks is not None:
+            note_death(replica.running, channel.lost_reason, in_flight=routed.in_flight)
 
-    async def start(self, tasks: anyio.abc.TaskGroup) -> None:
-        """Start every replica side by side; returns when all serve."""
+    def _taken_down(self, replica: Replica, why: str) -> None:
+        self._requests.last_failure = why or self._requests.last_failure
+        if all(other.channel is None for other in self._replicas.values()):
+            self._line.close_at(min(self._line.deadline, anyio.current_time() + self._wait_s))
+        self._bell.ring()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Keep every replica, all of them serving first; none is left afterwards.
+
+        Raises:
+            EngineError: One of them did not start, with what it said.
+        """
+        async with open_task_group() as tasks:
+            self._tasks, self._requests.is_open = tasks, True
+            try:
+                await self._start_all(tasks)
+                yield
+            finally:
+                self._tasks, self._requests.is_open = None, False
+                self._line.call_all()
+
+    async def _start_all(self, tasks: TaskGroup) -> None:
         try:
             async with anyio.create_task_group() as starting:
-                for replica in self._replicas:
-                    starting.start_soon(tasks.start, self.keep, replica)
+                for replica in self._replicas.values():
+                    starting.start_soon(tasks.start, self._keeper.keep, replica)
         except BaseExceptionGroup as group:
             error = leaf_of(group)
         else:
@@ -368,6 +394,5 @@ class EnginePool:
 @asynccontextmanager
 async def open_pool(pool: EnginePool) -> AsyncIterator[EnginePool]:
     """The pool with all of its replicas serving; they are gone when the block has been left."""
-    async with open_task_group() as tasks:
-        await pool.start(tasks)
+    async with pool.serving():
         yield pool

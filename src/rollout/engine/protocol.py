@@ -14,6 +14,7 @@ import anyio
 import msgspec
 
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, Natural, SamplingParams
+from rollout.engine.weights import WeightSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -160,8 +161,22 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag=22):
     """The client leaves for good."""
 
 
-FromServer = Challenge | Welcome | Refused | Chunk | Pong | Ping | Ack | SendWhole
-FromClient = Hello | Submit | Abort | Ping | Pong | Ack | Bye
+class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag=30):
+    """Load these weights; a `WeightsUpdated` with the same version answers."""
+
+    version: int
+    source: WeightSource
+
+
+class WeightsUpdated(msgspec.Struct, frozen=True, array_like=True, tag=31):
+    """The weights are loaded, or why they are not."""
+
+    version: int
+    error: str = ""
+
+
+FromServer = Challenge | Welcome | Refused | Chunk | Pong | Ping | Ack | SendWhole | WeightsUpdated
+FromClient = Hello | Submit | Abort | Ping | Pong | Ack | Bye | UpdateWeights
 
 
 class FrameError(OSError):

@@ -7,7 +7,9 @@ from rollout.interactions.interaction import (
     InteractionRegistry,
     InteractionTurn,
 )
+from rollout.interactions.model_user import ModelUser
 from rollout.interactions.scripted import ScriptedUser
+from rollout.interactions.verifier import Verifier
 
 __all__ = [
     "Interaction",
@@ -15,5 +17,7 @@ __all__ = [
     "InteractionFactory",
     "InteractionRegistry",
     "InteractionTurn",
+    "ModelUser",
     "ScriptedUser",
+    "Verifier",
 ]

@@ -38,5 +38,7 @@ def sampling_of(
         top_k=merged.top_k,
         min_p=merged.min_p,
         repetition_penalty=merged.repetition_penalty,
+        presence_penalty=merged.presence_penalty,
+        frequency_penalty=merged.frequency_penalty,
         stop_token_ids=tuple(merged.stop_token_ids),
     )

@@ -42,19 +42,24 @@ class TrajectoryRunner:
     async def run(self, member: Member, batch_deadline: Deadline) -> Trajectory:
         """One member's trajectory; whatever happens to it is in its outcome.
 
-        A member whose engine failed runs again from its start, alone. The caller's cancellation
-        passes through, after tools and requests have been ended.
+        A member whose engine failed a request runs again from its start, alone; of a lost replica,
+        whose requests go on elsewhere, it learns nothing. The caller's cancellation passes
+        through, after tools and requests have been ended.
         """
         started = anyio.current_time()
         limits = self.services.config.limits
         deadline = Deadline.after(limits.trajectory_s, "limits.trajectory_s", batch_deadline)
-        discarded = 0
+        discarded = resumes = 0
+        restarts: list[str] = []
         for attempt in itertools.count(1):
             try:
                 loop, context = self._prepare(member, deadline)
             except RejectedPrompt as error:
                 return rejected(member, error)
             ending, cause = await self._run_agent(member, loop, context, deadline)
+            discarded += context.discarded_tokens
+            resumes += context.resumes
+            restarts += context.restarts
             if ending.reason != ENGINE or attempt > self.services.config.scheduling.max_retries:
                 break
             discarded += context.transcript.generated_length
@@ -62,6 +67,10 @@ class TrajectoryRunner:
         trajectory.trainable = ending.outcome in self.services.config.scheduling.trainable
         trajectory.metrics["attempts"] = attempt
         trajectory.metrics["discarded_tokens"] = discarded
+        trajectory.metrics["resumes"] = resumes
+        trajectory.metrics["restarts"] = len(restarts)
+        if restarts:
+            trajectory.extra["restarts"] = restarts
         if self.reward is not None and trajectory.trainable:
             if anyio.current_time() < batch_deadline.at:
                 await self._reward(member, trajectory, batch_deadline)
@@ -97,17 +106,18 @@ class TrajectoryRunner:
                 f"sampling.stop_token_ids: {foreign[0]} is outside the engine's vocabulary of "
                 f"{vocab_size} ids",
             )
+        extra = dict(prompt.extra)  # one for the trajectory and its tools
         try:
             tools = self.services.tools.open_session(
                 uid=identity.uid,
                 member=identity.member,
                 names=prompt.tools,
                 tools_kwargs=prompt.tools_kwargs,
-                extra=prompt.extra,
+                extra=extra,
             )
         except ToolError as error:
             raise RejectedPrompt("unknown_tool", str(error)) from None
-        context = AgentContext(self.services, prompt, identity, sampling, tools, deadline)
+        context = AgentContext(self.services, prompt, identity, sampling, tools, deadline, extra)
         return loop, context
 
     async def _run_agent(
@@ -188,7 +198,7 @@ async def _run_guarded(loop: type[AgentLoop], context: AgentContext) -> Cause | 
         if isinstance(leaf, RejectedPrompt):
             context.end(Outcome.REJECTED, leaf.reason)
         else:
-            context.end(Outcome.FAILED, ENGINE if isinstance(leaf, EngineError) else "agent")
+            context.end(Outcome.FAILED, leaf.reason if isinstance(leaf, EngineError) else "agent")
             logger.warning("%s failed: %r", context.identity.session_id, leaf)
         return Cause.of(leaf)
     return None

@@ -107,6 +107,10 @@ class Batcher:
             self._queued -= 1
             self._finish(job, job.base, "abort")
 
+    def forget_prefixes(self, salt: bytes) -> None:
+        """Nothing computed so far serves a request that comes later; `salt` must be a new one."""
+        self._kv.forget(salt)
+
     def advance(self, now: float) -> None:
         """Let everything happen that happens up to `now`."""
         while self._phase_end <= now + EPSILON_S and not self.is_dead:

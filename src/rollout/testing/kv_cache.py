@@ -49,6 +49,7 @@ class KvCache:
         self._locked_tokens = 0
         self._warm_blocks = 0
         self._clock = 0
+        self._salt = b""
         self._leaves: OrderedDict[_Block, None] = OrderedDict()  # the warm ones, oldest use first
 
     @property
@@ -100,11 +101,16 @@ class KvCache:
                 self._offer(block)
             self._evict()
 
+    def forget(self, salt: bytes) -> None:
+        """What is warm serves nobody who comes from now on; `salt` must be a new one."""
+        self._salt = salt
+
     def _keys(self, sequence: bytes) -> list[bytes]:
         if not self._has_prefix_cache:
             return []
         size = 4 * self._block_tokens
-        return [sequence[at:end] for at, end in pairwise(range(0, len(sequence) + 1, size))]
+        ends = range(0, len(sequence) + 1, size)
+        return [self._salt + sequence[at:end] for at, end in pairwise(ends)]
 
     def _walk(self, keys: list[bytes]) -> list[_Block]:
         path, block = [], self._root

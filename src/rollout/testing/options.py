@@ -72,11 +72,13 @@ class Timing(_Section, frozen=True, kw_only=True):
         slope_s: Further seconds of a step for each request in the batch.
         prefill_tokens_per_s: Prompt tokens prefilled in a second where the prefix cache does not
             hold them; None makes prefill free.
+        load_weights_s: Seconds that `update_weights` takes.
     """
 
     base_s: NonNegative = 0.01
     slope_s: NonNegative = 0.0001
     prefill_tokens_per_s: Positive | None = 20_000.0
+    load_weights_s: NonNegative = 0.0
 
 
 class Capacity(_Section, frozen=True, kw_only=True):
@@ -145,7 +147,7 @@ class ScenarioOptions(_Section, frozen=True, kw_only=True):
         rules: The first one that matches answers; without a match the answer is 64 tokens of
             made-up words and the end token.
         stream_interval: Tokens of a chunk.
-        weight_version: What the engine stamps on its tokens.
+        weight_version: What the engine stamps on its tokens until other weights are loaded.
     """
 
     seed: int = 0

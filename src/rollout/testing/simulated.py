@@ -27,6 +27,8 @@ from rollout.testing.vocabulary import EOS_ID, VOCAB_SIZE, first_bad_position
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from rollout.engine.weights import WeightSource
+
 #: Exit code of an engine process that a scenario lets die.
 DEATH_EXIT_CODE = 13
 #: The program of engine processes; one that simulates dies with its engine.
@@ -78,6 +80,8 @@ class SimulatedCore:
             advance=self._advance, next_event=self._next_event, is_ready=self._is_ready
         )
         self._streams: dict[str, Stream] = {}
+        self._weight_version = options.weight_version
+        self._updates = 0
         self._is_closed = False
         self._is_dead = False
 
@@ -91,7 +95,7 @@ class SimulatedCore:
             context_length=min(options.capacity.context_length, options.kv.tokens),
             fingerprint="simulated",
             max_requests=options.capacity.max_running + options.capacity.max_queued,
-            weight_version=options.weight_version,
+            weight_version=self._weight_version,
             core="simulated",
         )
 
@@ -124,6 +128,18 @@ class SimulatedCore:
         elif stream is not None:
             self._abort(stream)
 
+    async def update_weights(self, version: int, source: WeightSource) -> None:
+        """Stamp `version` on the tokens of requests that come from now on; nothing else changes.
+
+        Raises:
+            FileNotFoundError: The directory does not exist.
+        """
+        _check_directory(source.path)
+        await anyio.sleep(self._options.timing.load_weights_s)
+        self._weight_version = version
+        self._updates += 1
+        self._batcher.forget_prefixes(b"%d" % self._updates)
+
     def load(self) -> EngineLoad:
         """What the engine is doing now."""
         self._advance()
@@ -139,7 +155,7 @@ class SimulatedCore:
     def _open(self, request: GenerationRequest) -> Stream:
         """Hand a request to the batch, or answer it at once."""
         faults = self._fault_plan.draw()
-        stream = Stream(request.request_id, self._options.weight_version, faults)
+        stream = Stream(request.request_id, self._weight_version, faults)
         fault = self._fault_of(request)
         if fault:
             stream.refuse("error", fault)
@@ -223,6 +239,11 @@ class SimulatedCore:
         elif _is_engine_process():
             os._exit(DEATH_EXIT_CODE)
         self._sleepers.wake_all()
+
+
+def _check_directory(path: str) -> None:
+    if not os.path.isdir(path):
+        raise FileNotFoundError(f"there is no directory {path!r}")
 
 
 def _is_engine_process() -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from rollout.engine.generation import TokenCounts
+from rollout.engine.generation import Part, TokenCounts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ class Balance:
     Attributes:
         given: What its engines gave out.
         transcripts: In trajectories that were delivered.
-        discarded: Of attempts that were made again after an engine had failed.
+        discarded: Of attempts, or generations, that were made again after an engine had failed.
         undelivered: In trajectories that nobody got hold of, because their call was cancelled or
             its stream left.
         late: Arrived after the request had been given up.
@@ -63,6 +63,7 @@ class _Fate:
     Args:
         chunks: What the engine gave out.
         asked: Who waited for them; None where nobody did in the end.
+        part: What of them the agent has, or had and dropped.
         is_lossy: The connection broke, so that tokens at the end may be missing.
 
     Attributes:
@@ -70,18 +71,22 @@ class _Fate:
         fault: What the agent should not have, or should have; empty if all is well.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], asked: Asked | None, *, is_lossy: bool) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], asked: Asked | None, part: Part | None, *, is_lossy: bool
+    ) -> None:
         self.counts = TokenCounts()
         self.fault = ""
         self._is_lossy = is_lossy
-        self._had = len(asked.generation.ids) if asked is not None else 0
-        self._is_cut = asked is None or asked.generation.finish_reason is None
+        self._had = part.count if part is not None else 0
+        self._is_cut = asked is None or (
+            asked.generation.finish_reason is None and part is asked.generation.parts[-1]
+        )
         self._ids, self._log_probs = bytearray(), bytearray()
         self._state = "live" if asked is not None else "given up"
         for chunk in chunks:
             self._take(chunk)
-        if asked is not None:
-            self._compare(asked)
+        if asked is not None and part is not None:
+            self._compare(asked, part)
 
     def _take(self, chunk: Chunk) -> None:
         count, ends = len(chunk.ids) // 4, chunk.finish_reason is not None
@@ -104,14 +109,16 @@ class _Fate:
         if ends:
             self._state = "ended"
 
-    def _compare(self, asked: Asked) -> None:
-        generation = asked.generation
-        ids, log_probs = generation.ids.tobytes(), generation.log_probs.tobytes()
-        is_short = self._is_lossy and len(ids) < len(self._ids)
-        if len(ids) != len(self._ids) and not is_short:
+    def _compare(self, asked: Asked, part: Part) -> None:
+        generation, kept = asked.generation, slice(part.start, part.start + part.count)
+        ids, log_probs = generation.ids[kept].tobytes(), generation.log_probs[kept].tobytes()
+        is_short = self._is_lossy and self._had < len(self._ids) // 4
+        if self._had != len(self._ids) // 4 and not is_short:
             self.fault = (
                 f"the agent has {self._had} tokens of it; the engine gave it {self.counts.taken}"
             )
+        elif part.is_discarded:
+            return  # nobody has them any more
         elif ids != self._ids[: len(ids)]:
             self.fault = "the agent's ids are not those that the engine gave out"
         elif log_probs != self._log_probs[: len(ids)]:
@@ -121,19 +128,15 @@ class _Fate:
 def book_anomalies(watched: WatchedRuntime) -> Iterator[str]:
     """What does not balance, to the token; all requests must have come to their end."""
     asked_by_id = {
-        asked.generation.request_id: asked
+        part.request_id: (asked, part)
         for call in watched.calls
         for asked in call.all_asked()
-        if asked.generation.request_id
+        for part in asked.generation.parts
     }
     counts = _counts_by_replica(watched)
     for name, counted in counts.items():
         cores = [core for core in watched.cores if core.name == name]
-        taken = sum(
-            len(asked.generation.ids)
-            for asked in asked_by_id.values()
-            if asked.generation.replica == name
-        )
+        taken = sum(part.count for _, part in asked_by_id.values() if part.replica == name)
         yield from _replica_anomalies(name, counted, cores, asked_by_id, taken)
 
 
@@ -149,7 +152,12 @@ def balance_of(watched: WatchedRuntime) -> Balance:
         balance.refused += counted.refused
         balance.lost -= counted.arrived
     balance.lost += balance.given
-    taken = sum(len(a.generation.ids) for call in watched.calls for a in call.all_asked())
+    taken = sum(
+        part.count
+        for call in watched.calls
+        for asked in call.all_asked()
+        for part in asked.generation.parts
+    )
     for call in watched.calls:
         for trajectory in call.delivered:
             balance.transcripts += trajectory.transcript.generated_length
@@ -176,7 +184,7 @@ def _replica_anomalies(
     name: str,
     counted: TokenCounts,
     cores: Sequence[WatchedCore],
-    asked_by_id: Mapping[str, Asked],
+    asked_by_id: Mapping[str, tuple[Asked, Part]],
     taken: int,
 ) -> Iterator[str]:
     if counted.taken != taken:
@@ -184,13 +192,15 @@ def _replica_anomalies(
     sure, at_most = TokenCounts(), TokenCounts()
     for core in cores:
         for request_id, sent in core.requests.items():
-            asked = asked_by_id.get(request_id)
-            fate = _Fate(sent.chunks, asked, is_lossy=not core.is_serving)
+            asked, part = asked_by_id.get(request_id, (None, None))
+            fate = _Fate(sent.chunks, asked, part, is_lossy=not core.is_serving)
             where = f"{sent.request.session_id}: request {request_id} to {name}"
             if fate.fault:
                 yield f"{where}: {fate.fault}"
-            if asked is not None and asked.prompt_ids != sent.request.prompt_ids:
-                yield f"{where}: the engine got other prompt ids than the agent sent"
+            if asked is not None and part is not None and not part.is_discarded:
+                before = asked.generation.ids[: part.start].tobytes()
+                if asked.prompt_ids + before != sent.request.prompt_ids:
+                    yield f"{where}: the engine got other prompt ids than the agent sent"
             for kind in KINDS:
                 count = getattr(fate.counts, kind)
                 setattr(at_most, kind, getattr(at_most, kind) + count)

@@ -124,9 +124,14 @@ def _attempt_anomalies(
     if attempts == 1 and earlier:
         yield f"{len(earlier)} answers of engines are not in its transcript"
     discarded = sum(len(each.generation.ids) for each in earlier)
-    counted = trajectory.metrics.get("discarded_tokens", 0)
-    if attempts > 1 and discarded != counted:
-        yield f"{counted:g} tokens were counted as discarded; expected {discarded}"
+    expected = {
+        "discarded_tokens": discarded + sum(each.generation.discarded_tokens for each in asked),
+        "resumes": sum(each.generation.resumes for each in asked),
+        "restarts": sum(len(each.generation.restarts) for each in asked),
+    }
+    for name, number in expected.items() if "attempts" in trajectory.metrics else ():
+        if trajectory.metrics[name] != number:
+            yield f"{name} = {trajectory.metrics[name]:g}; expected {number}"
 
 
 def _span_anomalies(

@@ -6,7 +6,7 @@ It stands outside of the code that is checked: nothing here is what the library 
 from __future__ import annotations
 
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollout.testing.fuse import InjectedError
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from rollout.engine.core import Chunk, EngineCore, EngineInfo, EngineLoad, GenerationRequest
+    from rollout.engine.weights import WeightSource
 
 
 class SentRequest:
@@ -103,6 +104,11 @@ class WatchedCore:
     def abort_nowait(self, request_id: str) -> None:
         """See `EngineCore.abort_nowait`."""
         self._core.abort_nowait(request_id)
+
+    async def update_weights(self, version: int, source: WeightSource) -> None:
+        """See `UpdatableCore.update_weights`."""
+        core: Any = self._core
+        await core.update_weights(version, source)
 
     def load(self) -> EngineLoad:
         """See `EngineCore.load`."""

@@ -2,22 +2,44 @@
 
 from rollout.tools.calculator import calculator
 from rollout.tools.executor import ToolExecutor
+from rollout.tools.finish_tool import finish, submit
 from rollout.tools.function import FunctionTool, function_tool
-from rollout.tools.results import ToolResult, normalise_result
+from rollout.tools.langchain import langchain_tools
+from rollout.tools.loading import load_tools, load_verl_tools
+from rollout.tools.mcp import connect_mcp
+from rollout.tools.policy import ToolPolicy, TransientError
+from rollout.tools.python_tool import PythonTool
+from rollout.tools.results import MediaError, ToolResult, normalise_result
+from rollout.tools.sandbox.limits import SandboxLimits
+from rollout.tools.search_tool import SearchTool
 from rollout.tools.session import TrajectoryTools
+from rollout.tools.shell_tool import ShellTool
 from rollout.tools.tool import Tool, ToolContext, ToolSession
 from rollout.tools.truncate import truncate_text
 
 __all__ = [
     "FunctionTool",
+    "MediaError",
+    "PythonTool",
+    "SandboxLimits",
+    "SearchTool",
+    "ShellTool",
     "Tool",
     "ToolContext",
     "ToolExecutor",
+    "ToolPolicy",
     "ToolResult",
     "ToolSession",
     "TrajectoryTools",
+    "TransientError",
     "calculator",
+    "connect_mcp",
+    "finish",
     "function_tool",
+    "langchain_tools",
+    "load_tools",
+    "load_verl_tools",
     "normalise_result",
+    "submit",
     "truncate_text",
 ]

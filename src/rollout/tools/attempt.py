@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
+import anyio.lowlevel
 
-from rollout.errors import ToolError
+from rollout.bridge import native_cancellations
+from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import Deadline, deadline_scope
 from rollout.scopes import is_cancelled_from_outside
 from rollout.types import text_of
@@ -22,6 +24,16 @@ MAX_MESSAGE = 500
 
 class CallError(Exception):
     """A tool raised; the text says what, for the model. The exception itself is the cause."""
+
+    @property
+    def root(self) -> BaseException:
+        """What was raised, out of any groups around it."""
+        cause = self.__cause__ or self
+        return first_leaf(cause) or cause
+
+    def after(self, tries: int) -> CallError:
+        """The same, said of the last of so many attempts."""
+        return CallError(f"{self} (after {tries} attempts)")
 
 
 async def attempt(
@@ -39,18 +51,22 @@ async def attempt(
     Args:
         action: Runs within `deadline`.
         shield: Holds cancellation from outside off.
-        owns_task: The task was made for this action. A cancellation that nobody asked for is then
-            the action's own, as on asyncio, where awaiting a cancelled task raises one.
+        owns_task: The task was made for this action, so that a cancellation of the task which no
+            scope asked for is the action's own doing.
+
+    A cancellation that nobody asked for is the action's own in any case: on asyncio, awaiting a
+    cancelled task raises one.
 
     Raises:
         CallError: It raised anything else, SystemExit included.
         LimitExceeded: `deadline` passed; the action was cancelled, and has ended.
     """
+    cancellations = 0 if owns_task else native_cancellations()
     try:
         with deadline_scope(deadline, shield=shield) as scope:
             return await action()
     except BaseException as error:
-        passing = _passing(error, owns_task)
+        passing = _passing(error, owns_task or native_cancellations() == cancellations)
         if passing is error:
             raise
         if passing is not None:
@@ -60,11 +76,42 @@ async def attempt(
     raise deadline.error()
 
 
-def _passing(error: BaseException, owns_task: bool) -> BaseException | None:
+async def attempt_unhurried(
+    action: Callable[[], Awaitable[T]], deadline: Deadline, *, grace_s: float
+) -> T:
+    """`attempt`, except that cancellation from outside leaves `action` another `grace_s`.
+
+    What an action has begun to acquire by then it can finish acquiring, and its owner can let go of
+    it. Afterwards the cancellation passes. (On asyncio a bare `Task.cancel` does not wait.)
+    """
+    await anyio.lowlevel.checkpoint_if_cancelled()
+    outcome: list[T] = []
+    failure: BaseException | None = None
+
+    async def end_after_cancellation() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            scope.deadline = min(scope.deadline, anyio.current_time() + grace_s)
+
+    async with anyio.create_task_group() as group:
+        with anyio.CancelScope(shield=True) as scope:
+            group.start_soon(end_after_cancellation)
+            try:
+                outcome.append(await attempt(action, deadline))
+            except (CallError, LimitExceeded, KeyboardInterrupt) as error:
+                failure = error  # raised here it would leave in a group
+        group.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    return outcome[0]
+
+
+def _passing(error: BaseException, is_unasked: bool) -> BaseException | None:
     interrupt = first_leaf(error, KeyboardInterrupt)
     if interrupt is not None:
         return interrupt
-    if owns_task and not is_cancelled_from_outside():
+    if is_unasked and not is_cancelled_from_outside():
         return None
     return first_leaf(error, anyio.get_cancelled_exc_class())
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import ToolError
+from rollout.tools.arguments import SchemaCheck
 from rollout.tools.function import FunctionTool
-from rollout.tools.session import CallLimits, TrajectoryTools
+from rollout.tools.gate import ToolGate
+from rollout.tools.langchain import LangChainTool, is_langchain_tool
+from rollout.tools.processes import ToolProcesses
+from rollout.tools.session import ArgumentCheck, CallLimits, TrajectoryTools
 from rollout.tools.tool import Tool, ToolContext
 
 if TYPE_CHECKING:
@@ -17,16 +20,18 @@ if TYPE_CHECKING:
 
 
 class ToolExecutor:
-    """Holds the tools of a runtime; owns no task, and nothing needs closing but its sessions.
+    """Holds the tools of a runtime; owns no task. Close its sessions, then the executor.
 
     Args:
-        tools: `Tool` objects; plain functions are wrapped by `function_tool`.
+        tools: `Tool` objects; plain functions are wrapped by `function_tool`, tools of LangChain
+            by `langchain_tools`.
         threads: Where sync functions run; stays the caller's.
         max_parallel_calls: Calls of one turn that run; the others are answered unexecuted.
         max_response_length: Longest text of a result, in characters, before the marker.
         truncate_side: Where longer texts lose their characters; see `truncate_text`.
         tool_s: Seconds for one call, and for opening one tool; None for no limit.
         cleanup_s: Seconds for closing one session.
+        max_processes: Calls with ``isolation="process"`` that run at once.
 
     Raises:
         ToolError: A function cannot be a tool, a schema is none, or names collide (all are named).
@@ -42,9 +47,13 @@ class ToolExecutor:
         truncate_side: TruncateSide,
         tool_s: float | None,
         cleanup_s: float,
+        max_processes: int = 8,
     ) -> None:
         self._tools = _by_name([_as_tool(tool) for tool in tools])
+        self._checks = {name: _check_of(tool) for name, tool in self._tools.items()}
+        self._gates = {name: ToolGate(name, tool.policy) for name, tool in self._tools.items()}
         self._threads = threads
+        self._processes = ToolProcesses(max_processes=max_processes, cleanup_s=cleanup_s)
         self._limits = CallLimits(
             max_parallel_calls=max_parallel_calls,
             max_response_length=max_response_length,
@@ -57,6 +66,15 @@ class ToolExecutor:
     def names(self) -> tuple[str, ...]:
         """Names of all tools, in the order given."""
         return tuple(self._tools)
+
+    async def prepare(self) -> None:
+        """Let each tool make sure that it can answer here.
+
+        Raises:
+            ToolError: The first one that cannot says why.
+        """
+        for tool in self._tools.values():
+            await tool.prepare()
 
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Schemas of the tools offered, in the order of `names`; None takes all.
@@ -73,7 +91,7 @@ class ToolExecutor:
         member: int,
         names: Sequence[str] | None = None,
         tools_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
-        extra: Mapping[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
     ) -> TrajectoryTools:
         """The tools of one trajectory; each is opened at its first call. The caller closes them.
 
@@ -92,13 +110,18 @@ class ToolExecutor:
                 uid=uid,
                 member=member,
                 threads=self._threads,
+                processes=self._processes,
                 kwargs=dict(kwargs.get(name, {})),
                 extra={} if extra is None else extra,
                 state=state,
             )
             for name in tools
         }
-        return TrajectoryTools(tools, contexts, self._limits)
+        return TrajectoryTools(tools, contexts, self._checks, self._gates, self._limits)
+
+    async def close(self) -> None:
+        """End the processes of isolated tools; shielded, bounded."""
+        await self._processes.close()
 
     def _offered(self, names: Sequence[str] | None) -> dict[str, Tool]:
         if names is None:
@@ -115,6 +138,8 @@ def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
 
 def _as_tool(tool: Tool | Callable[..., Any]) -> Tool:
     """`tool` itself after a look at its name and schema, or a function as a tool."""
+    if is_langchain_tool(tool):
+        return LangChainTool(tool)
     if not isinstance(tool, Tool):
         return FunctionTool(tool)
     name, schema = getattr(tool, "name", None), getattr(tool, "schema", None)
@@ -129,9 +154,31 @@ def _as_tool(tool: Tool | Callable[..., Any]) -> Tool:
     return tool
 
 
+def _check_of(tool: Tool) -> ArgumentCheck:
+    if isinstance(tool, FunctionTool):
+        return tool.check
+    check = SchemaCheck(tool.name, tool.schema["function"].get("parameters"))
+    return lambda arguments, kwargs: check.check(arguments)
+
+
 def _by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
-    counts = Counter(tool.name for tool in tools)
-    collisions = [f"{name!r} ({count} times)" for name, count in counts.items() if count > 1]
+    homes: dict[str, list[str]] = {}
+    for tool in tools:
+        homes.setdefault(tool.name, []).append(_home(tool))
+    collisions = [
+        f"{name!r} ({', '.join(found)})" for name, found in homes.items() if len(found) > 1
+    ]
     if collisions:
-        raise ToolError(f"tools with the same name: {', '.join(collisions)}; names must be unique")
+        raise ToolError(
+            f"tools with the same name: {', '.join(collisions)}; give all but one of each another "
+            f'name, as in @function_tool("another_name")'
+        )
     return {tool.name: tool for tool in tools}
+
+
+def _home(tool: Tool) -> str:
+    """Where a tool was written, for messages."""
+    source: Any = getattr(tool, "origin", None) or (
+        tool if isinstance(tool, FunctionTool) else type(tool)
+    )
+    return source if isinstance(source, str) else f"{source.__module__}.{source.__qualname__}"

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 from rollout.errors import ToolError
+from rollout.tools.arguments import SchemaCheck
 from rollout.tools.docstrings import parse_docstring
+from rollout.tools.isolation import FunctionRef, function_ref
 from rollout.tools.parameters import inspect_parameters
+from rollout.tools.schema import as_openai_schema
 from rollout.tools.tool import Tool, ToolContext, ToolSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rollout.tools.policy import ToolPolicy
+    from rollout.tools.results import ToolResult
     from rollout.types import ToolCall
 
 P = ParamSpec("P")
@@ -28,6 +34,13 @@ class FunctionTool(Tool, Generic[P, R]):
         name: What the model calls it; None takes the schema's name, else the function's.
         schema: Shown in place of the inferred one; parameters that it leaves out may come from
             the prompt's ``tools_kwargs``.
+        policy: How its calls are run; None takes the defaults.
+        backend: "asyncio" for an async function that needs asyncio: under trio it runs on one
+            asyncio thread of the runtime, and cancellation and deadlines reach it there.
+        isolation: "process" runs each call in a child process, which a deadline or a cancellation
+            kills with its group: for code that holds the interpreter, as only threads of their own
+            interpreter can be stopped. The function must be importable; arguments and results
+            cross as plain data.
 
     Raises:
         ToolError: It lists everything that must be written for a model to use the function.
@@ -41,23 +54,48 @@ class FunctionTool(Tool, Generic[P, R]):
         *,
         name: str | None = None,
         schema: dict[str, Any] | None = None,
+        policy: ToolPolicy | None = None,
+        backend: Literal["native", "asyncio"] = "native",
+        isolation: Literal["none", "process"] = "none",
     ) -> None:
         functools.update_wrapper(self, _checked_function(function))
+        if schema is not None:
+            schema = as_openai_schema(schema, f"schema of function tool {function.__name__!r}")
         self.name = name or _name_in(schema) or function.__name__
-        self._function = function
+        self.function = function
         self._is_async = inspect.iscoroutinefunction(function)
+        self._backend = _checked_choice(self.name, "backend", backend, ("native", "asyncio"))
         self.parameters = inspect_parameters(function, self.name, is_documented=schema is None)
+        self.function_ref: FunctionRef | None = None
+        if _checked_choice(self.name, "isolation", isolation, ("none", "process")) == "process":
+            self.function_ref = function_ref(function, self.name)
+            if self.parameters.context_name is not None:
+                raise ToolError(
+                    f"function tool {self.name!r}: isolation = 'process' cannot hand over the "
+                    f"ToolContext: remove the parameter {self.parameters.context_name!r}"
+                )
+        self._schema_check: SchemaCheck | None = None
         self.schema = self._inferred() if schema is None else self._checked(schema)
+        if policy is not None:
+            self.policy = policy
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function itself, unchecked."""
-        return self._function(*args, **kwargs)
+        return self.function(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<FunctionTool {self.name}>"
 
     async def open(self, context: ToolContext) -> ToolSession:
         """A session that calls the function; the prompt's kwargs override the model's arguments."""
+        return self.session(context)
+
+    def session(self, context: ToolContext) -> ToolSession:
+        """`open`, which has nothing to wait for.
+
+        Raises:
+            ToolError: The prompt's kwargs name no parameter.
+        """
         known = {parameter.name for parameter in self.parameters}
         unknown = sorted(set(context.kwargs) - known)
         if unknown:
@@ -67,12 +105,28 @@ class FunctionTool(Tool, Generic[P, R]):
             )
         return _FunctionSession(self, context)
 
+    def check(self, arguments: Any, kwargs: Mapping[str, Any]) -> None:
+        """Let right arguments pass, the prompt's kwargs in place of the model's.
+
+        Raises:
+            ArgumentsError: It names each missing, unknown and wrong one, and what was expected.
+        """
+        if not isinstance(arguments, Mapping):
+            SchemaCheck(self.name, None).check(arguments)
+        fixed = {p.name: kwargs[p.name] for p in self.parameters if p.name in kwargs}
+        if self._schema_check is not None:
+            shown = {name: fixed[name] for name in self._schema_check.names if name in fixed}
+            self._schema_check.check({**arguments, **shown})
+        self.parameters.check({**arguments, **fixed})
+
     async def run(self, arguments: dict[str, Any], context: ToolContext) -> Any:
         """What the function returns for checked arguments; cancellation abandons its thread."""
         if self.parameters.context_name is not None:
             arguments[self.parameters.context_name] = context
-        call: Callable[..., Any] = functools.partial(self._function, **arguments)
+        call: Callable[..., Any] = functools.partial(self.function, **arguments)
         if self._is_async:
+            if self._backend == "asyncio":
+                return await context.threads.run_asyncio(self.name, call)
             return await call()
         result = await context.threads.run(self.name, call)
         # An async function behind a sync wrapper: the wrapper ran in the thread, the rest is ours.
@@ -81,7 +135,7 @@ class FunctionTool(Tool, Generic[P, R]):
     def _inferred(self) -> dict[str, Any]:
         function = {
             "name": self.name,
-            "description": parse_docstring(self._function.__doc__).description,
+            "description": parse_docstring(self.function.__doc__).description,
             "parameters": self.parameters.schema(),
         }
         return {"type": "function", "function": function}
@@ -100,6 +154,7 @@ class FunctionTool(Tool, Generic[P, R]):
                 f"function tool {self.name!r}: its schema has properties that are no parameters "
                 f"of the function: {', '.join(unknown)}"
             )
+        self._schema_check = SchemaCheck(self.name, schema["function"].get("parameters"))
         return schema
 
 
@@ -110,11 +165,26 @@ class _FunctionSession(ToolSession):
 
     async def execute(self, call: ToolCall) -> Any:
         arguments = {**call.arguments, **self._context.kwargs}
+        if self._tool.function_ref is not None:
+            return await self._run_in_process(self._tool.function_ref, arguments)
         return await self._tool.run(self._tool.parameters.check(arguments), self._context)
+
+    async def _run_in_process(self, ref: FunctionRef, arguments: dict[str, Any]) -> ToolResult:
+        processes = self._context.processes
+        if processes is None:
+            raise ToolError(f"{self._tool.name}: this ToolContext has no processes to run in")
+        return await processes.run(self._tool.name, ref, arguments)
 
 
 def _name_in(schema: dict[str, Any] | None) -> str | None:
     return None if schema is None else schema.get("function", {}).get("name")
+
+
+def _checked_choice(tool: str, option: str, value: Any, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        known = " or ".join(map(repr, choices))
+        raise ToolError(f"function tool {tool!r}: {option} = {value!r}; expected {known}")
+    return str(value)
 
 
 def _checked_function(function: Any) -> Callable[..., Any]:
@@ -134,13 +204,24 @@ def function_tool(function: Callable[P, R], /) -> FunctionTool[P, R]: ...
 
 @overload
 def function_tool(
-    name: str | None = None, /, *, schema: dict[str, Any] | None = None
+    name: str | None = None,
+    /,
+    *,
+    schema: dict[str, Any] | None = None,
+    policy: ToolPolicy | None = None,
+    backend: Literal["native", "asyncio"] = "native",
+    isolation: Literal["none", "process"] = "none",
 ) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
 
 
 @overload
 def function_tool(
-    *, name: str | None = None, schema: dict[str, Any] | None = None
+    *,
+    name: str | None = None,
+    schema: dict[str, Any] | None = None,
+    policy: ToolPolicy | None = None,
+    backend: Literal["native", "asyncio"] = "native",
+    isolation: Literal["none", "process"] = "none",
 ) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
 
 
@@ -149,7 +230,7 @@ def function_tool(
     /,
     *,
     name: str | None = None,
-    schema: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Any:
     """Make a function a tool: ``@function_tool``, ``@function_tool("name")`` or with keywords.
 
@@ -158,13 +239,12 @@ def function_tool(
     dataclasses, attrs classes, TypedDicts, Structs), descriptions from the docstring and its
     ``Args:`` section, defaults from the signature. A parameter annotated `ToolContext` receives
     the trajectory's context and is hidden from the model. Arguments are checked against the
-    annotations before the function runs.
+    annotations before the function runs. The other options are those of `FunctionTool`.
 
     Raises:
         ToolError: It lists everything that must be written for a model to use the function.
     """
     if isinstance(function, str):
         function, name = None, function
-    if function is None:
-        return functools.partial(FunctionTool, name=name, schema=schema)
-    return FunctionTool(function, name=name, schema=schema)
+    make: Callable[..., Any] = functools.partial(FunctionTool, name=name, **options)
+    return make if function is None else make(function)

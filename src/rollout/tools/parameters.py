@@ -10,24 +10,18 @@ from typing import Any
 import msgspec
 
 from rollout.errors import ToolError
+from rollout.tools.annotations import description_in, with_meta
+from rollout.tools.arguments import MAX_EXPECTED, ArgumentsError, quoted, shown
 from rollout.tools.docstrings import Docstring, parse_docstring
+from rollout.tools.pydantic_types import default_of, to_model
 from rollout.tools.schema import schema_of
 from rollout.tools.tool import ToolContext
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-#: Characters of a wrong argument shown to the model.
-MAX_SHOWN = 80
-#: Characters of the schema that it should have met, where msgspec does not name the expectation.
-MAX_SCHEMA_SHOWN = 240
-
 #: How msgspec words a fault: what is wrong, and where within the argument.
 _FAULT = re.compile(r"(?P<problem>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>.*)`)?", re.DOTALL)
-
-
-class ArgumentsError(ToolError):
-    """A call's arguments are not what the tool takes; the text lists every fault."""
 
 
 class Parameter(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,12 +79,12 @@ class Parameters:
             ArgumentsError: It names each missing, unknown and wrong argument.
         """
         try:
-            checked = msgspec.convert(arguments, self._struct, str_keys=True)
+            checked = msgspec.convert(arguments, self._struct, str_keys=True, dec_hook=to_model)
         except msgspec.ValidationError:
-            raise ArgumentsError(self._faults(arguments)) from None
+            raise ArgumentsError(self._tool, self._faults(arguments)) from None
         return {name: getattr(checked, name) for name in arguments}
 
-    def _faults(self, arguments: Mapping[str, Any]) -> str:
+    def _faults(self, arguments: Mapping[str, Any]) -> list[str]:
         faults = [
             fault
             for name, value in arguments.items()
@@ -99,16 +93,12 @@ class Parameters:
         ]
         missing = [p.name for p in self if p.is_required and p.name not in arguments]
         unknown = [name for name in arguments if name not in self._by_name]
-        faults += [f"missing {_quoted(missing)}"] if missing else []
-        faults += [f"unknown {_quoted(unknown)} (it takes {self._taken()})"] if unknown else []
-        return f"invalid arguments for {self._tool!r}: {'; '.join(faults)}"
+        faults += [f"missing {quoted(missing)}"] if missing else []
+        faults += [f"unknown {quoted(unknown)} (it takes {self._taken()})"] if unknown else []
+        return faults
 
     def _taken(self) -> str:
-        return _quoted(self._by_name) if self._by_name else "none"
-
-
-def _quoted(names: typing.Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in names)
+        return quoted(self._by_name) if self._by_name else "none"
 
 
 def _property(parameter: Parameter) -> dict[str, Any]:
@@ -117,8 +107,14 @@ def _property(parameter: Parameter) -> dict[str, Any]:
         schema["description"] = parameter.description
     if not parameter.is_required:
         try:
-            schema["default"] = msgspec.to_builtins(parameter.default, str_keys=True)
-        except (TypeError, ValueError):  # an object that JSON has no word for: just optional
+            schema["default"] = msgspec.to_builtins(
+                parameter.default, str_keys=True, enc_hook=default_of
+            )
+        except (
+            TypeError,
+            ValueError,
+            NotImplementedError,
+        ):  # an object that JSON has no word for: just optional
             schema.pop("default", None)
     return schema
 
@@ -126,7 +122,7 @@ def _property(parameter: Parameter) -> dict[str, Any]:
 def _type_fault(name: str, value: Any, annotation: Any) -> str:
     """What is wrong with one argument, in words for a model; empty where nothing is."""
     try:
-        msgspec.convert(value, annotation, str_keys=True)
+        msgspec.convert(value, annotation, str_keys=True, dec_hook=to_model)
     except msgspec.ValidationError as error:
         found = _FAULT.fullmatch(str(error))
         assert found is not None  # every text matches
@@ -134,19 +130,11 @@ def _type_fault(name: str, value: Any, annotation: Any) -> str:
         problem = problem[:1].lower() + problem[1:]
         place = f" in a key of {name}" if found["key"] else f" at {name}"
         where = place + found["path"] if found["key"] or found["path"] else ""
-        fault = f"{name} = {_shown(value)}: {problem}{where}"
-        if problem.startswith("expected"):
+        fault = f"{name} = {shown(value)}: {problem}{where}"
+        if problem.startswith(("expected", "input should")):
             return fault
-        return f"{fault} (expected {_shown(schema_of(annotation), MAX_SCHEMA_SHOWN)})"
+        return f"{fault} (expected {shown(schema_of(annotation), MAX_EXPECTED)})"
     return ""
-
-
-def _shown(value: Any, limit: int = MAX_SHOWN) -> str:
-    try:
-        text = msgspec.json.encode(value).decode()
-    except Exception:  # it came from tools_kwargs and may be any object
-        text = f"<{type(value).__name__}>"
-    return text if len(text) <= limit else f"{text[:limit]}…"
 
 
 def inspect_parameters(
@@ -192,17 +180,10 @@ def _hints(function: Callable[..., Any], tool: str) -> dict[str, Any]:
 def _parameter(raw: inspect.Parameter, annotation: Any, docstring: Docstring) -> Parameter:
     return Parameter(
         name=raw.name,
-        annotation=Any if annotation is raw.empty else annotation,
+        annotation=Any if annotation is raw.empty else with_meta(annotation),
         default=raw.default,
-        description=docstring.parameters.get(raw.name) or _meta_description(annotation),
+        description=docstring.parameters.get(raw.name) or description_in(annotation),
     )
-
-
-def _meta_description(annotation: Any) -> str:
-    for extra in getattr(annotation, "__metadata__", ()):
-        if isinstance(extra, msgspec.Meta) and extra.description:
-            return extra.description
-    return ""
 
 
 def _faults_of(raw: inspect.Parameter, parameter: Parameter, is_documented: bool) -> list[str]:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+
+from rollout.errors import ToolError
 
 #: What the model reads where a tool answers None.
 NO_OUTPUT = "(no output)"
 
 _EXPECTED = "return text, a number, a dict or list of JSON values, None or a ToolResult"
+
+
+class MediaError(ToolError):
+    """A tool answered with images, videos or audio, which transcripts cannot hold yet."""
 
 
 class _Text(msgspec.Struct, frozen=True):
@@ -31,6 +37,10 @@ class ToolResult(_Text, frozen=True, kw_only=True):
         metrics: Whatever the tool measured, by name.
         is_error: The call failed, and `text` says why.
         end_trajectory: The agent stops after this turn, e.g. because the task is solved.
+        images, videos, audio: Not possible yet: transcripts hold text.
+
+    Raises:
+        MediaError: It was given images, videos or audio.
     """
 
     data: Any = None
@@ -38,6 +48,25 @@ class ToolResult(_Text, frozen=True, kw_only=True):
     metrics: Mapping[str, Any] = msgspec.field(default_factory=dict)
     is_error: bool = False
     end_trajectory: bool = False
+    images: Sequence[Any] = ()
+    videos: Sequence[Any] = ()
+    audio: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        for kind in ("images", "videos", "audio"):
+            refuse_media(f"ToolResult.{kind}", getattr(self, kind))
+
+
+def refuse_media(where: str, media: Any) -> None:
+    """Raise where there is media: better than to leave out in silence what the model should see.
+
+    Raises:
+        MediaError: `media` is neither None nor empty.
+    """
+    if media is not None and len(media):
+        raise MediaError(
+            f"{where}: transcripts cannot hold images, videos or audio yet; return text"
+        )
 
 
 def error_result(text: str) -> ToolResult:

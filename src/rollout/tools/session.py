@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
 
+from rollout.bridge import runs_on_trio
 from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import Deadline
+from rollout.tools.arguments import ArgumentsError
 from rollout.tools.attempt import CallError, attempt, run_side_by_side
-from rollout.tools.results import (
-    ToolResult,
-    as_reward,
-    encodable,
-    error_result,
-    normalise_result,
-)
-from rollout.tools.tool import Tool, ToolContext, ToolSession
+from rollout.tools.open_sessions import OpenFailure, OpenSessions, timed_out
+from rollout.tools.results import ToolResult, encodable, error_result, normalise_result
 from rollout.tools.truncate import TruncateSide, truncate_text
 from rollout.types import InvalidToolCall, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
+
+    from rollout.tools.gate import ToolGate
+    from rollout.tools.policy import ToolPolicy
+    from rollout.tools.tool import Tool, ToolContext, ToolSession
 
 logger = logging.getLogger("rollout")
+
+_NO_WAIT = contextlib.nullcontext()
+
+#: Lets a call's arguments pass, given the prompt's kwargs for its tool, or raises ArgumentsError.
+ArgumentCheck = Callable[[Any, Mapping[str, Any]], None]
 
 
 class CallLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,8 +50,8 @@ class CallLimits(msgspec.Struct, frozen=True, kw_only=True):
 class _Turn:
     """The calls of one turn on their way; a call whose result is set does not run."""
 
-    def __init__(self, results: list[ToolResult | None], deadline: Deadline) -> None:
-        self.results = results
+    def __init__(self, count: int, deadline: Deadline) -> None:
+        self.results: list[ToolResult | None] = [None] * count
         self.deadline = deadline
         self.limit: LimitExceeded | None = None
 
@@ -55,22 +63,30 @@ class TrajectoryTools:
         seconds: Time in calls, on the loop's clock; calls at the same time add up.
         calls: Calls that reached a tool.
         errors: Results that are errors, whatever their cause.
+        invalid_in_a_row: Latest calls in a row that could not be run as asked: not parsed, of an
+            unknown tool, or with wrong arguments.
     """
 
     def __init__(
         self,
         tools: Mapping[str, Tool],
         contexts: Mapping[str, ToolContext],
+        checks: Mapping[str, ArgumentCheck],
+        gates: Mapping[str, ToolGate],
         limits: CallLimits,
     ) -> None:
         self.seconds = 0.0
         self.calls = 0
         self.errors = 0
+        self.invalid_in_a_row = 0
         self._tools = tools
         self._contexts = contexts
+        self._checks = checks
+        self._gates = gates
         self._limits = limits
-        self._sessions: dict[str, ToolSession] = {}
-        self._is_closed = False
+        self._sessions = OpenSessions(
+            tools, contexts, tool_s=limits.tool_s, cleanup_s=limits.cleanup_s
+        )
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -90,9 +106,11 @@ class TrajectoryTools:
             LimitExceeded: `turn_deadline` passed; every call was cancelled and has ended.
             ToolError: The trajectory's tools are closed.
         """
-        if self._is_closed:
+        if self._sessions.is_closed:
             raise ToolError("the tools of this trajectory are closed")
-        turn = _Turn([self._refusal(*pair) for pair in enumerate(calls)], turn_deadline)
+        turn = _Turn(len(calls), turn_deadline)
+        for position, call in enumerate(calls):
+            self._refuse(turn, position, call)
         await self._open_tools(turn, calls)
         await self._run_calls(turn, calls)
         if turn.limit is not None:
@@ -105,107 +123,69 @@ class TrajectoryTools:
         A tool without a reward has no entry, nor has one whose `calc_reward` fails or takes longer
         than ``limits.tool_s``: that is logged.
         """
-        rewards: dict[str, float] = {}
-        asked = self._overriding("calc_reward")
-        if asked:
-            await run_side_by_side([partial(self._ask_reward, rewards, *pair) for pair in asked])
-        return [rewards[name] for name, _ in asked if name in rewards]
-
-    async def _ask_reward(self, rewards: dict[str, float], name: str, session: ToolSession) -> None:
-        deadline = Deadline.after(self._limits.tool_s, "limits.tool_s")
-        try:
-            value = await attempt(session.calc_reward, deadline, owns_task=True)
-        except (CallError, LimitExceeded) as error:
-            logger.warning("tool %r: calc_reward failed: %s", name, error)
-            return
-        reward = as_reward(value)
-        if reward is not None:
-            rewards[name] = reward
-        elif value is not None:
-            logger.warning(
-                "tool %r: calc_reward returned %.80r; expected a finite number", name, value
-            )
-
-    def _overriding(self, method: str) -> list[tuple[str, ToolSession]]:
-        """The open sessions that do not leave this method as it is: most do, and cost nothing."""
-        default = getattr(ToolSession, method)
-        return [
-            (name, session)
-            for name, session in self._sessions.items()
-            if getattr(type(session), method) is not default
-        ]
+        return await self._sessions.calc_rewards()
 
     async def close(self) -> None:
-        """Close every session once, all at the same time, each within ``limits.cleanup_s``.
+        """Close every session once, the last opened first, each within ``limits.cleanup_s``.
 
         Shielded from cancellation; errors and overruns are logged, never raised.
         """
-        self._is_closed = True
-        closing = self._overriding("close")
-        self._sessions = {}
-        if closing:
-            with anyio.CancelScope(shield=True):
-                await run_side_by_side([partial(self._close_one, *pair) for pair in closing])
+        await self._sessions.close()
 
-    async def _close_one(self, name: str, session: ToolSession) -> None:
-        deadline = Deadline.after(self._limits.cleanup_s, "limits.cleanup_s")
-        try:
-            await attempt(session.close, deadline, shield=True, owns_task=True)
-        except (CallError, LimitExceeded) as error:
-            logger.warning("tool %r: close failed: %s", name, error)
-
-    def _refusal(self, position: int, call: ToolCall | InvalidToolCall) -> ToolResult | None:
-        """Why this call does not run; None where it does."""
+    def _refuse(self, turn: _Turn, position: int, call: ToolCall | InvalidToolCall) -> None:
+        """Answer a call that does not run; an invalid one counts, one too many does not."""
         limit = self._limits.max_parallel_calls
-        if isinstance(call, InvalidToolCall):
-            return error_result(f"invalid tool call: {call.reason}")
-        if position >= limit:
-            return error_result(
+        if position >= limit and not isinstance(call, InvalidToolCall):
+            turn.results[position] = error_result(
                 f"not executed: at most {limit} calls per turn (agent.max_parallel_calls); "
                 f"call it again"
             )
+            return
+        fault = self._fault(call)
+        self.invalid_in_a_row = self.invalid_in_a_row + 1 if fault else 0
+        if fault:
+            turn.results[position] = error_result(fault)
+
+    def _fault(self, call: ToolCall | InvalidToolCall) -> str | None:
+        """Why this call cannot be run as it is."""
+        if isinstance(call, InvalidToolCall):
+            return f"invalid tool call: {call.reason}"
         if call.name not in self._tools:
             known = ", ".join(repr(name) for name in self._tools) or "none"
-            return error_result(f"unknown tool {call.name!r}; known tools: {known}")
+            return f"unknown tool {call.name!r}; known tools: {known}"
+        try:
+            self._checks[call.name](call.arguments, self._contexts[call.name].kwargs)
+        except ArgumentsError as error:
+            return str(error)
         return None
 
     async def _open_tools(self, turn: _Turn, calls: Sequence[ToolCall | InvalidToolCall]) -> None:
         """Open the tools that are used for the first time; where one fails, so do its calls."""
-        pending = list(_pending(turn, calls))
+        pending = [pair for pair in _pending(turn, calls) if pair[1].name not in self._sessions]
         for name in dict.fromkeys(call.name for _, call in pending):
-            if name in self._sessions:
-                continue
-            failure = await self._open_tool(turn, name)
-            if failure:
+            breaker = self._gates[name].breaker
+            failure = breaker.refusal(anyio.current_time())
+            if failure is None:
+                try:
+                    await self._sessions.open(name, turn.deadline)
+                except OpenFailure as error:
+                    failure = str(error)
+                    breaker.record(failure, anyio.current_time())
+                finally:
+                    breaker.forget()
+            if failure is not None:
                 for position, call in pending:
                     if call.name == name:
                         turn.results[position] = error_result(failure)
 
-    async def _open_tool(self, turn: _Turn, name: str) -> str:
-        deadline = self._call_deadline(turn)
-        tool, context = self._tools[name], self._contexts[name]
-        try:
-            session = await attempt(lambda: tool.open(context), deadline)
-        except CallError as error:
-            return f"could not open {name!r}: {error}"
-        except LimitExceeded:
-            if deadline is turn.deadline:
-                raise
-            return f"could not open {name!r}: {_timed_out(deadline)}"
-        if not isinstance(session, ToolSession):
-            kind = type(session).__name__
-            return f"could not open {name!r}: open returned {kind}; expected a ToolSession"
-        self._sessions[name] = session
-        return ""
-
-    def _call_deadline(self, turn: _Turn) -> Deadline:
-        return Deadline.after(self._limits.tool_s, "limits.tool_s", outer=turn.deadline)
-
     async def _run_calls(self, turn: _Turn, calls: Sequence[ToolCall | InvalidToolCall]) -> None:
-        pending = list(_pending(turn, calls))
-        if pending:
-            # One call has its task too: what a tool does to its task must not reach the caller's.
-            await run_side_by_side([partial(self._run_call, turn, *pair) for pair in pending])
+        jobs = [partial(self._run_call, turn, *pair) for pair in _pending(turn, calls)]
+        if len(jobs) == 1 and runs_on_trio():
+            await jobs[0]()  # a task more would cost as much as all the rest
+        elif jobs:
+            # On asyncio one call has its task too: a cancel scope that it leaves open would
+            # otherwise break the caller's. Trio mends that.
+            await run_side_by_side(jobs)
 
     async def _run_call(self, turn: _Turn, position: int, call: ToolCall) -> None:
         started = anyio.current_time()
@@ -218,18 +198,52 @@ class TrajectoryTools:
             self.seconds += anyio.current_time() - started
 
     async def _result_of(self, turn: _Turn, call: ToolCall) -> ToolResult:
-        session = self._sessions[call.name]
-        deadline = self._call_deadline(turn)
+        gate = self._gates[call.name]
+        key = gate.key(call.arguments, self._contexts[call.name].kwargs)
+        result = gate.kept(key)
+        if result is not None:
+            return result
+        refusal = gate.breaker.refusal(anyio.current_time())
+        if refusal is not None:
+            return error_result(refusal)
         try:
-            return await attempt(lambda: _execute(session, call), deadline, owns_task=True)
+            result = await self._attempts(turn, call, gate)
         except CallError as error:
             logger.debug("tool %r failed: %s", call.name, error, exc_info=error.__cause__)
+            gate.breaker.record(str(error), anyio.current_time())
             return error_result(str(error))
         except LimitExceeded as limit:
-            logger.debug("tool %r %s", call.name, _timed_out(deadline))
-            if deadline is turn.deadline:
-                turn.limit = limit
-            return error_result(_timed_out(deadline))
+            turn.limit = limit
+            gate.breaker.forget()
+            return error_result(str(limit))
+        except BaseException:
+            gate.breaker.forget()
+            raise
+        gate.breaker.record(None, 0.0)
+        gate.keep(key, result)
+        return result
+
+    async def _attempts(self, turn: _Turn, call: ToolCall, gate: ToolGate) -> ToolResult:
+        """The result of the first attempt that does not fail with a transient error."""
+        session, policy = self._sessions[call.name], gate.policy
+        deadline: Deadline | None = None
+        for tries in itertools.count(1):
+            try:
+                async with gate.place(turn.deadline) if gate.has_queue else _NO_WAIT:
+                    deadline = deadline or self._call_deadline(call.name, policy, turn)
+                    return await _execute(session, call, deadline, turn)
+            except CallError as error:
+                pause_s = policy.backoff_s * 2 ** (tries - 1)
+                is_last = tries > policy.retries or not policy.is_transient(error.root)
+                if is_last or deadline is None or anyio.current_time() + pause_s >= deadline.at:
+                    raise error if tries == 1 else error.after(tries) from error.__cause__
+            await anyio.sleep(pause_s)
+        raise AssertionError("unreachable")
+
+    def _call_deadline(self, name: str, policy: ToolPolicy, turn: _Turn) -> Deadline:
+        if policy.timeout_s is not None:
+            return Deadline.after(policy.timeout_s, f"timeout_s of {name!r}", turn.deadline)
+        return Deadline.after(self._limits.tool_s, "limits.tool_s", turn.deadline)
 
     def _finished(self, result: ToolResult) -> ToolResult:
         self.errors += result.is_error
@@ -248,9 +262,16 @@ def _pending(
             yield position, call
 
 
-async def _execute(session: ToolSession, call: ToolCall) -> ToolResult:
+async def _execute(
+    session: ToolSession, call: ToolCall, deadline: Deadline, turn: _Turn
+) -> ToolResult:
+    try:
+        return await attempt(lambda: _answer(session, call), deadline, owns_task=not runs_on_trio())
+    except LimitExceeded:
+        if deadline is turn.deadline:
+            raise
+        raise CallError(timed_out(deadline)) from None
+
+
+async def _answer(session: ToolSession, call: ToolCall) -> ToolResult:
     return normalise_result(await session.execute(call))
-
-
-def _timed_out(deadline: Deadline) -> str:
-    return f"timed out after {deadline.seconds:g} s ({deadline.source})"

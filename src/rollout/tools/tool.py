@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.bridge import WorkerThreads
+from rollout.tools.policy import ToolPolicy
+from rollout.tools.processes import ToolProcesses
 
 if TYPE_CHECKING:
     from rollout.types import ToolCall
@@ -20,18 +22,27 @@ class ToolContext(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         uid: The prompt's uid.
         member: Position within the group.
-        kwargs: The prompt's ``tools_kwargs`` for this tool.
-        extra: The prompt's ``extra``.
+        kwargs: The prompt's ``tools_kwargs`` for this tool; `create_kwargs` is the mapping of
+            that name in it, where trainers put what a tool is made with.
+        extra: Becomes the trajectory's `extra`; starts as the prompt's. Rewards and users see it.
         state: Shared by the tools of this trajectory, and by no other trajectory.
         threads: Where sync code runs: ``await context.threads.run(name, function, *args)``.
+        processes: Where functions with ``isolation="process"`` run.
     """
 
     uid: str
     member: int
     threads: WorkerThreads
+    processes: ToolProcesses | None = None
     kwargs: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    extra: dict[str, Any] = msgspec.field(default_factory=dict)
     state: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    @property
+    def create_kwargs(self) -> Mapping[str, Any]:
+        """``tools_kwargs[name]["create_kwargs"]`` of the prompt; empty where it has none."""
+        given = self.kwargs.get("create_kwargs")
+        return given if isinstance(given, Mapping) else {}
 
 
 class ToolSession(ABC):
@@ -50,7 +61,10 @@ class ToolSession(ABC):
         return None
 
     async def close(self) -> None:  # noqa: B027  (nothing to let go of)
-        """Let go of what the session holds: called once, shielded, in ``limits.cleanup_s``."""
+        """Let go of what the session holds: called once, shielded, in ``limits.cleanup_s``.
+
+        Runs in the trajectory's task; sessions opened later have been closed before.
+        """
 
 
 class Tool(ABC):
@@ -59,16 +73,27 @@ class Tool(ABC):
     Attributes:
         name: What the model calls it.
         schema: The OpenAI-style ``{"type": "function", "function": {"name", "description",
-            "parameters"}}``.
+            "parameters"}}``. Calls are checked against it before they run.
+        policy: How its calls are run; read when a runtime opens.
     """
 
     name: str
     schema: dict[str, Any]
+    policy: ToolPolicy = ToolPolicy()
+
+    async def prepare(self) -> None:  # noqa: B027  (most tools need none)
+        """Make sure that calls can be answered: once as a runtime opens, before any work.
+
+        Raises:
+            ToolError: They cannot; nothing is started then.
+        """
 
     @abstractmethod
     async def open(self, context: ToolContext) -> ToolSession:
         """A session for one trajectory; opened before its first call of this tool.
 
-        Runs in the trajectory's task within ``limits.tool_s``. It must not leave a task group or
-        cancel scope open behind it, and on cancellation leaves nothing behind.
+        Runs in the trajectory's task, as does `ToolSession.close`, within ``limits.tool_s``; once
+        the trajectory is cancelled, it has another ``limits.cleanup_s`` to return a session, which
+        is then closed. It must not leave a task group or cancel scope open behind it, and where it
+        raises or is cancelled leaves nothing behind.
         """

@@ -1,60 +1,96 @@
-"""A JSON value to a tool call: shared by the formats that write calls as JSON.
+"""JSON to tool calls: shared by the formats that write calls or their arguments as JSON.
 
-Nothing is evaluated. Of equal keys in an object the last one counts; NaN and Infinity are not
-JSON and make a call invalid.
+Nothing is evaluated. Of equal keys in an object the last one counts; NaN, Infinity and numbers
+that overflow are not JSON and make a call invalid.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
-from rollout.types import ToolCall
+#: Read first; most calls are shorter. What turns out longer is read again with four times as much.
+_WINDOW = 256
+#: A fault this close to the end of a window may be the window's: ``\ud83d\ude00`` is cut there.
+_LONGEST_ATOM = 16
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
-
-_SPACE = re.compile(r"[ \t\n\r]*")
-
-
-class UnterminatedError(ValueError):
-    """The text ends inside a string of the JSON."""
-
-
-def skip_space(text: str, at: int) -> int:
-    """The first position from `at` that is not white space of JSON."""
-    space = _SPACE.match(text, at)
-    return at if space is None else space.end()
+def finite(literal: str) -> float:
+    """The number that `literal` writes; ValueError where it overflows."""
+    number = float(literal)
+    if not math.isfinite(number):
+        raise ValueError(f"{literal[:20]} is too large a number")
+    return number
 
 
-def first_value(text: str) -> tuple[Any, int]:
-    """The JSON value that `text` starts with, and where it ends.
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=finite)
+
+
+class WrittenCall(NamedTuple):
+    """A name and arguments, and the id that the model gave, if any."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: object
+
+
+def value_at(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value that starts at `at`, and where it ends.
+
+    Reads little more than the value, so that a text full of faulty ones costs no more than itself.
 
     Raises:
-        UnterminatedError: `text` ends inside a string.
-        ValueError: There is no JSON value; says why and where.
+        ValueError: There is no JSON value; says why, and where from `at`.
     """
-    try:
-        return _DECODER.raw_decode(text)
-    except json.JSONDecodeError as error:
-        kind = UnterminatedError if error.msg.startswith("Unterminated string") else ValueError
-        raise kind(f"malformed JSON: {error}") from error
-    except RecursionError as error:
-        raise ValueError("malformed JSON: nested too deeply") from error
-    except ValueError as error:
-        raise ValueError(f"malformed JSON: {error}") from error
+    window = _WINDOW
+    while True:
+        piece = text[at : at + window]
+        is_all = at + window >= len(text)
+        try:
+            value, length = _DECODER.raw_decode(piece)
+        except json.JSONDecodeError as error:
+            may_be_cut = error.msg.startswith("Unterminated string") or (
+                error.pos + _LONGEST_ATOM > len(piece)
+            )
+            if is_all or not may_be_cut:
+                raise ValueError(f"malformed JSON: {error}") from None
+        except RecursionError:
+            raise ValueError("malformed JSON: nested too deeply") from None
+        except ValueError as error:
+            raise ValueError(f"malformed JSON: {error}") from None
+        else:
+            if is_all or length < len(piece):
+                return value, at + length
+        window *= 4
 
 
-def call_from_value(value: object, *, call_id: str, raw: str) -> ToolCall:
+def whole_value(text: str) -> Any:
+    """The one JSON value that `text` is, white space aside.
+
+    Raises:
+        ValueError: It is none, or more than one.
+    """
+    body = text.strip(" \t\r\n")
+    value, end = value_at(body, 0)
+    if end < len(body):
+        raise ValueError("malformed JSON: more text follows the value")
+    return value
+
+
+def call_of(value: object, *keys: str) -> WrittenCall:
     """The call that ``{"name": …, "arguments": {…}}`` describes.
 
-    Arguments that are a string of JSON are parsed, once. A call with neither ``arguments`` nor
-    other keys has none.
+    Arguments that are a string of JSON are parsed, once. A call with neither arguments nor other
+    keys has none.
+
+    Args:
+        value: What the JSON says.
+        keys: Names for the arguments, the first present counts; ``"arguments"`` where none given.
 
     Raises:
         ValueError: The value describes no call; says why.
@@ -66,32 +102,33 @@ def call_from_value(value: object, *, call_id: str, raw: str) -> ToolCall:
         raise ValueError('the call has no "name"')
     if not isinstance(name, str) or not name.strip():
         raise ValueError(f'"name" must be a non-empty string, not {name!r}')
-    return ToolCall(name=name.strip(), arguments=_arguments(value), id=call_id, raw=raw)
+    return WrittenCall(name.strip(), _arguments(value, keys or ("arguments",)), value.get("id"))
 
 
-def _arguments(call: dict[str, Any]) -> dict[str, Any]:
+def arguments_of(value: object, key: str = "arguments") -> dict[str, Any]:
+    """`value` as arguments by name; a string of JSON is parsed, once.
+
+    Raises:
+        ValueError: It is no object; says what it is.
+    """
+    if isinstance(value, str):
+        try:
+            value = whole_value(value)
+        except ValueError as error:
+            raise ValueError(f'"{key}" is a string of {error}') from None
+    if not isinstance(value, dict):
+        raise ValueError(f'"{key}" must be an object, not {_kind(value)}')
+    return value
+
+
+def _arguments(call: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
     others = sorted(call.keys() - {"name", "id", "type"})
     if not others:
         return {}
-    if "arguments" not in call:
-        raise ValueError(f'the call has no "arguments", but {", ".join(map(json.dumps, others))}')
-    arguments = call["arguments"]
-    if isinstance(arguments, str):
-        arguments = _parsed(arguments)
-    if not isinstance(arguments, dict):
-        raise ValueError(f'"arguments" must be an object, not {_kind(arguments)}')
-    return arguments
-
-
-def _parsed(arguments: str) -> object:
-    try:
-        start = skip_space(arguments, 0)
-        value, length = first_value(arguments[start:])
-    except ValueError as error:
-        raise ValueError(f'"arguments" is a string of {error}') from error
-    if skip_space(arguments, start + length) < len(arguments):
-        raise ValueError('"arguments" is a string of more than one JSON value')
-    return value
+    for key in keys:
+        if key in call:
+            return arguments_of(call[key], key)
+    raise ValueError(f'the call has no "{keys[0]}", but {", ".join(map(json.dumps, others))}')
 
 
 def _kind(value: object) -> str:

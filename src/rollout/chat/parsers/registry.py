@@ -27,7 +27,11 @@ class ParsedTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolParser(Protocol):
-    """Splits the text of a turn. Keeps no state: one object may serve many trajectories."""
+    """Splits the text of a turn. Keeps no state: one object may serve many trajectories.
+
+    A parser may name special tokens that end a turn in its format, as ``stop_tokens``, a tuple of
+    strings: those that the tokenizer has are added to the sampling.
+    """
 
     def parse(
         self,

@@ -1,38 +1,40 @@
-"""What all formats share: where a turn ends and where its reasoning is."""
+"""Where the text of a turn ends."""
 
 from __future__ import annotations
 
-#: Tokens with which models end a turn. They are no content, whatever the tokenizer. Each has its
-#: only "<" at the start.
-END_TOKENS = frozenset(
-    (
-        "<|im_end|>",
-        "<|endoftext|>",
-        "</s>",
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|end_of_text|>",
-        "<|end|>",
-        "<|return|>",
-        "<|call|>",
-        "<|user|>",
-        "<|observation|>",
-        "<end_of_turn>",
-        "<eos>",
-        "<｜end▁of▁sentence｜>",
-    )
+import re
+
+#: Tokens with which models end a turn. They are no content, whatever the tokenizer.
+END_TOKENS = (
+    "<|im_end|>",
+    "<|endoftext|>",
+    "</s>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|eot|>",
+    "<|eom|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|user|>",
+    "<|observation|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|tool_response>",
+    "<start_function_response>",
+    "<eos>",
+    "<seed:eos>",
+    "[e~[",
+    "[EOS]",
+    "<｜end▁of▁sentence｜>",
 )
+
+_BACKWARDS = "|".join(re.escape(token[::-1]) for token in END_TOKENS)
+_END = re.compile(rf"(?:\s|{_BACKWARDS})*+")
 
 
 def without_end(text: str) -> str:
     """`text` without the end tokens and the white space at its end; linear in its length."""
-    end = len(text)
-    while end:
-        if text[end - 1].isspace():
-            end -= 1
-            continue
-        start = text.rfind("<", 0, end)
-        if start < 0 or text[start:end] not in END_TOKENS:
-            break
-        end = start
-    return text[:end]
+    end = _END.match(text[::-1])
+    return text[: len(text) - end.end()] if end is not None else text

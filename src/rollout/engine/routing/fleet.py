@@ -99,7 +99,7 @@ class Fleet:
         rounds = (other.rounds for other in self.replicas if other.is_usable)
         replica.rounds = max(replica.rounds, min(rounds, default=0.0))
         replica.capacity, replica.weight = capacity, weight
-        replica.is_offered, replica.is_draining = True, False
+        replica.is_offered, replica.is_draining, replica.is_held = True, False, False
         replica.backlog, replica.backlog_at = 0.0, now
         replica.kv_used, replica.batch_limit = 0.0, math.inf
         replica.foreign = replica.foreign_tokens = 0

@@ -26,6 +26,7 @@ class ReplicaState:
         is_offered: It exists and may be reached.
         is_draining: It gets nothing new for now.
         is_stale: Its weights are not the ones that are asked for.
+        is_held: It gets nothing while a request starts there that must not have company.
         is_open: It may get a request now; kept by the fleet.
         new_tokens: Tokens that the requests in flight are expected to generate.
         foreign: Requests that its last report has beyond ours: other drivers share it.
@@ -52,6 +53,7 @@ class ReplicaState:
     is_offered: bool = True
     is_draining: bool = False
     is_stale: bool = False
+    is_held: bool = False
     is_open: bool = False
     new_tokens: int = 0
     foreign: int = 0
@@ -77,7 +79,7 @@ class ReplicaState:
     @property
     def is_usable(self) -> bool:
         """Whether it may get requests at all, room aside."""
-        return self.is_offered and not self.is_draining and not self.is_stale
+        return self.is_offered and not (self.is_draining or self.is_stale or self.is_held)
 
     @property
     def pressure_s(self) -> float:
@@ -86,11 +88,13 @@ class ReplicaState:
 
     @property
     def state(self) -> str:
-        """In a word: "gone", "draining", "stale", "full" or "serving"."""
+        """In a word: "gone", "draining", "stale", "held", "full" or "serving"."""
         if not self.is_offered:
             return "gone"
         if self.is_draining:
             return "draining"
         if self.is_stale:
             return "stale"
+        if self.is_held:
+            return "held"
         return "serving" if self.has_room else "full"

@@ -138,6 +138,20 @@ class Router:
         replica.is_draining = False
         self._fleet.refresh(replica)
 
+    def hold(self, name: str) -> None:
+        """Give a replica nothing until `unhold`, beside what `drain` says."""
+        self._set_held(name, is_held=True)
+
+    def unhold(self, name: str) -> None:
+        """End `hold`; harmless where there is none."""
+        self._set_held(name, is_held=False)
+
+    def _set_held(self, name: str, *, is_held: bool) -> None:
+        replica = self._fleet.find(name)
+        if replica is not None and replica.is_held is not is_held:
+            replica.is_held = is_held
+            self._fleet.refresh(replica)
+
     def require_weights(self, version: int | None) -> None:
         """From now on only replicas with this version of the weights get work; None: all do."""
         self._weight_version = version

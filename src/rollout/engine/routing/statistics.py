@@ -16,8 +16,8 @@ class ReplicaLoad:
     """One replica as the router sees it.
 
     Attributes:
-        state: "serving", "full", "draining", "stale" (other weights than asked for) or "gone"
-            (still with requests in flight).
+        state: "serving", "full", "draining", "stale" (other weights than asked for), "held" (for
+            a request that starts alone) or "gone" (still with requests in flight).
         weight: Its share of the load beside replicas of weight 1.
         in_flight: Requests sent and not known to be gone.
         capacity: Requests that it accepts at once.

@@ -48,6 +48,8 @@ def _sampling_fault(sampling: SamplingParams, vocab_size: int) -> str | None:
         ("top_k", sampling.top_k == -1 or sampling.top_k >= 1, "-1 or at least 1"),
         ("min_p", 0 <= sampling.min_p <= 1, "a number in [0, 1]"),
         ("repetition_penalty", 0 < penalty < math.inf, "a finite number above 0"),
+        ("presence_penalty", math.isfinite(sampling.presence_penalty), "a finite number"),
+        ("frequency_penalty", math.isfinite(sampling.frequency_penalty), "a finite number"),
         (
             "stop_token_ids",
             all(0 <= token < vocab_size for token in stops),

@@ -6,6 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 import anyio
+import msgspec
 
 from rollout.bridge import loop_poster
 from rollout.engine.core import (
@@ -22,6 +23,7 @@ from rollout.engine.cores.transformers.worker import (
     Listener,
     Options,
     Submit,
+    Update,
     Worker,
     stop_text,
 )
@@ -30,6 +32,8 @@ from rollout.limits import cleanup_scope
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
+
+    from rollout.engine.weights import WeightSource
 
 
 class _Mailbox:
@@ -105,6 +109,7 @@ class TransformersCore:
         self._info: EngineInfo | None = None
         self._worker: Worker | None = None
         self._open: dict[str, _Mailbox] = {}
+        self._updating: set[anyio.Event] = set()
         self._failure = "the engine has not been started"
         self._error: Exception | None = None
 
@@ -167,6 +172,36 @@ class TransformersCore:
         if self._worker is not None and request_id in self._open:
             self._worker.send_nowait(Abort(request_id))
 
+    async def update_weights(self, version: int, source: WeightSource) -> None:
+        """Load other weights of the same model from a directory, between two steps.
+
+        Nothing is decoded meanwhile, and both models are in memory for a moment. Cancellation
+        leaves the engine to it.
+
+        Raises:
+            EngineError: They cannot be loaded, or are of another model; the old ones stay.
+        """
+        if self._worker is None or self._failure:
+            raise EngineError(self._failure)
+        answered = anyio.Event()
+        errors: list[Exception | None] = []
+
+        def done(error: Exception | None) -> None:
+            errors.append(error)
+            answered.set()
+
+        self._updating.add(answered)
+        self._worker.send_nowait(Update(version, source.path, done))
+        try:
+            await answered.wait()
+        finally:
+            self._updating.discard(answered)
+        if not errors:  # the thread has ended before it read the message
+            raise EngineError(self._failure)
+        if errors[0] is not None:
+            raise _as_engine_error(errors[0])
+        self._info = msgspec.structs.replace(self.info, weight_version=version)
+
     def load(self) -> EngineLoad:
         """What the engine is doing now."""
         if self._worker is None:
@@ -198,7 +233,12 @@ class TransformersCore:
         """The answer to a request that is not taken on; None where it is."""
         request_id = request.request_id
         if self._failure:
-            return Chunk(request_id=request_id, finish_reason="error", error=self._failure)
+            return Chunk(
+                request_id=request_id,
+                finish_reason="error",
+                error=self._failure,
+                is_fatal=self._error is not None,
+            )
         fault = request_fault(request, self.info)
         if fault is None and request_id in self._open:
             fault = f"request id {request_id!r} is in use"
@@ -237,9 +277,12 @@ class TransformersCore:
                     offset=mailbox.tokens,
                     finish_reason="error" if error else "abort",
                     error=self._failure if error else "",
+                    is_fatal=error is not None,
                 )
             )
         self._open.clear()
+        for answered in self._updating:
+            answered.set()
         self._settled.set()
         self._stopped.set()
 
@@ -247,6 +290,6 @@ class TransformersCore:
 def _as_engine_error(error: Exception) -> EngineError:
     if isinstance(error, EngineError):
         return error
-    wrapped = EngineError(f"the engine could not start: {type(error).__name__}: {error}")
+    wrapped = EngineError(f"the engine could not load the model: {type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped

@@ -71,6 +71,10 @@ class SlotModel:
                 f"use the attention backend"
             )
 
+    def replace(self, model: PreTrainedModel) -> None:
+        """Compute with another model of the same shapes from now on."""
+        self._model = model
+
     def step(self, ids: Tensor, spans: Sequence[Span], sampled: Sequence[int]) -> Tensor:
         """Logits (R, V) of those spans whose indices are in `sampled`; all spans enter the cache.
 

@@ -39,12 +39,14 @@ class Row(NamedTuple):
     Attributes:
         position: Of the token to be drawn, in prompt plus response.
         seen: Tokens before it, which the repetition penalty looks at.
+        prompt_length: How many of these are the prompt's; the other penalties look at the rest.
     """
 
     sampling: SamplingParams
     seed: int
     position: int
     seen: Ids
+    prompt_length: int = 0
 
 
 class Draws(NamedTuple):
@@ -141,14 +143,21 @@ def _most_likely(logits: Tensor, rows: Sequence[Row], chosen: list[int]) -> Tens
     picked = logits if len(chosen) == len(rows) else logits[chosen]
     best = picked.argmax(-1)
     for at, i in enumerate(chosen):
-        if rows[i].sampling.repetition_penalty != 1:
+        if _has_penalty(rows[i].sampling):
             best[at] = _penalised(logits[i], rows[i]).argmax()
     return best
 
 
 def _penalised(logits: Tensor, row: Row) -> Tensor:
+    """Repetition first, then what is taken off for tokens of the output, as in vLLM."""
+    sampling = row.sampling
     seen = torch.from_numpy(row.seen).to(logits.device, torch.int64)
-    return penalise(logits.float(), seen, row.sampling.repetition_penalty)
+    scores = penalise(logits.float(), seen, sampling.repetition_penalty)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        counts = torch.bincount(seen[row.prompt_length :], minlength=len(scores))
+        scores = scores - sampling.frequency_penalty * counts
+        scores = scores - sampling.presence_penalty * (counts > 0)
+    return scores
 
 
 def _truncated(logits: Tensor, weights: Tensor, rows: Sequence[Row], chosen: list[int]) -> Tensor:
@@ -160,7 +169,7 @@ def _truncated(logits: Tensor, weights: Tensor, rows: Sequence[Row], chosen: lis
     for at in special:
         row = rows[chosen[at]]
         scores = logits[chosen[at]].float()
-        if row.sampling.repetition_penalty != 1:
+        if _has_penalty(row.sampling):
             scores = _penalised(scores, row)
         scores = truncate((scores - scores.max()) / row.sampling.temperature, row.sampling)
         picked[at] = scores.exp()
@@ -169,7 +178,15 @@ def _truncated(logits: Tensor, weights: Tensor, rows: Sequence[Row], chosen: lis
 
 def _is_special(sampling: SamplingParams) -> bool:
     is_truncated = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    return is_truncated or sampling.repetition_penalty != 1
+    return is_truncated or _has_penalty(sampling)
+
+
+def _has_penalty(sampling: SamplingParams) -> bool:
+    return (
+        sampling.repetition_penalty != 1
+        or sampling.presence_penalty != 0
+        or sampling.frequency_penalty != 0
+    )
 
 
 def _nucleus(row: Tensor, top_p: float) -> Tensor:

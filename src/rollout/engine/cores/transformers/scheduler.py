@@ -68,7 +68,14 @@ class Sequence:
             return "stop"
         return "length" if self.length >= self.limit else None
 
-    def take_chunk(self, reason: FinishReason | None = None, error: str = "") -> Chunk:
+    def take_chunk(
+        self,
+        weight_version: int,
+        reason: FinishReason | None = None,
+        error: str = "",
+        *,
+        is_fatal: bool = False,
+    ) -> Chunk:
         """The tokens that have not left yet, as a chunk."""
         start, self._sent = self._sent, len(self.log_probs)
         first = self.prompt_length + start
@@ -77,8 +84,10 @@ class Sequence:
             offset=start,
             ids=self.ids[first : self.length].astype("<i4").tobytes(),
             log_probs=np.asarray(self.log_probs[start:], dtype="<f4").tobytes(),
+            weight_version=weight_version,
             finish_reason=reason,
             error=error,
+            is_fatal=is_fatal,
             cached_tokens=self.cached_tokens if reason is not None else 0,
         )
 
@@ -103,6 +112,7 @@ class Scheduler:
     def __init__(self, *, max_running: int, stream_interval: int) -> None:
         self.table = SlotTable(max_running)
         self.generated_tokens = 0
+        self.weight_version = 0
         self._stream_interval = stream_interval
         self._waiting: list[Sequence] = []
         self._running: dict[str, Sequence] = {}
@@ -130,16 +140,24 @@ class Scheduler:
             return
         for index, waiting in enumerate(self._waiting):
             if waiting.request.request_id == request_id:
-                self._chunks.append(self._waiting.pop(index).take_chunk("abort"))
+                self._send(self._waiting.pop(index), "abort")
                 return
 
-    def end_all(self, reason: FinishReason, error: str = "") -> None:
+    def end_all(self, reason: FinishReason, error: str = "", *, is_fatal: bool = False) -> None:
         """End every request with the tokens it has."""
         for sequence in list(self._running.values()):
-            self._finish(sequence, reason, error)
+            self._finish(sequence, reason, error, is_fatal=is_fatal)
         for sequence in self._waiting:
-            self._chunks.append(sequence.take_chunk(reason, error))
+            self._send(sequence, reason, error, is_fatal=is_fatal)
         self._waiting.clear()
+
+    def change_weights(self, version: int) -> None:
+        """What is sampled from now on has this version; running requests go on."""
+        for sequence in self._running.values():
+            if sequence.unsent:
+                self._send(sequence)  # a chunk has one version
+        self.weight_version = version
+        self.table.forget()
 
     def admit(self) -> list[Placement]:
         """Give free slots to waiting requests; the caller copies what the placements ask for."""
@@ -182,7 +200,7 @@ class Scheduler:
         if reason is not None:
             self._finish(sequence, reason)
         elif sequence.unsent >= self._stream_interval:
-            self._chunks.append(sequence.take_chunk())
+            self._send(sequence)
 
     def fail(self, sequence: Sequence, error: str) -> None:
         """End a running request whose numbers are useless; its slot is not reused."""
@@ -214,8 +232,22 @@ class Scheduler:
         self._running[sequence.request.request_id] = sequence
         return placement
 
-    def _finish(self, sequence: Sequence, reason: FinishReason, error: str = "") -> None:
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, error: str = "", *, is_fatal: bool = False
+    ) -> None:
         del self._running[sequence.request.request_id]
         if sequence.slot is not None:
             self.table.release(sequence.slot)
-        self._chunks.append(sequence.take_chunk(reason, error))
+        self._send(sequence, reason, error, is_fatal=is_fatal)
+
+    def _send(
+        self,
+        sequence: Sequence,
+        reason: FinishReason | None = None,
+        error: str = "",
+        *,
+        is_fatal: bool = False,
+    ) -> None:
+        self._chunks.append(
+            sequence.take_chunk(self.weight_version, reason, error, is_fatal=is_fatal)
+        )

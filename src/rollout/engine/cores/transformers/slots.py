@@ -30,9 +30,19 @@ class Slot:
         session_id: Session of that request.
         is_taken: Whether a request is running in it.
         last_used: Larger is later.
+        is_stale: What it holds was computed with other weights, and serves nobody else.
     """
 
-    __slots__ = ("coming", "computed", "ids", "index", "is_taken", "last_used", "session_id")
+    __slots__ = (
+        "coming",
+        "computed",
+        "ids",
+        "index",
+        "is_stale",
+        "is_taken",
+        "last_used",
+        "session_id",
+    )
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -42,6 +52,7 @@ class Slot:
         self.session_id = ""
         self.is_taken = False
         self.last_used = 0
+        self.is_stale = False
 
     def common(self, prompt: Ids) -> int:
         """How many tokens at the beginning of `prompt` the cache holds."""
@@ -86,7 +97,11 @@ class SlotTable:
         Call only while a slot is free; nothing changes before `take`.
         """
         prompt = prompt[:-1]
-        held = [(slot, slot.common(prompt)) for slot in self.slots if slot.computed]
+        held = [
+            (slot, slot.common(prompt))
+            for slot in self.slots
+            if slot.computed and not slot.is_stale
+        ]
         source, best = max(held, key=lambda pair: pair[1], default=(None, 0))
         if self._coming(prompt) - best >= MIN_SHARED:
             return None
@@ -98,12 +113,21 @@ class SlotTable:
     def take(self, slot: Slot, ids: Ids, prompt_length: int, reused: int, session_id: str) -> None:
         """Give `slot` to a request; `ids` is its buffer, of which `reused` tokens are computed."""
         slot.ids, slot.computed, slot.coming = ids, reused, prompt_length
-        slot.session_id, slot.is_taken = session_id, True
+        slot.session_id, slot.is_taken, slot.is_stale = session_id, True, False
 
     def release(self, slot: Slot) -> None:
         """The request in `slot` has ended; its tokens stay until somebody needs the slot."""
         self._clock += 1
         slot.is_taken, slot.coming, slot.last_used = False, 0, self._clock
+        if slot.is_stale:
+            slot.computed = 0
+
+    def forget(self) -> None:
+        """Nothing computed so far serves a request that comes later."""
+        for slot in self.slots:
+            slot.is_stale = slot.is_taken
+            if not slot.is_taken:
+                slot.computed = 0
 
     def _coming(self, prompt: Ids) -> int:
         """The longest beginning of `prompt` that a request is about to compute."""
@@ -111,7 +135,7 @@ class SlotTable:
             (
                 common_prefix(prompt, slot.ids[: slot.coming])
                 for slot in self.slots
-                if slot.computed < slot.coming
+                if slot.computed < slot.coming and not slot.is_stale
             ),
             default=0,
         )

@@ -50,4 +50,10 @@ def _draw(
 
 def _row(piece: Piece) -> Row:
     sequence = piece.sequence
-    return Row(sequence.sampling, sequence.seed, sequence.length, sequence.ids[: sequence.length])
+    return Row(
+        sequence.sampling,
+        sequence.seed,
+        sequence.length,
+        seen=sequence.ids[: sequence.length],
+        prompt_length=sequence.prompt_length,
+    )

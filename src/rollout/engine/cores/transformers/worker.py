@@ -69,8 +69,22 @@ class Abort(msgspec.Struct, frozen=True):
     request_id: str
 
 
+class Update(msgspec.Struct, frozen=True):
+    """Load other weights of the same model between two steps.
+
+    `done` is called on the loop: with what went wrong, or None.
+    """
+
+    version: int
+    path: str
+    done: Callable[[Exception | None], object]
+
+
 class Close(msgspec.Struct, frozen=True):
     """End every request and the thread."""
+
+
+Message = Submit | Abort | Update | Close
 
 
 class Worker:
@@ -80,7 +94,7 @@ class Worker:
         self._options = options
         self._listener = listener
         self._post = post
-        self._inbox: queue.SimpleQueue[Submit | Abort | Close] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._is_closing = False
         #: Requests running in slots, tokens sampled, share of the cache: replaced after each step.
         self.load = EngineLoad()
@@ -90,7 +104,7 @@ class Worker:
         atexit.register(self._end)
         self._thread.start()
 
-    def send_nowait(self, message: Submit | Abort | Close) -> None:
+    def send_nowait(self, message: Message) -> None:
         """Leave a message for the thread, which reads it before its next step."""
         self._inbox.put(message)
 
@@ -116,18 +130,12 @@ class Worker:
         # Here, not above: torch takes seconds to import, and the event loop must not wait for it.
         import torch
 
-        from rollout.engine.cores.transformers.model import SlotModel, describe, load_model
+        from rollout.engine.cores.transformers.model import SlotModel, describe
 
         options = self._options
         torch.set_num_threads(options.threads)
         with torch.inference_mode():
-            loaded = load_model(
-                options.model,
-                revision=options.revision,
-                trust_remote_code=options.trust_remote_code,
-                dtype=options.dtype,
-                device=options.device,
-            )
+            loaded = self._load(options.model, options.revision)
             info = describe(
                 loaded,
                 context_length=options.context_length,
@@ -146,21 +154,21 @@ class Worker:
             max_running=options.max_running, stream_interval=options.stream_interval
         )
         while True:
-            self._read_inbox(scheduler, info)
+            self._read_inbox(scheduler, model, info)
             if self._is_closing:
                 scheduler.end_all("abort")
             elif not scheduler.is_idle:
                 try:
                     step(scheduler, model)
                 except Exception as error:
-                    scheduler.end_all("error", stop_text(error))
+                    scheduler.end_all("error", stop_text(error), is_fatal=True)
                     self._report(scheduler, info)
                     raise
             self._report(scheduler, info)
             if self._is_closing:
                 return
 
-    def _read_inbox(self, scheduler: Scheduler, info: EngineInfo) -> None:
+    def _read_inbox(self, scheduler: Scheduler, model: Any, info: EngineInfo) -> None:
         """Take every message; wait for one only where there is nothing to do."""
         must_wait = scheduler.is_idle
         while must_wait or not self._inbox.empty():
@@ -169,9 +177,43 @@ class Worker:
                     scheduler.submit(_sequence(request, info))
                 case Abort(request_id):
                     scheduler.abort(request_id)
+                case Update() as update:
+                    self._update(update, scheduler, model, info)
                 case Close():
                     self._is_closing = True
             must_wait = False
+
+    def _update(self, update: Update, scheduler: Scheduler, model: Any, info: EngineInfo) -> None:
+        from rollout.engine.cores.transformers.model import describe
+
+        error: Exception | None = None
+        try:
+            loaded = self._load(update.path, revision=None)
+            found = describe(
+                loaded, context_length=info.context_length, max_requests=info.max_requests
+            )
+            if found.fingerprint != info.fingerprint:
+                raise EngineError(
+                    f"{update.path}: the weights are of model {found.fingerprint}, the engine "
+                    f"serves {info.fingerprint}"
+                )
+            model.replace(loaded)
+            scheduler.change_weights(update.version)
+        except Exception as caught:
+            error = caught
+        self._tell(update.done, error)
+
+    def _load(self, path: str, revision: str | None) -> Any:
+        from rollout.engine.cores.transformers.model import load_model
+
+        options = self._options
+        return load_model(
+            path,
+            revision=revision,
+            trust_remote_code=options.trust_remote_code,
+            dtype=options.dtype,
+            device=options.device,
+        )
 
     def _report(self, scheduler: Scheduler, info: EngineInfo) -> None:
         capacity = self._options.max_running * info.context_length

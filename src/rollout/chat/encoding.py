@@ -1,0 +1,215 @@
+"""Rendered text to token ids; what only looks like a special token stays text.
+
+A tokenizer recognises its special tokens by their spelling, wherever they stand. Here a text comes
+with the places that its author and not the template wrote: nothing in them is recognised. The text
+between two special tokens is encoded as one piece, whoever wrote which part of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+#: Where text must be kept from being read as special tokens: ``[start, stop)``.
+Place = tuple[int, int]
+
+#: Begins and ends the tokens that stand for special ones; of a private plane, so in no text.
+BOUNDARY = "\U000f5a17"
+#: Markup that some vocabularies (Gemma's) hold as ordinary entries of their table of added tokens.
+_MARKUP = re.compile(
+    r"</?(?:a|b|i|p|s|u|h[1-6]|t[dhr]|ol|ul|li|em|br|img|sub|sup|code|strong|table|tbody|thead"
+    r"|tfoot|caption|blockquote)>"
+)
+
+
+class WrittenText(msgspec.Struct, frozen=True):
+    """A rendered text, and the places in it that only look like special tokens.
+
+    Attributes:
+        text: As the template wrote it.
+        plain: Places that stay plain text, in order, none overlapping another.
+    """
+
+    text: str
+    plain: tuple[Place, ...] = ()
+
+
+class TextEncoder:
+    """Text to ids by one tokenizer, no special token added. Get one by `encoder_of`.
+
+    Works on copies of the fast backend: others may set truncation or padding on theirs. A
+    tokenizer that transformers runs in Python encodes piece by piece.
+
+    Attributes:
+        specials: Spelling and id of each token that a template may write: those marked special,
+            and the other added ones that are neither white space nor markup.
+        encode: Text to ids, special tokens recognised wherever they stand.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        added = tokenizer.added_tokens_decoder.items()
+        self.specials = {token.content: token_id for token_id, token in added if _is_special(token)}
+        self.size = len(added)
+        self._added = {token.content: token for _, token in added}
+        self._pattern = _any_of(self.specials) if self.specials else None
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._bounded = None if backend is None else _BoundedEncoder(backend, self.specials)
+        if backend is None:
+            self._encode_piece: Any = tokenizer.encode
+            self.encode = self._encode_unserialized
+        else:
+            self._encode_piece = _copy(backend).encode
+            self.encode = self._encode_fast
+
+    def encode_written(self, written: WrittenText) -> list[int]:
+        """The ids; special tokens are recognised outside the plain places only."""
+        if not written.plain:
+            return self.encode(written.text)
+        pieces, tokens = self._split(written)
+        if self._bounded is None or BOUNDARY in written.text:
+            return self._piecewise(pieces, tokens)
+        return self._bounded.encode(pieces, [self._added[token] for token in tokens])
+
+    def is_plain(self, text: str) -> bool:
+        """Whether nothing in `text` looks like a special token."""
+        return self._pattern is None or self._pattern.search(text) is None
+
+    def look_alikes(self, text: str, start: int = 0) -> list[Place]:
+        """Where `text` would be read as special tokens, moved by `start`."""
+        return [(start + a, start + b) for a, b in self._matches(text)]
+
+    def _matches(self, text: str) -> Iterator[Place]:
+        if self._pattern is not None:
+            yield from (match.span() for match in self._pattern.finditer(text))
+
+    def _split(self, written: WrittenText) -> tuple[list[str], list[str]]:
+        """The text around the special tokens that the template wrote, and those tokens."""
+        text, ends = written.text, itertools.chain(written.plain, [(len(written.text),) * 2])
+        pieces, tokens, at, start = [], [], 0, 0
+        for plain_start, plain_stop in ends:
+            for a, b in self._matches(text[start:plain_start]):
+                pieces.append(text[at : start + a])
+                tokens.append(text[start + a : start + b])
+                at = start + b
+            start = plain_stop
+        return [*pieces, text[at:]], tokens
+
+    def _piecewise(self, pieces: Sequence[str], tokens: Sequence[str]) -> list[int]:
+        ids: list[int] = []
+        for piece, token in itertools.zip_longest(pieces, tokens):
+            ids += self._encode_plain(piece)
+            if token is not None:
+                ids.append(self.specials[token])
+        return ids
+
+    def _encode_plain(self, text: str) -> list[int]:
+        if self._bounded is not None:
+            return self._bounded.encode_plain(text)
+        ids = self._encode_piece(text, add_special_tokens=False, split_special_tokens=True)
+        return list(ids)
+
+    def _encode_fast(self, text: str) -> list[int]:
+        ids: list[int] = self._encode_piece(text, add_special_tokens=False).ids
+        return ids
+
+    def _encode_unserialized(self, text: str) -> list[int]:
+        return list(self._encode_piece(text, add_special_tokens=False))
+
+
+class _BoundedEncoder:
+    """Encodes text whose special tokens have been put behind boundaries of our own.
+
+    Its tokenizer reads every special token of the vocabulary as text, and recognises four made-up
+    ones: one for each way in which a special token may take the white space around it.
+    """
+
+    def __init__(self, backend: Any, specials: Mapping[str, int]) -> None:
+        from tokenizers import AddedToken
+
+        own = _copy(backend)
+        own.add_special_tokens(list(specials))  # known already: they become special, ids stay
+        own.encode_special_tokens = True
+        self._plain = own.encode
+        self._marks = {
+            (left, right): f"{BOUNDARY}{int(left)}{int(right)}{BOUNDARY}"
+            for left, right in itertools.product((False, True), repeat=2)
+        }
+        own.add_tokens(
+            [
+                AddedToken(name, lstrip=left, rstrip=right, normalized=False, special=False)
+                for (left, right), name in self._marks.items()
+            ]
+        )
+        self._ids = frozenset(own.token_to_id(name) for name in self._marks.values())
+        self._specials = specials
+
+    def encode_plain(self, text: str) -> list[int]:
+        """The ids of a text in which nothing is special; boundaries in it are lost."""
+        ids = self._plain(text, add_special_tokens=False).ids
+        return [token_id for token_id in ids if token_id not in self._ids]
+
+    def encode(self, pieces: Sequence[str], tokens: Sequence[Any]) -> list[int]:
+        """The ids of texts with special tokens between them."""
+        marks = [self._marks[token.lstrip, token.rstrip] for token in tokens]
+        text = "".join(itertools.chain.from_iterable(zip(pieces, marks, strict=False)))
+        written = iter([self._specials[token.content] for token in tokens])
+        return [
+            next(written) if token_id in self._ids else token_id
+            for token_id in self._plain(text + pieces[-1], add_special_tokens=False).ids
+        ]
+
+
+#: Encoders are heavy, and several templates may share a tokenizer.
+_ENCODERS: weakref.WeakKeyDictionary[Any, TextEncoder] = weakref.WeakKeyDictionary()
+
+
+def encoder_of(tokenizer: PreTrainedTokenizerBase) -> TextEncoder:
+    """The encoder of a tokenizer, made anew where tokens were added since."""
+    known = _ENCODERS.get(tokenizer)
+    if known is None or known.size != len(tokenizer.added_tokens_decoder):
+        known = _ENCODERS[tokenizer] = TextEncoder(tokenizer)
+    return known
+
+
+def _copy(backend: Any) -> Any:
+    own = type(backend).from_str(backend.to_str())
+    own.no_truncation()
+    own.no_padding()
+    return own
+
+
+def _is_special(token: Any) -> bool:
+    is_text = not token.content.strip() or _MARKUP.fullmatch(token.content)
+    return bool(token.special or not is_text)
+
+
+def _any_of(words: Iterable[str]) -> re.Pattern[str]:
+    """Matches the longest of `words`; as a tree, so that 1,000 words cost little more than one."""
+    tree: dict[str, Any] = {}
+    for word in words:
+        node = tree
+        for letter in word:
+            node = node.setdefault(letter, {})
+        node[""] = {}
+    return re.compile(_tree_pattern(tree))
+
+
+def _tree_pattern(tree: dict[str, Any]) -> str:
+    """A regular expression of the words in `tree`; the end of a word is the key ''."""
+    head = ""
+    while len(tree) == 1 and "" not in tree:
+        letter, tree = next(iter(tree.items()))
+        head += re.escape(letter)
+    branches = [re.escape(letter) + _tree_pattern(rest) for letter, rest in tree.items() if letter]
+    if not branches:
+        return head
+    return f"{head}(?:{'|'.join(branches)}){'?' if '' in tree else ''}"

@@ -1,0 +1,137 @@
+"""Finds in a rendered text what its authors wrote, where it looks like a special token.
+
+A template gives back text without saying which part of it came from a message. So the spellings of
+special tokens in messages and tools are replaced by words of our own before rendering, and put
+back afterwards: where they are put back is text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rollout.chat.encoding import Place, WrittenText
+from rollout.errors import TemplateError
+
+if TYPE_CHECKING:
+    from rollout.chat.encoding import TextEncoder
+    from rollout.chat.messages import TemplateMessage
+
+Tools = Sequence[Mapping[str, Any]] | None
+#: Renders messages and tools.
+RenderAll = Callable[[Sequence["TemplateMessage"], Tools], str]
+
+#: Tags that assistants write themselves, so that the words of one in a prompt may hold them.
+_TAG = re.compile(r"</?\w+>")
+
+
+def render_written(
+    render: RenderAll, encoder: TextEncoder, messages: Sequence[TemplateMessage], tools: Tools
+) -> WrittenText:
+    """The rendered text with the places in it that must stay plain.
+
+    Of an assistant's message, tags like ``<think>`` are left to the template and the tokenizer:
+    templates look for them.
+
+    Raises:
+        TemplateError: The template refuses the messages.
+    """
+    if _are_plain(encoder, [messages, tools]):
+        return WrittenText(render(messages, tools))
+    text = render(messages, tools)
+    word = "rolloutLookAlike"  # letters, which templates leave as they are
+    while word in text:
+        word += "a"
+    replaced = _Marking(encoder, word, is_kept=False).render(render, messages, tools)
+    if replaced.text == text:
+        return replaced
+    try:  # the template looks for tokens in contents: it must find them there
+        kept = _Marking(encoder, word, is_kept=True).render(render, messages, tools)
+    except TemplateError:
+        return replaced
+    return kept if kept.text == text else replaced
+
+
+def _are_plain(encoder: TextEncoder, value: object) -> bool:
+    if isinstance(value, str):
+        return encoder.is_plain(value)
+    if isinstance(value, Mapping):
+        return all(
+            _are_plain(encoder, key) and _are_plain(encoder, item) for key, item in value.items()
+        )
+    if isinstance(value, list | tuple):
+        return all(_are_plain(encoder, item) for item in value)
+    return True
+
+
+class _Marking:
+    """Marks look-alikes in strings, and finds the marks in the text that becomes of them.
+
+    Args:
+        encoder: Knows what looks like a special token.
+        word: What marks begin with; stands nowhere else.
+        is_kept: Whether the look-alike stays beside its mark, for templates that look for it at
+            the start or end of a content; else the mark stands in its place.
+    """
+
+    def __init__(self, encoder: TextEncoder, word: str, *, is_kept: bool) -> None:
+        self._encoder = encoder
+        self._word = word
+        self._is_kept = is_kept
+        self._originals: dict[str, str] = {}
+
+    def render(
+        self, render: RenderAll, messages: Sequence[TemplateMessage], tools: Tools
+    ) -> WrittenText:
+        marked = [
+            self._marked(message, is_assistant=message["role"] == "assistant")
+            for message in messages
+        ]
+        text = render(marked, None if tools is None else self._marked(list(tools)))
+        return self._unmarked(text)
+
+    def _marked(self, value: Any, *, is_assistant: bool = False) -> Any:
+        """A copy of `value` with marks in its strings."""
+        if isinstance(value, str):
+            return self._marked_text(value, is_assistant)
+        if isinstance(value, Mapping):
+            return {
+                self._marked(key): self._marked(item, is_assistant=is_assistant)
+                for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self._marked(item, is_assistant=is_assistant) for item in value]
+        return value
+
+    def _marked_text(self, text: str, is_assistant: bool) -> str:
+        pieces: list[str] = []
+        at, end = 0, len(text.rstrip())
+        for start, stop in self._encoder.look_alikes(text):
+            token = text[start:stop]
+            if is_assistant and _TAG.fullmatch(token):
+                continue
+            pieces += (text[at:start], self._mark(token, is_last=stop >= end))
+            at = stop
+        return "".join((*pieces, text[at:])) if pieces else text
+
+    def _mark(self, token: str, *, is_last: bool) -> str:
+        mark = f"{self._word}{len(self._originals)}x"
+        if self._is_kept:
+            mark = mark + token if is_last else token + mark
+        self._originals[mark] = token
+        return mark
+
+    def _unmarked(self, text: str) -> WrittenText:
+        if not self._originals:
+            return WrittenText(text)
+        pieces: list[str] = []
+        plain: list[Place] = []
+        at = length = 0
+        for match in re.finditer("|".join(map(re.escape, self._originals)), text):
+            before, token = text[at : match.start()], self._originals[match[0]]
+            pieces += (before, token)
+            length += len(before) + len(token)
+            plain.append((length - len(token), length))
+            at = match.end()
+        return WrittenText("".join((*pieces, text[at:])), tuple(plain))

@@ -1,0 +1,156 @@
+"""Gemma: ``<|tool_call>call:f{x:1}<tool_call|>`` and the ways of earlier versions."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from rollout.chat.parsers.json_calls import finite
+from rollout.chat.parsers.literals import PythonCall, PythonReader
+from rollout.chat.parsers.llama3 import read_objects
+from rollout.chat.parsers.pythonic import CALL_LIST, read_call_list
+from rollout.chat.parsers.reader import MAX_DEPTH, Reader, SyntaxFault
+from rollout.chat.parsers.registry import register_tool_parser
+from rollout.chat.parsers.scan import TaggedParser
+
+if TYPE_CHECKING:
+    from rollout.chat.parsers.scan import TurnScan
+
+FENCE = "```"
+_ENDS = {"<|tool_call>": "<tool_call|>", "<start_function_call>": "<end_function_call>"}
+_TAG = re.compile(r"<\|tool_call>|<start_function_call>|<tool_call\|>|<end_function_call>")
+
+_HEAD = re.compile(r"\s*call:\s*([\w.\-]+)\s*\{")
+_QUOTED = r'<\|"\|>(.*?)<\|"\|>|<escape>(.*?)<escape>|"([^"\\]*)"'
+_STRING = re.compile(_QUOTED, re.DOTALL)
+_KEY = re.compile(rf"\s*(?>{_QUOTED}|([^,:{{}}\[\]<]+))\s*:", re.DOTALL)
+_BARE = re.compile(r'\s*([^,{}\[\]<"\s](?:[^,{}\[\]<]*[^,{}\[\]<\s])?)')
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+(\.[0-9]*)?|(\.[0-9]+))([eE][+-]?[0-9]+)?")
+_CONSTANTS = {"true": True, "false": False, "null": None}
+
+
+@register_tool_parser("gemma")
+class GemmaParser(TaggedParser):
+    r"""Reads the formats of Gemma 4, of FunctionGemma and of prompted Gemma 3.
+
+    ``<|tool_call>call:NAME{key:<|"|>text<|"|>,n:1}<tool_call|>``; the same between
+    ``<start_function_call>`` and ``<end_function_call>`` with ``<escape>`` around strings;
+    Python calls in a fence of ``tool_code``; ``[f(x=1)]`` or ``{"name": …, "parameters": {…}}``
+    as the start of the turn.
+    """
+
+    stop_tokens = ("<end_of_turn>", "<turn|>", "<|tool_response>", "<start_function_response>")
+    reasoning_tags = (("<|channel>thought", "<channel|>"), ("<think>", "</think>"))
+    opening = (
+        r"<\|tool_call>|<start_function_call>|(?P<fence>```tool_code\b)"
+        rf"|(?:\A|(?<=<channel\|>)|(?<=</think>))\s*(?:(?P<json>(?=\{{))|{CALL_LIST})"
+    )
+
+    def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
+        if opening["name"] is not None:
+            return read_call_list(scan, opening)
+        if opening["json"] is not None:
+            return read_objects(scan, opening.end(), opening.end(), is_marked=False)
+        if opening["fence"] is not None:
+            return _read_fence(scan, opening)
+        return _read_tagged(scan, opening)
+
+
+def _read_tagged(scan: TurnScan, opening: re.Match[str]) -> int:
+    start, end = opening.start(), _ENDS[opening[0]]
+    reader = GemmaReader(scan.text, opening.end())
+    try:
+        name, arguments = reader.call()
+        if not reader.take(end):
+            reader.fail(f"the call is not closed by {end}")
+    except SyntaxFault as fault:
+        tag = _TAG.search(scan.text, fault.at)
+        if tag is None:
+            return scan.add_invalid(start, len(scan.text), str(fault))
+        stop = tag.end() if tag[0] == end else tag.start()
+        return scan.add_invalid(start, stop, str(fault))
+    return scan.add_call(start, reader.at, name, arguments)
+
+
+def _read_fence(scan: TurnScan, opening: re.Match[str]) -> int:
+    """The calls of a fence, one or several, bare, printed or in a list."""
+    reader = PythonReader(scan.text, opening.end())
+    calls: list[PythonCall] = []
+    try:
+        while not calls or not reader.take(FENCE):
+            calls += reader.statement()
+    except SyntaxFault as fault:
+        end = scan.find(FENCE, fault.at)
+        stop = min(end + len(FENCE), len(scan.text))
+        return scan.add_invalid(opening.start(), stop, str(fault))
+    for call in calls:
+        scan.add_call(call.start, call.stop, call.name, call.arguments)
+    return reader.at
+
+
+class GemmaReader(Reader):
+    """Reads ``call:f{key:value}``."""
+
+    def call(self) -> tuple[str, dict[str, Any]]:
+        """The name of the function and its arguments."""
+        head = _HEAD.match(self.text, self.at)
+        if head is None:
+            self.fail("expected call:NAME{")
+        self.at = head.end()
+        return head[1], self._object(0)
+
+    def _object(self, depth: int) -> dict[str, Any]:
+        items: dict[str, Any] = {}
+        is_done = self.take("}")
+        while not is_done:
+            key = self._key()
+            items[key] = self._value(depth + 1)
+            is_done = self.ends("}")
+        return items
+
+    def _list(self, depth: int) -> list[Any]:
+        items: list[Any] = []
+        is_done = self.take("]")
+        while not is_done:
+            items.append(self._value(depth + 1))
+            is_done = self.ends("]")
+        return items
+
+    def _key(self) -> str:
+        key = _KEY.match(self.text, self.at)
+        if key is None:
+            self.fail("expected key:value")
+        self.at = key.end()
+        return _written(key).strip()
+
+    def _value(self, depth: int) -> Any:
+        word = _BARE.match(self.text, self.at)
+        if word is not None:
+            self.at = word.end()
+            return _bare(word[1])
+        if depth > MAX_DEPTH:
+            self.fail("nested too deeply")
+        if self.take("{"):
+            return self._object(depth)
+        if self.take("["):
+            return self._list(depth)
+        string = _STRING.match(self.text, self.at)
+        if string is None:
+            self.fail("expected a value")
+        self.at = string.end()
+        return _written(string)
+
+
+def _written(match: re.Match[str]) -> str:
+    return match[match.lastindex or 0]
+
+
+def _bare(word: str) -> Any:
+    """A constant, a number, or else the word itself, as models at times forget the marks."""
+    number = _NUMBER.fullmatch(word)
+    if number is None:
+        return _CONSTANTS.get(word, word)
+    try:
+        return finite(word) if number.lastindex else int(word)
+    except ValueError:
+        return word

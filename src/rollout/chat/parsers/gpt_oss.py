@@ -1,0 +1,119 @@
+"""gpt-oss: messages of the harmony format, each with a channel and perhaps a recipient."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rollout.chat.parsers.json_calls import arguments_of, whole_value
+from rollout.chat.parsers.registry import ParsedTurn, register_tool_parser
+from rollout.chat.parsers.scan import TurnScan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+_TOKEN = re.compile(r"<\|(start|channel|constrain|message|end|call|return)\|>")
+_RECIPIENT = re.compile(r"(?<!\S)to=([^\s<]*)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*([A-Za-z]*)")
+#: Recipients that are no tools.
+_PEOPLE = ("", "assistant", "user", "all")
+
+
+class _Message(NamedTuple):
+    """Where a message starts, its body lies, and what ended it: a token's name or ""."""
+
+    start: int
+    body: int
+    stop: int
+    end: str
+    channel: str
+    recipient: str
+
+
+@register_tool_parser("gpt_oss")
+class GptOssParser:
+    """Analysis is reasoning; a message with a recipient is a call; all else is content.
+
+    The text goes on where the prompt stopped, behind ``<|start|>assistant``. A call on the
+    analysis channel is reasoning too and never executed; where it asks for an answer
+    (``<|call|>``) it is an invalid call.
+    """
+
+    stop_tokens = ("<|return|>", "<|call|>")
+
+    def parse(
+        self,
+        text: str,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        in_reasoning: bool = False,
+    ) -> ParsedTurn:
+        """See `ToolParser.parse`; `in_reasoning`: the prompt ended inside an analysis message."""
+        scan = TurnScan(text, tools)
+        for message in _messages(text, in_reasoning):
+            _add(scan, message)
+        return scan.turn("\n")
+
+
+def _messages(text: str, in_reasoning: bool) -> Iterator[_Message]:
+    start, body = 0, 0 if in_reasoning else -1
+    channel, recipient = ("analysis" if in_reasoning else ""), ""
+    for token in _TOKEN.finditer(text):
+        kind = token[1]
+        if body < 0 and kind == "message":
+            body = token.end()
+            channel, recipient = _header(text[start : token.start()])
+        elif body >= 0 and kind not in ("message", "constrain"):
+            yield _Message(start, body, token.start(), kind, channel, recipient)
+            start, body = (token.start() if kind in ("start", "channel") else token.end()), -1
+        elif body < 0 and kind in ("start", "end", "call", "return"):
+            yield from _unfinished(text, start, token.start())
+            start = token.start() if kind == "start" else token.end()
+    if body >= 0:
+        yield _Message(start, body, len(text), "", channel, recipient)
+    else:
+        yield from _unfinished(text, start, len(text))
+
+
+def _header(text: str) -> tuple[str, str]:
+    channel, recipient = _CHANNEL.search(text), _RECIPIENT.search(text)
+    name = recipient[1].removeprefix("functions.") if recipient is not None else ""
+    if recipient is not None and not name:
+        name = "functions."
+    return (channel[1].lower() if channel is not None else ""), name
+
+
+def _unfinished(text: str, start: int, stop: int) -> Iterator[_Message]:
+    """A header without a message: a call of nothing, or plain text without any header."""
+    header = text[start:stop]
+    channel, recipient = _header(header)
+    if recipient not in _PEOPLE:
+        yield _Message(start, stop, stop, "header", channel, recipient)
+    elif "<|" not in header and start == 0:
+        yield _Message(start, start, stop, "", "", "")
+
+
+def _add(scan: TurnScan, message: _Message) -> None:
+    if message.channel == "analysis":
+        if message.end != "call" or message.recipient in _PEOPLE:
+            scan.add_reasoning(message.body, message.stop)
+        else:
+            reason = "a call on the analysis channel is not executed; use the commentary channel"
+            scan.add_invalid(message.start, message.stop, reason)
+    elif message.recipient in _PEOPLE:
+        scan.add_content(message.body, message.stop)
+    else:
+        _add_call(scan, message)
+
+
+def _add_call(scan: TurnScan, message: _Message) -> None:
+    try:
+        if message.end == "header":
+            raise ValueError("the call has no message")
+        if message.recipient == "functions.":
+            raise ValueError("the recipient names no function")
+        arguments = arguments_of(whole_value(scan.text[message.body : message.stop]))
+    except ValueError as error:
+        scan.add_invalid(message.start, message.stop, str(error))
+    else:
+        scan.add_call(message.start, message.stop, message.recipient, arguments)

@@ -1,0 +1,62 @@
+"""Calls as a Python list, ``[f(x=1), g(y="a")]``: Llama 4, Llama 3.2 and prompted models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollout.chat.parsers.literals import PythonReader
+from rollout.chat.parsers.reader import SyntaxFault
+from rollout.chat.parsers.registry import register_tool_parser
+from rollout.chat.parsers.scan import TaggedParser
+
+if TYPE_CHECKING:
+    import re
+
+    from rollout.chat.parsers.scan import TurnScan
+
+#: What a list of calls begins with: the first function's name, and whether arguments have names.
+CALL_LIST = r"\[(?=\s*(?P<name>[A-Za-z_][\w.]*)\s*\((?P<named>\s*(?:\)|[A-Za-z_]\w*\s*=))?)"
+_START, _END = "<|python_start|>", "<|python_end|>"
+
+
+@register_tool_parser("pythonic")
+class PythonicParser(TaggedParser):
+    """Arguments are literals by name; nothing is evaluated.
+
+    A list that is malformed is one invalid call where it begins a line, follows
+    ``<|python_start|>`` or names a tool that is offered; elsewhere it is content, since prose
+    and mathematics write ``[f(x), g(x)]`` as well.
+    """
+
+    stop_tokens = ("<|eot|>", "<|eom|>", "<|eot_id|>", "<|eom_id|>")
+    opening = rf"<\|python_(?:start|end)\|>|{CALL_LIST}"
+
+    def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
+        if opening["name"] is None:
+            return opening.end()
+        return read_call_list(scan, opening)
+
+
+def read_call_list(scan: TurnScan, opening: re.Match[str]) -> int:
+    """Add the calls of the list that `opening` begins; return the position after it."""
+    start = opening.start()
+    is_meant = (
+        opening["name"] in scan.tool_names
+        or scan.is_at_line_start
+        or scan.text.endswith(_START, 0, start)
+    )
+    if not is_meant and opening["named"] is None:
+        scan.add_content(*opening.span())
+        return opening.end()
+    reader = PythonReader(scan.text, start)
+    try:
+        calls = reader.call_list()
+    except SyntaxFault as fault:
+        if is_meant:
+            return scan.add_invalid(start, scan.find(_END, start), str(fault))
+        stop = max(fault.at, opening.end())
+        scan.add_content(start, stop)
+        return stop
+    for call in calls:
+        scan.add_call(call.start, call.stop, call.name, call.arguments)
+    return reader.at

@@ -1,0 +1,66 @@
+"""Reading a small syntax forward through a text."""
+
+from __future__ import annotations
+
+import re
+from typing import NoReturn
+
+#: Nesting past this is no argument of a sane call; it also bounds Python's own stack.
+MAX_DEPTH = 100
+
+_GAP = re.compile(r"\s*")
+_SEPARATORS = {
+    end: re.compile(rf"\s*(?P<comma>,\s*)?(?P<end>{re.escape(end)})?") for end in (")", "]", "}")
+}
+
+
+class SyntaxFault(ValueError):
+    """What stands at `at` is not what the syntax wants there."""
+
+    def __init__(self, reason: str, text: str, at: int) -> None:
+        super().__init__(reason)
+        self.at = at
+        self._text = text
+
+    def __str__(self) -> str:
+        seen = self._text[self.at : self.at + 20]
+        return f"{self.args[0]}: {seen!r}" if seen else f"{self.args[0]}: the text ends"
+
+
+class Reader:
+    """A position in a text; what reads leaves `at` behind what it read.
+
+    Raises:
+        SyntaxFault: From all that reads, with the position of the fault.
+    """
+
+    def __init__(self, text: str, at: int) -> None:
+        self.text = text
+        self.at = at
+
+    def skip(self) -> int:
+        """Go past white space; the position there."""
+        gap = _GAP.match(self.text, self.at)
+        if gap is not None:
+            self.at = gap.end()
+        return self.at
+
+    def take(self, sign: str) -> bool:
+        """Whether `sign` stands next, white space aside; if so go past it."""
+        found = self.text.startswith(sign, self.skip())
+        if found:
+            self.at += len(sign)
+        return found
+
+    def ends(self, end: str) -> bool:
+        """Whether `end` stands next, after a comma or not; else there must be a comma."""
+        separator = _SEPARATORS[end].match(self.text, self.at)
+        if separator is None or separator.lastgroup is None:
+            self.skip()
+            self.fail(f"expected , or {end}")
+        self.at = separator.end()
+        return separator.lastgroup == "end"
+
+    def fail(self, reason: str) -> NoReturn:
+        """Raise a fault here, with what stands here."""
+        raise SyntaxFault(reason, self.text, self.at)

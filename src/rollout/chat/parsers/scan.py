@@ -1,0 +1,184 @@
+"""One pass over the text of a turn, and the formats that are read in one pass."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rollout.chat.parsers.registry import ParsedTurn
+from rollout.chat.parsers.schema import ArgumentTypes, function_name
+from rollout.chat.parsers.text import without_end
+from rollout.types import InvalidToolCall, ToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_SPACE = re.compile(r"\s*")
+
+
+class TurnScan:
+    """What has been read of one text so far.
+
+    Attributes:
+        text: The turn without the tokens that end it.
+        tools: OpenAI-style function dicts.
+    """
+
+    def __init__(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        self.text = text
+        self.tools = tools or ()
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCall | InvalidToolCall] = []
+        self._ids: set[str] = set()
+        self._found: dict[str, tuple[int, int]] = {}
+        self._types: dict[str, ArgumentTypes] = {}
+
+    def turn(self, between: str = "") -> ParsedTurn:
+        """The result, with pieces of content joined by `between`."""
+        return ParsedTurn(
+            content=between.join(self._content).strip(),
+            reasoning="\n".join(self._reasoning) if self._reasoning else None,
+            calls=tuple(self._calls),
+        )
+
+    def skip_space(self, at: int) -> int:
+        """The first position from `at` that is not white space."""
+        space = _SPACE.match(self.text, at)
+        return at if space is None else space.end()
+
+    def find(self, tag: str, at: int) -> int:
+        """Where `tag` stands next, or the end of the text.
+
+        The last answer is kept: a million openings that are never closed cost one search.
+        """
+        asked, found = self._found.get(tag, (0, -1))
+        if not asked <= at <= found:
+            found = self.text.find(tag, at)
+            found = len(self.text) if found < 0 else found
+            self._found[tag] = (at, found)
+        return found
+
+    def types_of(self, function: str, *, untyped_as_json: bool = False) -> ArgumentTypes:
+        """What the schema of `function` says of its parameters."""
+        if function not in self._types:
+            self._types[function] = ArgumentTypes(
+                self.tools, function, untyped_as_json=untyped_as_json
+            )
+        return self._types[function]
+
+    @cached_property
+    def tool_names(self) -> frozenset[str]:
+        """Names of the tools that are offered."""
+        return frozenset(filter(None, map(function_name, self.tools)))
+
+    @property
+    def is_at_line_start(self) -> bool:
+        """Whether nothing has been said yet on the line that content has reached."""
+        return not self._content or self._content[-1].rstrip(" \t")[-1:] in ("", "\n")
+
+    def add_content(self, start: int, stop: int) -> None:
+        """The text from `start` to `stop` is said to the user."""
+        if start < stop:
+            self._content.append(self.text[start:stop])
+
+    def add_reasoning(self, start: int, stop: int, *, opening: str = "") -> None:
+        """The text from `start` to `stop` is reasoning; it may be opened once more by `opening`."""
+        piece = self.text[start:stop].strip()
+        if opening and piece.startswith(opening):
+            piece = piece[len(opening) :].strip()
+        self._reasoning.append(piece)
+
+    def begin_with_reasoning(self, stop: int) -> bool:
+        """Whether all up to `stop` can be reasoning; if so it is, and no call of it remains."""
+        if self._reasoning:
+            return False
+        self._content.clear()
+        self._calls.clear()
+        self._ids.clear()
+        self.add_reasoning(0, stop)
+        return True
+
+    def add_call(
+        self, start: int, stop: int, name: str, arguments: Mapping[str, Any], call_id: object = None
+    ) -> int:
+        """Record a call and return `stop`; an id of the model's own is kept where it is new."""
+        if not isinstance(call_id, str) or not call_id.strip() or call_id in self._ids:
+            call_id = f"call_{len(self._calls)}"
+        self._ids.add(call_id)
+        raw = self.text[start:stop]
+        self._calls.append(ToolCall(name=name, arguments=arguments, id=call_id, raw=raw))
+        return stop
+
+    def add_invalid(self, start: int, stop: int, reason: str) -> int:
+        """Record that what stands in the place of a call is none; return `stop`."""
+        self._calls.append(InvalidToolCall(raw=self.text[start:stop], reason=reason))
+        return stop
+
+
+class TaggedParser(ABC):
+    """A format in which tags open calls and reasoning; reads it in time linear in the text.
+
+    Reasoning may stand anywhere outside a call, and a call drafted inside it is never a call.
+    What is never closed reaches to the end. A closing tag of reasoning that nothing opened closes
+    what the prompt had opened: all before it is reasoning.
+
+    Attributes:
+        stop_tokens: Special tokens that end a turn in this format.
+        reasoning_tags: Pairs of what opens and closes reasoning.
+        opening: Regular expression of what may open a call.
+    """
+
+    stop_tokens: ClassVar[tuple[str, ...]] = ()
+    reasoning_tags: ClassVar[tuple[tuple[str, str], ...]] = (("<think>", "</think>"),)
+    opening: ClassVar[str]
+    _tag: ClassVar[re.Pattern[str]]
+
+    def __init_subclass__(cls) -> None:
+        if "opening" in vars(cls):
+            tags = (tag for pair in cls.reasoning_tags for tag in pair)
+            reasoning = "|".join(map(re.escape, tags))
+            cls._tag = re.compile(f"(?P<reasoning>{reasoning})|{cls.opening}")
+
+    def parse(
+        self,
+        text: str,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        in_reasoning: bool = False,
+    ) -> ParsedTurn:
+        """See `ToolParser.parse`."""
+        scan = TurnScan(without_end(text), tools)
+        at = self._read_reasoning(scan, 0, self.reasoning_tags) if in_reasoning else 0
+        while at < len(scan.text):
+            at = self._read_next(scan, at)
+        return scan.turn()
+
+    @abstractmethod
+    def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
+        """Read what `opening` opens into `scan`; return the position after it."""
+
+    def _read_next(self, scan: TurnScan, at: int) -> int:
+        tag = self._tag.search(scan.text, at)
+        if tag is None:
+            scan.add_content(at, len(scan.text))
+            return len(scan.text)
+        scan.add_content(at, tag.start())
+        if tag["reasoning"] is None:
+            return self.read_call(scan, tag)
+        pairs = [pair for pair in self.reasoning_tags if tag[0] == pair[0]]
+        if pairs:
+            return self._read_reasoning(scan, tag.end(), pairs)
+        if not scan.begin_with_reasoning(tag.start()):
+            scan.add_content(*tag.span())
+        return tag.end()
+
+    def _read_reasoning(self, scan: TurnScan, start: int, pairs: Sequence[tuple[str, str]]) -> int:
+        """Read reasoning that one of `pairs` has opened before `start`."""
+        stop, closing = min((scan.find(closing, start), closing) for _, closing in pairs)
+        head = scan.skip_space(start)
+        again = next((tag for tag, _ in pairs if scan.text.startswith(tag, head)), "")
+        scan.add_reasoning(start, stop, opening=again)
+        return stop + len(closing)

@@ -1,0 +1,155 @@
+"""A chat template as a function: messages in, text out."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rollout.chat.messages import (
+    TemplateMessage,
+    template_call,
+    with_arguments_as_text,
+    with_nine_letter_ids,
+    with_results_as_user,
+)
+from rollout.errors import TemplateError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+
+class Dialect(msgspec.Struct, frozen=True, kw_only=True):
+    """How a template wants tool calls and their results.
+
+    Attributes:
+        arguments_as_text: Arguments as a string of JSON, which it writes down as it is (DeepSeek);
+            others want a mapping.
+        nine_letter_ids: It refuses ids of calls that are not nine letters or digits (Mistral).
+        results_as_user: It knows no tool results (Gemma 2 and 3): a user says them.
+    """
+
+    arguments_as_text: bool = False
+    nine_letter_ids: bool = False
+    results_as_user: bool = False
+
+    def adapt(self, messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+        """`messages` as the template wants them."""
+        adapted = list(messages)
+        if self.arguments_as_text:
+            adapted = with_arguments_as_text(adapted)
+        if self.nine_letter_ids:
+            adapted = with_nine_letter_ids(adapted)
+        return with_results_as_user(adapted) if self.results_as_user else adapted
+
+
+class Renderer:
+    """Renders conversations by one chat template.
+
+    Args:
+        tokenizer: Runs the template and gives it its special tokens.
+        source: The template.
+        kwargs: What else the template can read, such as ``enable_thinking``.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, source: str, kwargs: Mapping[str, Any]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self.source = source
+        self.kwargs = dict(kwargs)
+
+    def render(
+        self,
+        messages: Sequence[TemplateMessage],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The text of a conversation; tool calls and results in the template's own dialect.
+
+        Raises:
+            TemplateError: The template refuses the messages.
+        """
+        text = self._render(self.adapted(messages), add_generation_prompt, tools)
+        _check_encodable(text)
+        return text
+
+    def adapted(self, messages: Sequence[TemplateMessage]) -> Sequence[TemplateMessage]:
+        """`messages` with tool calls and results as the template wants them."""
+        if any("tool_calls" in message or message["role"] == "tool" for message in messages):
+            return self.dialect.adapt(messages)
+        return messages
+
+    @cached_property
+    def dialect(self) -> Dialect:
+        """Found by showing the template a call and its result."""
+        as_text = Dialect(arguments_as_text=self._wants_text())
+        ids = msgspec.structs.replace(as_text, nine_letter_ids=True)
+        as_user = msgspec.structs.replace(as_text, results_as_user=True)
+        for dialect in (as_text, ids, as_user):
+            if self._takes_results(dialect):
+                return dialect
+        return as_text
+
+    def _wants_text(self) -> bool:
+        call = template_call("abcdefghi", "tool", {"rolloutKey": "rolloutValue"})
+        messages = [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            return str(call["function"]["arguments"]) in self._render(messages, False)
+        except TemplateError:
+            pass
+        try:
+            return '"rolloutValue"' in self._render(with_arguments_as_text(messages), False)
+        except TemplateError:
+            return False
+
+    def _takes_results(self, dialect: Dialect) -> bool:
+        call = template_call("call_0", "tool", {})
+        result = {"role": "tool", "content": "r", "name": "tool", "tool_call_id": "call_0"}
+        answers: Iterable[TemplateMessage] = (
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "assistant", "content": "a"},
+        )
+        for answer in answers:
+            try:
+                self._render(dialect.adapt([_USER, answer, result]), True)
+            except TemplateError:
+                continue
+            return True
+        return False
+
+    def _render(
+        self,
+        messages: Sequence[TemplateMessage],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=[dict(tool) for tool in tools] if tools else None,
+                chat_template=self.source,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **self.kwargs,
+            )
+        except Exception as error:  # a template is code of a stranger and raises what it likes
+            roles = ", ".join(message["role"] for message in messages)
+            raise TemplateError(f"the chat template refuses [{roles}]: {error}") from error
+        assert isinstance(text, str)
+        return text
+
+
+_USER: TemplateMessage = {"role": "user", "content": "q"}
+
+
+def _check_encodable(text: str) -> None:
+    """JSON and Python can spell half of a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise TemplateError(f"the messages hold {half!r}: half of a character, no text") from None

@@ -1,0 +1,112 @@
+"""What runs on a machine of the cluster: one engine process and its keeper.
+
+The keeper is the body of a Ray actor, and plain Python: it starts the engine's process with the
+interpreter that the configuration names, so that the engine's environment needs no Ray, and tells
+when the process has ended. No token passes through it. The process ends when the keeper does:
+its standard input closes then.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from contextlib import suppress
+
+import msgspec
+
+from rollout.engine.child import ChildReady, ChildSpec
+
+#: From closing the engine's standard input to killing it.
+STOP_S = 1.0
+#: Lines of standard error kept for error texts.
+KEPT_LINES = 20
+
+
+class EngineHost:
+    """Keeps one engine process; its methods are called from threads of their own."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._last_words: deque[str] = deque(maxlen=KEPT_LINES)
+
+    def start(self, spec: bytes, python: str | None, environment: dict[str, str]) -> bytes:
+        """Start the engine and wait for its answer.
+
+        Args:
+            spec: A `ChildSpec` as JSON.
+            python: Interpreter of the engine; None takes this process's.
+            environment: Variables set for the engine beside this process's own.
+
+        Returns:
+            A `ChildReady` as JSON, with the error where it did not start.
+        """
+        command = [python or sys.executable, "-m", "rollout.engine.child"]
+        try:
+            process = self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+        except OSError as error:
+            return msgspec.json.encode(ChildReady(error=f"cannot run {command[0]!r}: {error}"))
+        assert process.stdin is not None
+        assert process.stdout is not None
+        threading.Thread(target=self._keep_last_words, args=(process,), daemon=True).start()
+        with suppress(BrokenPipeError):
+            process.stdin.write(spec + b"\n")
+            process.stdin.flush()
+        answer = process.stdout.readline()
+        if answer.endswith(b"\n"):
+            return answer
+        code = process.wait()
+        said = "".join(f"\n    {line}" for line in self._last_words)
+        reason = f"the engine's process ended with exit code {code} while starting" + (
+            f"; it said last:{said}" if said else ""
+        )
+        return msgspec.json.encode(ChildReady(error=reason))
+
+    def _keep_last_words(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            text = line.decode(errors="replace").rstrip("\n")
+            self._last_words.append(text)
+            print(text, file=sys.stderr, flush=True)  # into Ray's log of this actor
+
+    def pid(self) -> int:
+        """The engine's process."""
+        assert self._process is not None
+        return self._process.pid
+
+    def wait(self) -> int:
+        """The exit code of the engine's process, once it has ended."""
+        assert self._process is not None
+        return self._process.wait()
+
+    def stop(self) -> None:
+        """End the engine: politely, and by force after `STOP_S`; returns when it is gone."""
+        process = self._process
+        if process is None or process.stdin is None:
+            return
+        with suppress(OSError):
+            process.stdin.close()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def child_spec(
+    core: str, options: dict[str, object], secret: bytes, host: str, sys_path: list[str]
+) -> bytes:
+    """What `EngineHost.start` passes to the engine's process."""
+    spec = ChildSpec(core=core, options=options, secret=secret.hex(), host=host, sys_path=sys_path)
+    return msgspec.json.encode(spec)

@@ -1,0 +1,342 @@
+"""Engines on the machines of a Ray cluster.
+
+Ray places, names, watches and kills; tokens go over a socket of ours. Each replica has a placement
+group of its own, kept over restarts, so that nobody takes its GPUs while it is started again. Ray
+restarts nothing (an actor that it restarts would be another engine under the old name): the pool
+does. This is the one module that imports Ray, and it does so when a cluster is needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import sys
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import attrs
+import msgspec
+
+from rollout.bridge import wait_future
+from rollout.engine.child import ChildReady
+from rollout.engine.placement.base import CoreSpec, ReplicaHandle
+from rollout.engine.placement.host import EngineHost, child_spec
+from rollout.errors import EngineError
+from rollout.limits import cleanup_scope
+from rollout.scopes import open_task_group
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+    from anyio.abc import ByteStream
+
+logger = logging.getLogger("rollout.engine")
+
+#: Our actors are named within it: ``<run>/engine-0``.
+NAMESPACE = "rollout"
+#: Seconds between two lines that say what a replica waits for.
+PROGRESS_S = 10.0
+#: Bound of each step that ends an actor or a connection to the cluster.
+CLOSE_S = 10.0
+#: A method that waits for the engine's end, one that starts or stops it, and one to spare.
+CONCURRENT_METHODS = 3
+
+
+@attrs.frozen
+class Seat:
+    """GPUs that another placement holds already: `placement.colocate` names one per replica."""
+
+    node: str
+    gpu_ids: str
+
+    @classmethod
+    def parse(cls, text: str) -> Seat:
+        """From ``node:0,1``; the node by its Ray id or its address."""
+        node, _, gpu_ids = text.rpartition(":")
+        return cls(node, gpu_ids)
+
+
+def seats_of(workers: Sequence[Any]) -> tuple[str, ...]:
+    """Where a trainer's workers sit, for `RayPlacement(colocate=...)`: one replica beside each.
+
+    Args:
+        workers: Handles of Ray actors that were given GPUs. Blocks until each has answered.
+    """
+    ray = _import_ray()
+
+    def where(_: object) -> str:
+        gpu_ids = ",".join(map(str, ray.get_gpu_ids()))
+        return f"{ray.get_runtime_context().get_node_id()}:{gpu_ids}"
+
+    seats: list[str] = ray.get([worker.__ray_call__.remote(where) for worker in workers])
+    return tuple(seats)
+
+
+class RayActors:
+    """The placement `ray`; made by `open_ray_actors`.
+
+    Args:
+        python: Interpreter of the engines; None takes that of Ray's workers.
+        resources: What each replica asks of its machine: ``{"GPU": 1.0, "CPU": 1.0}``.
+        nodes: Addresses of machines; replica i lives on the i-th, counted round. Empty: anywhere.
+        colocate: One `Seat` text for each replica; nothing is then asked of Ray.
+    """
+
+    def __init__(
+        self,
+        *,
+        python: str | None,
+        resources: Mapping[str, float],
+        nodes: Sequence[str] = (),
+        colocate: Sequence[str] = (),
+    ) -> None:
+        self._ray = _import_ray()
+        self._python = python
+        self._resources = {name: amount for name, amount in resources.items() if amount}
+        self._nodes = tuple(nodes)
+        self._seats = [Seat.parse(text) for text in colocate]
+        self._run = secrets.token_hex(4)
+        self._groups: dict[str, Any] = {}
+        self._here = self._ray.util.get_node_ip_address()
+
+    @asynccontextmanager
+    async def open_replica(
+        self, name: str, spec: CoreSpec, start_timeout_s: float
+    ) -> AsyncIterator[ReplicaHandle]:
+        """See `Placement.open_replica`."""
+        secret = secrets.token_bytes(32)
+        died = anyio.Event()
+        async with open_task_group() as tasks:
+            actor = None
+            try:
+                try:
+                    with anyio.fail_after(start_timeout_s):
+                        node = await self._place(name)
+                        actor = await self._hire(name)
+                        host, port = await self._start(name, actor, spec, secret)
+                except TimeoutError:
+                    raise EngineError(await self._lateness(name, start_timeout_s)) from None
+                logger.info("%s serves on %s:%d (Ray node %s)", name, host, port, node)
+                tasks.start_soon(self._watch, actor, died)
+
+                async def connect() -> ByteStream:
+                    return await anyio.connect_tcp(host, port)
+
+                yield ReplicaHandle(connect, secret, died)
+            finally:
+                if actor is not None:
+                    await self._dismiss(actor)
+
+    async def _place(self, name: str) -> str:
+        """Wait for the replica's resources; the node that has them."""
+        if self._seats:
+            return self._node(self._seat(name).node, "NodeID")
+        if name not in self._groups:
+            self._groups[name] = await _in_thread(self._new_group, name)
+        group = self._groups[name]
+        async with open_task_group() as tasks:
+            tasks.start_soon(self._say_waiting, name)
+            await wait_future(group.ready().future())
+        table = await _in_thread(self._ray.util.placement_group_table, group)
+        return str(table["bundles_to_node_id"][0])
+
+    def _new_group(self, name: str) -> Any:
+        bundle = dict(self._resources)
+        if self._nodes:  # Ray gives each machine one unit of a resource with its address
+            node = self._nodes[_number(name) % len(self._nodes)]
+            bundle[f"node:{self._node(node, 'NodeManagerAddress')}"] = 0.001
+        # An empty bundle is refused.
+        bundle = bundle or {"CPU": 0.001}
+        return self._ray.util.placement_group([bundle], strategy="PACK", name=f"{self._run}/{name}")
+
+    async def _hire(self, name: str) -> Any:
+        """An actor on the replica's resources."""
+        strategies = self._ray.util.scheduling_strategies
+        if self._seats:
+            node = self._node(self._seat(name).node, "NodeID")
+            strategy = strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+            asked = {"num_cpus": 0.0, "num_gpus": 0.0}
+        else:
+            strategy = strategies.PlacementGroupSchedulingStrategy(
+                self._groups[name],
+                placement_group_bundle_index=0,
+                placement_group_capture_child_tasks=False,
+            )
+            asked = {
+                f"num_{kind.lower()}s": self._resources.get(kind, 0) for kind in ("CPU", "GPU")
+            }
+        host = self._ray.remote(EngineHost).options(
+            **asked,
+            scheduling_strategy=strategy,
+            name=f"{self._run}/{name}/{secrets.token_hex(2)}",
+            namespace=NAMESPACE,
+            max_restarts=0,
+            max_concurrency=CONCURRENT_METHODS,
+        )
+        return await _in_thread(host.remote)
+
+    async def _start(self, name: str, actor: Any, spec: CoreSpec, secret: bytes) -> tuple[str, int]:
+        """Start the engine in its actor; where it listens."""
+        exceptions = self._ray.exceptions
+        try:
+            address = await _answer(actor.__ray_call__, _address)
+            is_here = address == self._here
+            host = "127.0.0.1" if is_here else address
+            # A module that only the driver's search path has is found on the driver's machine.
+            sys_path = [p or os.getcwd() for p in sys.path] if is_here and not self._python else []
+            line = child_spec(spec.core, spec.options, secret, host, sys_path)
+            environment = {}
+            if self._seats:
+                environment["CUDA_VISIBLE_DEVICES"] = self._seat(name).gpu_ids
+            answer = await _answer(actor.start, line, self._python, environment)
+        except exceptions.RayActorError as error:
+            raise EngineError(f"{name}: its Ray actor died while starting: {error}") from error
+        ready = msgspec.json.decode(answer, type=ChildReady)
+        if ready.error:
+            raise EngineError(f"{name}: {ready.error}")
+        return host, ready.port
+
+    async def _watch(self, actor: Any, died: anyio.Event) -> None:
+        """Fires when the engine's process, its actor or its machine has ended."""
+        with suppress(self._ray.exceptions.RayError):
+            await _answer(actor.wait)
+        died.set()
+
+    async def _dismiss(self, actor: Any) -> None:
+        """End the engine, then its actor; the actor's death ends an engine that would not."""
+        with cleanup_scope(CLOSE_S), suppress(self._ray.exceptions.RayError):
+            await _answer(actor.stop)
+        with cleanup_scope(CLOSE_S):
+            await _in_thread(partial(self._ray.kill, actor, no_restart=True))
+
+    async def _say_waiting(self, name: str) -> None:
+        while True:
+            await anyio.sleep(PROGRESS_S)
+            logger.warning("%s waits for Ray: %s", name, await self._shortage())
+
+    async def _lateness(self, name: str, start_timeout_s: float) -> str:
+        limit = f"engine.start_timeout_s = {start_timeout_s:g} s"
+        group = self._groups.get(name)
+        if group is not None and not await _in_thread(group.wait, 0):
+            return f"{name}: Ray did not place it within {limit}: {await self._shortage()}"
+        return f"{name}: not ready after {limit}"
+
+    async def _shortage(self) -> str:
+        """What was asked, what is free, and what the largest machine has."""
+        free, nodes = await _in_thread(self._ray.available_resources), self._ray.nodes
+        alive = [node["Resources"] for node in await _in_thread(nodes) if node["Alive"]]
+        kinds = sorted({"CPU", "GPU", *self._resources}, reverse=True)
+        asked = _amounts(self._resources, [kind for kind in kinds if kind in self._resources])
+        machines = "; ".join(f"one with {_amounts(each, kinds)}" for each in alive)
+        place = f" on one of {', '.join(self._nodes)}" if self._nodes else ""
+        return (
+            f"asked for {asked}{place}; free in the cluster: {_amounts(free, kinds)}; "
+            f"its machines: {machines}"
+        )
+
+    def _seat(self, name: str) -> Seat:
+        number = _number(name)
+        if number >= len(self._seats):
+            raise EngineError(
+                f"{name}: placement.colocate names {len(self._seats)} places; none is left"
+            )
+        return self._seats[number]
+
+    def _node(self, name: str, key: str) -> str:
+        """A node by its id or its address: its `key`."""
+        alive = [node for node in self._ray.nodes() if node["Alive"]]
+        for node in alive:
+            if name in (node["NodeID"], node["NodeManagerAddress"]):
+                return str(node[key])
+        known = ", ".join(f"{node['NodeManagerAddress']} ({node['NodeID']})" for node in alive)
+        raise EngineError(f"placement: the cluster has no live node {name!r}; it has {known}")
+
+    def forget_groups(self) -> None:
+        """Give back the resources; called from a thread when the placement closes."""
+        for group in self._groups.values():
+            self._ray.util.remove_placement_group(group)
+        self._groups.clear()
+
+
+@asynccontextmanager
+async def open_ray_actors(
+    *,
+    address: str | None,
+    python: str | None,
+    resources: Mapping[str, float],
+    nodes: Sequence[str] = (),
+    colocate: Sequence[str] = (),
+) -> AsyncIterator[RayActors]:
+    """Join a Ray cluster, or start one here; it is left as it was found.
+
+    Args:
+        address: The cluster to join. None: the one that this process has joined already, the one
+            that ``RAY_ADDRESS`` names or that runs on this machine, else a new one that ends with
+            the block.
+
+    Raises:
+        EngineError: Ray is not installed, or there is no cluster at the address.
+    """
+    ray = _import_ray()
+    is_ours = not ray.is_initialized()
+    if is_ours:
+        try:
+            await _in_thread(partial(_join, ray, address))
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            place = "start a Ray cluster here" if address is None else f"join Ray at {address!r}"
+            raise EngineError(f"placement.address: cannot {place}: {error}") from error
+    try:
+        actors = RayActors(python=python, resources=resources, nodes=nodes, colocate=colocate)
+        try:
+            yield actors
+        finally:
+            with cleanup_scope(CLOSE_S):
+                await _in_thread(actors.forget_groups)
+    finally:
+        if is_ours:
+            with cleanup_scope(CLOSE_S):
+                await _in_thread(ray.shutdown)
+
+
+def _join(ray: Any, address: str | None) -> None:
+    theirs = logging.getLogger("ray")
+    if theirs.level == logging.NOTSET:  # it warns of every thread that is not the main one
+        theirs.setLevel(logging.ERROR)
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+        import ray.util.scheduling_strategies
+    except ImportError as error:
+        raise EngineError(
+            f'placement.kind = "ray" needs Ray: pip install "rollout[ray]" ({error})'
+        ) from error
+    return ray
+
+
+def _address(_: object) -> str:
+    """Of the machine that this runs on: the actor's."""
+    return str(_import_ray().util.get_node_ip_address())
+
+
+async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """A call of Ray's that may block; a cancelled wait leaves the thread to finish it."""
+    return await anyio.to_thread.run_sync(partial(function, *args), abandon_on_cancel=True)
+
+
+async def _answer(method: Any, *args: Any) -> Any:
+    return await wait_future(method.remote(*args).future())
+
+
+def _number(name: str) -> int:
+    """Of ``engine-7``: 7."""
+    return int(name.rpartition("-")[2])
+
+
+def _amounts(resources: Mapping[str, float], kinds: Sequence[str]) -> str:
+    return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in kinds) or "nothing"

@@ -1,0 +1,161 @@
+"""Makes the requests of generations: placed, sent and waited for, again where it must be."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio
+
+from rollout.engine.core import GenerationRequest
+from rollout.engine.recovery import NO_ENGINE
+from rollout.seeds import RequestIds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from rollout.engine.channel import PendingRequest
+    from rollout.engine.generation import Generation
+    from rollout.engine.keeping import Replica
+    from rollout.engine.recovery import Attempt
+    from rollout.engine.routing import Dispatch, Router
+    from rollout.engine.waiting import Bell, WaitingLine
+
+#: Seconds before a request that a full engine refused is placed again; doubled up to the second.
+REFUSED_BACKOFF_S = 0.05
+MAX_REFUSED_BACKOFF_S = 1.0
+
+
+class Requests:
+    """Runs attempts on the replicas of a pool.
+
+    Args:
+        line: Those who wait for a place.
+        gone: Rung when a request is known to be gone.
+
+    Attributes:
+        is_open: Whether there is a pool; who waits for a place after that learns so.
+        active: Attempts that have not ended, also those that wait for a place.
+        last_failure: Why a replica was lost or did not start, the last time.
+    """
+
+    def __init__(
+        self, router: Router, replicas: Mapping[str, Replica], line: WaitingLine, gone: Bell
+    ) -> None:
+        self.is_open = False
+        self.active: dict[Attempt, None] = {}
+        self.last_failure = ""
+        self._router = router
+        self._replicas = replicas
+        self._line = line
+        self._gone = gone
+        self._ids = RequestIds()
+
+    async def run(self, attempt: Attempt, *, group_id: str, priority: int) -> None:
+        """Make requests until the attempt has its answer; see `EnginePool.generate`."""
+        self.active[attempt] = None
+        try:
+            await self._run(attempt, group_id, priority)
+        finally:
+            del self.active[attempt]
+
+    async def _run(self, attempt: Attempt, group_id: str, priority: int) -> None:
+        generation = attempt.generation
+        backoff_s, avoid = REFUSED_BACKOFF_S, None
+        while True:
+            dispatch = await self._place(attempt, partial(self._ask, attempt, group_id, avoid))
+            pending = await self._send(attempt, dispatch, priority)
+            avoid = dispatch.replica.name if len(self._router.replicas) > 1 else None
+            if pending.is_lost or pending.is_garbled:
+                if not attempt.recover(pending.error, is_garbled=pending.is_garbled):
+                    return
+            elif generation.finish_reason == "rejected":
+                await anyio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, MAX_REFUSED_BACKOFF_S)
+            elif generation.finish_reason == "error":
+                raise attempt.failed(pending.error or f"{dispatch.replica.name}: the engine failed")
+            else:
+                return
+
+    def _ask(self, attempt: Attempt, group_id: str, avoid: str | None) -> Dispatch | None:
+        ask = partial(
+            self._router.assign,
+            attempt.session_id,
+            group_id=group_id,
+            prompt_tokens=attempt.prompt_tokens,
+            max_new_tokens=attempt.sampling.max_new_tokens,
+            now=anyio.current_time(),
+        )
+        return ask(avoid=avoid) or (ask() if avoid is not None else None)
+
+    async def _place(self, attempt: Attempt, ask: Callable[[], Dispatch | None]) -> Dispatch:
+        """Wait for a place on a replica; those who wait are served in their order."""
+        dispatch = None if self._line else ask()
+        while dispatch is None:
+            if not self.is_open:
+                raise attempt.failed("the engines are closed", reason=NO_ENGINE)
+            if not await self._line.wait():
+                raise attempt.failed(f"no engine is left: {self.last_failure}", reason=NO_ENGINE)
+            dispatch = ask()
+        self._line.call_next()  # there may be room for the next one too
+        return dispatch
+
+    async def _send(self, attempt: Attempt, dispatch: Dispatch, priority: int) -> PendingRequest:
+        """Make one request and wait for its end."""
+        replica = self._replicas[dispatch.replica.name]
+        channel = replica.channel
+        assert channel is not None  # the router offers no other
+        history = attempt.history
+        request = GenerationRequest(
+            request_id=self._ids.new(),
+            prompt_ids=attempt.prompt_ids if history is None else b"",
+            sampling=attempt.sampling,
+            session_id=attempt.session_id,
+            priority=priority,
+        )
+        with self._noting(replica, attempt):
+            on_gone = partial(self._released, dispatch, attempt.generation, request.request_id)
+            pending = await channel.submit(
+                request, attempt.generation, on_gone, history=history, deadline=attempt.deadline
+            )
+            try:
+                await pending.done.wait()
+            except BaseException:
+                channel.abandon_nowait(pending)
+                raise
+        return pending
+
+    @contextmanager
+    def _noting(self, replica: Replica, attempt: Attempt) -> Iterator[None]:
+        """The attempt is in flight there; a suspect has the start to itself."""
+
+        def look() -> None:
+            if not attempt.is_suspect:
+                attempt.generation.on_tokens = None
+                self._unhold(replica)
+
+        is_suspect = attempt.is_suspect
+        if is_suspect:
+            self._router.hold(replica.name)
+            attempt.generation.on_tokens = look
+        replica.running[attempt] = None
+        try:
+            yield
+        finally:
+            del replica.running[attempt]
+            if is_suspect and attempt.generation.on_tokens is not None:
+                attempt.generation.on_tokens = None
+                self._unhold(replica)
+
+    def _unhold(self, replica: Replica) -> None:
+        self._router.unhold(replica.name)
+        self._line.call_next()
+
+    def _released(self, dispatch: Dispatch, generation: Generation, request_id: str) -> None:
+        is_whole = generation.finish_reason in ("stop", "length")
+        is_its_own = is_whole and generation.request_id == request_id
+        generated = generation.parts[-1].count if is_its_own else None
+        self._router.release(dispatch, generated=generated, now=anyio.current_time())
+        self._line.call_next()
+        self._gone.ring()

@@ -1,0 +1,136 @@
+"""A simulated user who knows the answer, and lets the model try again."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import TYPE_CHECKING, Any
+
+from rollout.chat.messages import template_messages
+from rollout.errors import ConfigError
+from rollout.interactions.interaction import Interaction, InteractionContext, InteractionTurn
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from rollout.types import Message
+
+    Check = Callable[[str, InteractionContext], bool | float | Awaitable[bool | float]]
+
+#: A number as people write it: a sign, groups of thousands, decimals, an exponent.
+_NUMBER = re.compile(r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_ANNOUNCED = re.compile(r"\banswer(?:\s+is|\s*:)", re.IGNORECASE)
+#: Longest answer that is looked at, from its end.
+_LOOKED_AT = 10_000
+
+
+def final_answer(text: str) -> str:
+    """What a text puts forward as its answer.
+
+    In this order: the last ``\\boxed{…}``; what follows the last ``####`` (GSM8K); the first number
+    after the last "answer is" or "answer:", or all that follows it; the last number; all of it.
+    """
+    text = text[-_LOOKED_AT:].strip()
+    _, boxed, inside = text.rpartition("\\boxed{")
+    if boxed and "}" in inside:
+        return inside.partition("}")[0].strip()
+    _, marker, said = text.rpartition("####")
+    if marker and said.strip():
+        return said.strip()
+    _, *rest = _ANNOUNCED.split(text)
+    if rest:
+        number = _NUMBER.search(rest[-1])
+        return number.group() if number else rest[-1].strip()
+    numbers = _NUMBER.findall(text)
+    return str(numbers[-1]) if numbers else text
+
+
+def is_same_answer(answer: str, truth: object) -> bool:
+    """Whether two answers are equal as numbers, or else as text without case and outer spaces."""
+    ours, theirs = final_answer(answer), str(truth).strip()
+    numbers = [_as_number(text) for text in (ours, theirs)]
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    return ours.rstrip(".").casefold() == theirs.rstrip(".").casefold()
+
+
+def _as_number(text: str) -> float | None:
+    match = _NUMBER.fullmatch(text.strip().strip("$%").rstrip("."))
+    return float(match.group().replace(",", "")) if match else None
+
+
+class Verifier:
+    """Makes users who check each answer and, where it is wrong, ask for another.
+
+    Each answer's score joins `turn_scores`. The conversation ends at a right answer, and after
+    `max_attempts` answers.
+
+    Args:
+        check: ``check(answer, context) -> bool | float``, async where it waits for something; 1 (or
+            True) is right. None compares the answer's `final_answer` with the prompt's
+            `ground_truth`.
+        name: What prompts and ``agent.interaction`` call it.
+        max_attempts: Answers that are checked.
+        wrong: What the user says to a wrong one; ``{left}`` is the number of attempts left.
+        right_at: The score from which an answer is right.
+
+    Raises:
+        ConfigError: `max_attempts` is below 1, or `wrong` has other fields.
+    """
+
+    def __init__(
+        self,
+        check: Check | None = None,
+        *,
+        name: str = "verifier",
+        max_attempts: int = 3,
+        wrong: str = "That is not right. Look at it again, and answer once more.",
+        right_at: float = 1.0,
+    ) -> None:
+        if max_attempts < 1:
+            raise ConfigError(
+                f"interaction {name!r}: max_attempts = {max_attempts}: expected at least 1"
+            )
+        try:
+            wrong.format(left=1)
+        except (LookupError, ValueError) as error:
+            raise ConfigError(
+                f"interaction {name!r}: wrong = {wrong!r}: expected no other field than {{left}} "
+                f"({type(error).__name__}: {error})"
+            ) from None
+        self.name = name
+        self._check: Check = check or _equals_ground_truth
+        self._max_attempts = max_attempts
+        self._wrong = wrong
+        self._right_at = right_at
+
+    def __call__(self) -> Interaction:
+        """A user who has heard nothing yet."""
+        return _Listener(self.name, self._check, self._max_attempts, self._wrong, self._right_at)
+
+
+def _equals_ground_truth(answer: str, context: InteractionContext) -> bool:
+    return is_same_answer(answer, context.ground_truth)
+
+
+class _Listener(Interaction):
+    def __init__(self, name: str, check: Check, attempts: int, wrong: str, right_at: float) -> None:
+        self.name = name
+        self._check = check
+        self._left = attempts
+        self._wrong = wrong
+        self._right_at = right_at
+        self._context: InteractionContext | None = None
+
+    async def start(self, context: InteractionContext) -> None:
+        self._context = context
+
+    async def respond(self, messages: Sequence[Message | Mapping[str, Any]]) -> InteractionTurn:
+        assert self._context is not None
+        answer = template_messages(messages)[-1]["content"]
+        verdict = self._check(answer, self._context)
+        score = float(await verdict if inspect.isawaitable(verdict) else verdict)
+        self._left -= 1
+        if score >= self._right_at or self._left == 0:
+            return InteractionTurn("", is_done=True, score=score)
+        return InteractionTurn(self._wrong.format(left=self._left), score=score)

@@ -1,0 +1,34 @@
+"""Tools with which a model ends its trajectory and gives its answer."""
+
+from rollout.tools.function import function_tool
+from rollout.tools.results import ToolResult
+from rollout.tools.tool import ToolContext
+
+#: Where the answer is in the trajectory's `extra`.
+ANSWER_KEY = "answer"
+
+
+@function_tool
+async def finish(answer: str, context: ToolContext) -> ToolResult:
+    """End the task with your final answer.
+
+    Args:
+        answer: The final answer.
+    """
+    return _record(answer, context)
+
+
+@function_tool
+async def submit(answer: str, context: ToolContext) -> ToolResult:
+    """Submit your final answer; the task ends with it.
+
+    Args:
+        answer: The final answer.
+    """
+    return _record(answer, context)
+
+
+def _record(answer: str, context: ToolContext) -> ToolResult:
+    """Put the answer into the trajectory's `extra`, for the reward; the first one counts."""
+    context.extra.setdefault(ANSWER_KEY, answer)
+    return ToolResult("The answer is recorded.", data=answer, end_trajectory=True)

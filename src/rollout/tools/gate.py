@@ -1,0 +1,151 @@
+"""What all trajectories share of one tool: its places, its pace, its breaker and its cache."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import OrderedDict
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import msgspec
+
+from rollout.limits import fail_at_deadline
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from rollout.limits import Deadline
+    from rollout.tools.policy import ToolPolicy
+    from rollout.tools.results import ToolResult
+
+logger = logging.getLogger("rollout")
+
+
+class Breaker:
+    """Refuses calls of a tool that keeps failing; a state machine that owns no task.
+
+    Closed it lets every call through. `failures` in a row open it for `pause_s`, after which one
+    call is let through: its success closes it, its failure opens it again.
+    """
+
+    def __init__(self, name: str, failures: int | None, pause_s: float) -> None:
+        self._name = name
+        self._failures = failures
+        self._pause_s = pause_s
+        self._in_a_row = 0
+        self._last = ""
+        self._opens_until: float | None = None
+        self._is_probing = False
+
+    def refusal(self, now: float) -> str | None:
+        """Why a call may not run now; None where it may, and then `record` must follow."""
+        if self._opens_until is None:
+            return None
+        if now >= self._opens_until and not self._is_probing:
+            self._is_probing = True
+            return None
+        return (
+            f"{self._name!r} is not available: its last {self._in_a_row} calls failed "
+            f"(the last one: {self._last}); not called"
+        )
+
+    def record(self, failure: str | None, now: float) -> None:
+        """What became of a call that was let through: None is success, else what went wrong."""
+        was_probe, self._is_probing = self._is_probing, False
+        if failure is None:
+            self._in_a_row, self._opens_until = 0, None
+            return
+        self._in_a_row += 1
+        self._last = failure
+        is_enough = self._failures is not None and self._in_a_row >= self._failures
+        if is_enough and (self._opens_until is None or was_probe):
+            self._opens_until = now + self._pause_s
+            logger.warning(
+                "tool %r: %d calls in a row failed, the last with: %s; calls are refused for %g s",
+                self._name,
+                self._in_a_row,
+                failure,
+                self._pause_s,
+            )
+
+    def forget(self) -> None:
+        """The call that was let through ended without a verdict, as by cancellation."""
+        self._is_probing = False
+
+
+class Pace:
+    """Lets callers pass one after another, no more than `per_s` in a second."""
+
+    def __init__(self, per_s: float) -> None:
+        self._interval_s = 1 / per_s
+        self._next_at = 0.0
+        self._turn = anyio.Lock()
+
+    async def wait(self) -> None:
+        """Wait for this caller's turn; one that is cancelled gives its turn to the next."""
+        async with self._turn:
+            await anyio.sleep_until(self._next_at)
+            self._next_at = max(self._next_at, anyio.current_time()) + self._interval_s
+
+
+class ToolGate:
+    """The way to one tool, for all trajectories.
+
+    Attributes:
+        policy: The tool's.
+        breaker: Refuses calls while the tool keeps failing.
+        has_queue: Whether calls may have to wait for their `place`.
+    """
+
+    def __init__(self, name: str, policy: ToolPolicy) -> None:
+        self.policy = policy
+        self.breaker = Breaker(name, policy.breaker_failures, policy.breaker_s)
+        most = policy.max_concurrency
+        self._places = None if most is None else anyio.CapacityLimiter(most)
+        self._pace = None if policy.rate_limit_per_s is None else Pace(policy.rate_limit_per_s)
+        self.has_queue = self._places is not None or self._pace is not None
+        self._cache: OrderedDict[bytes, ToolResult] = OrderedDict()
+
+    @asynccontextmanager
+    async def place(self, deadline: Deadline) -> AsyncIterator[None]:
+        """One of `max_concurrency` places, once the pace allows it.
+
+        Raises:
+            LimitExceeded: `deadline` passed before.
+        """
+        with contextlib.ExitStack() as held:
+            with fail_at_deadline(deadline):
+                if self._places is not None:
+                    borrower = object()
+                    await self._places.acquire_on_behalf_of(borrower)
+                    held.callback(self._places.release_on_behalf_of, borrower)
+                if self._pace is not None:
+                    await self._pace.wait()
+            yield
+
+    def key(self, arguments: Mapping[str, Any], kwargs: Mapping[str, Any]) -> bytes | None:
+        """What the result of a call is kept under; None where it is not kept."""
+        if not self.policy.cache_size:
+            return None
+        try:
+            return msgspec.json.encode((arguments, kwargs), order="deterministic")
+        except Exception:  # kwargs may hold any object
+            return None
+
+    def kept(self, key: bytes | None) -> ToolResult | None:
+        """The result of an earlier call like this one."""
+        if key is None or key not in self._cache:
+            return None
+        self._cache.move_to_end(key)
+        return self._cache[key]
+
+    def keep(self, key: bytes | None, result: ToolResult) -> None:
+        """Keep a result for later calls; the one used longest ago makes room."""
+        if key is None or result.is_error:
+            return
+        self._cache[key] = result
+        self._cache.move_to_end(key)
+        while len(self._cache) > self.policy.cache_size:
+            self._cache.popitem(last=False)

@@ -1,0 +1,120 @@
+"""LangChain's tools as ours. Needs the extra ``langchain`` (langchain-core)."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rollout.errors import ToolError
+from rollout.tools.results import MediaError, ToolResult
+from rollout.tools.schema import inline_references
+from rollout.tools.tool import Tool, ToolContext, ToolSession
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rollout.types import ToolCall
+
+
+class LangChainTool(Tool):
+    """A tool of LangChain: an async one runs on asyncio, a sync one in a worker thread.
+
+    Args:
+        tool: A `langchain_core.tools.BaseTool`, such as what its decorator ``@tool`` makes.
+
+    Raises:
+        ToolError: It is none, langchain-core is not installed, or its schema contains itself.
+    """
+
+    def __init__(self, tool: Any) -> None:
+        try:
+            from langchain_core.tools import BaseTool
+        except ImportError as error:
+            raise ToolError(
+                f"LangChain's tools need langchain-core ({error}): pip install 'rollout[langchain]'"
+            ) from error
+        if not isinstance(tool, BaseTool):
+            raise ToolError(f"{tool!r:.200} is no tool of LangChain: expected a BaseTool")
+        self.tool = tool
+        self.origin = f"LangChain's {tool.name!r}"
+        self.name = tool.name
+        try:
+            parameters = inline_references(_parameters(tool))
+        except TypeError as error:
+            raise ToolError(f"{self.origin}: {error}") from error
+        function = {"name": tool.name, "description": tool.description, "parameters": parameters}
+        self.schema = {"type": "function", "function": function}
+        # A tool without a coroutine of its own runs its function on a thread of asyncio's.
+        self.is_async = getattr(tool, "coroutine", None) is not None or (
+            type(tool)._arun is not BaseTool._arun and not hasattr(tool, "coroutine")
+        )
+
+    async def open(self, context: ToolContext) -> ToolSession:
+        """A session; the tool itself is shared by all trajectories."""
+        return _LangChainSession(self, context)
+
+
+class _LangChainSession(ToolSession):
+    def __init__(self, tool: LangChainTool, context: ToolContext) -> None:
+        self._tool = tool
+        self._context = context
+
+    async def execute(self, call: ToolCall) -> Any:
+        arguments = {**call.arguments, **self._context.kwargs}
+        # In this form the tool answers with a message, which has its artifact and its status.
+        request = {
+            "type": "tool_call",
+            "id": call.id or "call",
+            "name": self._tool.name,
+            "args": arguments,
+        }
+        tool, threads = self._tool.tool, self._context.threads
+        if self._tool.is_async:
+            message = await threads.run_asyncio(self._tool.name, tool.ainvoke, request)
+        else:
+            message = await threads.run(self._tool.name, tool.invoke, request)
+        return _result(message)
+
+
+def _parameters(tool: Any) -> dict[str, Any]:
+    """What the model may give: without what LangChain injects, and whole."""
+    given: Any = tool.tool_call_schema
+    schema = given if isinstance(given, dict) else given.model_json_schema()
+    return {key: value for key, value in schema.items() if key != "description"}
+
+
+def _result(message: Any) -> ToolResult:
+    return ToolResult(
+        _text(message.content),
+        data=getattr(message, "artifact", None),
+        is_error=getattr(message, "status", "success") == "error",
+    )
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else "".join(_block_text(b) for b in content)
+
+
+def _block_text(block: Any) -> str:
+    if isinstance(block, str):
+        return block
+    if block.get("type") != "text":
+        raise MediaError(
+            f"a content block of type {block.get('type')!r}: transcripts hold text only yet"
+        )
+    return str(block["text"])
+
+
+def is_langchain_tool(value: Any) -> bool:
+    """Whether `value` is a tool of LangChain; nothing is imported to find out."""
+    module = sys.modules.get("langchain_core.tools")
+    return module is not None and isinstance(value, module.BaseTool)
+
+
+def langchain_tools(tools: Iterable[Any]) -> list[Tool]:
+    """Each of LangChain's tools as one of ours.
+
+    Raises:
+        ToolError: One is no such tool, or langchain-core is not installed.
+    """
+    return [LangChainTool(tool) for tool in tools]

@@ -1,0 +1,134 @@
+"""The open tools of one trajectory: opened once, asked for rewards, closed once."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rollout.errors import LimitExceeded, ToolError
+from rollout.limits import Deadline
+from rollout.tools.attempt import CallError, attempt, attempt_unhurried, run_side_by_side
+from rollout.tools.function import FunctionTool
+from rollout.tools.results import as_reward
+from rollout.tools.tool import Tool, ToolContext, ToolSession
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+logger = logging.getLogger("rollout")
+
+
+class OpenFailure(Exception):
+    """A tool could not be opened; the text says why, for the model."""
+
+
+class OpenSessions:
+    """Sessions by tool, opened and closed in the trajectory's own task."""
+
+    def __init__(
+        self,
+        tools: Mapping[str, Tool],
+        contexts: Mapping[str, ToolContext],
+        *,
+        tool_s: float | None,
+        cleanup_s: float,
+    ) -> None:
+        self._tools = tools
+        self._contexts = contexts
+        self._tool_s = tool_s
+        self._cleanup_s = cleanup_s
+        self._sessions: dict[str, ToolSession] = {}
+        self.is_closed = False
+
+    def __getitem__(self, name: str) -> ToolSession:
+        return self._sessions[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sessions
+
+    async def open(self, name: str, turn_deadline: Deadline) -> None:
+        """Open a tool that is not open.
+
+        Raises:
+            OpenFailure: It raised, took longer than ``limits.tool_s``, or returned no session.
+            LimitExceeded: `turn_deadline` passed.
+        """
+        tool, context = self._tools[name], self._contexts[name]
+        deadline = Deadline.after(self._tool_s, "limits.tool_s", outer=turn_deadline)
+
+        async def keep_session() -> None:
+            session = await tool.open(context)
+            if not isinstance(session, ToolSession):
+                raise ToolError(f"open returned {type(session).__name__}; expected a ToolSession")
+            self._sessions[name] = session
+
+        try:
+            if isinstance(tool, FunctionTool):
+                self._sessions[name] = tool.session(context)
+            else:
+                await attempt_unhurried(keep_session, deadline, grace_s=self._cleanup_s)
+        except LimitExceeded:
+            if deadline is turn_deadline:
+                raise
+            raise OpenFailure(f"could not open {name!r}: {timed_out(deadline)}") from None
+        except Exception as error:
+            raise OpenFailure(f"could not open {name!r}: {error}") from error
+
+    async def calc_rewards(self) -> list[float]:
+        """Rewards of the open tools, in the order of their first use; what fails is logged."""
+        rewards: dict[str, float] = {}
+        asked = self._overriding("calc_reward")
+        if asked:
+            await run_side_by_side([partial(self._ask_reward, rewards, *pair) for pair in asked])
+        return [rewards[name] for name, _ in asked if name in rewards]
+
+    async def _ask_reward(self, rewards: dict[str, float], name: str, session: ToolSession) -> None:
+        deadline = Deadline.after(self._tool_s, "limits.tool_s")
+        try:
+            value: Any = await attempt(session.calc_reward, deadline, owns_task=True)
+        except (CallError, LimitExceeded) as error:
+            logger.warning("tool %r: calc_reward failed: %s", name, error)
+            return
+        reward = as_reward(value)
+        if reward is not None:
+            rewards[name] = reward
+        elif value is not None:
+            logger.warning(
+                "tool %r: calc_reward returned %.80r; expected a finite number", name, value
+            )
+
+    def _overriding(self, method: str) -> list[tuple[str, ToolSession]]:
+        """The open sessions that do not leave this method as it is: most do, and cost nothing."""
+        default = getattr(ToolSession, method)
+        return [
+            (name, session)
+            for name, session in self._sessions.items()
+            if getattr(type(session), method) is not default
+        ]
+
+    async def close(self) -> None:
+        """Close every session once, the last opened first, each within ``limits.cleanup_s``.
+
+        Shielded from cancellation; errors and overruns are logged. Ctrl-C (and on asyncio a bare
+        `Task.cancel`) ends one session's close at once and is raised when all have had theirs.
+        """
+        self.is_closed = True
+        closing = self._overriding("close")
+        self._sessions = {}
+        interruption: BaseException | None = None
+        for name, session in reversed(closing):
+            deadline = Deadline.after(self._cleanup_s, "limits.cleanup_s")
+            try:
+                await attempt(session.close, deadline, shield=True)
+            except (CallError, LimitExceeded) as error:
+                logger.warning("tool %r: close failed: %s", name, error)
+            except BaseException as error:
+                interruption = interruption or error
+        if interruption is not None:
+            raise interruption
+
+
+def timed_out(deadline: Deadline) -> str:
+    """What a call that met its deadline is answered with."""
+    return f"timed out after {deadline.seconds:g} s ({deadline.source})"

@@ -1,0 +1,21 @@
+"""Sandboxes: programs that models write run here, out of reach of everything else."""
+
+from rollout.tools.sandbox.isolation import (
+    METHODS,
+    Isolation,
+    IsolationReport,
+    find_isolation,
+)
+from rollout.tools.sandbox.limits import SandboxLimits
+from rollout.tools.sandbox.process import SandboxAnswer, SandboxProcess, SandboxSpec
+
+__all__ = [
+    "METHODS",
+    "Isolation",
+    "IsolationReport",
+    "SandboxAnswer",
+    "SandboxLimits",
+    "SandboxProcess",
+    "SandboxSpec",
+    "find_isolation",
+]

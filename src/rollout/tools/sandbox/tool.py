@@ -1,0 +1,137 @@
+"""What the tools that run programs have in common."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rollout.errors import ToolError
+from rollout.tools.results import error_result
+from rollout.tools.sandbox.isolation import (
+    Isolation,
+    bubblewrap_program,
+    check_isolation_name,
+    find_isolation,
+)
+from rollout.tools.sandbox.limits import SandboxLimits
+from rollout.tools.sandbox.process import SandboxSpec
+from rollout.tools.sandbox.session import TrajectorySandbox, sandbox_of
+from rollout.tools.tool import Tool, ToolContext, ToolSession
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rollout.tools.sandbox.isolation import IsolationReport
+    from rollout.tools.sandbox.process import Language
+    from rollout.types import ToolCall
+
+
+class SandboxTool(Tool):
+    """A tool that runs what the model writes, out of reach of everything else.
+
+    Args:
+        name: What the model calls it.
+        isolation: "auto" takes the best that holds here; a method's name insists on it; "none"
+            lets programs do what the driver can.
+        limits: What programs may use.
+        python: The interpreter, of Python 3.9 or newer, whose packages programs can import; None
+            takes this one.
+        readable: Further paths that programs may read, if everybody may: where the driver is
+            root, they run as a user of their own.
+
+    Raises:
+        ToolError: The isolation has no such name, or a path does not exist.
+    """
+
+    language: Language
+    parameter: str
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        description: str,
+        is_fresh: bool,
+        isolation: Isolation,
+        limits: SandboxLimits | None,
+        python: str | None,
+        readable: Sequence[str | os.PathLike[str]],
+    ) -> None:
+        self.name = name
+        self.isolation = check_isolation_name(isolation)
+        self.is_fresh = is_fresh
+        self.schema = _schema(name, description, self.parameter, self._what())
+        self._spec = SandboxSpec(
+            method="none",
+            limits=limits or SandboxLimits(),
+            python=python or sys.executable,
+            readable=tuple(_existing(path) for path in readable),
+            bubblewrap=bubblewrap_program(),
+        )
+
+    def _what(self) -> str:
+        raise NotImplementedError
+
+    async def find_isolation(self) -> IsolationReport:
+        """What isolates its programs here, or what every method lacks."""
+        return await find_isolation(self.isolation, self._spec)
+
+    async def prepare(self) -> None:
+        """See `Tool.prepare`.
+
+        Raises:
+            ToolError: No isolation holds here; it says what is missing.
+        """
+        report = await self.find_isolation()
+        if report.method is None:
+            raise ToolError(f"tool {self.name!r}: {report.error()}")
+
+    async def open(self, context: ToolContext) -> ToolSession:
+        """See `Tool.open`; no process is started yet."""
+        report = await self.find_isolation()
+        if report.method is None:
+            raise report.error()
+        spec = SandboxSpec(
+            method=report.method,
+            limits=self._spec.limits,
+            python=self._spec.python,
+            readable=self._spec.readable,
+            bubblewrap=self._spec.bubblewrap,
+        )
+        purpose = f"fresh {self.name}" if self.is_fresh else "kept"
+        return _SandboxSession(self, sandbox_of(context.state, spec, purpose))
+
+
+class _SandboxSession(ToolSession):
+    def __init__(self, tool: SandboxTool, sandbox: TrajectorySandbox) -> None:
+        self._tool = tool
+        self._sandbox = sandbox
+
+    async def execute(self, call: ToolCall) -> Any:
+        """Run the call's program."""
+        code = call.arguments.get(self._tool.parameter)
+        if not isinstance(code, str) or len(call.arguments) != 1:
+            return error_result(f"expected one argument: {self._tool.parameter}, a text")
+        return await self._sandbox.run(self._tool.language, code, is_fresh=self._tool.is_fresh)
+
+    async def close(self) -> None:
+        """End the trajectory's sandbox, unless another of its tools still uses it."""
+        await self._sandbox.release()
+
+
+def _schema(name: str, description: str, parameter: str, what: str) -> dict[str, Any]:
+    parameters = {
+        "type": "object",
+        "properties": {parameter: {"type": "string", "description": what}},
+        "required": [parameter],
+        "additionalProperties": False,
+    }
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _existing(path: str | os.PathLike[str]) -> str:
+    if not os.path.exists(path):
+        raise ToolError(f"readable: {os.fspath(path)!r} does not exist")
+    return os.fspath(path)

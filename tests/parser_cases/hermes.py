@@ -1,0 +1,87 @@
+"""Hermes, from NousResearch's page on function calling and Qwen's chat templates."""
+
+from __future__ import annotations
+
+from parser_cases.case import Bad, Case, Good
+
+
+def call(body: str) -> str:
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+PARIS = call('{"name": "weather", "arguments": {"city": "Paris"}}')
+NOW = call('{"name": "now", "arguments": {}}')
+WEATHER = Good("weather", {"city": "Paris"}, raw=PARIS)
+UNCLOSED = "the call is not closed by </tool_call>"
+
+CASES = [
+    Case("one_call", f"{PARIS}<|im_end|>", calls=[WEATHER]),
+    Case("parallel_calls", f"Two.\n{PARIS}\n{NOW}<|im_end|>", "Two.", [WEATHER, Good("now")]),
+    Case(
+        "arguments_first", call('{"arguments": {"x": 1}, "name": "f"}'), "", [Good("f", {"x": 1})]
+    ),
+    Case("no_arguments", call('{"name": "now"}'), "", [Good("now")]),
+    Case(
+        "string_arguments",
+        call('{"name": "f", "arguments": "{\\"x\\": \\"{}\\"}"}'),
+        "",
+        [Good("f", {"x": "{}"})],
+    ),
+    Case(
+        "tags_in_a_string",
+        call('{"name": "f", "arguments": {"x": "</tool_call><think>"}}'),
+        "",
+        [Good("f", {"x": "</tool_call><think>"})],
+    ),
+    Case(
+        "unicode",
+        call('{"name": "f", "arguments": {"x": "Zürich \\ud83d\\ude00"}}'),
+        "",
+        [Good("f", {"x": "Zürich 😀"})],
+    ),
+    Case("tight", '<tool_call>{"name":"now","arguments":{}}</tool_call>', "", [Good("now")]),
+    Case("reasoning_before", f"<think>{NOW}</think>{PARIS}", "", [WEATHER], NOW),
+    Case("cut_in_reasoning", f"<think>{NOW}", reasoning=NOW),
+    Case("reasoning_from_the_prompt", f"{NOW}</think>Ok {PARIS}", "Ok", [WEATHER], NOW, True),
+    Case("end_of_reasoning_that_nothing_opened", f"{NOW}</think>Ok", "Ok", reasoning=NOW),
+    Case("plain_text", "Hello.<|im_end|>\n", "Hello."),
+    Case("text_after", f"{PARIS}Done.", "Done.", [WEATHER]),
+    Case("unclosed", PARIS[:-12], "", [Bad(PARIS[:-12].strip(), UNCLOSED)]),
+    Case(
+        "unclosed_before_another",
+        f'<tool_call>{{"name": "now"}}{PARIS}',
+        "",
+        [Bad('<tool_call>{"name": "now"}', UNCLOSED), WEATHER],
+    ),
+    Case(
+        "nested",
+        f"<tool_call>{PARIS}",
+        "",
+        [Bad(f"<tool_call>{PARIS}", "malformed JSON: Expecting value: line 1 column 1 (char 0)")],
+    ),
+    Case(
+        "single_quotes",
+        call("{'name': 'now'}") + NOW,
+        "",
+        [
+            Bad(
+                call("{'name': 'now'}"),
+                "malformed JSON: Expecting property name enclosed in double quotes: "
+                "line 1 column 2 (char 1)",
+            ),
+            Good("now"),
+        ],
+    ),
+    Case("duplicated_closing", f"{NOW}</tool_call>", "</tool_call>", [Good("now")]),
+    Case(
+        "overflowing_number",
+        call('{"name": "f", "arguments": {"x": 1e999}}'),
+        "",
+        [
+            Bad(
+                call('{"name": "f", "arguments": {"x": 1e999}}'),
+                "malformed JSON: 1e999 is too large a number",
+            )
+        ],
+    ),
+]

@@ -1,0 +1,125 @@
+"""Llama 3.1 to 3.3, from Meta's pages on prompt formats."""
+
+from __future__ import annotations
+
+from parser_cases.case import Bad, Case, Good
+
+TAG = "<|python_tag|>"
+PARIS, WEATHER = (
+    '{"name": "weather", "parameters": {"city": "Paris"}}',
+    Good("weather", {"city": "Paris"}),
+)
+NOW = '{"name": "now", "parameters": {}}'
+
+CASES = [
+    Case(
+        "bare_object", f"{PARIS}<|eot_id|>", calls=[Good("weather", {"city": "Paris"}, raw=PARIS)]
+    ),
+    Case(
+        "tagged_object",
+        f"{TAG}{PARIS}<|eom_id|>",
+        calls=[Good("weather", {"city": "Paris"}, raw=TAG + PARIS)],
+    ),
+    Case(
+        "arguments_in_place_of_parameters",
+        '{"name": "now", "arguments": {"x": 1}}',
+        calls=[Good("now", {"x": 1})],
+    ),
+    Case(
+        "type_function",
+        '{"type": "function", "name": "now", "parameters": {}}<|eot_id|>',
+        calls=[Good("now")],
+    ),
+    Case("parallel_calls", f"{PARIS}; {NOW}<|eom_id|>", calls=[WEATHER, Good("now")]),
+    Case("parallel_calls_on_lines", f"{PARIS}\n{NOW}", calls=[WEATHER, Good("now")]),
+    Case("text_before_the_tag", f"Looking.{TAG}{PARIS}", content="Looking.", calls=[WEATHER]),
+    Case("text_after", f"{PARIS} Done.", content="Done.", calls=[WEATHER]),
+    Case(
+        "built_in_tool",
+        f'{TAG}brave_search.call(query="a \\"b\\" c")<|eom_id|>',
+        calls=[Good("brave_search", {"query": 'a "b" c'})],
+    ),
+    Case(
+        "function_tag",
+        'So <function=weather>{"city": "Paris"}</function><|eom_id|>',
+        content="So",
+        calls=[WEATHER],
+    ),
+    Case(
+        "parameters_as_a_string",
+        '{"name": "now", "parameters": "{\\"x\\": \\"1\\"}"}',
+        calls=[Good("now", {"x": "1"})],
+    ),
+    Case("object_that_is_an_answer", '{"answer": 5}<|eot_id|>', content='{"answer": 5}'),
+    Case("name_alone_is_an_answer", '{"name": "Ada"}<|eot_id|>', content='{"name": "Ada"}'),
+    Case("object_in_the_middle_is_content", f"Say {PARIS}", content=f"Say {PARIS}"),
+    Case("broken_object_that_is_an_answer", '{"answer": 5', content='{"answer": 5'),
+    Case("plain_text", "Hello.<|eot_id|>", content="Hello."),
+    Case(
+        "reasoning_before",
+        f"<think>{PARIS}</think>\n{NOW}",
+        calls=[Good("now")],
+        reasoning=PARIS,
+    ),
+    Case("cut_in_reasoning", PARIS, reasoning=PARIS, in_reasoning=True),
+    Case(
+        "malformed_between_good_ones",
+        f'{PARIS}; {{"name": "weather", "parameters": {{city}}}}; {NOW}',
+        calls=[
+            WEATHER,
+            Bad(
+                '{"name": "weather", "parameters": {city}}',
+                "malformed JSON: Expecting property name enclosed in double quotes: "
+                "line 1 column 36 (char 35)",
+            ),
+            Good("now"),
+        ],
+    ),
+    Case(
+        "truncated",
+        '{"name": "weather", "parameters": {"city": "Par',
+        calls=[
+            Bad(
+                '{"name": "weather", "parameters": {"city": "Par',
+                "malformed JSON: Unterminated string starting at: line 1 column 44 (char 43)",
+            )
+        ],
+    ),
+    Case(
+        "code_is_no_call",
+        f"{TAG}import os\nos.remove('x')<|eom_id|>",
+        calls=[
+            Bad(
+                f"{TAG}import os\nos.remove('x')",
+                "expected a JSON call or NAME.call(…) after <|python_tag|>",
+            )
+        ],
+    ),
+    Case(
+        "built_in_tool_with_an_expression",
+        f"{TAG}brave_search.call(query=name)",
+        calls=[Bad(f"{TAG}brave_search.call(query=name)", "expected a literal: 'name)'")],
+    ),
+    Case(
+        "function_tag_not_closed",
+        "<function=now>{}<|eot_id|>",
+        calls=[Bad("<function=now>{}", "the call is not closed by </function>")],
+    ),
+    Case(
+        "name_is_no_string",
+        f'{TAG}{{"name": 3, "parameters": {{}}}}',
+        calls=[
+            Bad(
+                f'{TAG}{{"name": 3, "parameters": {{}}}}',
+                '"name" must be a non-empty string, not 3',
+            )
+        ],
+    ),
+    Case(
+        "unknown_keys",
+        f'{TAG}{{"name": "now", "args": {{}}}}',
+        calls=[
+            Bad(f'{TAG}{{"name": "now", "args": {{}}}}', 'the call has no "parameters", but "args"')
+        ],
+    ),
+]

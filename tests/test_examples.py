@@ -1,0 +1,39 @@
+"""Every example runs as its first lines say, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/run.py"))
+#: A line that a run prints, where it is known beforehand.
+SAYS = {"python_sandbox": "reward     1"}
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_runs(name: str) -> None:
+    place = ROOT / "examples" / name
+    paths = [str(place), os.environ.get("PYTHONPATH", "")]
+    said = subprocess.run(
+        [sys.executable, str(place / "run.py")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.strip()
+    assert SAYS.get(name, said.stdout.splitlines()[-1]) in said.stdout.splitlines()
+
+
+def test_every_example_directory_has_a_run() -> None:
+    directories = [path.name for path in ROOT.glob("examples/*") if path.is_dir()]
+    assert sorted(directories) == EXAMPLES

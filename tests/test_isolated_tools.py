@@ -1,0 +1,168 @@
+"""`isolation="process"`: a tool that cannot be stopped from within is killed from without."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+
+import isolated_tools
+from rollout.bridge import WorkerThreads
+from rollout.errors import ToolError
+from rollout.limits import Deadline
+from rollout.tools import ToolContext, ToolExecutor, ToolResult, TrajectoryTools, function_tool
+from rollout.types import ToolCall
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=["trio", "asyncio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def threads() -> Iterator[WorkerThreads]:
+    pool = WorkerThreads(max_threads=4, max_abandoned=2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+async def opened(threads: WorkerThreads) -> AsyncIterator[Callable[..., TrajectoryTools]]:
+    executors = []
+
+    def build(*tools: Any, tool_s: float = 60.0) -> TrajectoryTools:
+        executor = ToolExecutor(
+            tools,
+            threads=threads,
+            max_parallel_calls=8,
+            max_response_length=4096,
+            truncate_side="middle",
+            tool_s=tool_s,
+            cleanup_s=5.0,
+            max_processes=2,
+        )
+        executors.append(executor)
+        return executor.open_session(uid="p", member=0)
+
+    yield build
+    for executor in executors:
+        await executor.close()
+    assert not [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if "rollout.tools.process_child" in process.cmdline()
+    ]
+
+
+async def run(tools: TrajectoryTools, *calls: ToolCall) -> list[ToolResult]:
+    return await tools.run(calls, turn_deadline=Deadline.after(120.0, "limits.turn_s"))
+
+
+def call(tool: str, /, **arguments: Any) -> ToolCall:
+    return ToolCall(name=tool, arguments=arguments)
+
+
+async def ended(pid: int) -> bool:
+    with anyio.move_on_after(30):
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            await anyio.sleep(0.01)
+        return True
+    return False
+
+
+async def test_isolated_tool_runs_elsewhere_and_its_process_is_used_again(opened: Any) -> None:
+    tools = opened(
+        isolated_tools.whoami, isolated_tools.asynchronous, isolated_tools.flaky, isolated_tools.die
+    )
+    (first,) = await run(tools, call("whoami", text="é"))
+    (second,) = await run(tools, call("whoami"))
+    assert first.data["text"] == "é"
+    assert first.data["pid"] == second.data["pid"] != psutil.Process().pid
+    results = await run(
+        tools, call("asynchronous"), call("flaky", kind="x"), call("flaky", kind="transient")
+    )
+    assert results == [
+        ToolResult("async", reward=0.5, metrics={"m": 1}),
+        ToolResult("ValueError: no such row", is_error=True),
+        ToolResult("try later (after 2 attempts)", is_error=True),
+    ]
+    assert await run(tools, call("whoami", text=3), call("die")) == [
+        ToolResult(
+            "invalid arguments for 'whoami': text = 3: expected str, got int", is_error=True
+        ),
+        ToolResult("the process of 'die' ended with exit code 7", is_error=True),
+    ]
+    assert (await run(tools, call("whoami")))[0].data["text"] == "me"
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_isolated_tool_that_holds_the_interpreter_is_killed_with_its_group(
+    opened: Any, tmp_path: Path
+) -> None:
+    marker = tmp_path / "pids"
+    tools = opened(isolated_tools.hold_the_interpreter)
+    async with anyio.create_task_group() as group:
+        group.start_soon(run, tools, call("hold_the_interpreter", marker=str(marker)))
+        with anyio.fail_after(60):
+            while not (marker.exists() and marker.read_text()):
+                await anyio.sleep(0.01)
+        group.cancel_scope.cancel()
+    for pid in marker.read_text().split():
+        assert await ended(int(pid))
+
+
+async def test_isolated_tool_past_its_limit_is_killed(opened: Any, tmp_path: Path) -> None:
+    tools = opened(isolated_tools.hold_the_interpreter, tool_s=0.5)
+    assert await run(tools, call("hold_the_interpreter", marker=str(tmp_path / "pids"))) == [
+        ToolResult("timed out after 0.5 s (limits.tool_s)", is_error=True)
+    ]
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_isolated_plain_function_is_found_without_its_decorator(opened: Any) -> None:
+    schema = {"type": "function", "function": {"name": "inc", "parameters": {}}}
+    tool = function_tool("inc", schema=schema, isolation="process")(isolated_tools.plain)
+    assert await run(opened(tool), call("inc", x=1)) == [ToolResult("2")]
+
+
+def nested_is_refused() -> None:
+    @function_tool(isolation="process")
+    def inner() -> None:
+        """Do it."""
+
+
+def context_is_refused() -> None:
+    function_tool(isolation="process")(wants_context)
+
+
+def wants_context(context: ToolContext) -> None:
+    """Do it."""
+
+
+@pytest.mark.parametrize(
+    ("define", "message"),
+    [
+        (
+            nested_is_refused,
+            "function tool 'inner': isolation = 'process' needs a function that its process can "
+            "import: move nested_is_refused.<locals>.inner to the top level of a module",
+        ),
+        (
+            context_is_refused,
+            "function tool 'wants_context': isolation = 'process' cannot hand over the "
+            "ToolContext: remove the parameter 'context'",
+        ),
+    ],
+)
+def test_isolated_function_that_cannot_be_is_refused(
+    define: Callable[[], None], message: str
+) -> None:
+    with pytest.raises(ToolError) as caught:
+        define()
+    assert str(caught.value) == message

@@ -1,0 +1,306 @@
+"""Engines as actors of a real Ray cluster on this machine; its GPUs exist in its books only."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from array import array
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+import ray
+from anyio.abc import Process
+
+from rollout import RolloutConfig
+from rollout.config import CustomEngine, RayPlacement
+from rollout.engine import open_engines, seats_of
+from rollout.engine.core import SamplingParams
+from rollout.engine.generation import Generation
+from rollout.engine.pool import EnginePool
+from rollout.errors import ConfigError, EngineError
+
+#: Ray's client opens connections when it needs them and keeps them; `opened` looks for engines.
+pytestmark = [pytest.mark.anyio, pytest.mark.rollout(allow_leaks=("files", "processes"))]
+
+
+both_backends = pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Real time; starting engines takes seconds, so only the first test runs on both."""
+    return "trio"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two machines in one: 4 CPUs and 2 GPUs, and a second node of 2 CPUs that can be killed."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 4, "num_gpus": 2, "include_dashboard": False},
+    )
+    ray.init(address=cluster.address, log_to_driver=False, namespace="somebody-else")
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def config(replicas: int = 1, core: str = "CountingCore", **placement: Any) -> RolloutConfig:
+    return RolloutConfig(
+        engine=CustomEngine(
+            core=f"fake_core:{core}",
+            options=placement.pop("options", {}),
+            replicas=replicas,
+            start_timeout_s=placement.pop("start_timeout_s", 60.0),
+        ),
+        placement=RayPlacement(**{"gpus_per_replica": 0.0, "cpus_per_replica": 1.0, **placement}),
+    )
+
+
+def engines() -> list[psutil.Process]:
+    """The engine processes on this machine, whoever their parent is."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "rollout.engine.child" in (process.info["cmdline"] or ())
+    ]
+
+
+@asynccontextmanager
+async def opened(config: RolloutConfig) -> AsyncIterator[EnginePool]:
+    before = {process.pid for process in engines()}
+    async with open_engines(config) as pool:
+        yield pool
+    assert {process.pid for process in engines()} <= before
+
+
+async def ask(pool: EnginePool, last: int, count: int) -> Generation:
+    generation = Generation()
+    await pool.generate(
+        generation,
+        session_id=str(last),
+        prompt_ids=array("i", [last]).tobytes(),
+        sampling=SamplingParams(max_new_tokens=count),
+    )
+    return generation
+
+
+async def ask_until_it_serves(pool: EnginePool, name: str) -> None:
+    with anyio.fail_after(60):
+        while {r.name: r.state for r in pool.statistics()}[name] != "serving":
+            await anyio.sleep(0.05)
+
+
+@both_backends
+async def test_three_replicas_serve_and_one_that_is_killed_serves_again(cluster: Any) -> None:
+    before = {process.pid for process in engines()}
+    async with opened(config(replicas=3)) as pool:
+        mine = [process for process in engines() if process.pid not in before]
+        assert len(mine) == 3
+        for last in range(12):
+            assert list((await ask(pool, last, 3)).ids) == [last + 1, last + 2, last + 3]
+        mine[0].kill()
+        with anyio.fail_after(60):
+            while sum(replica.starts for replica in pool.statistics()) < 4:
+                await anyio.sleep(0.05)
+        (restarted,) = [r.name for r in pool.statistics() if r.starts == 2]
+        await ask_until_it_serves(pool, restarted)
+        for last in range(12):
+            assert list((await ask(pool, last, 2)).ids) == [last + 1, last + 2]
+    assert ray.util.placement_group_table() is not None
+    assert await _free() == {"CPU": 4.0, "GPU": 2.0}
+
+
+async def _free() -> dict[str, float]:
+    """What the cluster can give, once Ray has noticed what was given back."""
+    free: dict[str, float] = {}
+    with anyio.move_on_after(10):
+        while free != {"CPU": 4.0, "GPU": 2.0}:
+            await anyio.sleep(0.1)
+            resources = ray.available_resources()
+            free = {kind: resources.get(kind, 0.0) for kind in ("CPU", "GPU")}
+    return free
+
+
+async def test_actor_killed_ends_its_engine_and_is_replaced(cluster: Any) -> None:
+    before = {process.pid for process in engines()}
+    async with opened(config()) as pool:
+        (engine,) = [process for process in engines() if process.pid not in before]
+        keeper = engine.parent()
+        assert keeper is not None
+        os.kill(keeper.pid, signal.SIGKILL)
+        with anyio.fail_after(60):
+            while pool.statistics()[0].starts < 2 or engine.is_running():
+                await anyio.sleep(0.05)
+        await ask_until_it_serves(pool, "engine-0")
+        assert list((await ask(pool, 1, 1)).ids) == [2]
+
+
+async def test_more_gpus_than_there_are_fails_and_says_what_is_free(cluster: Any) -> None:
+    too_much = config(gpus_per_replica=8.0, start_timeout_s=1.0)
+    with pytest.raises(EngineError) as failure:
+        async with open_engines(too_much):
+            pytest.fail("opened")
+    assert str(failure.value) == (
+        "engine-0: Ray did not place it within engine.start_timeout_s = 1 s: asked for 8 GPU, "
+        "1 CPU; free in the cluster: 2 GPU, 4 CPU; its machines: one with 2 GPU, 4 CPU"
+    )
+    assert await _free() == {"CPU": 4.0, "GPU": 2.0}
+
+
+async def test_each_replica_has_gpus_of_its_own(cluster: Any) -> None:
+    gpus = config(2, gpus_per_replica=1.0, core="DeviceCore")
+    async with opened(gpus) as pool:
+        fingerprints = sorted(r.channel.info.core for r in pool._replicas if r.channel)
+    assert fingerprints == ["CUDA_VISIBLE_DEVICES=0", "CUDA_VISIBLE_DEVICES=1"]
+
+
+async def test_colocated_replica_shares_the_gpus_of_a_worker(cluster: Any) -> None:
+    @ray.remote(num_gpus=2, num_cpus=0)
+    class Worker:
+        pass
+
+    worker = Worker.remote()
+    seats = await anyio.to_thread.run_sync(seats_of, [worker])
+    async with opened(config(1, core="DeviceCore", colocate=seats)) as pool:
+        (replica,) = pool._replicas
+        assert replica.channel is not None
+        assert replica.channel.info.core == "CUDA_VISIBLE_DEVICES=0,1"
+    ray.kill(worker)
+
+
+async def test_node_that_is_not_there_is_named(cluster: Any) -> None:
+    with pytest.raises(
+        EngineError, match=r"^placement: the cluster has no live node '203\.0\.113\.9'; it has \d"
+    ):
+        async with open_engines(config(nodes=("203.0.113.9",))):
+            pytest.fail("opened")
+
+
+async def test_core_that_does_not_start_says_why(cluster: Any) -> None:
+    with pytest.raises(EngineError, match=r"^engine-0: FileNotFoundError: no weights here$"):
+        async with open_engines(config(core="BrokenCore")):
+            pytest.fail("opened")
+
+
+async def test_interpreter_that_does_not_exist_is_named(cluster: Any) -> None:
+    with pytest.raises(EngineError, match=r"^engine-0: cannot run '/nowhere/python'"):
+        async with open_engines(config(python="/nowhere/python")):
+            pytest.fail("opened")
+
+
+async def test_open_cancelled_while_waiting_leaves_nothing(cluster: Any) -> None:
+    before = {process.pid for process in engines()}
+    async with anyio.create_task_group() as tasks:
+
+        async def open_it() -> None:
+            async with open_engines(config(core="EndlessStartCore")):
+                pytest.fail("opened")
+
+        tasks.start_soon(open_it)
+        with anyio.fail_after(60):
+            while {process.pid for process in engines()} <= before:
+                await anyio.sleep(0.05)
+        tasks.cancel_scope.cancel()
+    assert {process.pid for process in engines()} <= before
+    assert await _free() == {"CPU": 4.0, "GPU": 2.0}
+
+
+async def test_node_lost_moves_its_replica_to_another(cluster: Any) -> None:
+    node = cluster.add_node(num_cpus=2)
+    roomy = config(replicas=5)  # four here, and one there
+    async with opened(roomy) as pool:
+        cluster.remove_node(node, allow_graceful=False)
+        with anyio.fail_after(60):
+            while all(r.state == "serving" for r in pool.statistics()):
+                await anyio.sleep(0.05)
+        for last in range(8):  # the others serve on
+            assert list((await ask(pool, last, 1)).ids) == [last + 1]
+
+
+def test_joined_cluster_is_left_as_it_was(cluster: Any) -> None:
+    async def main() -> None:
+        async with open_engines(config()):
+            pass
+
+    nodes = ray.nodes()
+    anyio.run(main)
+    assert ray.is_initialized()
+    assert [n["NodeID"] for n in ray.nodes()] == [n["NodeID"] for n in nodes]
+
+
+DRIVER = """
+import anyio, sys
+sys.path.insert(0, sys.argv[1])
+from test_ray_placement import config
+from rollout.engine import open_engines
+
+async def main():
+    async with open_engines(config(address=sys.argv[2])):
+        print("up", flush=True)
+        await anyio.to_thread.run_sync(sys.stdin.read)
+
+anyio.run(main)
+"""
+
+
+@asynccontextmanager
+async def driver(address: str) -> AsyncIterator[tuple[Process, list[psutil.Process]]]:
+    """A driver process with one engine up, and everything that it started on this machine."""
+    before = set(psutil.pids())
+    command = [sys.executable, "-c", DRIVER, os.path.dirname(__file__), address]
+    pipe = subprocess.PIPE
+    async with await anyio.open_process(command, stdin=pipe, stdout=pipe, stderr=None) as process:
+        assert process.stdout is not None
+        assert (await process.stdout.receive(2)) == b"up"
+        its = [p for p in psutil.process_iter() if p.pid not in before]
+        yield process, [p for p in its if "rollout.engine.child" in p.cmdline()]
+
+
+@pytest.mark.parametrize("address", ["cluster", "local"])
+@pytest.mark.parametrize("end", ["kill", "leave"])
+async def test_driver_that_ends_leaves_no_engine(cluster: Any, address: str, end: str) -> None:
+    where = cluster.address if address == "cluster" else address
+    async with driver(where) as (process, engines):
+        assert len(engines) == 1
+        if end == "kill":
+            process.kill()
+        else:
+            assert process.stdin is not None
+            await process.stdin.aclose()
+        _, alive = await anyio.to_thread.run_sync(partial(psutil.wait_procs, engines, timeout=30))
+        assert not alive
+
+
+@pytest.mark.parametrize(
+    ("placement", "error"),
+    [
+        (
+            {"colocate": ("here:0", "here:1")},
+            "placement.colocate = ['here:0', 'here:1']: expected one for each of "
+            "engine.replicas = 1",
+        ),
+        (
+            {"colocate": ("here",)},
+            "placement.colocate[0] = 'here': expected a string like 'node:0,1' (a Ray node's id "
+            "or address, and GPU ids)",
+        ),
+        (
+            {"colocate": ("here:0",), "nodes": ("here",)},
+            "placement.nodes = ['here']: expected none, as placement.colocate is given",
+        ),
+    ],
+)
+def test_config_that_cannot_be_is_refused(placement: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError) as failure:
+        config(**placement)
+    assert error in str(failure.value)

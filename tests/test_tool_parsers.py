@@ -1,0 +1,32 @@
+"""Every tool-call format against hand-written texts of its public definition."""
+
+from __future__ import annotations
+
+import pytest
+
+from parser_cases import CASES, TOOLS, Case, seen
+from rollout.chat import get_tool_parser, tool_parser_names
+
+ALL = [(name, case) for name, cases in CASES.items() for case in cases]
+
+
+@pytest.mark.parametrize(("name", "case"), ALL, ids=[f"{name}-{case.name}" for name, case in ALL])
+def test_parser_text_of_its_format_means_what_it_says(name: str, case: Case) -> None:
+    turn = get_tool_parser(name).parse(case.text, TOOLS, in_reasoning=case.in_reasoning)
+    assert seen(turn.calls, case) == list(case.calls)
+    assert (turn.content, turn.reasoning) == (case.content, case.reasoning)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parser_every_raw_text_stands_in_the_turn_in_order(name: str) -> None:
+    for case in CASES[name]:
+        turn = get_tool_parser(name).parse(case.text, TOOLS, in_reasoning=case.in_reasoning)
+        at = 0
+        for call in turn.calls:
+            assert call.raw
+            at = case.text.index(call.raw, at) + len(call.raw)
+
+
+def test_formats_all_have_cases_and_nothing_else_is_shipped() -> None:
+    assert set(CASES) <= set(tool_parser_names())
+    assert all(len(cases) >= 15 for cases in CASES.values())
