@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import attrs
 
 from rollout.config.base import Section, annotations_of
+from rollout.config.channel import ChannelConfig
 from rollout.config.checks import (
     Count,
     Flag,
@@ -291,6 +292,7 @@ class RolloutConfig(Section):
     engine: AnyEngine = attrs.field(factory=TransformersEngine)
     placement: AnyPlacement = attrs.field(factory=LocalProcessPlacement)
     router: RouterConfig = attrs.field(factory=RouterConfig)
+    channel: ChannelConfig = attrs.field(factory=ChannelConfig)
     recovery: RecoveryConfig = attrs.field(factory=RecoveryConfig)
     sampling: SamplingConfig = attrs.field(factory=SamplingConfig)
     #: Replaces `sampling` when `generate` validates.

@@ -21,6 +21,7 @@ from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.placement.ray import open_ray_actors
 from rollout.engine.pool import EnginePool, open_pool
+from rollout.engine.protocol import Terms
 from rollout.engine.routing import Router
 from rollout.errors import EngineError
 
@@ -65,6 +66,19 @@ def core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
     raise EngineError(
         f"engine.kind = {engine.kind!r}: this version has no core for it; "
         "transformers, simulated and custom can be opened"
+    )
+
+
+def channel_terms(config: RolloutConfig) -> Terms:
+    """What both sides of the channels keep to."""
+    channel = config.channel
+    return Terms(
+        heartbeat_s=channel.heartbeat_s,
+        heartbeat_timeout_s=channel.heartbeat_timeout_s,
+        reconnect_s=channel.reconnect_s,
+        max_frame_bytes=channel.max_frame_bytes,
+        stream_interval=config.engine.stream_interval,
+        stream_interval_s=channel.stream_interval_s,
     )
 
 
@@ -114,6 +128,7 @@ async def open_engines(config: RolloutConfig) -> AsyncIterator[EnginePool]:
             spec_of=partial(core_spec, config),
             policy=config.recovery.policy,
             wait_s=config.recovery.wait_s,
+            terms=channel_terms(config),
             backoff_s=config.recovery.backoff_s,
             max_start_failures=config.recovery.max_start_failures,
         )

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rollout.engine.core import EngineInfo, EngineLoad, SamplingParams
     from rollout.engine.generation import Generation
     from rollout.engine.placement.base import CoreSpec, Placement
+    from rollout.engine.protocol import Terms
     from rollout.engine.routing import Router
     from rollout.engine.weights import WeightSource
 
@@ -66,6 +67,7 @@ class EnginePool:
         wait_s: How long requests wait for a replica once none serves.
         backoff_s: Pause before a replica that died is started again; doubled each time.
         max_start_failures: Failed starts in a row after which a replica is given up.
+        terms: Of the channels; None takes the defaults.
 
     Attributes:
         recoveries: What was done about requests whose replica was lost.
@@ -84,8 +86,10 @@ class EnginePool:
         wait_s: float | None = 300.0,
         backoff_s: float = 1.0,
         max_start_failures: int = 3,
+        terms: Terms | None = None,
     ) -> None:
         self._keeper = Keeper(
+            terms=terms,
             placement=placement,
             start_timeout_s=start_timeout_s,
             backoff_s=backoff_s,
