@@ -7,8 +7,11 @@ from typing import ClassVar
 import attrs
 
 from rollout.config.base import Section
-from rollout.config.checks import FrameBytes, NonNegative, Positive
+from rollout.config.checks import FrameBytes, NonNegative, Positive, Text
 from rollout.config.faults import Fault
+
+#: What encrypted connections take.
+TLS_FILES = ("tls_certificate", "tls_key", "tls_authority")
 
 
 @attrs.frozen(kw_only=True)
@@ -29,9 +32,19 @@ class ChannelConfig(Section):
     stream_interval_s: Positive = 0.25
     #: Longest message, either way.
     max_frame_bytes: FrameBytes = 256 * 1024 * 1024
+    #: PEM files; all three encrypt the connections of engines in other processes. The engine shows
+    #: the certificate, read on its machine, and the driver trusts what the authority has signed.
+    tls_certificate: Text | None = None
+    tls_key: Text | None = None
+    tls_authority: Text | None = None
 
     def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
-        """An engine must have the time to answer a heartbeat."""
+        """An engine must have the time to answer a heartbeat; encryption takes three files."""
+        files = {name: getattr(self, name) for name in TLS_FILES}
+        missing = [name for name, path in files.items() if path is None]
+        if missing and len(missing) < len(files) and set(files) <= set(sound):
+            given = next(name for name in files if name not in missing)
+            yield Fault(missing[0], f"missing; expected a path beside channel.{given}")
         if not {"heartbeat_s", "heartbeat_timeout_s"} <= set(sound):
             return
         if self.heartbeat_timeout_s <= self.heartbeat_s:

@@ -315,6 +315,10 @@ class RolloutConfig(Section):
             places = " or ".join(map(repr, allowed))
             problem = f"expected {places} for engine.kind = {kind!r} (allowed: {table})"
             yield Fault("placement.kind", problem, place)
+        certificate = getattr(self.channel, "tls_certificate", None)
+        if place == "in_process" and certificate is not None:
+            problem = "expected None with placement.kind = 'in_process': nothing leaves the process"
+            yield Fault("channel.tls_certificate", problem, certificate)
         weights = getattr(self.router, "weights", ())
         replicas = getattr(self.engine, "replicas", None)
         is_sound = isinstance(weights, tuple) and isinstance(replicas, int)
