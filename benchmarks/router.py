@@ -13,6 +13,9 @@ each workload is repeated on `SimulatedCore` itself in virtual time, and both mu
 The last line is the result as JSON: `us_per_decision_256`, and for each workload and policy
 `makespan_over_bound` and `prefix_hit`.
 
+It takes some 15 minutes of CPU, spread over all cores: 8 minutes on 2 that are free, an hour on 2
+that are shared with others, and as much less as `--seeds` asks for fewer.
+
     python benchmarks/router.py [--seeds 20] [--quick]
 """
 
@@ -118,8 +121,7 @@ def check_simulation() -> float:
 
 def summary(values: list[float]) -> tuple[float, float]:
     """Mean and half of its 95 % interval, by the normal distribution."""
-    spread = statistics.stdev(values) if len(values) > 1 else math.nan
-    return statistics.fmean(values), 1.96 * spread / math.sqrt(len(values))
+    return statistics.fmean(values), 1.96 * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def table(runs: dict[str, list[tuple[float, Outcome]]]) -> dict[str, dict[str, float]]:
@@ -145,31 +147,50 @@ def show(title: str, rows: dict[str, dict[str, float]]) -> None:
         mark = "*" if name in STRATEGIES else " "
         print(
             f"  {mark} {name:28} {row['makespan_over_bound']:7.3f} ± {row['makespan_ci95']:.3f}"
-            f"     {row['prefix_hit']:.3f} ± {row['prefix_hit_ci95']:.3f}  {row['moves']:8.0f}"
+            f"     {row['prefix_hit']:.3f} ± {row['prefix_hit_ci95']:.3f}  {row['moves']:8.0f}",
+            flush=True,
         )
 
 
 def compare(seeds: int, sizes: tuple[int, ...]) -> dict[str, dict[str, dict[str, float]]]:
-    """All workloads, sizes and policies, on all cores."""
-    largest_first = [(name, size) for size in reversed(sizes) for name in WORKLOADS]
-    jobs = [(name, size, seed) for name, size in largest_first for seed in range(seeds)]
-    runs: dict[tuple[str, int], dict[str, list[tuple[float, Outcome]]]] = {}
+    """All workloads, sizes and policies, on all cores; each table is shown when it is complete."""
+    jobs = [(name, size, seed) for size in sizes for name in WORKLOADS for seed in range(seeds)]
+    runs: dict[str, list[tuple[float, Outcome]]] = defaultdict(list)
+    workloads = {}
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for done, (name, size, results) in enumerate(pool.map(run_all, jobs), 1):
-            kept = runs.setdefault((name, size), defaultdict(list))
             for policy, result in results.items():
-                kept[policy].append(result)
+                runs[policy].append(result)
             print(f"\r{done} of {len(jobs)}", end="", file=sys.stderr, flush=True)
+            if done % seeds == 0:
+                title = f"{name}_{size}"
+                workloads[title] = table(runs)
+                runs.clear()
+                show(title, workloads[title])
     print(file=sys.stderr)
-    return {f"{name}_{size}": table(runs[name, size]) for size in sizes for name in WORKLOADS}
+    return workloads
+
+
+def _arguments() -> argparse.Namespace:
+    summary_, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        description=summary_, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=20, help="runs of each workload and size (default: 20)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="3 seeds, 8 replicas: half a minute on 2 cores"
+    )
+    options = parser.parse_args()
+    if options.seeds < 2:
+        parser.error(f"--seeds {options.seeds}: expected at least 2, for an interval")
+    return options
 
 
 def main() -> None:
     """Measure, print tables, and the result as the last line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=20, help="runs of each workload")
-    parser.add_argument("--quick", action="store_true", help="3 seeds, 8 replicas")
-    options = parser.parse_args()
+    options = _arguments()
     cost = us_per_decision()
     print(f"a decision among {REPLICAS} replicas: {cost:.2f} µs of CPU")
     difference = check_simulation()
@@ -180,7 +201,6 @@ def main() -> None:
     workloads = compare(seeds, sizes)
     over_best = {}
     for title, rows in workloads.items():
-        show(title, rows)
         best = min(row["makespan_over_bound"] for row in rows.values())
         over_best[title] = round(rows[DEFAULT]["makespan_over_bound"] / best, 4)
     print(f"\n{DEFAULT} over the best of each: {over_best}")

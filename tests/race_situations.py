@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -16,6 +17,7 @@ from rollout.config import (
     SchedulingConfig,
     SimulatedEngine,
 )
+from rollout.engine import DiskWeights
 from rollout.interactions import ScriptedUser
 from rollout.testing import Scenario, tool_call
 from rollout.testing.witness import Witness
@@ -163,6 +165,38 @@ async def _generate_until_closed(runtime: Any) -> None:
         return
 
 
+async def changing_fleet(witness: Witness) -> None:
+    """Replicas come and go, and weights change, in the middle of a batch."""
+    config = (
+        Scenario(seed=7)
+        .reply("", filler=60)
+        .timing(load_weights_s=0.15)
+        .config(
+            agent=AgentConfig(name="single_turn"),
+            scheduling=SchedulingConfig(samples_per_prompt=3),
+            engine=SimulatedEngine(replicas=2),
+            lengths=LENGTHS,
+        )
+    )
+    async with witness.open_rollout(config) as runtime:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_change_fleet, runtime)
+            await runtime.generate([user("one"), user("two")])
+            await runtime.generate([user("three")])
+
+
+async def _change_fleet(runtime: Any) -> None:
+    engines = runtime.engines
+    with suppress(rollout.RolloutError):
+        await anyio.sleep(0.1)
+        await engines.add_replica()
+        engines.drain("engine-0")
+        await runtime.update_weights(version=1, source=DiskWeights("."))
+        await engines.remove_replica("engine-1", drain_s=0.1)
+        engines.resume("engine-0")
+        await engines.add_replica()
+
+
 SITUATIONS: dict[str, Callable[[Witness], Awaitable[None]]] = {
     "single turn": single_turn,
     "tool agent with parallel calls": tool_agent,
@@ -170,4 +204,5 @@ SITUATIONS: dict[str, Callable[[Witness], Awaitable[None]]] = {
     "slow consumer": slow_consumer,
     "consumer that leaves": leaving_consumer,
     "close during start-up": close_during_start,
+    "changing fleet": changing_fleet,
 }

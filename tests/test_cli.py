@@ -19,6 +19,7 @@ import rollout
 from rollout import Outcome, RolloutBatch
 from rollout.chat import tool_parser_names
 from rollout.cli import main
+from rollout.tools.sandbox import METHODS, isolation
 
 CONFIG = """
 from rollout.config import *
@@ -359,6 +360,36 @@ def test_cli_check_knows_what_the_tools_file_defines(
     )
     options = ("--set", "agent.interaction=teacher", "--set", "agent.name=cli_test_agent")
     assert main(["check", "config.py", "--tools", "more.py", *options]) == 0
+
+
+def test_cli_check_says_which_isolation_holds_and_refuses_tools_without_it(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for method in METHODS:
+        fault = None if method == "landlock" else f"{method} is closed"
+        monkeypatch.setitem(isolation._known, (method, sys.executable), fault)
+    (folder / "unsafe.py").write_text(
+        "from rollout.tools import PythonTool\nrun = PythonTool('run', isolation='none')\n"
+    )
+    assert main(["check", "config.py", "--tools", "python,shell,finish"]) == 0
+    assert "\nisolation   landlock (Landlock, seccomp)\n" in capsys.readouterr().out
+    assert main(["check", "config.py", "--tools", "unsafe.py"]) == 0
+    assert (
+        "\nisolation   landlock (Landlock, seccomp); run: none (no isolation: programs can do what "
+        "the driver can)\n"
+    ) in capsys.readouterr().out
+    monkeypatch.setitem(isolation._known, ("landlock", sys.executable), "landlock is closed")
+    assert main(["check", "config.py"]) == 0
+    lacks = "namespaces: namespaces is closed; bubblewrap: bubblewrap is closed; landlock: landlock"
+    assert f"\nisolation   none holds here: {lacks} is closed\n" in capsys.readouterr().out
+    run = ["run", "config.py", "--prompts", "prompts.jsonl", "--out", "out"]
+    for command in (["check", "config.py"], run):
+        assert main([*command, "--tools", "calculator,shell"]) == 2
+        assert capsys.readouterr().err.endswith(
+            f"error: tool 'shell': no isolation for programs that models write: {lacks} is closed; "
+            'mend one of these, or accept isolation="none", where programs can do what the driver '
+            "can\n"
+        )
 
 
 def test_cli_check_of_unreadable_config_exits_with_2(

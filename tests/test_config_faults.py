@@ -39,19 +39,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-SAMPLING_KEYS = ", ".join(
-    (
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "greedy",
-        "max_new_tokens",
-        "stop_token_ids",
-    )
+SAMPLING_KEYS = (
+    "temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty, "
+    "greedy, max_new_tokens, stop_token_ids"
 )
 TRANSFORMERS_KEYS = (
     "kind, replicas, start_timeout_s, stream_interval, dtype, device, threads, max_running, "
@@ -362,6 +352,9 @@ WRONG: dict[tuple[type, str], tuple[object, ...]] = {
     (LengthsConfig, "turn"): (0, 1.0, *NUMBERS, 4097),
     (LimitsConfig, "tool_s"): (0, -1, math.nan, math.inf, *NUMBERS),
     (LimitsConfig, "cleanup_s"): (None, 0, math.inf),
+    (AgentConfig, "history"): (None, "", "append", 1, True, ["append_only"]),
+    (AgentConfig, "tokenization_check"): (None, "", "on", True, 1),
+    (AgentConfig, "tokenization_ignore"): (None, "whitespace", ["identical"], [1], {"content"}),
     (AgentConfig, "name"): (None, *STRINGS),
     (AgentConfig, "max_assistant_turns"): (0, 1.0, *NUMBERS),
     (AgentConfig, "max_parallel_calls"): (None, 0, *NUMBERS),

@@ -15,13 +15,28 @@ EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/run.py"))
 SAYS = {"python_sandbox": "reward     1"}
 
 
-@pytest.mark.model
+#: Examples that take overrides, and what spares them the embedded model.
+SIMULATED = ("engine.kind=simulated", "model.path=simulated", "placement.kind=in_process")
+OVERRIDES = {"verifier": SIMULATED, "mcp_tools": SIMULATED}
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_runs(name: str) -> None:
+    run_example(name, OVERRIDES.get(name, ()))
+
+
+@pytest.mark.full
+@pytest.mark.model
+@pytest.mark.parametrize("name", sorted(OVERRIDES))
+def test_example_runs_on_the_embedded_model(name: str) -> None:
+    run_example(name, ())
+
+
+def run_example(name: str, overrides: tuple[str, ...]) -> None:
     place = ROOT / "examples" / name
     paths = [str(place), os.environ.get("PYTHONPATH", "")]
     said = subprocess.run(
-        [sys.executable, str(place / "run.py")],
+        [sys.executable, str(place / "run.py"), *overrides],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,

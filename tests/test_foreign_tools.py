@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from rollout.tools import (
     load_tools,
     load_verl_tools,
 )
+from rollout.tools.providers import open_tools
 from rollout.types import ToolCall
 
 CLASSES = '''
@@ -238,8 +240,7 @@ tools:
             "Nothing",
             "tools[4]: Broken raised KeyError: 'url'",
             f"tools[5]: {path}: tools[5] Mute has no method execute: expected verl's tool protocol",
-            "tools[6].config.type = 'mcp': servers are opened, not loaded; use "
-            "rollout.tools.connect_mcp and give its tools to open_rollout",
+            "tools[6].mcp = None: expected mcp_servers_config_path in it",
             "tools[7].config.type = 'remote': expected 'native' or 'mcp'",
             "tools[8].config = 3: expected a mapping",
             "tools[9].config.url = '${oc.env:URL}': interpolation is not resolved; write the value",
@@ -264,6 +265,61 @@ def test_verl_file_that_is_none_is_refused(directory: Path, text: str, message: 
     assert str(caught.value).startswith(f"{path}: {message}")
     with pytest.raises(ToolError, match=r"nowhere\.yaml: No such file or directory$"):
         load_verl_tools(directory / "nowhere.yaml")
+
+
+SHOP = Path(__file__).parents[1] / "examples" / "mcp_tools" / "server.py"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_verl_entry_of_mcp_servers_is_connected(
+    executor: Callable[..., ToolExecutor], directory: Path
+) -> None:
+    servers = {"mcpServers": {"shop": {"command": sys.executable, "args": [str(SHOP)]}}}
+    config = written(directory, json.dumps(servers), "servers.json")
+    path = written(
+        directory,
+        f"""
+tools:
+  - class_name: verl_style_classes.Plain
+  - class_name: verl.tools.mcp_base_tool.MCPBaseTool
+    config: {{type: mcp, rate_limit: 5}}
+    mcp: {{mcp_servers_config_path: "{config}", tool_selected_list: [sell, other]}}
+""",
+    )
+    async with open_tools(load_verl_tools(path)) as tools:
+        assert [tool.name for tool in tools] == ["plain", "sell"]
+        session = executor(*tools).open_session(uid="p", member=0)
+        (result,) = await run(session, ("sell", {"item": "pear", "pieces": 2}))
+        assert not result.is_error
+        await session.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "no JSON: Input data was truncated"),
+        ("[]", "mcpServers = None; expected servers by name"),
+        (
+            '{"mcpServers": {"shop": {"port": 1}}}',
+            "mcpServers.shop = {'port': 1}: expected a url or a command",
+        ),
+        (None, "No such file or directory"),
+    ],
+)
+def test_verl_entry_of_mcp_servers_that_is_wrong_is_refused(
+    directory: Path, text: str | None, message: str
+) -> None:
+    config = directory / "servers.json" if text is None else written(directory, text, "s.json")
+    path = written(
+        directory,
+        f"tools: [{{config: {{type: mcp}}, mcp: {{mcp_servers_config_path: {config}}}}}]",
+    )
+    with pytest.raises(ToolError) as caught:
+        load_verl_tools(path)
+    assert str(caught.value) == (
+        f"{path}: tools[0].mcp.mcp_servers_config_path = {str(config)!r}: {message}"
+    )
 
 
 # Files

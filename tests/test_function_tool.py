@@ -6,13 +6,22 @@ import dataclasses
 import enum
 from typing import Annotated, Any, Literal, Optional, Required, TypedDict
 
+import annotated_types
 import attrs
 import msgspec
+import pydantic
 import pytest
 
 from rollout.bridge import WorkerThreads
 from rollout.errors import ToolError
-from rollout.tools import FunctionTool, ToolContext, ToolResult, function_tool, normalise_result
+from rollout.tools import (
+    FunctionTool,
+    MediaError,
+    ToolContext,
+    ToolResult,
+    function_tool,
+    normalise_result,
+)
 from rollout.tools.docstrings import parse_docstring
 from rollout.types import ToolCall
 
@@ -640,3 +649,210 @@ def test_normalise_result_number_too_long_to_write_becomes_an_error() -> None:
     result = normalise_result(10**5000)
     assert result.is_error
     assert result.text.startswith("the tool returned a number that cannot be written out: ")
+
+
+# Docstrings of other styles, foreign constraints, pydantic
+
+
+def google(size: int, names: list[str]) -> None:
+    """Draw.
+
+    At any size.
+
+    Args:
+        size: How large,
+            in pixels.
+        names: Of what.
+    """
+
+
+def numpy(size: int, names: list[str]) -> None:
+    """Draw.
+
+    At any size.
+
+    Parameters
+    ----------
+    size : int
+        How large,
+        in pixels.
+    names : list of str, optional
+        Of what.
+
+    Returns
+    -------
+    None
+        Nothing.
+    """
+
+
+def rest(size: int, names: list[str]) -> None:
+    """Draw.
+
+    At any size.
+
+    :param size: How large,
+        in pixels.
+    :type size: int
+    :param list names: Of what.
+    :returns: Nothing.
+    """
+
+
+@pytest.mark.parametrize("function", [google, numpy, rest])
+def test_function_tool_docstring_styles_say_the_same(function: Any) -> None:
+    schema = function_tool(function).schema["function"]
+    assert schema["description"] == "Draw.\n\nAt any size."
+    described = {
+        name: value["description"] for name, value in schema["parameters"]["properties"].items()
+    }
+    assert described == {"size": "How large, in pixels.", "names": "Of what."}
+
+
+def test_function_tool_several_parameters_share_a_numpy_entry() -> None:
+    parsed = parse_docstring("Add.\n\nParameters\n----------\na, b : int\n    Summands.\n")
+    assert parsed.parameters == {"a": "Summands.", "b": "Summands."}
+
+
+def test_function_tool_prose_that_looks_like_a_section_stays_prose() -> None:
+    text = "Search.\n\n:param without an end\n"
+    assert parse_docstring(text).description.startswith("Search.")
+    assert parse_docstring("Search: find it.\n\nNote: slow.").description.startswith("Search: find")
+
+
+@pytest.mark.parametrize(
+    ("annotation", "schema"),
+    [
+        (
+            Annotated[int, pydantic.Field(ge=1, lt=9)],
+            {"type": "integer", "minimum": 1, "exclusiveMaximum": 9},
+        ),
+        (
+            Annotated[str, pydantic.Field(pattern="^a", min_length=2)],
+            {"type": "string", "pattern": "^a", "minLength": 2},
+        ),
+        (Annotated[float, annotated_types.Gt(0)], {"type": "number", "exclusiveMinimum": 0}),
+        (
+            list[Annotated[int, annotated_types.Interval(ge=1, le=3)]],
+            {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 3}},
+        ),
+        (
+            Annotated[int, annotated_types.Ge(1)] | None,
+            {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]},
+        ),
+        (
+            dict[str, Annotated[int, msgspec.Meta(ge=0)]],
+            {"type": "object", "additionalProperties": {"type": "integer", "minimum": 0}},
+        ),
+    ],
+)
+def test_function_tool_constraints_of_others_are_kept_and_checked(
+    annotation: Any, schema: dict[str, Any]
+) -> None:
+    assert property_of(annotation) == schema
+
+
+def test_function_tool_annotations_describe_parameters() -> None:
+    def f(
+        a: Annotated[int, "the first"],
+        b: Annotated[int, pydantic.Field(description="the second")],
+    ) -> None:
+        """Do it."""
+
+    properties = function_tool(f).schema["function"]["parameters"]["properties"]
+    assert properties == {
+        "a": {"type": "integer", "description": "the first"},
+        "b": {"type": "integer", "description": "the second"},
+    }
+
+
+class Corner(pydantic.BaseModel):
+    x: int = pydantic.Field(ge=0)
+    unit: Unit = Unit.CELSIUS
+
+
+class Room(pydantic.BaseModel):
+    corners: list[Corner]
+    kind: Literal["hall", "cell"] = "hall"
+
+
+class Tree(pydantic.BaseModel):
+    children: list[Tree]
+
+
+def test_function_tool_pydantic_models_are_inlined_and_made() -> None:
+    def build(room: Room, corner: Corner = Corner(x=1)) -> None:  # noqa: B008
+        """Build.
+
+        Args:
+            room: Room.
+            corner: Corner.
+        """
+
+    tool = function_tool(build)
+    corner = {
+        "type": "object",
+        "properties": {
+            "x": {"type": "integer", "minimum": 0},
+            "unit": {
+                "type": "string",
+                "enum": ["celsius", "fahrenheit"],
+                "default": "celsius",
+            },
+        },
+        "required": ["x"],
+    }
+    assert tool.schema["function"]["parameters"]["properties"] == {
+        "room": {
+            "type": "object",
+            "properties": {
+                "corners": {"type": "array", "items": corner},
+                "kind": {"type": "string", "enum": ["hall", "cell"], "default": "hall"},
+            },
+            "required": ["corners"],
+            "description": "Room.",
+        },
+        "corner": {
+            **corner,
+            "description": "Corner.",
+            "default": {"x": 1, "unit": "celsius"},
+        },
+    }
+    checked = tool.parameters.check({"room": {"corners": [{"x": 2, "unit": "fahrenheit"}]}})
+    assert checked == {"room": Room(corners=[Corner(x=2, unit=Unit.FAHRENHEIT)])}
+    assert check(tool, room={"corners": [{"x": "2"}]}) == (
+        'room = {"corners":[{"x":"2"}]}: input should be a valid integer in its corners[0].x'
+    )
+    assert check(tool, room={"corners": []}, corner={}) == (
+        "corner = {}: field required in its x (expected "
+        '{"properties":{"x":{"minimum":0,"type":"integer"},"unit":{"enum":["celsius",'
+        '"fahrenheit"],"type":"string","default":"celsius"}},"required":["x"],"type":"object"})'
+    )
+
+
+def climb(tree: Tree) -> None:
+    """Climb.
+
+    Args:
+        tree: Tree.
+    """
+
+
+def test_function_tool_recursive_pydantic_model_is_refused() -> None:
+    with pytest.raises(ToolError) as caught:
+        function_tool(climb)
+    assert str(caught.value) == (
+        f"function tool 'climb': parameter 'tree' has the type {Tree!r}, which has no schema (Tree "
+        f"contains itself; a tool's parameters must have a finite shape): use str, int, float, "
+        f"bool, list, dict, Literal, an Enum or a dataclass"
+    )
+
+
+@pytest.mark.parametrize("kind", ["images", "videos", "audio"])
+def test_tool_result_media_are_refused_by_name(kind: str) -> None:
+    with pytest.raises(MediaError) as caught:
+        ToolResult("see", **{kind: [b"..."]})
+    assert str(caught.value) == (
+        f"ToolResult.{kind}: transcripts cannot hold images, videos or audio yet; return text"
+    )
+    assert ToolResult("see", **{kind: []}) == ToolResult("see", **{kind: []})

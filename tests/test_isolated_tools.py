@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,33 @@ async def test_isolated_tool_that_holds_the_interpreter_is_killed_with_its_group
             while not (marker.exists() and marker.read_text()):
                 await anyio.sleep(0.01)
         group.cancel_scope.cancel()
+    for pid in marker.read_text().split():
+        assert await ended(int(pid))
+
+
+DRIVER = """
+import anyio, isolated_tools
+from rollout.tools.processes import ToolProcesses
+
+async def main():
+    processes = ToolProcesses(max_processes=1, cleanup_s=5.0)
+    tool = isolated_tools.hold_the_interpreter
+    await processes.run(tool.name, tool.function_ref, {"marker": %r})
+
+anyio.run(main, backend="trio")
+"""
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_isolated_tool_does_not_outlive_a_driver_that_was_killed(tmp_path: Path) -> None:
+    marker = tmp_path / "pids"
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-c", DRIVER % str(marker)]
+    async with await anyio.open_process(command, env={**os.environ, "PYTHONPATH": paths}) as driver:
+        with anyio.fail_after(60):
+            while not (marker.exists() and marker.read_text()):
+                await anyio.sleep(0.01)
+        driver.kill()
     for pid in marker.read_text().split():
         assert await ended(int(pid))
 

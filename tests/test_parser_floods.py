@@ -50,7 +50,7 @@ def test_parser_every_flood_takes_time_linear_in_its_length(name: str) -> None:
 
 @pytest.mark.parametrize("name", FRAGMENTS)
 @pytest.mark.parametrize("deep", ["[", "(", "{", '{"a":', "[{", "-", "f(x=", "{a:", "'", '"'])
-def test_parser_deep_nesting_is_no_call(name: str, deep: str) -> None:
+def test_parser_deep_nesting_does_no_harm(name: str, deep: str) -> None:
     openings = [one for one in FRAGMENTS[name] if len(one) > 1]
     for opening, size in itertools.product(openings, (200, 5_000, 100_000)):
         turn = get_tool_parser(name).parse(opening + deep * size)

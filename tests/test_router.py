@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -381,6 +383,28 @@ def test_ties_are_fair_on_a_busy_fleet(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["estimated_seconds", "least_requests", "round_robin"])
+def test_ties_are_shared_by_weight_on_an_idle_fleet(strategy: str) -> None:
+    router = Router(strategy=strategy)
+    for name, weight in (("light", 1.0), ("heavy", 3.0), ("middle", 2.0)):
+        router.add(name, 100, weight=weight)
+    for number in range(600):
+        router.release(send(router, f"s{number}", prompt_tokens=10), generated=5, now=number)
+    served = [r.served for r in router.statistics().replicas]
+    assert served == pytest.approx([100, 300, 200], abs=1)
+
+
+@pytest.mark.parametrize("strategy", ["estimated_seconds", "least_requests", "round_robin"])
+def test_ties_who_was_passed_over_is_not_flooded_afterwards(strategy: str) -> None:
+    router = router_of("a", "b", strategy=strategy)
+    router.drain("b")
+    for number in range(100):
+        router.release(send(router, f"s{number}"), generated=5)
+    router.resume("b")
+    names = [place(router, f"t{number}") for number in range(10)]
+    assert sorted(names) == ["a"] * 5 + ["b"] * 5
+
+
+@pytest.mark.parametrize("strategy", ["estimated_seconds", "least_requests", "round_robin"])
 def test_ties_a_new_replica_is_not_flooded_by_those_before_it(strategy: str) -> None:
     router = router_of("a", "b", strategy=strategy)
     for number in range(1000):
@@ -526,7 +550,7 @@ def test_consistent_hash_is_the_same_in_every_process() -> None:
     outputs = {
         subprocess.run(
             [sys.executable, "-c", HASH_SCRIPT],
-            env={"PYTHONHASHSEED": seed},
+            env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             check=True,
             text=True,
@@ -684,11 +708,30 @@ actions = st.one_of(
 )
 
 
+histories = given(
+    strategy=st.sampled_from(STRATEGIES), steps=st.lists(actions, min_size=1, max_size=80)
+)
+
+
 @settings(max_examples=150, deadline=None)
-@given(strategy=st.sampled_from(STRATEGIES), steps=st.lists(actions, max_size=80))
+@histories
 def test_counts_equal_assigns_less_releases_whatever_happens(
     strategy: str, steps: list[tuple[str, Any]]
 ) -> None:
+    check_counts(strategy, steps)
+
+
+@pytest.mark.full
+@settings(max_examples=20_000, deadline=None)
+@histories
+def test_counts_equal_assigns_less_releases_in_many_histories(
+    strategy: str, steps: list[tuple[str, Any]]
+) -> None:
+    check_counts(strategy, steps)
+
+
+def check_counts(strategy: str, steps: list[tuple[str, Any]]) -> None:
+    """Replay a history, and compare what the router counts with what was asked of it."""
     router = router_of(*NAMES, capacity=3, strategy=strategy)
     held: list[Dispatch] = []
     offered, required = set(NAMES), None
@@ -732,6 +775,10 @@ def test_counts_equal_assigns_less_releases_whatever_happens(
         counted = {name: count for name, count in in_flight(router).items() if count}
         assert counted == dict(expected)
         assert router.statistics().in_flight == len(held)
+        assert all(0 <= replica.load_s < math.inf for replica in router.statistics().replicas)
+        for replica in router.replicas:
+            mine = [dispatch.new_tokens for dispatch in held if dispatch.replica is replica]
+            assert replica.new_tokens == sum(mine)
         assert router.has_room is any(r.is_usable and r.has_room for r in router.replicas)
     for dispatch in held:
         router.release(dispatch, now=1e6)

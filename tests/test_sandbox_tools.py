@@ -130,6 +130,8 @@ async def test_one_shot_python_starts_every_call_in_an_empty_directory() -> None
         ("raise KeyboardInterrupt", "KeyboardInterrupt", True),
         ("import sys\nprint('x', file=sys.stderr)", "x\n", False),
         ("print('\\udc80')", "?\n", False),
+        ("print(len('\ud800'))", "1\n", False),
+        ("print('a\0b')", "source code string cannot contain null bytes", True),
         ("input()", "EOFError: EOF when reading a line", True),
         ("__name__, __import__('sys').argv", "('__main__', [''])\n", False),
         (

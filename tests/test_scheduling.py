@@ -374,6 +374,34 @@ async def test_errors_in_a_row_reached_end_the_trajectory() -> None:
     assert not trajectory.transcript.ends_with_observation
 
 
+@pytest.mark.parametrize(
+    "bad", ["<tool_call>{</tool_call>", tool_call("nope"), tool_call("ping", loud=True)]
+)
+async def test_invalid_calls_in_a_row_reached_end_the_trajectory(bad: str) -> None:
+    scenario = Scenario(seed=1).reply("go", bad, bad)
+    batch = await generate(
+        scenario, [user("go")], tools=[ping], agent=AgentConfig(max_consecutive_invalid_calls=3)
+    )
+    (trajectory,) = batch.trajectories
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.LIMIT, "invalid_calls")
+    assert trajectory.limit_source == "agent.max_consecutive_invalid_calls"
+    assert trajectory.metrics["tool_errors"] == 3
+    assert trajectory.metrics["tool_calls"] == 0  # none reached the tool
+
+
+async def test_invalid_calls_with_a_valid_one_between_are_not_in_a_row() -> None:
+    scenario = (
+        Scenario(seed=1)
+        .reply("go", tool_call("nope"))
+        .then(tool_call("ping"))
+        .then(tool_call("nope"))
+        .then("done")
+    )
+    agent = AgentConfig(max_consecutive_invalid_calls=2)
+    batch = await generate(scenario, [user("go")], tools=[ping], agent=agent)
+    assert batch.trajectories[0].outcome is Outcome.COMPLETED
+
+
 async def test_errors_with_a_success_between_are_not_in_a_row() -> None:
     scenario = (
         Scenario(seed=1)

@@ -4,7 +4,7 @@ verl 0.9: a trajectory stays on its first replica; a new one goes to the fewest 
 ties by lot; the last 10,000 trajectories are remembered. The first verl with agent loops (`seeds`)
 counted the trajectories placed on each replica and never counted one down.
 
-smg 1.13 (the SGLang model gateway), with the defaults of its command line: `random`,
+smg 1.13 (the model gateway of the SGLang project), with the defaults of its command line: `random`,
 `round_robin`, `power_of_two` (two by lot, the one that uses less of its KV cache, by the last
 report; before the first, the one with fewer requests), `cache_aware` (shortest queue once the
 queues differ by more than 64 and by half; else the replica with the longest match in a radix tree
@@ -12,9 +12,10 @@ of what went where, if that is more than 0.3 of the prompt; else the shortest qu
 ((waiting tokens + tokens sent since the last report) ÷ reported throughput + 0.15 s × k ÷ (1 − k)
 for a KV cache used to the share k), `consistent_hashing` (150 points each, keyed by the
 trajectory), `prefix_hash` (the same ring keyed by the first 256 tokens; past 1.25 times the mean
-queue, the shortest) and `manual` with `min_load` (sticky, first placed on the shortest queue).
-`bucket` is for separate prefill workers and has no place here. All of them see the engines'
-reports once a second here, more often than by their default of 10 s.
+queue, the shortest) and `manual` (sticky, first placed by lot; its mode `min_load` places on the
+shortest queue, ties by lot, which is verl's policy). `bucket` is for separate prefill workers and
+has no place here. All of them see the engines' reports once a second here, more often than by their
+default of 10 s.
 """
 
 from __future__ import annotations
@@ -116,11 +117,11 @@ class VerlSeeds(Verl):
 
 
 class SmgManual(Verl):
-    """smg's `manual` with `min_load`."""
+    """smg's `manual`: sticky, else by lot."""
 
     def place(self) -> int:
-        """The shortest queue."""
-        return self.shortest()
+        """By lot."""
+        return self.lot.randrange(len(self.replicas))
 
 
 class SmgRandom(Peer):

@@ -12,6 +12,8 @@ from rollout.assembly import SIMULATED_MODEL
 from rollout.chat import tool_parser_names
 from rollout.config import (
     CustomEngine,
+    HttpEngine,
+    SGLangEngine,
     SimulatedEngine,
     TransformersEngine,
 )
@@ -86,6 +88,8 @@ def _package_faults(config: RolloutConfig) -> Iterator[str]:
     """Packages that are missing in the interpreter that runs the engines, where it is this one."""
     if config.placement.kind == "ray" and not is_importable("ray"):
         yield "placement.kind = 'ray' needs the package ray: pip install 'rollout[ray]'"
+    if isinstance(config.engine, HttpEngine) and not is_importable("httpx"):
+        yield "engine.kind = 'http' needs the package httpx: pip install 'rollout[http]'"
     python = getattr(config.placement, "python", None)
     if python is not None:
         if config.placement.kind != "ray" and shutil.which(python) is None:
@@ -95,6 +99,11 @@ def _package_faults(config: RolloutConfig) -> Iterator[str]:
         for name in TRANSFORMERS_MODULES:
             if not is_importable(name):
                 yield f"engine.kind = 'transformers' needs the package {name}: pip install {name}"
+    if isinstance(config.engine, SGLangEngine) and not is_importable("sglang"):
+        yield (
+            "engine.kind = 'sglang' needs the package sglang in the engines' interpreter; "
+            "placement.python names another one than this"
+        )
     if isinstance(config.engine, CustomEngine):
         module = config.engine.core.partition(":")[0]
         if not is_importable(module):

@@ -1,4 +1,4 @@
-"""The command line: ``rollout run``, ``rollout demo`` and ``rollout check``.
+"""The command line: ``rollout run``, ``demo``, ``check`` and ``check-template``.
 
 Commands are imported when they run, so that ``rollout --help`` answers at once.
 """
@@ -114,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_demo(commands)
     _add_check(commands)
+    _add_check_template(commands)
     return parser
 
 
@@ -179,6 +180,28 @@ def _add_check(commands: Commands) -> None:
     _add_common(parser)
 
 
+def _add_check_template(commands: Commands) -> None:
+    parser = _add_command(
+        commands,
+        "check-template",
+        "show what a model's chat template does at each boundary of a conversation",
+        "exit codes:\n  0    every conversation can be continued append-only\n"
+        "  1    some cannot; the table says why\n"
+        "  2    the tokenizer or template cannot be loaded\n",
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="directory, hub name, or embedded:smollm2-135m-instruct"
+    )
+    parser.add_argument("--revision", metavar="NAME", help="of a hub model")
+    parser.add_argument(
+        "--chat-template", metavar="FILE", help="Jinja file in place of the model's own template"
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="let code of the model's repository run"
+    )
+    _add_verbose(parser)
+
+
 def _add_command(commands: Commands, name: str, what: str, epilog: str) -> argparse.ArgumentParser:
     return commands.add_parser(
         name,
@@ -221,6 +244,10 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         metavar="PATH=VALUE",
         help="override, such as sampling.temperature=0.7; may be repeated",
     )
+    _add_verbose(parser)
+
+
+def _add_verbose(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="show what the library and its engines log"
     )

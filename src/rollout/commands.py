@@ -26,6 +26,7 @@ from rollout.errors import (
 )
 from rollout.foreground import INTERRUPTED, Job, JobResult, run_job
 from rollout.scheduling.prompt_files import read_prompts
+from rollout.sizing import sizing_lines
 from rollout.types import Outcome
 from rollout.user_code import UserCode
 
@@ -43,7 +44,7 @@ PLAIN_WIDTH = 160
 def run_command(arguments: argparse.Namespace) -> int:
     """Perform the command and return its exit code; errors are told on standard error."""
     errors = _LastingConsole(stderr=True)
-    command = {"run": _run, "demo": _demo, "check": _check}[arguments.command]
+    command = _COMMANDS[arguments.command]
     try:
         with _shown_log(errors, is_verbose=arguments.verbose):
             return command(arguments, _output(), errors)
@@ -152,6 +153,8 @@ def _check(arguments: argparse.Namespace, output: Console, errors: Console) -> i
     tools, interactions = _code_of(arguments, UserCode())
     for line in describe_config(config):
         _print_line(output, line)
+    for label, text in sizing_lines(config):
+        _print_line(output, f"{label:<12}{text}")
     isolation, unfit = anyio.run(look_at_tools, tools)
     _print_line(output, f"{'isolation':<12}{isolation}")
     faults = [*config_faults(config, interactions), *unfit]
@@ -160,6 +163,22 @@ def _check(arguments: argparse.Namespace, output: Console, errors: Console) -> i
     if not faults:
         _print_line(output, f"{'check':<12}can run here; nothing was started")
     return BAD_INPUT if faults else OK
+
+
+def _check_template(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
+    from rollout.check_template import check_template
+
+    is_appending = check_template(
+        arguments.model,
+        output,
+        revision=arguments.revision,
+        chat_template=arguments.chat_template,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    return OK if is_appending else SOME_FAILED
+
+
+_COMMANDS = {"run": _run, "demo": _demo, "check": _check, "check-template": _check_template}
 
 
 def _code_of(arguments: argparse.Namespace, code: UserCode) -> tuple[list[Any], list[Any]]:

@@ -25,9 +25,11 @@ from rollout.observe.tally import Tally
 from rollout.scheduling.admission import Admission
 from rollout.scheduling.batch_run import BatchRun
 from rollout.scheduling.prompts import check_prompts, members_of
+from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory import TrajectoryRunner
 from rollout.scopes import open_task_group
 from rollout.seeds import fresh_seed
+from rollout.tools.providers import open_tools
 from rollout.types import Trajectory
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from anyio.streams.memory import MemoryObjectReceiveStream
 
     from rollout.batch import RolloutBatch
-    from rollout.chat import ChatTemplate
+    from rollout.chat import ChatTemplate, ToolParser
     from rollout.engine.weights import WeightSource
     from rollout.scheduling.rewards import RewardFunction
     from rollout.types import Prompt
@@ -320,7 +322,9 @@ async def open_rollout(
 
     Args:
         config: See `rollout.config`.
-        tools: Tools offered to the model: `Tool` objects, or functions, which become one.
+        tools: Tools offered to the model: `Tool` objects, functions, which become one, or async
+            context managers that have a list of tools, such as `connect_mcp`, opened and closed
+            with the runtime.
         reward: ``reward(trajectory) -> float | Reward``, sync (runs in a thread) or async.
         interactions: Factories of simulated users, found by their names.
 
@@ -331,12 +335,27 @@ async def open_rollout(
     """
     if not isinstance(config, RolloutConfig):
         raise ConfigError(f"config: expected a RolloutConfig, got {type(config).__name__}")
+    registry = InteractionRegistry(interactions)
+    parser = tool_parser(config, registry)
+    async with (
+        open_tools(tools) as opened,
+        _open_runtime(config, opened, reward, registry, parser) as runtime,
+    ):
+        yield runtime
+
+
+@asynccontextmanager
+async def _open_runtime(
+    config: RolloutConfig,
+    tools: Sequence[Any],
+    reward: RewardFunction | None,
+    registry: InteractionRegistry,
+    parser: ToolParser,
+) -> AsyncIterator[RolloutRuntime]:
     threads = WorkerThreads(
         max_threads=config.tools.max_threads, max_abandoned=config.tools.max_abandoned_threads
     )
     executor = tool_executor(config, tools, threads)
-    registry = InteractionRegistry(interactions)
-    parser = tool_parser(config, registry)
     tally = Tally()
     try:
         await executor.prepare()
@@ -358,8 +377,15 @@ async def open_rollout(
                     tools=executor,
                     interactions=registry,
                     tally=tally,
+                    threads=threads,
                 )
-                runner = TrajectoryRunner(services=services, threads=threads, reward=reward)
+                runner = TrajectoryRunner(
+                    services=services,
+                    reward=reward,
+                    tokens=TokenizationCheck(
+                        config.agent.tokenization_check, config.agent.tokenization_ignore
+                    ),
+                )
                 runtime = RolloutRuntime(config, runner, threads, tally)
                 async with runtime._serving():
                     yield runtime

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 #: A trajectory's cause keeps this many characters of traceback: enough for the frames that matter.
 MAX_TRACEBACK_CHARACTERS = 2000
 
+#: Begins the name of a trajectory's metric that says how its text compares with a full rendering.
+DRIFT = "tokenization/"
+
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call that the model asked for, parsed from its text."""
@@ -135,6 +138,10 @@ class Trajectory(msgspec.Struct, kw_only=True):
         group: Position of the prompt in the call; its members are adjacent rows of the batch.
         member: Position within the group, 0 … samples_per_prompt - 1.
         transcript: The exact tokens; empty where the trajectory was rejected before rendering.
+        history: What the model saw of its earlier turns, `agent.history`: "append_only" is what it
+            had sampled, "inference_template" what its template makes of them.
+        earlier: Transcripts of earlier turns, where the template had written them anew since: each
+            is a row of its own, exact for what was generated in it.
         outcome: How it ended; `reason` says why in a word, `limit_source` names the limit's path
             in the configuration where one fired, `cause` the root cause of a failure.
         trainable: Whether policy lets a trainer learn from this row, apart from the mask.
@@ -166,6 +173,18 @@ class Trajectory(msgspec.Struct, kw_only=True):
     extra: dict[str, Any] = msgspec.field(default_factory=dict)
     prompt: Prompt | None = None
     messages: list[Message] = msgspec.field(default_factory=list)
+    history: str = "append_only"
+    earlier: list[Transcript] = msgspec.field(default_factory=list)
+
+    @property
+    def transcripts(self) -> list[Transcript]:
+        """All of them in order, one for each row of the batch."""
+        return [*self.earlier, self.transcript]
+
+    @property
+    def generated_length(self) -> int:
+        """Tokens that engines returned, in all rows."""
+        return sum(transcript.generated_length for transcript in self.transcripts)
 
     @property
     def answer(self) -> str:

@@ -11,6 +11,7 @@ import anyio
 import msgspec
 
 from rollout.agents.budget import generation_budget, length_error, remaining
+from rollout.agents.history import History, said_again
 from rollout.agents.identity import Ending, Identity, RejectedPrompt
 from rollout.agents.turn import AssistantTurn, answer
 from rollout.chat.messages import as_messages, template_messages
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rollout.agents.services import Services
+    from rollout.chat.drift import Drift
     from rollout.config import AgentConfig
     from rollout.engine.core import SamplingParams
     from rollout.tools import ToolResult, TrajectoryTools
@@ -39,7 +41,9 @@ class AgentContext:
     Attributes:
         prompt: What it started from.
         identity: Which trajectory it is.
-        transcript: The exact tokens so far.
+        transcript: The exact tokens so far; with `agent.history` "inference_template" those of the
+            row that is being written.
+        earlier: The rows before it.
         messages: The conversation so far.
         sampling: How the next generation is sampled; assign to change it. Its `max_new_tokens`
             is lowered to what the lengths leave, its `seed` set for each turn.
@@ -90,6 +94,9 @@ class AgentContext:
         self._calls_asked = 0
         self._errors_in_a_row = 0
         self._in_reasoning = False
+        self._said: dict[int, str] = {}
+        self._history = History()
+        self.earlier: list[Transcript] = []
 
     @property
     def config(self) -> AgentConfig:
@@ -133,6 +140,7 @@ class AgentContext:
         if self._interaction_name is not None:
             self._interaction = self._new_interaction(self._interaction_name)
         self.transcript.append_prompt(ids)
+        self._history.begin(given, ids)
         self._in_reasoning = self._services.template.opens_reasoning
         if self._interaction is not None:
             await self._interaction.start(self._interaction_context())
@@ -153,6 +161,7 @@ class AgentContext:
         started = anyio.current_time()
         try:
             with self._settling_limits(), fail_at_deadline(deadline):
+                self._render_anew()
                 budget, bounded_by = self._budget()
                 await self._services.engines.generate(
                     generation,
@@ -248,6 +257,20 @@ class AgentContext:
         self.transcript.append_observation(ids)
         self._in_reasoning = self._services.template.opens_reasoning_after(messages)
         self.messages += as_messages(messages)
+        self._history.add(messages)
+
+    def check_tokens(self) -> Drift | None:
+        """How the transcript differs from its conversation rendered anew.
+
+        None if nothing was said, and where the history is rendered anew in any case.
+
+        Raises:
+            TemplateError: The template refuses the conversation.
+        """
+        if not self._said or self.config.history != "append_only":
+            return None
+        template, tools = self._services.template, self._tools.schemas or None
+        return template.drift(self.transcript, self.messages, self._said, tools)
 
     async def score(self) -> None:
         """Ask the tools for their final rewards."""
@@ -298,6 +321,7 @@ class AgentContext:
             kwargs=dict(self._interaction_kwargs),
             ground_truth=self.prompt.ground_truth,
             extra=self.extra,
+            threads=self._services.threads,
         )
 
     def _room(self) -> tuple[int, str]:
@@ -329,6 +353,26 @@ class AgentContext:
         self.restarts += generation.restarts
         self.discarded_tokens += generation.discarded_tokens
 
+    def _render_anew(self) -> None:
+        """Open another row where the template writes the history otherwise than the row has it.
+
+        Raises:
+            LimitExceeded: The new row would leave no room for a token; the old one stays.
+        """
+        if self.config.history == "append_only" or not self.assistant_turns:
+            return
+        services = self._services
+        row = self._history.row(
+            services.template, self._tools.schemas or None, services.config.lengths.prompt
+        )
+        if row.ids_bytes() == self.transcript.ids_bytes():
+            return
+        room, source = remaining(row, services.config.lengths, services.engines.info.context_length)
+        if room < 1:
+            raise length_error(source, "the conversation rendered anew leaves no room for a token")
+        self.earlier.append(self.transcript)
+        self.transcript = row
+
     def _take(self, generation: Generation) -> None:
         """Append what arrived, whatever became of the wait for it."""
         if not self.transcript.spans or not (generation.ids or generation.finish_reason):
@@ -350,6 +394,7 @@ class AgentContext:
         )
         self.cut_by = None if generation.finish_reason == "stop" else bounded_by
         calls = () if self.cut_by else parsed.calls
+        self._said[len(self.messages)] = text
         self.messages.append(
             Message(
                 role="assistant",
@@ -357,6 +402,7 @@ class AgentContext:
                 tool_calls=tuple(call for call in calls if isinstance(call, ToolCall)),
             )
         )
+        self._history.add([said_again(parsed, calls)])
         return AssistantTurn(
             content=parsed.content,
             reasoning=parsed.reasoning,

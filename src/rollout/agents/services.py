@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 
+from rollout.bridge import WorkerThreads
 from rollout.chat import ChatTemplate, ToolParser
 from rollout.config import RolloutConfig
 from rollout.engine.pool import EnginePool
@@ -14,7 +15,7 @@ from rollout.tools import ToolExecutor
 
 @attrs.frozen(kw_only=True)
 class Services:
-    """The engines, the model's chat format, the tools and the simulated users.
+    """The engines, the model's chat format, tools, simulated users, and threads for their code.
 
     `stop_token_ids` are those that end a turn, in the template or in the tool-call format.
     """
@@ -27,3 +28,4 @@ class Services:
     tools: ToolExecutor
     interactions: InteractionRegistry
     tally: Tally
+    threads: WorkerThreads

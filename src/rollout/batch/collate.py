@@ -16,6 +16,7 @@ from rollout.chat.transcript import NO_VERSION
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from rollout.chat.transcript import Transcript
     from rollout.types import Trajectory
 
 Layout = Literal["padded", "packed"]
@@ -34,13 +35,12 @@ class Lengths(Protocol):
 
 
 class _Row:
-    """The tokens of one trajectory that go into the tensors: up to the last generated one.
+    """The tokens of one transcript that go into the tensors: up to the last generated one.
 
     Shapes: T tokens of prompt and response, N tokens of the response.
     """
 
-    def __init__(self, trajectory: Trajectory, lengths: Lengths) -> None:
-        transcript = trajectory.transcript
+    def __init__(self, trajectory: Trajectory, transcript: Transcript, lengths: Lengths) -> None:
         stop = len(transcript) - transcript.trailing_observation_length
         self.prompt_length = start = transcript.prompt_length
         _check_length(trajectory, "prompt", start, lengths.prompt)
@@ -60,14 +60,16 @@ def collate(
     decode: Callable[[Sequence[int]], str] | None = None,
     extra_metrics: Mapping[str, float] | None = None,
 ) -> RolloutBatch:
-    """One row of tensors for each trajectory, in the order given; shapes as in `RolloutBatch`.
+    """One row of tensors for each transcript, in the order given; shapes as in `RolloutBatch`.
 
-    A trajectory without tokens becomes a row of padding with attention 0 (packed: of length 0).
-    Tokens observed after the last generated one stay in the transcript and are left out of the
-    tensors: a training row never ends on an observation.
+    A trajectory has one transcript unless its history was rendered anew (`agent.history`); its
+    rows are adjacent then and share its outcome and reward. One without tokens becomes a row of
+    padding with attention 0 (packed: of length 0). Tokens observed after the last generated one
+    stay in the transcript and are left out of the tensors: a training row never ends on an
+    observation.
 
     Args:
-        trajectories: B of them.
+        trajectories: With B transcripts.
         lengths: P and R.
         pad_token_id: Fills padded positions of ids.
         layout: "padded" for rectangles, "packed" for jagged nested tensors without padding.
@@ -77,17 +79,18 @@ def collate(
     Raises:
         ValueError: A prompt or response is longer than `lengths` allow; names the uid.
     """
+    pairs = [(row, transcript) for row in trajectories for transcript in row.transcripts]
     if layout == "padded":
-        tensors = _padded(trajectories, lengths, pad_token_id)
+        tensors = _padded(pairs, lengths, pad_token_id)
     elif layout == "packed":
-        tensors = _packed([_Row(trajectory, lengths) for trajectory in trajectories])
+        tensors = _packed([_Row(trajectory, own, lengths) for trajectory, own in pairs])
     else:
         raise ValueError(f"layout must be 'padded' or 'packed', not {layout!r}")
-    trainable = [trajectory.trainable for trajectory in trajectories]
+    trainable = [trajectory.trainable for trajectory, _ in pairs]
     tensors["trainable"] = torch.tensor(trainable, dtype=torch.bool)
     return RolloutBatch(
-        tensors=TensorDict(tensors, batch_size=[len(trajectories)]),
-        samples=[_sample(at, trajectory) for at, trajectory in enumerate(trajectories)],
+        tensors=TensorDict(tensors, batch_size=[len(pairs)]),
+        samples=[_sample(at, trajectory) for at, (trajectory, _) in enumerate(pairs)],
         metrics=batch_metrics(trajectories, extra_metrics or {}),
         trajectories=list(trajectories),
         decode=decode,
@@ -95,9 +98,9 @@ def collate(
 
 
 def _padded(
-    trajectories: Sequence[Trajectory], lengths: Lengths, pad_token_id: int
+    pairs: Sequence[tuple[Trajectory, Transcript]], lengths: Lengths, pad_token_id: int
 ) -> dict[str, torch.Tensor]:
-    size, width = len(trajectories), lengths.prompt
+    size, width = len(pairs), lengths.prompt
     whole, response = (size, width + lengths.response), (size, lengths.response)
     input_ids = np.full(whole, pad_token_id, dtype=np.int64)
     attention_mask = np.zeros(whole, dtype=np.int64)
@@ -106,8 +109,8 @@ def _padded(
     log_probs = np.zeros(response, dtype=np.float32)
     versions = np.full(response, NO_VERSION, dtype=np.int32)
     positions = np.arange(whole[1])
-    for at, trajectory in enumerate(trajectories):
-        row = _Row(trajectory, lengths)
+    for at, (trajectory, transcript) in enumerate(pairs):
+        row = _Row(trajectory, transcript, lengths)
         place = slice(width - row.prompt_length, width - row.prompt_length + len(row.ids))
         input_ids[at, place] = row.ids
         attention_mask[at, place] = 1

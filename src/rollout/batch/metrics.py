@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from rollout.types import DRIFT
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -32,6 +34,7 @@ def batch_metrics(
     * ``outcomes/<outcome>`` and ``outcomes/<outcome>/<reason>``: how many ended so;
     * ``recovery/{resumes,restarts}``: requests that went on elsewhere, or began anew, because their
       replica was lost; ``tokens/discarded``: what was dropped by that and by further attempts;
+    * ``tokenization/<kind>``: where `agent.tokenization_check` is on, how many compared so;
     * ``reward/{min,mean,max}``: over known rewards; ``turns/mean``.
     """
     metrics = {
@@ -41,6 +44,7 @@ def batch_metrics(
         **_tokens(trajectories),
         **_outcomes(trajectories),
         **_sums(trajectories, _RECOVERY),
+        **Counter(name for row in trajectories for name in row.metrics if name.startswith(DRIFT)),
         **extra,
     }
     longest = _spread("trajectory_s", _known(trajectories, "total_s"))
@@ -69,7 +73,7 @@ def _spread(name: str, values: Iterable[float]) -> dict[str, float]:
 
 
 def _tokens(trajectories: Sequence[Trajectory]) -> dict[str, int]:
-    transcripts = [row.transcript for row in trajectories]
+    transcripts = [transcript for row in trajectories for transcript in row.transcripts]
     prompt = sum(transcript.prompt_length for transcript in transcripts)
     response = sum(transcript.response_length for transcript in transcripts)
     generated = sum(transcript.generated_length for transcript in transcripts)

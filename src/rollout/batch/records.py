@@ -71,6 +71,8 @@ class _TrajectoryRecord(_RowRecord, kw_only=True):
     prompt: dict[str, Any] | None
     messages: list[Message]
     spans: list[_SpanRecord]
+    history: str = "append_only"
+    earlier: list[list[_SpanRecord]] = msgspec.field(default_factory=list)
 
 
 def sample_line(sample: Sample) -> bytes:
@@ -91,6 +93,8 @@ def trajectory_line(trajectory: Trajectory, decode: Callable[[Sequence[int]], st
         prompt=_prompt_fields(trajectory),
         messages=[_message(at, trajectory) for at in range(len(trajectory.messages))],
         spans=_span_records(trajectory.transcript, decode),
+        history=trajectory.history,
+        earlier=[_span_records(transcript, decode) for transcript in trajectory.earlier],
         **_row_fields(trajectory),
     )
     return _encoded(record)
@@ -109,6 +113,8 @@ def trajectory_from_line(line: bytes) -> Trajectory:
         cause=record.cause,
         prompt=_prompt(record.prompt),
         messages=record.messages,
+        history=record.history,
+        earlier=[_transcript(spans) for spans in record.earlier],
         **record.fields(),
     )
 

@@ -35,7 +35,7 @@ class Sample(msgspec.Struct, kw_only=True):
 
 
 class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
-    """B rows of training data: one for each trajectory, in the order of the prompts.
+    """B rows of training data: one for each transcript, in the order of the prompts.
 
     Shapes: B rows, P prompt length, R response length. In the layout "packed" the same keys are
     jagged nested tensors, each row as long as its tokens.
@@ -48,7 +48,8 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
             int32, -1 off the mask; ``trainable`` (B,) bool.
         samples: One record for each row.
         metrics: Figures by name; one that is unknown is absent.
-        trajectories: The trajectories with their transcripts, in the order of the rows.
+        trajectories: The trajectories with their transcripts, in the order of the rows; one that
+            has several rows stands here once.
         decode: Ids to text; `save` then writes the text of every span.
     """
 

@@ -36,6 +36,16 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     nine_letter_ids: bool = False
     results_as_user: bool = False
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is changed, in words."""
+        known = (
+            (self.arguments_as_text, "arguments as text"),
+            (self.nine_letter_ids, "ids of nine letters"),
+            (self.results_as_user, "results as words of the user"),
+        )
+        return tuple(note for is_so, note in known if is_so)
+
     def adapt(self, messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
         """`messages` as the template wants them."""
         adapted = list(messages)

@@ -12,7 +12,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rollout.chat.continuation import HISTORY, ContinuationRenderer, opens_reasoning
+from rollout.chat.drift import Drift, compare
 from rollout.chat.encoding import WrittenText, encoder_of
+from rollout.chat.full_rendering import HistoryRenderer
 from rollout.chat.look_alikes import render_written
 from rollout.chat.messages import TemplateMessage, template_messages
 from rollout.chat.rendering import Renderer
@@ -21,6 +23,7 @@ from rollout.errors import TemplateError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rollout.chat.transcript import Transcript
     from rollout.types import Message
 
 #: Ends of a turn that some templates never write, or only of turns that call what they know.
@@ -130,6 +133,38 @@ class ChatTemplate:
         """
         return self._continuations.form(self._adapted(messages)).opens_reasoning
 
+    def drift(
+        self,
+        transcript: Transcript,
+        messages: Iterable[Message | Mapping[str, Any]],
+        said: Mapping[int, str],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Drift:
+        """How the transcript's text differs from the whole conversation rendered anew.
+
+        Args:
+            transcript: From the prompt to the end.
+            messages: The conversation in it.
+            said: The text that the model sampled, by position in `messages`.
+            tools: As the prompt was rendered with.
+
+        Raises:
+            TemplateError: The template refuses the conversation.
+        """
+        ends = self._continuations.turn_ends()
+        names = [self.decode([token]) for token in self._turn_ends or self._next_openings()]
+        history = HistoryRenderer(self._renderer.render, ends, names)
+        full = history.render(template_messages(messages), said, tools)
+        text, rendering = self.decode(transcript.ids()), full.text
+        if text != rendering:  # the vocabulary may not spell every text (NFC, missing bytes)
+            rendering = self.decode(self._encoder.encode(rendering))
+        return compare(
+            text,
+            rendering,
+            self._encoder.specials,
+            is_reasoning_stripped=full.is_reasoning_stripped,
+        )
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens included."""
         text = self.tokenizer.decode(
@@ -156,6 +191,15 @@ class ChatTemplate:
         ends = self._turn_ends or self._next_openings()
         return tuple(dict.fromkeys(() if end is None else (end,)) | dict.fromkeys(ends))
 
+    def end_ids(self, *, is_call: bool = False) -> tuple[int, ...]:
+        """The token with which a model ends a turn itself; none where nothing but the next does."""
+        ends = tuple(self._turn_ends)
+        return ends[is_call and len(ends) > 1 :][:1]
+
+    def text_ids(self, text: str) -> list[int]:
+        """The ids of a text, special tokens in it recognised."""
+        return self._encoder.encode(text)
+
     def token_ids(self, names: Iterable[str]) -> tuple[int, ...]:
         """The ids of those special tokens among `names` that the vocabulary has."""
         specials = self._encoder.specials
@@ -171,6 +215,23 @@ class ChatTemplate:
         """Whether the opening of the assistant's turn ends inside ``<think>``."""
         text = self._renderer.render([{"role": "user", "content": HISTORY}], True)
         return opens_reasoning(text.rpartition(HISTORY)[2])
+
+    @cached_property
+    def added_system_prompt(self) -> str:
+        """What stands before a first question that no system prompt precedes, its opening included.
+
+        Empty unless it holds more than special tokens and the name of a role.
+        """
+        text = self._renderer.render([{"role": "user", "content": HISTORY}], True)
+        head = text.partition(HISTORY)[0]
+        places = self._encoder.look_alikes(head)
+        words = sum(len(piece.split()) for piece in _around(head, places))
+        return head if words > 1 + len(places) // 2 else ""
+
+    @property
+    def dialect_notes(self) -> tuple[str, ...]:
+        """How tool calls and results are changed for the template, in words."""
+        return self._renderer.dialect.notes
 
     @cached_property
     def fingerprint(self) -> str:
@@ -232,6 +293,14 @@ class ChatTemplate:
         while length < len(end) and length < len(ids) and ids[length] == end[length]:
             length += 1
         return end[:length] or tuple(ids[:1])
+
+
+def _around(text: str, places: Sequence[tuple[int, int]]) -> Iterator[str]:
+    at = 0
+    for start, stop in places:
+        yield text[at:start]
+        at = stop
+    yield text[at:]
 
 
 def _own_template(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -67,6 +67,11 @@ class Section(metaclass=SectionType):
         """Where a key that this section does not know would be right, for the error text."""
         return []
 
+    @classmethod
+    def instead_of(cls, key: str) -> str:
+        """What to use in the place of a key that others have and this library has not; or ""."""
+        return ""
+
 
 def annotations_of(cls: Any) -> dict[str, Any]:
     """The annotation of each field of an attrs class, rules included."""
@@ -140,6 +145,9 @@ def gather_faults(faulty: Iterable[Section]) -> list[Fault]:
 
 def unknown_key(cls: Any, key: str, value: object) -> Fault:
     """The fault of a key that `cls` does not have; names the nearest that it has."""
+    instead = cls.instead_of(key)
+    if instead:
+        return Fault(key, instead, value)
     kind = getattr(cls, "kind", None)
     known = [*(["kind"] if kind else []), *annotations_of(cls)]
     homes: list[str] = cls.homes_of(key)

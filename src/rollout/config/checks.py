@@ -95,6 +95,13 @@ Outcomes = Annotated[
     tuple[Literal["completed", "length", "limit", "deadline"], ...],
     Rule("a list of outcomes (completed, length, limit, deadline)", lambda _: True),
 ]
+DriftKinds = Annotated[
+    tuple[Literal["whitespace", "special_tokens", "reasoning_stripped", "content"], ...],
+    Rule(
+        "a list of kinds of drift (whitespace, special_tokens, reasoning_stripped, content)",
+        lambda _: True,
+    ),
+]
 PlainMapping = Annotated[Mapping[str, Any], Rule("a mapping", lambda _: True)]
 
 

@@ -1,13 +1,23 @@
 """What generates: one class for each kind of engine."""
 
 # Annotations stay evaluated: they carry the rules that the fields are checked by.
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import ClassVar, Literal, get_args
 
 import attrs
 
 from rollout.config.base import Section, fields_named
-from rollout.config.checks import ClassPath, Count, PlainMapping, Positive, Share, Text, Urls
+from rollout.config.checks import (
+    ClassPath,
+    Count,
+    Flag,
+    PlainMapping,
+    Positive,
+    Share,
+    Text,
+    Urls,
+)
 from rollout.config.faults import Fault
 
 
@@ -63,17 +73,64 @@ class SGLangEngine(EngineConfig):
     """SGLang in token-in, token-out mode."""
 
     kind: ClassVar[str] = "sglang"
+    #: "cpu" runs SGLang without a GPU, on plain torch.
+    device: Literal["cuda", "cpu"] = "cuda"
+    #: Compute threads of a replica on the CPU. More than one collapses beside other work.
+    threads: Count = 1
     #: GPUs that one replica spreads its weights over.
     tensor_parallel: Count = 1
     #: Share of the GPU's memory for weights and KV cache.
     memory_fraction: Share = 0.85
     #: Requests decoded together.
     max_running: Count = 256
-    #: Prompt plus response; None takes the model's own.
+    #: Requests waiting for a place; past that the engine answers "rejected".
+    max_queued: Count = 1024
+    #: Prompt plus response, of which SGLang keeps six tokens; None takes the model's own.
     context_length: Count | None = None
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    #: Seeds fix the tokens, at some cost in speed; without it SGLang ignores them.
+    deterministic: Flag = False
+    #: Lets requests ask for the experts that each token was routed to.
+    routed_experts: Flag = False
     #: Further arguments of `sglang.Engine`, by its own names.
     server_args: PlainMapping = attrs.field(factory=dict)
+
+    def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
+        """`server_args` leaves alone what has a key of its own, and what the engine decides."""
+        if "server_args" not in sound:
+            return
+        for name, value in self.server_args.items():
+            home = SGLANG_HOMES.get(name)
+            if home is not None:
+                yield Fault(f"server_args.{name}", f"expected {home}", value)
+
+
+#: Arguments of SGLang that do not belong into `server_args`, and what to write instead.
+SGLANG_HOMES: Mapping[str, str] = MappingProxyType(
+    {
+        "model_path": "model.path",
+        "revision": "model.revision",
+        "trust_remote_code": "model.trust_remote_code",
+        "device": "engine.device",
+        "tp_size": "engine.tensor_parallel",
+        "tensor_parallel_size": "engine.tensor_parallel",
+        "mem_fraction_static": "engine.memory_fraction",
+        "max_running_requests": "engine.max_running",
+        "max_queued_requests": "engine.max_queued",
+        "context_length": "engine.context_length",
+        "dtype": "engine.dtype",
+        "stream_interval": "engine.stream_interval",
+        "enable_deterministic_inference": "engine.deterministic",
+        "enable_return_routed_experts": "engine.routed_experts",
+        "stop": "sampling.stop_token_ids: SGLang runs without a tokenizer here",
+        "min_new_tokens": "sampling.stop_token_ids: SGLang runs without a tokenizer here",
+        "preferred_sampling_params": "the keys of sampling, with stop_token_ids to end a turn",
+        "skip_tokenizer_init": "nothing: engines take and give token ids only",
+        "incremental_streaming_output": "nothing: the engine reads cumulative answers",
+        "enable_priority_scheduling": "nothing: it is always on",
+        "weight_version": "nothing: versions come from update_weights",
+    }
+)
 
 
 def _one_for_each_url(engine: "HttpEngine") -> int:
@@ -88,6 +145,12 @@ class HttpEngine(EngineConfig):
     kind: ClassVar[str] = "http"
     #: One base URL for each replica.
     urls: Urls
+    #: What the servers speak: SGLang's own /generate, or vLLM's /v1/completions.
+    api: Literal["sglang", "vllm"] = "sglang"
+    #: Environment variable that holds the servers' API key; None sends none.
+    api_key_variable: Text | None = None
+    #: Requests that each server gets at once, running and queued.
+    max_requests: Count = 1024
     #: Follows from `urls`; may be written, and must then agree with them.
     replicas: Count = attrs.field(default=attrs.Factory(_one_for_each_url, takes_self=True))
 

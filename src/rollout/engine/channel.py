@@ -117,6 +117,7 @@ class Channel:
         info: The engine's facts from the handshake.
         load: What the engine last said it was doing.
         lost: Fires when the connection is of no more use; `lost_reason` then says why.
+        is_link_fault: It was lost because the connection broke, which the engine may survive.
         on_lost: Called at that moment, before any request learns of it.
         on_load: Called with what the engine says it is doing, at each answer to a heartbeat.
         tokens: What became of the tokens that arrived.
@@ -135,6 +136,7 @@ class Channel:
         self.load = EngineLoad()
         self.lost = anyio.Event()
         self.lost_reason = ""
+        self.is_link_fault = False
         self.on_lost: Callable[[], None] = lambda: None
         self.on_load: Callable[[EngineLoad], None] = lambda _: None
         self.tokens = TokenCounts() if tokens is None else tokens
@@ -243,6 +245,7 @@ class Channel:
             remaining_s,
             request.top_log_probs,
             request.routed_experts,
+            request.media,
         )
         try:
             self._data.send_nowait(message)
@@ -391,9 +394,10 @@ class Channel:
         pending.on_gone()
         pending.done.set()
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, *, is_link_fault: bool = False) -> None:
         if self.lost.is_set():
             return
+        self.is_link_fault = is_link_fault
         self.lost_reason = f"{self.name}: {reason}"
         self.lost.set()
         self.on_lost()
@@ -435,7 +439,8 @@ class Channel:
                 except CutError as error:
                     reasons.append(_why(error))
                 except FrameError as error:
-                    self._lose(_why(error))  # it does not only break: it talks nonsense
+                    # It does not only break: it talks nonsense.
+                    self._lose(_why(error), is_link_fault=True)
                 except CONNECTION_ERRORS as error:
                     reasons.append(_why(error))
                 tasks.cancel_scope.cancel()
@@ -455,7 +460,7 @@ class Channel:
                     new, welcome = await self._greeter.greet(role, received=frames.received)
                     frames.continue_on(new, welcome.received)
                 except RefusedError as error:
-                    self._lose(f"{reason}; {error}")
+                    self._lose(f"{reason}; {error}", is_link_fault=True)
                     return False
                 except ConnectionRefusedError:
                     break  # nobody listens there any more
@@ -464,7 +469,7 @@ class Channel:
                     backoff_s = min(2 * backoff_s, MAX_RECONNECT_BACKOFF_S)
                 else:
                     return True
-        self._lose(reason)
+        self._lose(reason, is_link_fault=True)
         return False
 
     async def _beat(self) -> None:

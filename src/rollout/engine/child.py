@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 from contextlib import suppress
@@ -20,6 +21,7 @@ import anyio
 import msgspec
 
 from rollout.engine.core import CORE_CLOSE_S
+from rollout.engine.hosting import watch_core
 from rollout.engine.loading import load_core, start_error_text
 from rollout.engine.server import EngineServer
 from rollout.engine.tls import TlsFiles, encrypted_listener
@@ -60,6 +62,13 @@ def _end_with_driver(leave: threading.Event) -> None:
         pass
     leave.set()
     threading.Event().wait(CORE_CLOSE_S - 1)
+    _kill_session()
+
+
+def _kill_session() -> None:
+    """End at once, with whatever the core has started: half-started children know no better."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
 
 
@@ -74,6 +83,7 @@ async def _serve(spec: ChildSpec, answer: int, leave: threading.Event) -> None:
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(serving.serve, server.serve_connection)
+            tasks.start_soon(watch_core, core, leave.set)
             await anyio.to_thread.run_sync(leave.wait, abandon_on_cancel=True)
             tasks.cancel_scope.cancel()
     finally:

@@ -277,6 +277,7 @@ class ClientSession:
             priority=message.priority,
             top_log_probs=message.top_log_probs,
             routed_experts=message.routed_experts,
+            media=message.media,
         )
         deadline = math.inf
         if message.remaining_s is not None:

@@ -71,10 +71,13 @@ class GenerationRequest:
         top_log_probs: How many of the most likely tokens are wanted at each position, beside the
             sampled one; a core that cannot tell leaves `Chunk.top_ids` empty.
         routed_experts: Whether the experts that each token was routed to are wanted.
+        media: Images and the like. Every core of ours refuses them by name: transcripts cannot
+            hold them yet.
     """
 
     __slots__ = (
         "_prompt",
+        "media",
         "priority",
         "request_id",
         "routed_experts",
@@ -93,6 +96,7 @@ class GenerationRequest:
         priority: int = 0,
         top_log_probs: int = 0,
         routed_experts: bool = False,
+        media: tuple[bytes, ...] = (),
     ) -> None:
         self.request_id = request_id
         self.sampling = sampling
@@ -100,6 +104,7 @@ class GenerationRequest:
         self.priority = priority
         self.top_log_probs = top_log_probs
         self.routed_experts = routed_experts
+        self.media = media
         self._prompt = prompt_ids
 
     @property
@@ -201,6 +206,10 @@ class EngineCore(Protocol):
 
     The server constructs it with keyword options, awaits `start`, iterates `generate` for many
     requests at once from one event loop, and awaits `aclose` at the end.
+
+    A core that can lose what it depends on (processes of its own, somebody else's server) also has
+    ``async def watch(self) -> str``: it returns why the engine is lost, after its requests have
+    been told. Whoever hosts the core runs it beside the server, through `hosting.watch_core`.
     """
 
     @property

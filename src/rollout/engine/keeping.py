@@ -30,6 +30,8 @@ logger = logging.getLogger("rollout.engine")
 MAX_BACKOFF_S = 30.0
 #: A replica that served this long died of something new: its next pause is the first one again.
 STABLE_S = 60.0
+#: How long after its connections an engine's end may be known: who lost only those is no corpse.
+DEATH_GRACE_S = 1.0
 
 
 @attrs.define(eq=False)
@@ -41,6 +43,8 @@ class Replica:
         starts: How often it has come to serve.
         channel, routed: While it serves.
         running: Generations whose request is in flight there.
+        lost: Those that were when it was lost last, and how many requests were in flight in all.
+        judged: Fires when it is known whether that was a death.
         is_drained: It is to get nothing new, whatever becomes of it meanwhile.
         is_leaving: It is being removed.
         is_excused: Nothing that it has in flight is to blame for its end.
@@ -57,6 +61,8 @@ class Replica:
     routed: ReplicaState | None = None
     tokens: TokenCounts = attrs.field(factory=TokenCounts)
     running: dict[Attempt, None] = attrs.field(factory=dict)
+    lost: tuple[tuple[Attempt, ...], int] = ((), 0)
+    judged: anyio.Event = attrs.field(factory=anyio.Event)
     is_drained: bool = False
     is_leaving: bool = False
     is_excused: bool = False
@@ -74,6 +80,7 @@ class Keeper:
         backoff_s: Pause before the first restart; doubled at each further death or failed start.
         max_start_failures: Failed starts in a row after which it is given up.
         bring_up: Makes a connected replica serve.
+        judge: A replica was lost: whether it died of itself is known now.
         taken_down: A replica serves no more, and why.
     """
 
@@ -83,6 +90,7 @@ class Keeper:
     backoff_s: float
     max_start_failures: int
     bring_up: Callable[[Replica, Channel], Awaitable[None]]
+    judge: Callable[[Replica, Channel, bool], None]
     taken_down: Callable[[Replica, str], None]
 
     async def keep(
@@ -124,7 +132,8 @@ class Keeper:
             replica.state = "restarting"
             if anyio.current_time() - served_since >= STABLE_S:
                 deaths = 0
-            await anyio.sleep(min(self.backoff_s * 2**deaths, MAX_BACKOFF_S))
+            longest_s = max(MAX_BACKOFF_S, self.backoff_s)
+            await anyio.sleep(min(self.backoff_s * 2**deaths, longest_s))
             deaths += 1
 
     @asynccontextmanager
@@ -154,8 +163,12 @@ class Keeper:
                     task_status.started()
                 served_since = anyio.current_time()
                 await channel.lost.wait()
+                if channel.is_link_fault:
+                    with anyio.move_on_after(DEATH_GRACE_S):
+                        await died.wait()
         finally:
             channel.close()
+            self.judge(replica, channel, died.is_set() or not channel.is_link_fault)
             replica.channel = replica.routed = None
         logger.warning("lost %s", channel.lost_reason)
         self.taken_down(replica, channel.lost_reason)

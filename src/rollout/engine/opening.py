@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from rollout.config import (
     CustomEngine,
+    HttpEngine,
     InProcessPlacement,
     LocalProcessPlacement,
     RayPlacement,
     RolloutConfig,
+    SGLangEngine,
     SimulatedEngine,
     TransformersEngine,
 )
@@ -64,12 +66,57 @@ def core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
             return CoreSpec(
                 "rollout.testing.simulated:SimulatedCore", {**options, **engine.scenario}
             )
+        case SGLangEngine():
+            return CoreSpec(
+                "rollout.engine.cores.sglang:SGLangCore", _sglang_options(config, engine, replica)
+            )
+        case HttpEngine():
+            return CoreSpec(
+                "rollout.engine.cores.http:HttpCore", _http_options(config, engine, replica)
+            )
         case CustomEngine():
             return CoreSpec(engine.core, dict(engine.options))
-    raise EngineError(
-        f"engine.kind = {engine.kind!r}: this version has no core for it; "
-        "transformers, simulated and custom can be opened"
-    )
+    raise EngineError(f"engine.kind = {engine.kind!r}: this version has no core for it")
+
+
+def _sglang_options(config: RolloutConfig, engine: SGLangEngine, replica: int) -> dict[str, Any]:
+    model = config.model
+    fault = model_path_fault(model.path)
+    if fault:
+        raise EngineError(fault)
+    server_args = dict(engine.server_args)
+    if engine.device == "cuda" and isinstance(config.placement, LocalProcessPlacement):
+        # They share a machine: each replica takes the next GPUs of it.
+        server_args.setdefault("base_gpu_id", replica * engine.tensor_parallel)
+    return {
+        "model": model.path,
+        "revision": model.revision,
+        "trust_remote_code": model.trust_remote_code,
+        "dtype": engine.dtype,
+        "device": engine.device,
+        "threads": engine.threads,
+        "tensor_parallel": engine.tensor_parallel,
+        "memory_fraction": engine.memory_fraction,
+        "max_running": engine.max_running,
+        "max_queued": engine.max_queued,
+        "context_length": engine.context_length,
+        "stream_interval": engine.stream_interval,
+        "deterministic": engine.deterministic,
+        "routed_experts": engine.routed_experts,
+        "server_args": server_args,
+    }
+
+
+def _http_options(config: RolloutConfig, engine: HttpEngine, replica: int) -> dict[str, Any]:
+    return {
+        "url": engine.urls[replica],
+        "api": engine.api,
+        "api_key_variable": engine.api_key_variable,
+        "max_requests": engine.max_requests,
+        "model": config.model.path,
+        "revision": config.model.revision,
+        "trust_remote_code": config.model.trust_remote_code,
+    }
 
 
 def replica_spec(config: RolloutConfig, replica: int) -> CoreSpec:

@@ -95,6 +95,7 @@ class EnginePool:
             backoff_s=backoff_s,
             max_start_failures=max_start_failures,
             bring_up=self._bring_up,
+            judge=self._judge,
             taken_down=self._taken_down,
         )
         self._router = router
@@ -347,19 +348,25 @@ class EnginePool:
         if replica.is_drained:
             self._router.drain(replica.name)
         # At once, so that no request is sent to a replica that is known to be lost.
-        channel.on_lost = partial(self._lost, replica, channel)
+        channel.on_lost = partial(self._lost, replica)
         channel.on_load = lambda load: self._router.report(
             replica.name, load, now=anyio.current_time()
         )
         self._line.close_at(math.inf)
         self._line.call_next()
 
-    def _lost(self, replica: Replica, channel: Channel) -> None:
+    def _lost(self, replica: Replica) -> None:
         routed = replica.routed
         assert routed is not None
         self._router.remove(replica.name)
-        if not replica.is_excused and self._tasks is not None:
-            note_death(replica.running, channel.lost_reason, in_flight=routed.in_flight)
+        replica.lost, replica.judged = (tuple(replica.running), routed.in_flight), anyio.Event()
+
+    def _judge(self, replica: Replica, channel: Channel, is_death: bool) -> None:
+        attempts, in_flight = replica.lost
+        if is_death and not replica.is_excused and self._tasks is not None:
+            note_death(attempts, channel.lost_reason, in_flight=in_flight)
+        replica.lost = ((), 0)
+        replica.judged.set()
 
     def _taken_down(self, replica: Replica, why: str) -> None:
         self._requests.last_failure = why or self._requests.last_failure

@@ -124,6 +124,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=10):
     remaining_s: Seconds | None = None
     top_log_probs: Natural = 0
     routed_experts: bool = False
+    media: tuple[bytes, ...] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=12):

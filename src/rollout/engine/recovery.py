@@ -29,6 +29,8 @@ MAX_GARBLED = 3
 #: Deaths after which a request starts where nobody else does, and after which it is quarantined.
 SUSPECT_DEATHS = 2
 QUARANTINE_DEATHS = 3
+#: Deaths that suffice whatever the circumstances: what kills now and then must end too.
+MOST_DEATHS = 6
 #: Deaths that suffice where nothing else was in flight on the last replica that died.
 LONE_DEATHS = 2
 #: Reasons of trajectories whose requests are not made again, whatever `scheduling.max_retries` is.
@@ -145,7 +147,8 @@ class Attempt:
         self._was_silent = not self.has_answer
         self._tokens_at_death = len(self.generation.ids)
         enough = LONE_DEATHS if is_alone else QUARANTINE_DEATHS
-        self._is_convicted = (is_alone or was_suspect) and len(self.deaths) >= enough
+        is_caught = (is_alone or was_suspect) and len(self.deaths) >= enough
+        self._is_convicted = is_caught or len(self.deaths) >= MOST_DEATHS
 
     def recover(self, why: str, *, is_garbled: bool = False) -> bool:
         """Prepare the next request; False where the tokens there are are the whole answer.

@@ -68,6 +68,8 @@ class Requests:
             pending = await self._send(attempt, dispatch, priority)
             avoid = dispatch.replica.name if len(self._router.replicas) > 1 else None
             if pending.is_lost or pending.is_garbled:
+                if pending.is_lost:
+                    await self._replicas[dispatch.replica.name].judged.wait()
                 if not attempt.recover(pending.error, is_garbled=pending.is_garbled):
                     return
             elif generation.finish_reason == "rejected":

@@ -10,6 +10,7 @@ from rollout.interactions.interaction import (
 from rollout.interactions.model_user import ModelUser
 from rollout.interactions.scripted import ScriptedUser
 from rollout.interactions.verifier import Verifier
+from rollout.interactions.verl import VerlInteraction
 
 __all__ = [
     "Interaction",
@@ -20,4 +21,5 @@ __all__ = [
     "ModelUser",
     "ScriptedUser",
     "Verifier",
+    "VerlInteraction",
 ]

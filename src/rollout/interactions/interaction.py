@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from rollout.bridge import WorkerThreads
 from rollout.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ class InteractionContext(msgspec.Struct, frozen=True, kw_only=True):
         kwargs: The prompt's ``extra["interaction_kwargs"]``.
         ground_truth: The prompt's reference answer.
         extra: The prompt's ``extra``.
+        threads: Where sync code runs: ``await context.threads.run(name, function, *args)``; None
+            outside a runtime.
     """
 
     uid: str
@@ -33,6 +36,7 @@ class InteractionContext(msgspec.Struct, frozen=True, kw_only=True):
     kwargs: Mapping[str, Any] = msgspec.field(default_factory=dict)
     ground_truth: Any = None
     extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    threads: WorkerThreads | None = None
 
 
 class InteractionTurn(msgspec.Struct, frozen=True):

@@ -47,7 +47,7 @@ def _cells(members: Sequence[Trajectory]) -> tuple[str, ...]:
         " ".join(_reward(row.reward) for row in members),
         ", ".join(f"{n} {name}" for name, n in Counter(map(_outcome, members)).most_common()),
         " ".join(str(row.num_turns) for row in members),
-        " ".join(str(row.transcript.generated_length) for row in members),
+        " ".join(str(row.generated_length) for row in members),
     )
 
 

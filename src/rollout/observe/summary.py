@@ -38,9 +38,9 @@ def summary_lines(batch: RolloutBatch, seconds: float, directory: Path) -> list[
 def _rows(batch: RolloutBatch, seconds: float) -> str:
     prompts = len({row.group for row in batch.trajectories})
     trainable = sum(row.trainable for row in batch.trajectories)
+    trajectories = count(len(batch.trajectories), "trajectory")
     return (
-        f"{count(len(batch), 'trajectory')} of {count(prompts, 'prompt')} in {seconds:.1f} s; "
-        f"{trainable:,} trainable"
+        f"{trajectories} of {count(prompts, 'prompt')} in {seconds:.1f} s; {trainable:,} trainable"
     )
 
 
@@ -53,7 +53,7 @@ def _outcomes(batch: RolloutBatch) -> str:
 
 
 def _tokens(batch: RolloutBatch, seconds: float) -> str:
-    transcripts = [row.transcript for row in batch.trajectories]
+    transcripts = [transcript for row in batch.trajectories for transcript in row.transcripts]
     prompt = sum(transcript.prompt_length for transcript in transcripts)
     generated = sum(transcript.generated_length for transcript in transcripts)
     observed = sum(transcript.response_length for transcript in transcripts) - generated

@@ -26,6 +26,9 @@ def sampling_of(
     """
     base = config.validation_sampling if validate else config.sampling
     unknown = [key for key in overrides if key not in _KEYS]
+    instead = SamplingConfig.instead_of(unknown[0]) if unknown else ""
+    if instead:
+        raise ConfigError(f"sampling.{unknown[0]} = {overrides[unknown[0]]!r}: {instead}")
     if unknown:
         raise ConfigError(
             f"sampling.{unknown[0]}: unknown key in a prompt's sampling; known: {', '.join(_KEYS)}"

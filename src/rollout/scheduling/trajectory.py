@@ -13,14 +13,21 @@ from rollout.agents.base import AgentLoop, get_agent
 from rollout.agents.context import AgentContext
 from rollout.agents.identity import Ending, RejectedPrompt
 from rollout.agents.services import Services
-from rollout.bridge import WorkerThreads
 from rollout.chat.transcript import Transcript
-from rollout.errors import AgentError, ConfigError, EngineError, LimitExceeded, ToolError
+from rollout.errors import (
+    AgentError,
+    ConfigError,
+    EngineError,
+    LimitExceeded,
+    TemplateError,
+    ToolError,
+)
 from rollout.limits import Deadline
 from rollout.scheduling.rewards import RewardFunction, compute_reward
 from rollout.scheduling.sampling import sampling_of
+from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
 from rollout.scopes import is_cancelled_from_outside, leaf_of
-from rollout.types import Cause, Outcome, Trajectory
+from rollout.types import DRIFT, Cause, Outcome, Trajectory
 
 if TYPE_CHECKING:
     from rollout.scheduling.prompts import Member
@@ -36,8 +43,8 @@ class TrajectoryRunner:
     """What running members needs; shared by all of them."""
 
     services: Services
-    threads: WorkerThreads
     reward: RewardFunction | None
+    tokens: TokenizationCheck
 
     async def run(self, member: Member, batch_deadline: Deadline) -> Trajectory:
         """One member's trajectory; whatever happens to it is in its outcome.
@@ -62,8 +69,16 @@ class TrajectoryRunner:
             restarts += context.restarts
             if ending.reason != ENGINE or attempt > self.services.config.scheduling.max_retries:
                 break
-            discarded += context.transcript.generated_length
+            discarded += sum(own.generated_length for own in (*context.earlier, context.transcript))
+        drift = None
+        if ending.outcome in COMPARED:
+            drift, fault = self.tokens.judge(context)
+            if fault is not None:
+                ending = Ending(outcome=Outcome.FAILED, reason="tokenization")
+                cause = Cause(type=TemplateError.__qualname__, message=fault)
         trajectory = _trajectory(member, context, ending, cause)
+        if drift is not None:
+            trajectory.metrics[f"{DRIFT}{drift}"] = 1
         trajectory.trainable = ending.outcome in self.services.config.scheduling.trainable
         trajectory.metrics["attempts"] = attempt
         trajectory.metrics["discarded_tokens"] = discarded
@@ -150,7 +165,7 @@ class TrajectoryRunner:
             if member.cancel_reason is not None:
                 member.scope.cancel()
             try:
-                reward = await compute_reward(self.reward, trajectory, self.threads)
+                reward = await compute_reward(self.reward, trajectory, self.services.threads)
             except BaseException as error:
                 if not _is_own(error):
                     raise
@@ -252,6 +267,8 @@ def _trajectory(
         extra=context.extra,
         prompt=member.prompt,
         messages=context.messages,
+        history=context.config.history,
+        earlier=context.earlier,
     )
 
 

@@ -13,6 +13,7 @@ import trio
 from rollout.errors import RolloutError
 from rollout.testing.ceiling import VirtualCeilingError
 from rollout.testing.leaks import Belongings, leftovers
+from rollout.testing.operations import OPERATIONS
 from rollout.testing.schedule import run_virtual
 from rollout.testing.witness import Witness
 
@@ -28,8 +29,22 @@ Situation = Callable[[Witness], Awaitable[object]]
 #: * "close": the same, but runtimes close at once, with requests still under way;
 #: * "runtime_cancel": `RolloutRuntime.cancel` is called on every runtime;
 #: * "engine_death": one engine dies (with several, the steps take turns);
+#: * "engine_broken": an engine says so in place of the next thing that it has to say;
+#: * "engine_freeze": an engine says nothing any more;
+#: * "replica_drain", "replica_add", "replica_remove", "new_weights": somebody does this beside what
+#:   goes on; a replica is drained for half a second, and one that is removed has as long;
 #: * "tool_error": the next answer of a tool or of a simulated user is an exception.
-INJECTIONS = ("cancel", "close", "runtime_cancel", "engine_death", "tool_error")
+INJECTIONS = (
+    "cancel",
+    "close",
+    "runtime_cancel",
+    "engine_death",
+    "engine_broken",
+    "engine_freeze",
+    *OPERATIONS,
+    "tool_error",
+)
+_ENGINE_FAULTS = {"engine_death": "kill", "engine_broken": "break_down", "engine_freeze": "freeze"}
 #: Reason that "runtime_cancel" gives.
 REASON = "injected"
 #: Turns of the loop that tasks which are ending get to do so.
@@ -97,7 +112,8 @@ class RaceRun:
         """Whether the injection is reason enough for the library to raise this."""
         if isinstance(error, ExceptionGroup):  # of the situation's own task groups
             return all(self._may_raise(inner) for inner in error.exceptions)
-        return self.injection == "engine_death" and isinstance(error, RolloutError)
+        is_of_engines = self.injection in _ENGINE_FAULTS or self.injection in OPERATIONS
+        return is_of_engines and isinstance(error, RolloutError)
 
     def _inject(self, scope: anyio.CancelScope, task: str) -> None:
         if task != self._expected:
@@ -112,10 +128,13 @@ class RaceRun:
         elif self.injection == "runtime_cancel":
             for runtime in self._witness.runtimes:
                 runtime.cancel_if_open(reason=REASON)
-        elif self.injection == "engine_death":
+        elif self.injection in _ENGINE_FAULTS:
             alive = self._witness.engines_alive()
             if alive:
-                alive[self.step % len(alive)].kill()
+                getattr(alive[self.step % len(alive)], _ENGINE_FAULTS[self.injection])()
+        elif self.injection in OPERATIONS:
+            for runtime in self._witness.runtimes[-1:]:
+                runtime.order(self.injection)
         elif self.injection == "tool_error":
             self._witness.fuse.is_armed = True
 

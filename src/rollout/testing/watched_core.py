@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+from rollout.engine.core import EngineBroken
 from rollout.testing.fuse import InjectedError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class WatchedCore:
         reused_ids: Request ids that it was given more than once.
         is_serving: Between its start and its end, whichever way that comes.
         is_gone: It was closed, or did not start.
+        on_freeze: Stops its connections; the placement sets it.
     """
 
     def __init__(self, name: str, core: EngineCore) -> None:
@@ -51,8 +53,10 @@ class WatchedCore:
         self.is_serving = False
         self.is_gone = False
         self._core = core
+        self.on_freeze: Callable[[], None] = lambda: None
         self._on_death: Callable[[], None] | None = None
         self._is_killed = False
+        self._is_broken = False
 
     @property
     def info(self) -> EngineInfo:
@@ -77,6 +81,16 @@ class WatchedCore:
         if self._on_death is not None:
             self._on_death()
 
+    def freeze(self) -> None:
+        """Let the engine stand still: it says nothing any more, not even that it is alive."""
+        self.is_serving = False
+        self.on_freeze()
+
+    def break_down(self) -> None:
+        """Let the engine say that it is broken, in place of the next thing that it has to say."""
+        self.is_serving = False
+        self._is_broken = True
+
     async def start(self) -> None:
         """See `EngineCore.start`."""
         try:
@@ -96,6 +110,8 @@ class WatchedCore:
         try:
             async with aclosing(self._core.generate(request)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
+                    if self._is_broken:
+                        raise EngineBroken("broken by rollout.testing")
                     sent.chunks.append(chunk)
                     yield chunk
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from rollout.config import SimulatedEngine
 from rollout.errors import EngineError, PromptError, RolloutError
 from rollout.scheduling.rewards import is_async
 from rollout.testing.notes import Asked, Call, name_of
+from rollout.testing.operations import OPERATIONS
 from rollout.testing.options import parse_scenario
 from rollout.types import Trajectory
 
@@ -75,6 +76,8 @@ class WatchedRuntime:
         self.forgotten: set[str] = set()
         self.closed_in_s: float | None = None
         self._steps = itertools.count()
+        self._orders: list[str] = []
+        self._ordered = anyio.Event()
         self._runtime: RolloutRuntime | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -111,6 +114,20 @@ class WatchedRuntime:
         """Cancel every trajectory there is, if any."""
         if self._runtime is not None:
             self.cancel(reason=reason)
+
+    def order(self, kind: str) -> None:
+        """Have something done to the replicas, beside what goes on: see `OPERATIONS`."""
+        self._orders.append(kind)
+        self._ordered.set()
+
+    async def operate(self) -> None:
+        """Carry out the orders, until cancelled."""
+        while True:
+            await self._ordered.wait()
+            self._ordered = anyio.Event()
+            while self._orders:
+                with suppress(RolloutError):  # it is closing, or the replica is gone
+                    await OPERATIONS[self._orders.pop()](self._real)
 
     async def settle(self) -> None:
         """Wait, shielded and with bounded patience, until no request is under way any more.

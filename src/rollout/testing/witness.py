@@ -11,6 +11,7 @@ from rollout.config import InProcessPlacement
 from rollout.engine.placement.in_process import core_wrapper
 from rollout.errors import ConfigError
 from rollout.runtime import open_rollout
+from rollout.scopes import open_task_group
 from rollout.testing.fuse import Fuse
 from rollout.testing.invariants import anomalies_of
 from rollout.testing.watched_core import WatchedCore
@@ -79,7 +80,9 @@ class Witness:
                 ) as runtime:
                     watched.attach(runtime)
                     try:
-                        yield watched
+                        async with open_task_group() as tasks:
+                            tasks.start_soon(watched.operate)
+                            yield watched
                     finally:
                         if not self._is_hasty:
                             await watched.settle()

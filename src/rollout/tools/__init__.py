@@ -5,7 +5,7 @@ from rollout.tools.executor import ToolExecutor
 from rollout.tools.finish_tool import finish, submit
 from rollout.tools.function import FunctionTool, function_tool
 from rollout.tools.langchain import langchain_tools
-from rollout.tools.loading import load_tools, load_verl_tools
+from rollout.tools.loading import load_tools
 from rollout.tools.mcp import connect_mcp
 from rollout.tools.policy import ToolPolicy, TransientError
 from rollout.tools.python_tool import PythonTool
@@ -16,6 +16,7 @@ from rollout.tools.session import TrajectoryTools
 from rollout.tools.shell_tool import ShellTool
 from rollout.tools.tool import Tool, ToolContext, ToolSession
 from rollout.tools.truncate import truncate_text
+from rollout.tools.verl_config import load_verl_tools
 
 __all__ = [
     "FunctionTool",

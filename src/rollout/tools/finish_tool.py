@@ -29,6 +29,6 @@ async def submit(answer: str, context: ToolContext) -> ToolResult:
 
 
 def _record(answer: str, context: ToolContext) -> ToolResult:
-    """Put the answer into the trajectory's `extra`, for the reward; the first one counts."""
+    """Put the answer into the trajectory's `extra`, for rewards; a second one changes nothing."""
     context.extra.setdefault(ANSWER_KEY, answer)
     return ToolResult("The answer is recorded.", data=answer, end_trajectory=True)

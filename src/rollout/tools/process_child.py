@@ -1,8 +1,9 @@
 """The process behind ``isolation="process"``: runs one call after another for the driver.
 
 Requests come on standard input, replies go to standard output: u32 little-endian length, then
-msgpack. What a tool prints goes to standard error. The process ends when its input closes; while a
-call runs, the kernel ends it then, also one whose code never lets go of the interpreter.
+msgpack. What a tool prints goes to standard error. The process ends when its input closes, with all
+of its group; while a call runs, the kernel does that by a signal, also where the call's code never
+lets go of the interpreter.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import functools
 import importlib
 import inspect
 import os
-import sys
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ def serve() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     flags = fcntl.fcntl(requests, fcntl.F_GETFL)
-    fcntl.fcntl(requests, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(requests, fcntl.F_SETOWN, -os.getpgrp())
     with open(requests, "rb", buffering=0) as source, open(replies, "wb") as sink:
         while (header := _read(source, LENGTH.size)) is not None:
             body = _read(source, *LENGTH.unpack(header))
@@ -118,4 +119,5 @@ def _module_of(ref: FunctionRef) -> ModuleType:
 
 if __name__ == "__main__":
     serve()
-    sys.stdout.flush()
+    if os.getpgrp() == os.getpid():  # what tools have started and left behind
+        os.killpg(0, signal.SIGKILL)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from rollout.chat.parsers.json_calls import finite
+from rollout.chat.parsers.json_calls import MAX_DEPTH, finite
 from rollout.chat.parsers.literals import PythonCall, PythonReader
 from rollout.chat.parsers.llama3 import read_objects
 from rollout.chat.parsers.pythonic import CALL_LIST, read_call_list
-from rollout.chat.parsers.reader import MAX_DEPTH, Reader, SyntaxFault
+from rollout.chat.parsers.reader import Reader, SyntaxFault
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser
 

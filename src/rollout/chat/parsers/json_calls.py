@@ -10,6 +10,8 @@ import json
 import math
 from typing import Any, NamedTuple
 
+#: Nesting past this is no argument of a sane call; it also bounds Python's own stack.
+MAX_DEPTH = 100
 #: Read first; most calls are shorter. What turns out longer is read again with four times as much.
 _WINDOW = 256
 #: A fault this close to the end of a window may be the window's: ``\ud83d\ude00`` is cut there.
@@ -65,8 +67,25 @@ def value_at(text: str, at: int) -> tuple[Any, int]:
             raise ValueError(f"malformed JSON: {error}") from None
         else:
             if is_all or length < len(piece):
+                _check_depth(value, piece[:length])
                 return value, at + length
         window *= 4
+
+
+def _check_depth(value: Any, text: str) -> None:
+    """Refuse what JSON's own limit lets pass here and code deeper in the stack could not walk."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return
+    level, depth = [value], 0
+    while level := [
+        inner
+        for outer in level
+        if isinstance(outer, dict | list)
+        for inner in (outer.values() if isinstance(outer, dict) else outer)
+    ]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError("malformed JSON: nested too deeply")
 
 
 def whole_value(text: str) -> Any:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from rollout.chat.parsers.json_calls import finite, value_at
-from rollout.chat.parsers.reader import MAX_DEPTH, Reader
+from rollout.chat.parsers.json_calls import MAX_DEPTH, finite, value_at
+from rollout.chat.parsers.reader import Reader
 
 _NAME = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _CALL = re.compile(rf"\s*({_NAME})\s*\(\s*(\))?", re.ASCII)

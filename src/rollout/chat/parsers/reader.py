@@ -5,9 +5,6 @@ from __future__ import annotations
 import re
 from typing import NoReturn
 
-#: Nesting past this is no argument of a sane call; it also bounds Python's own stack.
-MAX_DEPTH = 100
-
 _GAP = re.compile(r"\s*")
 _SEPARATORS = {
     end: re.compile(rf"\s*(?P<comma>,\s*)?(?P<end>{re.escape(end)})?") for end in (")", "]", "}")

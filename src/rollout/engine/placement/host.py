@@ -100,12 +100,11 @@ class EngineHost:
             return
         with suppress(OSError):
             process.stdin.close()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        with suppress(ProcessLookupError):  # also what the engine started and left behind
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def child_spec(

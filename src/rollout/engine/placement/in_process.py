@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.engine.core import CORE_CLOSE_S, EngineCore
+from rollout.engine.hosting import watch_core
 from rollout.engine.loading import load_core, start_error_text
 from rollout.engine.placement.base import CoreSpec, ReplicaHandle
 from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
@@ -55,11 +56,21 @@ class InProcess:
             for stream in streams:
                 stream.cut()
 
+        frozen = anyio.Event()
+
+        def freeze() -> None:
+            frozen.set()
+            for stream in streams:
+                stream.stall()
+
         async with open_task_group() as tasks:
             core = await _start_core(name, spec, start_timeout_s)
             if hasattr(core, "on_death"):
                 core.on_death = die
+            if hasattr(core, "on_freeze"):
+                core.on_freeze = freeze
             server = EngineServer(core, secret)
+            tasks.start_soon(watch_core, core, die)
 
             async def serve(stream: MemoryByteStream) -> None:
                 streams.add(stream)
@@ -74,6 +85,8 @@ class InProcess:
                 ours, theirs = memory_stream_pair(
                     latency_s=self._latency_s, max_read=self._max_read
                 )
+                if frozen.is_set():
+                    theirs.stall()
                 tasks.start_soon(serve, theirs)
                 return ours
 

@@ -58,7 +58,8 @@ class LocalProcess:
         secret = secrets.token_bytes(32)
         command = [self._python or sys.executable, "-m", "rollout.engine.child"]
         try:
-            process = await anyio.open_process(command, start_new_session=True)
+            with anyio.CancelScope(shield=True):  # asyncio would forget a process just begun
+                process = await anyio.open_process(command, start_new_session=True)
         except OSError as error:
             raise EngineError(f"{name}: cannot run {command[0]!r}: {error}") from error
         died = anyio.Event()
@@ -138,7 +139,10 @@ async def _watch(process: Process, died: anyio.Event) -> None:
 
 
 async def _stop(process: Process, patience_s: float) -> None:
-    """End the child: its standard input closes, and what is left after `patience_s` is killed."""
+    """End the child: its standard input closes, and what is left after `patience_s` is killed.
+
+    So are processes that the child has started and left behind: its session is a group.
+    """
     with anyio.CancelScope(shield=True):
         assert process.stdin is not None
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
@@ -146,7 +150,6 @@ async def _stop(process: Process, patience_s: float) -> None:
         with anyio.move_on_after(patience_s):
             await process.wait()
         with suppress(ProcessLookupError):
-            if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         await process.aclose()

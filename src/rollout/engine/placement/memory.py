@@ -29,6 +29,7 @@ class _Pipe:
         self.unread = 0
         self.ended = False
         self.broken = False
+        self.stalled = False
         self._changed = anyio.Event()
 
     def notify(self) -> None:
@@ -48,7 +49,7 @@ class _Pipe:
         self.notify()
 
     async def get(self, max_bytes: int) -> bytes:
-        while not self.pieces:
+        while not self.pieces or (self.stalled and not self.broken):
             if self.broken:
                 raise anyio.BrokenResourceError
             if self.ended:
@@ -111,6 +112,11 @@ class MemoryByteStream(ByteStream):
             pipe.unread = len(kept)
             pipe.broken = True
             pipe.notify()
+
+    def stall(self) -> None:
+        """Deliver nothing any more, in either direction, as where one end is frozen."""
+        for pipe in (self._incoming, self._outgoing):
+            pipe.stalled = True
 
     async def aclose(self) -> None:
         """Close both directions; the peer reads what was sent and then the end."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: Between 2.5 and 4 the benchmark's workloads differ by no more than their noise.
 PREFILL_WEIGHT = 3.0
 MOST_KV_USED = 0.999
-#: Orders replicas of equal score by how long ago they were chosen, and no others.
+#: Orders replicas of equal score by whose turn it is, and no others.
 TIE_S = 1e-9
 #: Replicas within this share of the median speed count as equally fast: noise breaks no tie.
 SPEED_TOLERANCE = 0.15
@@ -34,7 +34,7 @@ NEW_TOKENS, MEAN_OF = 256, 512
 #: Prices change when all replicas have reported, or after this time, should one be silent.
 LONGEST_ROUND_S = 3.0
 #: Rows of the arrays: seconds of work that a replica has, further seconds for each token that a
-#: request generates or has computed, requests in flight by weight, trajectories given by weight.
+#: request generates or has computed, requests in flight by weight, its turn among new trajectories.
 LOAD, PER_NEW, PER_FRESH, REQUESTS, ROUNDS = range(5)
 Rows = npt.NDArray[np.float64]
 
@@ -56,7 +56,7 @@ class Fleet:
         self.mean_new_tokens = float(NEW_TOKENS)
         self._expected = NEW_TOKENS
         self._ended = 0
-        self._turn = 0
+        self._turn = self._round = 0.0
         self._repriced_at = 0.0
         self._reported: set[ReplicaState] = set()
         self._states: dict[str, ReplicaState] = {}
@@ -96,8 +96,6 @@ class Fleet:
                 self._use(np.hstack([self._rows, _empty_rows(slot)]))
             replica = self._states[name] = ReplicaState(name, slot, capacity)
             self._by_slot.append(replica)
-        rounds = (other.rounds for other in self.replicas if other.is_usable)
-        replica.rounds = max(replica.rounds, min(rounds, default=0.0))
         replica.capacity, replica.weight = capacity, weight
         replica.is_offered, replica.is_draining, replica.is_held = True, False, False
         replica.backlog, replica.backlog_at = 0.0, now
@@ -143,15 +141,19 @@ class Fleet:
         """Count a request that goes to `dispatch.replica`."""
         replica, fresh = dispatch.replica, dispatch.fresh_tokens
         self._settle(replica, now)
-        self._turn += 1
-        replica.last_turn = self._turn
+        # Start-time fair queueing (Goyal et al. 1996): who was passed over catches up by one turn.
+        if replica.turn > self._turn:
+            self._turn = replica.turn
+        replica.turn = self._turn + 1 / replica.weight
+        if dispatch.pinned is not replica:
+            if replica.round > self._round:
+                self._round = replica.round
+            replica.round = self._round + 1 / replica.weight
         replica.served += 1
         replica.in_flight += 1
         replica.new_tokens += dispatch.new_tokens
         replica.sent_tokens += fresh
         replica.backlog += fresh
-        if dispatch.pinned is not replica:
-            replica.rounds += 1 / replica.weight
         dispatch.is_counted = True
         self.refresh(replica)
 
@@ -225,7 +227,7 @@ class Fleet:
         replica.step_s = factor * prices.step_s
         replica.token_s = factor * prices.token_s
         replica.prompt_s = factor * prices.prompt_s
-        self._views[PER_NEW][slot] = replica.step_s + replica.token_s / replica.weight
+        self._views[PER_NEW][slot] = replica.step_s + replica.token_s
         self._views[PER_FRESH][slot] = PREFILL_WEIGHT * replica.prompt_s
 
     def refresh(self, replica: ReplicaState) -> None:
@@ -236,10 +238,10 @@ class Fleet:
             self.open_count += 1 if is_open else -1
         slot, (load, _, _, requests, rounds) = replica.slot, self._views
         if is_open:
-            tie, weight = replica.last_turn * TIE_S, replica.weight
+            tie, weight = replica.turn * TIE_S, replica.weight
             load[slot] = self.load_s(replica) / weight + tie
             requests[slot] = replica.in_flight / weight + tie
-            rounds[slot] = replica.rounds + tie
+            rounds[slot] = replica.round + tie
         else:
             load[slot] = requests[slot] = rounds[slot] = math.inf
 

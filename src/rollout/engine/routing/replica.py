@@ -36,8 +36,8 @@ class ReplicaState:
         sent_tokens: Prompt tokens that it was sent to compute since the start.
         kv_used: Share of its KV cache in use, by the last report.
         batch_limit: Size of its batch when requests had to wait; infinite until they have to.
-        last_turn: Number of the decision that chose it last.
-        rounds: Trajectories that it was given, each counted 1 ÷ weight.
+        turn: When it should be chosen next among equals; a request moves it on by 1 ÷ weight.
+        round: The same for requests that begin a trajectory there.
         cache_epoch: Grows when it loses its prefix cache.
         step_s, token_s, prompt_s: What its time costs, its slowness included; see `prices`.
         pace: How fast it is.
@@ -63,8 +63,8 @@ class ReplicaState:
     sent_tokens: int = 0
     kv_used: float = 0.0
     batch_limit: float = math.inf
-    last_turn: int = 0
-    rounds: float = 0.0
+    turn: float = 0.0
+    round: float = 0.0
     cache_epoch: int = 0
     step_s: float = STEP_S
     token_s: float = TOKEN_S

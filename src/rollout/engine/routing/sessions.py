@@ -20,7 +20,7 @@ class _Group:
 
     Attributes:
         prompt_tokens: Length of the shared prompt: the shortest that one of them began with.
-        holders: Where it was sent last, with the epoch of the cache that got it.
+        holders: Where trajectories began or moved last, with the epoch of the cache that got it.
         checked: The number of lost caches when the holders were checked for it.
         members: Trajectories that are remembered.
     """
@@ -85,7 +85,7 @@ class Sessions:
         replica = session.replica = dispatch.replica
         session.cache_epoch = replica.cache_epoch
         session.tokens = dispatch.prompt_tokens
-        if session.group_id:
+        if session.group_id and not (replica is dispatch.pinned and dispatch.warm_tokens):
             holders = self._groups[session.group_id].holders
             if replica not in holders:
                 holders[replica] = replica.cache_epoch

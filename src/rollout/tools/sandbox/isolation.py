@@ -23,7 +23,7 @@ WHAT_IT_IS = {
     "namespaces": "user, mount, pid and network namespaces, seccomp",
     "bubblewrap": "bubblewrap, seccomp",
     "landlock": "Landlock, seccomp",
-    "none": "none: programs can do what the driver can",
+    "none": "no isolation: programs can do what the driver can",
 }
 
 _PROBE_LIMITS = SandboxLimits(memory_mb=256, max_processes=4, timeout_s=20, cpu_s=20)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from rollout.tools.results import NO_OUTPUT, ToolResult, error_result
+from rollout.tools.results import NO_OUTPUT, ToolResult, encodable, error_result
 from rollout.tools.sandbox.process import SandboxProcess
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class TrajectorySandbox:
                 self._process = await SandboxProcess.start(self._spec)
             answer: SandboxAnswer | None = None
             try:
-                answer = await self._process.call(language, code, is_fresh=is_fresh)
+                answer = await self._process.call(language, encodable(code), is_fresh=is_fresh)
             finally:
                 if answer is None or answer.status == "stopped":
                     await self._discard()

@@ -1,6 +1,6 @@
 """The embedded engine: in-flight batching over a transformers model, on a CPU or a GPU.
 
-`core` faces the event loop and `checks` refuses bad requests; `worker` is the thread that steps the
+`core` faces the event loop; `worker` is the thread that steps the
 model. `scheduler` and `slots` decide, without torch, what a step computes; `stepping` computes it
 with `model`, `kv`, `attention` and `sampling`. `conversion` makes the embedded model's files.
 """

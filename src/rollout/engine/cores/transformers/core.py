@@ -16,7 +16,7 @@ from rollout.engine.core import (
     EngineLoad,
     GenerationRequest,
 )
-from rollout.engine.cores.transformers.checks import request_fault
+from rollout.engine.cores.checks import request_fault
 from rollout.engine.cores.transformers.worker import (
     Abort,
     Close,

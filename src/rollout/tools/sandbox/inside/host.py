@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .interpreter import serve
 from .settings import (
     Settings,
+    describe_error,
     encode,
     environment,
     read_frame,
@@ -86,7 +87,7 @@ class Host:
                 reason = f"no process could be started: at most {most} at once"
                 answer = {"status": "stopped", "reason": reason, "output": ""}
             except OSError as error:
-                answer = {"status": "stopped", "reason": str(error), "output": ""}
+                answer = {"status": "stopped", "reason": describe_error(error), "output": ""}
             write_all(self._channel, encode(answer))
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,6 @@ _OTHERS = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUT
 #: Users that no system hands out (systemd's table of ids: 1879048192 to 2147483647 is unused):
 #: limits on processes do not bind root, and count all processes of a user together.
 _FIRST_UNUSED_USER = 1_900_000_000
-_NOBODY = 65534
 #: Hidden behind the new root while that is built; Python and its packages never live there.
 _MOUNT_POINT = "/sys"
 _SMALL_ROOT = "size=1m,mode=755"
@@ -44,16 +43,24 @@ def spare_user(number: int) -> int:
     return _FIRST_UNUSED_USER + number
 
 
-def leave_root(user: int) -> int:
-    """Become `user`, who owns nothing here, or nobody where only few users exist; returns who."""
+def can_leave_root() -> bool:
+    """Whether this is root, and a spare user exists to become.
+
+    In the user namespace of a container without real root it does not; its root is an ordinary
+    user to the kernel, whom limits bind.
+    """
+    if os.geteuid() != 0:
+        return False
+    with open("/proc/self/uid_map") as file:
+        ranges = [tuple(map(int, line.split())) for line in file]
+    return any(first <= _FIRST_UNUSED_USER < first + count for first, _, count in ranges)
+
+
+def leave_root(user: int) -> None:
+    """Become `user`, who owns nothing here."""
     os.setgroups([])
-    try:
-        os.setresgid(user, user, user)
-    except OSError:
-        user = _NOBODY
-        os.setresgid(user, user, user)
+    os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-    return user
 
 
 def unshare_namespaces(is_root: bool) -> None:
@@ -73,7 +80,7 @@ def unshare_namespaces(is_root: bool) -> None:
 def enter_user_namespace(user: int) -> None:
     """For root, with its work done: be `user`, seen as an ordinary one from inside."""
     processes = os.open("/proc/self", os.O_PATH | os.O_DIRECTORY)
-    user = leave_root(user)
+    leave_root(user)
     set_dumpable(True)  # or the files below belong to root
     unshare(CLONE_NEWUSER)
     _map_user(user, user, processes)

@@ -7,6 +7,7 @@ import os
 import stat
 import struct
 import sys
+import traceback
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -59,8 +60,7 @@ class Settings(NamedTuple):
 def readable_paths(settings: Settings) -> list[str]:
     """Existing paths for programs inside to read; none lies within another."""
     own = {sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.__file__)}
-    own.add(os.path.dirname(os.path.realpath(sys.executable)))
-    own.add(os.path.dirname(sys.executable))
+    own |= {sys.executable, os.path.realpath(sys.executable)}
     paths: list[str] = []
     for path in sorted({*SYSTEM_PATHS, *own, *settings.readable}):
         is_covered = any(path == parent or path.startswith(parent + "/") for parent in paths)
@@ -93,6 +93,14 @@ def environment(directory: str) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
     }
+
+
+def describe_error(error: BaseException) -> str:
+    """What went wrong, for people; where it is no failure of the system, with its place."""
+    if not isinstance(error, OSError):
+        return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    text = error.strerror or str(error)
+    return text if error.filename is None else f"{error.filename}: {text}"
 
 
 def encode(message: dict[str, Any]) -> bytes:

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import traceback
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +16,7 @@ from .landlock import SIGNALS_ABI, landlock_abi, restrict_files
 from .namespaces import (
     USER,
     build_root,
+    can_leave_root,
     enter_user_namespace,
     leave_root,
     spare_user,
@@ -27,6 +27,7 @@ from .settings import (
     DEVICES,
     WORK_DIRECTORY,
     Settings,
+    describe_error,
     encode,
     environment,
     private_path,
@@ -95,8 +96,7 @@ def _begin_host(channel: socket.socket, work: Callable[[], None]) -> None:
         _prefer_as_victim()
         work()
     except BaseException as error:
-        reason = str(error) if isinstance(error, OSError) else traceback.format_exc()
-        channel.send(encode({"status": "stopped", "reason": reason}))
+        channel.send(encode({"status": "stopped", "reason": describe_error(error)}))
     finally:
         os._exit(1)
 
@@ -120,7 +120,7 @@ def _start_in_namespaces(settings: Settings, channel: socket.socket, other: sock
 
     The process between them ends, and the supervisor inherits the host.
     """
-    is_root = os.geteuid() == 0
+    is_root = can_leave_root()
     user = spare_user(os.getpid())
     told, tell = os.pipe()
     between = os.fork()
@@ -135,7 +135,7 @@ def _start_in_namespaces(settings: Settings, channel: socket.socket, other: sock
                 _begin_host(channel, lambda: _serve_in_namespaces(settings, channel, is_root, user))
             os.write(tell, str(pid).encode())
         except BaseException as error:
-            channel.send(encode({"status": "stopped", "reason": str(error)}))
+            channel.send(encode({"status": "stopped", "reason": describe_error(error)}))
         finally:
             os._exit(0)
     os.close(tell)
@@ -170,7 +170,7 @@ def _serve_confined(settings: Settings, channel: socket.socket, directory: str) 
 def _start_in_bubblewrap(
     settings: Settings, channel: socket.socket, other: socket.socket
 ) -> Sandbox:
-    user = spare_user(os.getpid()) if os.geteuid() == 0 else None
+    user = spare_user(os.getpid()) if can_leave_root() else None
     errors, report = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -268,7 +268,7 @@ def _landlock_user(paths: list[str]) -> int | None:
     Raises:
         OSError: Programs would share their user with the driver, and could send it signals.
     """
-    is_root = os.geteuid() == 0
+    is_root = can_leave_root()
     private = private_path(paths)
     if is_root and private is None:
         return spare_user(os.getpid())

@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from typing import Any
 
 from . import starting
@@ -23,7 +22,7 @@ from .processes import (
     thaw_descendants,
 )
 from .seccomp import answer_fork
-from .settings import Settings, encode, read_frame, remove_contents, write_all
+from .settings import Settings, describe_error, encode, read_frame, remove_contents, write_all
 from .system import adopt_orphans
 
 _IN, _OUT = 0, 1
@@ -86,6 +85,10 @@ class Supervisor:
             return False
         # Nothing has been run yet: these are ours, and are left alone from here on.
         self._own = frozenset(process.pid for process in descendants(os.getpid()))
+        if self._sandbox.pid not in self._own:
+            reason = "/proc does not list the children of processes (CONFIG_PROC_CHILDREN)"
+            _answer_driver({"status": "stopped", "reason": reason})
+            return False
         write_all(_OUT, data)
         return b'"ready"' in data
 
@@ -198,9 +201,7 @@ def main() -> None:
             directory = _new_directory(settings.directory)
         _supervise(settings, directory)
     except BaseException as error:
-        details = "".join(traceback.format_exception(error)[-2:]).strip()
-        reason = str(error) if isinstance(error, OSError) else details
-        _answer_driver({"status": "stopped", "reason": reason})
+        _answer_driver({"status": "stopped", "reason": describe_error(error)})
     finally:
         if directory is not None:
             _remove(directory)

@@ -1,0 +1,151 @@
+"""The one module that knows the HTTP library, httpx: JSON in, JSON or events out."""
+
+from __future__ import annotations
+
+import os
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import msgspec
+
+from rollout.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+
+#: To open a connection, and for answers that need no generation.
+CONNECT_S = 10.0
+#: Of an error's body, enough to find the cause.
+SHOWN_CHARACTERS = 500
+
+
+class HttpError(Exception):
+    """A server could not be reached, or answered with an error.
+
+    Attributes:
+        status: Of the answer; 0 where there was none.
+    """
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class HttpClient:
+    """Speaks to one server; made by `open_client`."""
+
+    def __init__(self, httpx: Any, client: Any, url: str) -> None:
+        self._httpx = httpx
+        self._client = client
+        self._url = url
+
+    async def get(self, path: str) -> dict[str, Any]:
+        """The JSON object at `path`.
+
+        Raises:
+            HttpError: No answer, or one that is an error or no object.
+        """
+        content = await self.call("GET", path)
+        try:
+            return msgspec.json.decode(content, type=dict[str, Any])
+        except msgspec.MsgspecError as error:
+            raise HttpError(f"{self._url}{path}: the answer is no JSON object: {error}") from error
+
+    async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """Whatever answers, once it is no error.
+
+        Raises:
+            HttpError: No answer, or an error.
+        """
+        content = None if body is None else msgspec.json.encode(body)
+        try:
+            answer = await self._client.request(method, path, content=content)
+        except self._httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        self._check(path, answer.status_code, answer.text)
+        received: bytes = answer.content
+        return received
+
+    async def events(
+        self, path: str, body: Mapping[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The server-sent events that answer `body`.
+
+        Closing the iterator closes the connection, which a server takes for a disconnect.
+
+        Raises:
+            HttpError: As `get`, also when the connection breaks between two events.
+        """
+        try:
+            async with self._client.stream(
+                "POST", path, content=msgspec.json.encode(body), timeout=self._patient()
+            ) as answer:
+                if answer.status_code != self._httpx.codes.OK:
+                    text = (await answer.aread()).decode(errors="replace")
+                    self._check(path, answer.status_code, text)
+                lines = answer.aiter_lines()
+                try:
+                    async for line in lines:
+                        data = line.removeprefix("data:").strip()
+                        if data and data != "[DONE]" and line.startswith("data:"):
+                            yield msgspec.json.decode(data, type=dict[str, Any])
+                finally:
+                    await self._finish(answer, lines)
+        except self._httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        except msgspec.MsgspecError as error:
+            raise HttpError(f"{self._url}{path}: an event is no JSON object: {error}") from error
+
+    async def _finish(self, answer: Any, lines: AsyncGenerator[str, None]) -> None:
+        """Close the connection and run httpx's nest of generators to its end.
+
+        Closing the outermost would leave the others to the garbage collector, which trio resents.
+        """
+        with anyio.CancelScope(shield=True):
+            await answer.aclose()
+            with suppress(self._httpx.HTTPError, self._httpx.StreamError):
+                async for _ in lines:
+                    pass
+
+    def _patient(self) -> Any:
+        """A generation may take its time; its limit is the caller's."""
+        return self._httpx.Timeout(CONNECT_S, read=None)
+
+    def _unreachable(self, error: Exception) -> HttpError:
+        return HttpError(f"{self._url}: {type(error).__name__}: {error}")
+
+    def _check(self, path: str, status: int, text: str) -> None:
+        if not self._httpx.codes.is_success(status):
+            shown = text[:SHOWN_CHARACTERS]
+            raise HttpError(f"{self._url}{path} answered {status}: {shown}", status)
+
+
+@asynccontextmanager
+async def open_client(
+    url: str, api_key_variable: str | None, connections: int
+) -> AsyncIterator[HttpClient]:
+    """A client of the server at `url`; its connections are closed at the end.
+
+    Raises:
+        EngineError: httpx is not installed, or there is no key where one was named.
+    """
+    try:
+        import httpx
+    except ImportError as error:
+        raise EngineError(
+            "engine.kind = 'http' needs the package httpx: pip install 'rollout[http]'"
+        ) from error
+    headers = {"Content-Type": "application/json"}
+    if api_key_variable is not None:
+        key = os.environ.get(api_key_variable)
+        if not key:
+            raise EngineError(
+                f"engine.api_key_variable = {api_key_variable!r}: not set in the environment"
+            )
+        headers["Authorization"] = f"Bearer {key}"
+    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+    async with httpx.AsyncClient(
+        base_url=url, headers=headers, limits=limits, timeout=CONNECT_S
+    ) as client:
+        yield HttpClient(httpx, client, url.rstrip("/"))

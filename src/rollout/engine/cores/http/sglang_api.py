@@ -1,0 +1,132 @@
+"""What SGLang's own HTTP server is asked, and how its answers read.
+
+Run against SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rollout.engine.core import Chunk, unpack_ids
+from rollout.engine.cores.http.client import HttpError
+from rollout.engine.cores.sglang.answers import AnswerReader, parse_version
+from rollout.engine.cores.sglang.requests import (
+    salt_of,
+    sampling_fault,
+    sampling_params,
+    seed_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rollout.engine.core import GenerationRequest, SamplingParams
+    from rollout.engine.cores.http.client import HttpClient
+
+NOT_FOUND = 404
+
+
+class SGLangApi:
+    """SGLang's ``/generate`` on one server.
+
+    Attributes:
+        path: Where requests go.
+        has_abort: An abort is a message of its own, and the last answer confirms it.
+    """
+
+    path = "/generate"
+    has_abort = True
+
+    def __init__(self) -> None:
+        self._is_incremental = False
+        self._is_deterministic = False
+
+    async def describe(self, client: HttpClient) -> tuple[int | None, int]:
+        """The context length and the weight version that the server names.
+
+        Raises:
+            HttpError: It does not answer.
+        """
+        try:
+            facts = await client.get("/server_info")
+        except HttpError as error:
+            if error.status != NOT_FOUND:
+                raise
+            facts = await client.get("/get_server_info")  # its name in older versions
+        self._is_incremental = bool(facts.get("incremental_streaming_output"))
+        self._is_deterministic = bool(facts.get("enable_deterministic_inference"))
+        length = facts.get("max_req_input_len") or facts.get("context_length")
+        return length, parse_version(facts.get("weight_version"))
+
+    def fault(self, sampling: SamplingParams) -> str | None:
+        """What the server cannot do; None where it can."""
+        return sampling_fault(sampling)
+
+    def body(self, request: GenerationRequest, room: int, weight_version: int) -> dict[str, Any]:
+        """A request as JSON; `room` tokens fit into the context behind the prompt."""
+        params = sampling_params(request.sampling, room)
+        if self._is_deterministic:
+            params["sampling_seed"] = seed_of(request.sampling)
+        return {
+            "rid": request.request_id,
+            "input_ids": unpack_ids(request.prompt_ids).tolist(),
+            "sampling_params": params,
+            "return_logprob": True,
+            "stream": True,
+            "priority": request.priority,
+            "extra_key": salt_of(weight_version),
+        }
+
+    def reader(self, request_id: str) -> SGLangReader:
+        """Reads the answers to one request."""
+        return SGLangReader(request_id, is_incremental=self._is_incremental)
+
+    async def abort(self, client: HttpClient, request_id: str) -> None:
+        """Have the server end a request.
+
+        Raises:
+            HttpError: It does not answer.
+        """
+        await client.call("POST", "/abort_request", {"rid": request_id})
+
+
+class SGLangReader(AnswerReader):
+    """Reads the events of one request.
+
+    Args:
+        is_incremental: The server was started with ``--incremental-streaming-output``: an event
+            has the new tokens only, and they are added up here.
+    """
+
+    __slots__ = ("_ids", "_is_incremental", "_scored")
+
+    def __init__(self, request_id: str, *, is_incremental: bool) -> None:
+        super().__init__(request_id)
+        self._is_incremental = is_incremental
+        self._ids: list[int] = []
+        self._scored: list[Any] = []
+
+    def read(self, answer: Mapping[str, Any]) -> list[Chunk]:
+        """The chunks that an event adds; an event that is an error ends the request."""
+        fault = answer.get("error")
+        if fault is not None:
+            text = fault.get("message") if isinstance(fault, dict) else fault
+            return [
+                Chunk(
+                    request_id=self.request_id,
+                    offset=self.tokens,
+                    finish_reason="error",
+                    error=str(text),
+                )
+            ]
+        return super().read(self._whole(answer) if self._is_incremental else answer)
+
+    def _whole(self, answer: Mapping[str, Any]) -> dict[str, Any]:
+        """All tokens so far; the end of an aborted request repeats one, which is not new."""
+        meta = answer["meta_info"]
+        new = meta.get("completion_tokens", 0) - len(self._ids)
+        if new > 0:
+            self._ids += answer["output_ids"][-new:]
+            self._scored += (meta.get("output_token_logprobs") or ())[-new:]
+        whole_meta = {**meta, "output_token_logprobs": self._scored}
+        return {"output_ids": self._ids, "meta_info": whole_meta}

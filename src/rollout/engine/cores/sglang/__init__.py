@@ -1,0 +1,20 @@
+"""SGLang as an engine: token ids in, token ids with log-probs and weight versions out.
+
+`core` faces the server; `host` is the thread that starts SGLang and whose death its processes do
+not survive; `adapter` is the one module that knows SGLang's API; `arguments` turns our options
+into its own, and `answers` its answers into chunks. `plugin` and `cpu_platform` let an unmodified
+SGLang run on a CPU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollout.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from rollout.engine.cores.sglang.core import SGLangCore
+
+# SGLang loads `plugin` in each of its processes: importing this package must stay cheap.
+__all__ = ["SGLangCore"]
+__getattr__ = lazy_exports(__name__, {"rollout.engine.cores.sglang.core": ("SGLangCore",)})

@@ -1,0 +1,191 @@
+"""The one module that knows SGLang's API. Versions 0.5.17 to 0.5.23 differ: what they have is
+looked up once, when the engine starts.
+
+Importing SGLang and starting it block for many seconds: `SGLang` is made in the thread of `host`,
+and everything else of it is called on the event loop.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rollout.engine.core import EngineInfo
+from rollout.engine.cores.sglang import plugin
+from rollout.engine.cores.sglang.arguments import Options, engine_arguments
+from rollout.engine.model_files import resolve_model
+from rollout.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Mapping
+
+#: Facts of a model's configuration that differ between copies of the same model.
+INCIDENTAL = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
+
+
+class SchedulerLoad(NamedTuple):
+    """What SGLang's schedulers last wrote down; several (data parallel) are added up."""
+
+    running: int
+    queued: int
+    kv_used: float
+
+
+class SGLang:
+    """A running `sglang.Engine` and its processes.
+
+    Raises:
+        EngineError: SGLang is not installed, lacks what was asked for, or did not start.
+    """
+
+    def __init__(self, options: Options) -> None:
+        if options.is_cpu:
+            os.environ[plugin.CPU_VARIABLE] = "1"
+            os.environ["OMP_NUM_THREADS"] = str(options.threads)
+            plugin.platform()  # before anything imports torchvision
+        model_path = resolve_model(options.model, options.revision)
+        try:
+            import sglang
+            from sglang.srt.managers.io_struct import GenerateReqInput
+            from sglang.srt.server_args import ServerArgs
+        except ImportError as error:
+            raise EngineError(
+                f"engine.kind = 'sglang' needs SGLang in the engine's interpreter: {error}; "
+                "placement.python names another one"
+            ) from error
+        arguments = engine_arguments(options, model_path, fields_of(ServerArgs))
+        before = set(multiprocessing.active_children())
+        try:
+            self._engine: Any = sglang.Engine(**arguments)
+        except Exception as error:
+            raise EngineError(f"SGLang did not start: {type(error).__name__}: {error}") from error
+        atexit.unregister(self._engine.shutdown)
+        self._tokens: Any = self._engine.tokenizer_manager
+        self._stop_own_watchdog()
+        self._processes = [p for p in multiprocessing.active_children() if p not in before]
+        self._request_type = GenerateReqInput
+        self._request_fields = fields_of(GenerateReqInput)
+        self.info = self._describe(options)
+
+    def adopt_loop(self, on_terminate: Callable[[], object]) -> None:
+        """Make the running event loop SGLang's, and take its signal handlers back.
+
+        SGLang ends the whole process on SIGQUIT, which a failing scheduler sends; that scheduler
+        also ends, and `death` says so. On SIGTERM `on_terminate` is called instead of SGLang's
+        own drain. Handlers exist in the main thread only.
+        """
+        self._tokens.auto_create_handle_loop()
+        if threading.current_thread() is threading.main_thread():
+            loop = self._tokens.event_loop
+            loop.add_signal_handler(signal.SIGQUIT, lambda: None)
+            loop.add_signal_handler(signal.SIGTERM, on_terminate)
+
+    def generate(self, **fields: Any) -> AsyncGenerator[Mapping[str, Any], None]:
+        """The answers to one request, for an `AnswerReader`.
+
+        Args:
+            fields: Of `GenerateReqInput`; those that this version does not have are left out.
+        """
+        known = {name: value for name, value in fields.items() if name in self._request_fields}
+        request = self._request_type(stream=True, **known)
+        answers: AsyncGenerator[Mapping[str, Any], None] = self._tokens.generate_request(request)
+        return answers
+
+    def is_dispatched(self, request_id: str) -> bool:
+        """Whether the scheduler may know the request: an abort that overtakes it is lost."""
+        state = self._tokens.rid_to_state.get(request_id)
+        return bool(getattr(state, "dispatched", True))
+
+    def abort(self, request_id: str) -> None:
+        """Have the scheduler end a request; called again, it is sent again.
+
+        SGLang itself sends one abort for a request and swallows all others.
+        """
+        state = self._tokens.rid_to_state.get(request_id)
+        if hasattr(state, "abort_sent"):
+            state.abort_sent = False
+        self._tokens.abort_request(rid=request_id)
+
+    def load(self) -> SchedulerLoad:
+        """Read from shared memory, where a scheduler writes at its steps and when it goes idle."""
+        loads = [load for load in self._tokens.load_snapshot_reader.read_all() if load is not None]
+        capacity = sum(load.max_total_num_tokens for load in loads)
+        return SchedulerLoad(
+            running=sum(load.num_running_reqs for load in loads),
+            queued=sum(load.num_waiting_reqs for load in loads),
+            kv_used=sum(load.num_used_tokens for load in loads) / capacity if capacity else 0.0,
+        )
+
+    def last_heard(self) -> float:
+        """A number that changes with every message from a scheduler."""
+        return float(getattr(self._tokens, "last_receive_tstamp", 0.0))
+
+    async def ask_schedulers(self) -> None:
+        """Return when every scheduler has answered; they answer between their steps."""
+        await self._tokens.get_internal_state()
+
+    def death(self) -> str | None:
+        """Which of SGLang's processes has ended, and how; None while all live."""
+        for process in self._processes:
+            code = process.exitcode
+            if code is not None:
+                return f"SGLang's process {process.pid} ended with exit code {code}"
+        return None
+
+    def is_frozen(self) -> bool:
+        """Whether one of SGLang's processes has been stopped by a signal or a debugger."""
+        import psutil  # which SGLang needs itself
+
+        try:
+            states = [psutil.Process(process.pid).status() for process in self._processes]
+        except psutil.Error:
+            return False
+        return any(state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) for state in states)
+
+    def shutdown(self) -> None:
+        """Kill SGLang's processes and wait until they are gone, which frees the GPU."""
+        self._engine.shutdown()
+        for process in self._processes:
+            process.join()
+
+    def _stop_own_watchdog(self) -> None:
+        """It ends the whole process as soon as a scheduler does, before anybody is told why."""
+        watchdog = getattr(self._tokens, "_subprocess_watchdog", None)
+        if watchdog is not None:
+            watchdog.stop()
+
+    def _describe(self, options: Options) -> EngineInfo:
+        model = self._tokens.model_config
+        eos_ids = tuple(sorted(model.hf_eos_token_id or ()))
+        facts = model.hf_config.to_dict()
+        named = {name: value for name, value in facts.items() if name not in INCIDENTAL}
+        text = json.dumps([named, model.vocab_size, eos_ids], sort_keys=True, default=str)
+        return EngineInfo(
+            vocab_size=model.vocab_size,
+            eos_ids=eos_ids,
+            context_length=self._tokens.max_req_input_len,
+            fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16],
+            max_requests=options.max_running + options.max_queued,
+            weight_version=options.weight_version,
+            core="sglang",
+        )
+
+
+def kill_children() -> None:
+    """Kill what a start that was given up has begun: it then fails instead of going on."""
+    for process in multiprocessing.active_children():
+        process.kill()
+
+
+def fields_of(cls: Any) -> frozenset[str]:
+    """The field names of a dataclass or of a msgspec Struct: versions use either."""
+    if dataclasses.is_dataclass(cls):
+        return frozenset(field.name for field in dataclasses.fields(cls))
+    return frozenset(cls.__struct_fields__)

@@ -1,0 +1,120 @@
+"""SGLang's answers as chunks. No SGLang here.
+
+An answer is a mapping: ``output_ids`` and ``meta_info``. Answers are cumulative: each holds all
+tokens so far, and their ``output_token_logprobs`` as (log-prob, id, text).
+"""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rollout.engine.core import Chunk, FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+#: Status of an answer to a request that found the queue full.
+SERVICE_UNAVAILABLE = 503
+
+
+class AnswerReader:
+    """The answers to one request, read in their order; each token leaves in exactly one chunk.
+
+    A partial answer names only the version that is current when it arrives. So once the weights
+    have changed under a request, its tokens are held back until the final answer says, token by
+    token, what sampled them.
+
+    Attributes:
+        tokens: How many have left in chunks.
+        is_held: Tokens wait for the final answer; whoever changes weights under running requests
+            may set it before.
+    """
+
+    __slots__ = ("_version", "is_held", "request_id", "tokens")
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.tokens = 0
+        self.is_held = False
+        self._version: int | None = None
+
+    def read(self, answer: Mapping[str, Any]) -> list[Chunk]:
+        """The chunks that an answer adds; the last one of a final answer has a finish reason."""
+        meta = answer["meta_info"]
+        version = parse_version(meta.get("weight_version"))
+        if meta.get("finish_reason") is not None:
+            return self._final(answer, meta, version)
+        if self._version is None:
+            self._version = version
+        self.is_held = self.is_held or version != self._version
+        if self.is_held:
+            return []
+        return [self._chunk(answer, len(answer["output_ids"]), version)]
+
+    def _final(
+        self, answer: Mapping[str, Any], meta: Mapping[str, Any], version: int
+    ) -> list[Chunk]:
+        count = len(answer["output_ids"])
+        spans = meta.get("weight_versions") or ()
+        ends = [(min(span["end"], count), parse_version(span["version"])) for span in spans]
+        chunks = [
+            self._chunk(answer, end, sampled_by) for end, sampled_by in ends if end > self.tokens
+        ]
+        if self.tokens < count or not chunks:  # a version of SGLang that names no spans
+            chunks.append(self._chunk(answer, count, version))
+        reason, error = finish_of(meta["finish_reason"])
+        chunks[-1] = msgspec.structs.replace(
+            chunks[-1],
+            finish_reason=reason,
+            error=error,
+            cached_tokens=meta.get("cached_tokens") or 0,
+            routed_experts=experts_of(meta),
+        )
+        return chunks
+
+    def _chunk(self, answer: Mapping[str, Any], end: int, version: int) -> Chunk:
+        """The tokens from where the last chunk ended up to `end`."""
+        start, self.tokens = self.tokens, end
+        meta = answer["meta_info"]
+        scored: Sequence[Any] = meta.get("output_token_logprobs") or ()
+        likely = [entry for row in meta.get("output_top_logprobs", ())[start:end] for entry in row]
+        return Chunk(
+            request_id=self.request_id,
+            offset=start,
+            ids=array("i", answer["output_ids"][start:end]).tobytes(),
+            log_probs=array("f", [entry[0] for entry in scored[start:end]]).tobytes(),
+            weight_version=version,
+            top_ids=array("i", [entry[1] for entry in likely]).tobytes(),
+            top_log_probs=array("f", [entry[0] for entry in likely]).tobytes(),
+        )
+
+
+def finish_of(reason: Mapping[str, Any]) -> tuple[FinishReason, str]:
+    """Our finish reason for SGLang's, and the text of an error."""
+    kind, status = reason.get("type"), reason.get("status_code")
+    if kind in ("stop", "length"):
+        return kind, ""
+    if kind == "abort" and status is None:
+        return "abort", ""
+    message = str(reason.get("message") or f"SGLang ended the request with {dict(reason)}")
+    return ("rejected" if status == SERVICE_UNAVAILABLE else "error"), message
+
+
+def parse_version(text: str | None) -> int:
+    """A weight version of ours; 0 for what SGLang says where nobody set one."""
+    return int(text) if text and text.isdigit() else 0
+
+
+def experts_of(meta: Mapping[str, Any]) -> bytes:
+    """The routed experts of a final answer as packed int16: (prompt + output - 1, layers, top_k).
+
+    SGLang sends int32 in base64. Empty where none were asked for.
+    """
+    encoded = meta.get("routed_experts")
+    if not encoded:
+        return b""
+    return array("h", memoryview(base64.b64decode(encoded)).cast("i")).tobytes()

@@ -1,0 +1,102 @@
+"""One request: what SGLang is asked, and why it is not taken on. No SGLang here."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from rollout.engine.core import Chunk, EngineInfo, GenerationRequest, SamplingParams, unpack_ids
+from rollout.engine.cores.checks import request_fault
+
+if TYPE_CHECKING:
+    from rollout.engine.cores.sglang.arguments import Options
+
+#: SGLang keeps seeds as int64.
+SEED_BITS = 63
+
+
+def refusal_of(
+    request: GenerationRequest,
+    options: Options,
+    info: EngineInfo,
+    *,
+    open_requests: int,
+    is_draining: bool,
+) -> Chunk | None:
+    """The answer to a request that is not taken on; None where it is."""
+    fault = request_fault(request, info) or sampling_fault(request.sampling)
+    if fault is None and request.routed_experts and not options.routed_experts:
+        fault = "routed_experts: expected engine.routed_experts = true, set when the engine starts"
+    if fault is not None:
+        return Chunk(request_id=request.request_id, finish_reason="error", error=fault)
+    full = None
+    if is_draining:
+        full = "the engine is being drained"
+    elif open_requests >= info.max_requests:
+        waiting = open_requests - options.max_running
+        full = f"engine queue is full: {waiting} waiting, limit {options.max_queued}"
+    if full is None:
+        return None
+    return Chunk(request_id=request.request_id, finish_reason="rejected", error=full)
+
+
+def sampling_fault(sampling: SamplingParams) -> str | None:
+    """What other engines can do and SGLang cannot."""
+    if sampling.repetition_penalty != 1:
+        return (
+            f"sampling.repetition_penalty = {sampling.repetition_penalty!r}; expected 1: SGLang "
+            "penalises generated tokens only and gives log-probs after the penalty"
+        )
+    if sampling.ignore_eos and sampling.stop_token_ids:
+        return "sampling.ignore_eos: SGLang then ignores sampling.stop_token_ids too"
+    return None
+
+
+def request_fields(
+    request: GenerationRequest, options: Options, info: EngineInfo, weight_version: int
+) -> dict[str, Any]:
+    """What SGLang is asked, as fields of its `GenerateReqInput`."""
+    ids = unpack_ids(request.prompt_ids)
+    params = sampling_params(request.sampling, info.context_length - len(ids))
+    if options.deterministic:
+        params["sampling_seed"] = seed_of(request.sampling)
+    fields: dict[str, Any] = {
+        "rid": request.request_id,
+        "input_ids": ids.tolist(),
+        "sampling_params": params,
+        "return_logprob": True,
+        "top_logprobs_num": request.top_log_probs,
+        "return_routed_experts": request.routed_experts,
+        "priority": request.priority,
+        "extra_key": salt_of(weight_version),
+    }
+    if request.session_id:
+        fields["session_id"] = request.session_id
+    return fields
+
+
+def sampling_params(sampling: SamplingParams, room: int) -> dict[str, Any]:
+    """Everything but the seed, by SGLang's names.
+
+    Args:
+        room: Tokens that fit into the context behind the prompt.
+    """
+    return {
+        "max_new_tokens": min(sampling.max_new_tokens, room),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+    }
+
+
+def seed_of(sampling: SamplingParams) -> int:
+    """For deterministic inference, where SGLang gives requests without a seed all the same one."""
+    return secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed
+
+
+def salt_of(weight_version: int) -> str:
+    """Keeps keys and values of other weights from being found in the prefix cache."""
+    return f"weights-{weight_version}"

@@ -1,0 +1,120 @@
+"""What the model sees of its earlier turns: what it sampled, or what its template makes of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import rollout
+from rollout import Outcome, Prompt, function_tool
+from rollout.batch import RolloutBatch
+from rollout.config import AgentConfig, LengthsConfig
+from rollout.testing import Scenario
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.anyio
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
+REASONED = f"<think>\nI must look.\n</think>\n\n{CALL}"
+ANSWER = "<think>\nSeen.\n</think>\n\nIt is blue."
+
+
+@function_tool
+async def look(at: str) -> str:
+    """Look.
+
+    Args:
+        at: What.
+    """
+    return f"{at}: blue"
+
+
+async def run(first: str, *, history: str = "inference_template", **sections: Any) -> RolloutBatch:
+    scenario = Scenario(seed=1).reply("colour", first).then(ANSWER)
+    config = scenario.config(agent=AgentConfig(history=history), **sections)
+    prompt = Prompt(messages=[{"role": "user", "content": "Which colour has the sky?"}])
+    async with rollout.open_rollout(config, [look]) as runtime:
+        return await runtime.generate([prompt])
+
+
+def text(ids: Any) -> str:
+    from rollout.testing import simulated_tokenizer
+
+    decoded = simulated_tokenizer().decode(list(ids), clean_up_tokenization_spaces=False)
+    assert isinstance(decoded, str)
+    return decoded
+
+
+async def test_history_append_only_is_one_row_with_everything_sampled() -> None:
+    batch = await run(REASONED, history="append_only")
+    (trajectory,) = batch.trajectories
+    assert (trajectory.history, trajectory.earlier) == ("append_only", [])
+    assert len(batch) == 1
+    assert "I must look." in text(trajectory.transcript.ids())
+
+
+async def test_history_rendered_anew_splits_into_rows_exact_for_their_generations() -> None:
+    batch = await run(REASONED)
+    (trajectory,) = batch.trajectories
+    assert (trajectory.outcome, trajectory.history) == (Outcome.COMPLETED, "inference_template")
+    first, second = trajectory.transcripts
+    assert [span.kind for span in first.spans] == ["prompt", "generated", "observation"]
+    assert [span.kind for span in second.spans] == ["prompt", "observation", "generated"]
+    assert text(first.span_ids(first.spans[1])) == f"{REASONED}<|im_end|>"
+    assert text(second.span_ids(second.spans[2])) == f"{ANSWER}<|im_end|>"
+    assert second.span_ids(second.spans[0]) == first.span_ids(first.spans[0])
+    seen = text(second.ids())
+    assert "I must look." not in seen
+    assert seen.count("sky: blue") == 1
+    assert seen.endswith(f"<|im_start|>assistant\n{ANSWER}<|im_end|>")
+
+
+async def test_history_rows_are_adjacent_share_the_reward_and_count_each_token_once(
+    tmp_path: Path,
+) -> None:
+    batch = await run(REASONED)
+    (trajectory,) = batch.trajectories
+    assert len(batch) == 2
+    assert [(sample.uid, sample.member, sample.row) for sample in batch.samples] == [
+        ("prompt-0", 0, 0),
+        ("prompt-0", 0, 1),
+    ]
+    masked = [
+        text(row[mask.bool()])
+        for row, mask in zip(
+            batch.tensors["responses"], batch.tensors["response_mask"], strict=True
+        )
+    ]
+    assert masked == [f"{REASONED}<|im_end|>", f"{ANSWER}<|im_end|>"]
+    assert batch.metrics["tokens/generated"] == trajectory.generated_length
+    batch.save(tmp_path)
+    loaded = RolloutBatch.load(tmp_path)
+    assert len(loaded) == 2
+    (again,) = loaded.trajectories
+    assert again.history == "inference_template"
+    assert [own.ids_bytes() for own in again.transcripts] == [
+        own.ids_bytes() for own in trajectory.transcripts
+    ]
+
+
+async def test_history_that_renders_to_what_was_sampled_stays_one_row() -> None:
+    batch = await run(CALL)
+    (trajectory,) = batch.trajectories
+    assert trajectory.earlier == []
+    assert [span.kind for span in trajectory.transcript.spans] == [
+        "prompt", "generated", "observation", "generated",
+    ]  # fmt: skip
+
+
+async def test_history_rendered_anew_past_the_length_ends_the_trajectory() -> None:
+    fits = await run(REASONED)
+    row = fits.trajectories[0].transcripts[1]
+    observed = len(row.spans[1])
+    batch = await run(REASONED, lengths=LengthsConfig(prompt=1024, response=observed))
+    (trajectory,) = batch.trajectories
+    assert trajectory.outcome is Outcome.LENGTH
+    assert trajectory.limit_source == "lengths.response"
+    assert trajectory.earlier == []

@@ -1,0 +1,278 @@
+"""Engines behind HTTP servers, against what real ones answered."""
+
+from __future__ import annotations
+
+import json
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import pytest
+
+from recorded_server import RecordedServer, recorded_server
+from rollout.config import HttpEngine, InProcessPlacement, ModelConfig, RolloutConfig
+from rollout.engine import GenerationRequest, SamplingParams, open_engines
+from rollout.engine.core import Chunk, pack_ids
+from rollout.engine.cores.http import HttpCore
+from rollout.engine.generation import Generation
+from rollout.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+pytestmark = pytest.mark.anyio
+RECORDED = Path(__file__).parent / "recorded"
+SERVER_INFO = {"max_req_input_len": 2042, "weight_version": "3"}
+MODELS = {"object": "list", "data": [{"id": "tiny", "object": "model", "max_model_len": 512}]}
+CONFIG = {
+    "model_type": "qwen2",
+    "vocab_size": 600,
+    "eos_token_id": 2,
+    "max_position_embeddings": 2048,
+}
+
+
+@pytest.fixture(params=["trio", "asyncio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    """Real sockets, so real time."""
+    return str(request.param)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return str(tmp_path)
+
+
+def event(count: int, finish: dict[str, Any] | None = None) -> str:
+    """What SGLang sends after `count` tokens."""
+    ids = list(range(10, 10 + count))
+    meta = {
+        "finish_reason": finish,
+        "weight_version": "3",
+        "output_token_logprobs": [[-0.5, token, None] for token in ids],
+        "completion_tokens": count,
+    }
+    return f"data: {json.dumps({'output_ids': ids, 'meta_info': meta})}\n\n"
+
+
+def recorded(name: str) -> Any:
+    async def stream(_: dict[str, Any], send: Callable[[str], Awaitable[None]]) -> None:
+        await send((RECORDED / name).read_text())
+
+    return stream
+
+
+def asked(**sampling: Any) -> GenerationRequest:
+    return GenerationRequest(
+        request_id="0123456789abcdef0123456789abcdef",
+        prompt_ids=pack_ids([5, 6, 7]),
+        sampling=SamplingParams(**{"max_new_tokens": 10, "temperature": 0.0, **sampling}),
+    )
+
+
+@asynccontextmanager
+async def opened(
+    server: RecordedServer, model: str, api: str = "sglang"
+) -> AsyncIterator[HttpCore]:
+    server.on("GET /server_info", json.dumps(SERVER_INFO))
+    server.on("GET /v1/models", json.dumps(MODELS))
+    server.on("GET /health", "")
+    server.on("POST /abort_request", "")
+    core = HttpCore(url=server.url, model=model, api=api)
+    await core.start()
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(core.watch)
+            yield core
+            tasks.cancel_scope.cancel()
+    finally:
+        await core.aclose()
+
+
+async def collect(core: HttpCore, request: GenerationRequest) -> tuple[Generation, Chunk]:
+    generation = Generation()
+    async for chunk in core.generate(request):
+        generation.take(chunk)
+    return generation, chunk
+
+
+async def test_http_sglang_recorded_answer_becomes_tokens(model: str) -> None:
+    async with recorded_server() as server:
+        server.on_stream("POST /generate", recorded("sglang_generate.txt"))
+        async with opened(server, model) as core:
+            generation, last = await collect(core, asked(stop_token_ids=(9,)))
+            assert (core.info.context_length, core.info.weight_version) == (2042, 3)
+    assert generation.ids.tolist() == [94, 300, 24, 524, 329, 233, 449, 233, 547, 85]
+    assert generation.log_probs[0] == pytest.approx(-2.210803270339966)
+    assert (generation.versions, last.finish_reason) == ([[3, 10]], "length")
+    (path, body), *_ = server.bodies
+    assert path == "/generate"
+    assert body["input_ids"] == [5, 6, 7]
+    assert body["sampling_params"]["stop_token_ids"] == [9]
+    assert (body["rid"], body["extra_key"]) == (asked().request_id, "weights-3")
+
+
+async def test_http_vllm_recorded_answer_becomes_tokens(model: str) -> None:
+    async with recorded_server() as server:
+        server.on_stream("POST /v1/completions", recorded("vllm_completions.txt"))
+        async with opened(server, model, "vllm") as core:
+            generation, last = await collect(core, asked(temperature=1.0, seed=11))
+            assert core.info.context_length == 512
+    assert generation.ids.tolist() == [94, 300, 24, 2]
+    assert generation.log_probs.tolist() == pytest.approx(
+        [-2.210803270339966, -0.7156825065612793, -2.523533821105957, -1.1527358293533325]
+    )
+    assert (generation.versions, last.finish_reason) == ([[0, 4]], "stop")
+    ((path, body),) = server.bodies
+    assert path == "/v1/completions"
+    assert (body["model"], body["prompt"], body["seed"]) == ("tiny", [5, 6, 7], 11)
+    assert body["return_token_ids"] is True
+
+
+async def test_http_vllm_temperature_that_its_log_probs_leave_out_is_refused(model: str) -> None:
+    async with recorded_server() as server, opened(server, model, "vllm") as core:
+        _, last = await collect(core, asked(temperature=0.7))
+    assert last.error == (
+        "sampling.temperature = 0.7; expected 0 or 1: vLLM gives log-probs before the temperature"
+    )
+
+
+async def test_http_abort_is_confirmed_by_the_last_answer(model: str) -> None:
+    async with recorded_server() as server:
+        aborted = anyio.Event()
+
+        async def stream(_: dict[str, Any], send: Callable[[str], Awaitable[None]]) -> None:
+            await send(event(4))
+            while ("/abort_request", {"rid": asked().request_id}) not in server.bodies:
+                await anyio.sleep(0.005)
+            aborted.set()
+            await send(event(6, {"type": "abort", "message": "Aborted by AbortReq."}))
+
+        server.on_stream("POST /generate", stream)
+        async with opened(server, model) as core:
+            chunks: list[Chunk] = []
+            async for chunk in core.generate(asked()):
+                chunks.append(chunk)
+                core.abort_nowait(asked().request_id)
+            assert aborted.is_set()
+    assert [chunk.finish_reason for chunk in chunks] == [None, "abort"]
+    assert chunks[-1].offset == 4
+    assert len(chunks[-1].ids) == 8
+
+
+async def test_http_vllm_abort_closes_the_connection(model: str) -> None:
+    async with recorded_server() as server:
+        first = (RECORDED / "vllm_completions.txt").read_text().split("\n\n")[0] + "\n\n"
+
+        async def stream(_: dict[str, Any], send: Callable[[str], Awaitable[None]]) -> None:
+            while True:
+                await send(first)
+                await anyio.sleep(0.01)
+
+        server.on_stream("POST /v1/completions", stream)
+        async with opened(server, model, "vllm") as core:
+            chunks: list[Chunk] = []
+            async for chunk in core.generate(asked()):
+                chunks.append(chunk)
+                core.abort_nowait(asked().request_id)
+            assert chunks[-1].finish_reason == "abort"
+            while server.closed != ["/v1/completions"]:
+                await anyio.sleep(0.01)
+            assert core.load().running == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('data: {"error":{"message":"top_p must be in (0, 1]","code":400}}\n\n', "top_p must be"),
+        (event(3), "the answer ended without a finish reason"),
+        ("data: nonsense\n\n", "/generate: an event is no JSON object"),
+    ],
+)
+async def test_http_answer_that_goes_wrong_ends_in_a_named_error(
+    model: str, text: str, error: str
+) -> None:
+    async with recorded_server() as server:
+
+        async def stream(_: dict[str, Any], send: Callable[[str], Awaitable[None]]) -> None:
+            await send(text)
+
+        server.on_stream("POST /generate", stream)
+        async with opened(server, model) as core:
+            _, last = await collect(core, asked())
+    assert last.finish_reason == "error"
+    assert error in last.error
+
+
+async def test_http_server_that_is_full_rejects_and_other_errors_are_named(model: str) -> None:
+    async with recorded_server() as server, opened(server, model) as core:
+        server.on("POST /generate", "busy", status=503)
+        _, full = await collect(core, asked())
+        server.on("POST /generate", "no such model", status=400)
+        _, wrong = await collect(core, asked())
+    assert full.finish_reason == "rejected"
+    assert wrong.error == f"{server.url}/generate answered 400: no such model"
+
+
+async def test_http_incremental_server_tokens_are_added_up(model: str) -> None:
+    def delta(ids: list[int], total: int, finish: dict[str, Any] | None = None) -> str:
+        meta = {
+            "finish_reason": finish,
+            "weight_version": "3",
+            "completion_tokens": total,
+            "output_token_logprobs": [[-0.5, token, None] for token in ids],
+        }
+        return f"data: {json.dumps({'output_ids': ids, 'meta_info': meta})}\n\n"
+
+    async def stream(_: dict[str, Any], send: Callable[[str], Awaitable[None]]) -> None:
+        await send(delta([10, 11], 2) + delta([12], 3))
+        await send(delta([12], 3, {"type": "abort", "message": "its last token again"}))
+
+    async with recorded_server() as server:
+        server.on_stream("POST /generate", stream)
+        server.on("GET /server_info", json.dumps({**SERVER_INFO}))
+        core = HttpCore(url=server.url, model=model)
+        incremental = {**SERVER_INFO, "incremental_streaming_output": True}
+        server.on("GET /server_info", json.dumps(incremental))
+        await core.start()
+        generation, last = await collect(core, asked())
+        await core.aclose()
+    assert generation.ids.tolist() == [10, 11, 12]
+    assert (last.finish_reason, last.offset) == ("abort", 3)
+
+
+async def test_http_engines_open_in_process_and_generate(model: str) -> None:
+    async with recorded_server() as server:
+        server.on_stream("POST /generate", recorded("sglang_generate.txt"))
+        server.on("GET /server_info", json.dumps(SERVER_INFO))
+        server.on("GET /health", "")
+        config = RolloutConfig(
+            model=ModelConfig(path=model),
+            engine=HttpEngine(urls=(server.url,)),
+            placement=InProcessPlacement(),
+        )
+        async with open_engines(config) as pool:
+            generation = Generation()
+            await pool.generate(
+                generation,
+                session_id="s",
+                prompt_ids=pack_ids([5, 6, 7]),
+                sampling=SamplingParams(max_new_tokens=10),
+            )
+            assert len(generation.ids) == 10
+            assert pool.info.core == "http: sglang"
+
+
+async def test_http_key_that_is_not_set_is_named(model: str) -> None:
+    core = HttpCore(url="http://127.0.0.1:9", model=model, api_key_variable="NO_SUCH_KEY")
+    with pytest.raises(EngineError, match=r"^engine\.api_key_variable = 'NO_SUCH_KEY': not set"):
+        await core.start()
+
+
+async def test_http_server_that_refuses_us_is_an_error_at_once(model: str) -> None:
+    async with recorded_server() as server:
+        server.on("GET /server_info", "who are you?", status=401)
+        with pytest.raises(EngineError, match="/server_info answered 401: who are you"):
+            await HttpCore(url=server.url, model=model).start()

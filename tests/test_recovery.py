@@ -1,0 +1,578 @@
+"""What becomes of requests whose replica is lost, and of replicas at run time; virtual time."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import anyio
+import pytest
+
+import faulty_cores
+import rollout
+from faulty_cores import POISON
+from rollout import Outcome, Prompt
+from rollout.config import RecoveryConfig, SchedulingConfig, SimulatedEngine
+from rollout.engine.core import Chunk, GenerationRequest, SamplingParams, unpack_ids
+from rollout.engine.generation import Generation
+from rollout.engine.placement.base import CoreSpec
+from rollout.engine.placement.in_process import InProcess
+from rollout.engine.pool import EnginePool, open_pool
+from rollout.engine.routing import Router
+from rollout.engine.weights import DiskWeights
+from rollout.errors import EngineError
+from rollout.testing import Scenario, Witness
+
+pytestmark = [pytest.mark.anyio, pytest.mark.rollout(ceiling_s=3000)]
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Every core that a test starts, in order."""
+    made: list[Any] = []
+    for name in ("MortalCore", "UpdatableCore"):
+        real = getattr(faulty_cores, name)
+
+        def make(real: Any = real, **options: Any) -> Any:
+            made.append(real(**options))
+            return made[-1]
+
+        monkeypatch.setattr(faulty_cores, name, make)
+    yield made
+    assert all(not core._aborted for core in made if core.is_closed), "requests were left"
+
+
+def pool_of(
+    replicas: int = 1, core: str = "MortalCore", *, options: Any = None, **pool: Any
+) -> EnginePool:
+    def spec_of(index: int) -> CoreSpec:
+        return CoreSpec(f"faulty_cores:{core}", {"token_s": 1.0, "index": index, **(options or {})})
+
+    return EnginePool(
+        placement=InProcess(max_read=11),
+        specs=[spec_of(index) for index in range(replicas)],
+        spec_of=spec_of,
+        router=Router(),
+        start_timeout_s=5,
+        **pool,
+    )
+
+
+async def ask(
+    pool: EnginePool,
+    prompt: list[int],
+    count: int,
+    generation: Generation | None = None,
+    **sampling: Any,
+) -> Generation:
+    generation = Generation() if generation is None else generation
+    await pool.generate(
+        generation,
+        session_id=f"s{prompt[-1]}",
+        prompt_ids=array("i", prompt).tobytes(),
+        sampling=SamplingParams(max_new_tokens=count, **sampling),
+    )
+    return generation
+
+
+async def disturbed(
+    pool: EnginePool, disturb: Callable[[], Any], at: float, generation: Generation, **options: Any
+) -> None:
+    """Ask for ten tokens after 100, and disturb that."""
+    async with anyio.create_task_group() as tasks:
+
+        async def act() -> None:
+            await anyio.sleep(at)
+            disturb()
+
+        tasks.start_soon(act)
+        await ask(pool, [5, 100], 10, generation, **options)
+
+
+def core_of(cores: list[Any], name: str) -> Any:
+    """The engine that a replica runs now."""
+    return next(core for core in reversed(cores) if f"engine-{core.index}" == name)
+
+
+def killing(cores: list[Any], generation: Generation) -> Callable[[], None]:
+    return lambda: core_of(cores, generation.replica).on_death()
+
+
+# Policies.
+
+
+async def test_resume_goes_on_elsewhere_from_the_tokens_that_it_has(cores: list[Any]) -> None:
+    async with open_pool(pool_of(2)) as pool:
+        generation, start = Generation(), anyio.current_time()
+        await disturbed(pool, killing(cores, generation), 3.5, generation)
+        took = anyio.current_time() - start
+    assert list(generation.ids) == list(range(101, 111))
+    assert list(generation.log_probs) == [-n / 8 for n in range(101, 111)]
+    assert generation.versions == [[3, 10]]
+    assert generation.finish_reason == "length"
+    assert (generation.resumes, generation.restarts, generation.discarded_tokens) == (1, [], 0)
+    first, second = generation.parts
+    assert (first.count, second.start, second.count) == (3, 3, 7)
+    assert first.replica != second.replica
+    assert took == pytest.approx(3.5 + 7.0)
+    (sent,) = core_of(cores, second.replica).requests
+    assert list(unpack_ids(sent.prompt_ids)) == [5, 100, 101, 102, 103]
+    assert sent.sampling.max_new_tokens == 7
+
+
+async def test_restart_begins_anew_and_says_so(cores: list[Any]) -> None:
+    async with open_pool(pool_of(2, policy="restart")) as pool:
+        generation = Generation()
+        await disturbed(pool, killing(cores, generation), 3.5, generation)
+        assert pool.recoveries.restarted == 1
+    assert list(generation.ids) == list(range(101, 111))
+    assert generation.discarded_tokens == 3
+    assert [part.start for part in generation.parts] == [0, 0]
+    (why,) = generation.restarts
+    assert why.endswith("(recovery.policy)")
+
+
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
+async def test_resume_with_state_beyond_the_tokens_begins_anew(
+    penalty: str, cores: list[Any]
+) -> None:
+    async with open_pool(pool_of(2)) as pool:
+        generation = Generation()
+        await disturbed(pool, killing(cores, generation), 3.5, generation, **{penalty: 0.5})
+    assert list(generation.ids) == list(range(101, 111))
+    assert generation.discarded_tokens == 3
+    assert generation.restarts[0].endswith(f"(sampling.{penalty})")
+
+
+async def test_fail_fails_the_request_and_keeps_its_tokens(cores: list[Any]) -> None:
+    async with open_pool(pool_of(2, policy="fail")) as pool:
+        generation = Generation()
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await disturbed(pool, killing(cores, generation), 3.5, generation)
+        assert isinstance(caught.value.exceptions[0], EngineError)
+    assert list(generation.ids) == [101, 102, 103]
+    assert generation.finish_reason == "error"
+
+
+@pytest.mark.parametrize(
+    ("count", "stops", "reason"), [(3, (), "length"), (10, (103,), "stop"), (3, (103,), "stop")]
+)
+async def test_cut_at_the_very_end_asks_for_no_token_more(
+    count: int, stops: tuple[int, ...], reason: str, cores: list[Any], monkeypatch: Any
+) -> None:
+    async def generate(self: Any, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        self.requests.append(request)
+        for offset in range(3):
+            yield Chunk(
+                request_id=request.request_id,
+                offset=offset,
+                ids=array("i", [101 + offset]).tobytes(),
+                log_probs=array("f", [0.0]).tobytes(),
+            )
+        await anyio.sleep_forever()  # the last chunk, with the finish reason, is still to come
+
+    async with open_pool(pool_of(2)) as pool:
+        for core in cores:
+            monkeypatch.setattr(core, "generate", generate.__get__(core))
+        generation = Generation()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: ask(pool, [5, 100], count, generation, stop_token_ids=stops))
+            await anyio.sleep(1)
+            killing(cores, generation)()
+        assert list(generation.ids) == [101, 102, 103]
+        assert generation.finish_reason == reason
+        assert sum(len(core.requests) for core in cores) == 1
+
+
+# What counts as broken.
+
+
+@pytest.mark.parametrize("poison", ["memory", "broken", "fatal"])
+async def test_engine_says_that_it_is_broken_it_is_started_again_and_others_go_on(
+    poison: str, cores: list[Any]
+) -> None:
+    options = {"token_s": 1.0, "poison": poison}
+    async with open_pool(pool_of(1, options=options)) as pool:
+        innocent = Generation()
+        with pytest.raises(EngineError) as caught:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ask, pool, [5, 100], 4, innocent)
+                await anyio.sleep(2.5)
+                assert list(innocent.ids) == [101, 102]
+                tasks.start_soon(_expect_quarantine, pool)
+            raise EngineError("quarantined, as it should be")
+        assert str(caught.value) == "quarantined, as it should be"
+        assert list(innocent.ids) == [101, 102, 103, 104]
+        assert innocent.discarded_tokens == 0
+        words = {"memory": "no room for 13", "broken": "fallen off", "fatal": "CUDA out of"}
+        assert words[poison] in pool._requests.last_failure
+
+
+async def _expect_quarantine(pool: EnginePool) -> None:
+    with pytest.raises(EngineError) as caught:
+        await ask(pool, [POISON, 7], 4)
+    assert caught.value.reason == "quarantined"
+
+
+async def test_old_engine_is_closed_before_a_new_one_starts(cores: list[Any]) -> None:
+    async with open_pool(pool_of(1)) as pool:
+        for life in range(3):
+            cores[life].on_death()
+            while len(cores) < life + 2:
+                await anyio.sleep(0.1)
+            assert [core.is_closed for core in cores] == [True] * (life + 1) + [False]
+            await anyio.sleep(1)
+        assert pool.statistics()[0].starts == 4
+
+
+async def test_deaths_in_a_row_the_pauses_grow_until_it_has_served_for_a_minute(
+    cores: list[Any],
+) -> None:
+    pauses = []
+    async with open_pool(pool_of(1)) as pool:
+        for served_s in (0.0, 0.0, 0.0, 70.0):
+            await anyio.sleep(served_s)
+            died_at = anyio.current_time()
+            cores[-1].on_death()
+            lives = pool.statistics()[0].starts
+            while pool.statistics()[0].starts == lives:
+                await anyio.sleep(0.25)
+            pauses.append(anyio.current_time() - died_at)
+    assert [int(pause) for pause in pauses] == [1, 2, 4, 1]
+
+
+# Poison.
+
+
+@pytest.mark.parametrize("poison", ["exit", "late", "fatal"])
+@pytest.mark.parametrize("siblings", [0, 1, 12])
+async def test_poison_is_quarantined_and_its_siblings_complete(
+    poison: str, siblings: int, cores: list[Any]
+) -> None:
+    options = {"token_s": 0.1, "poison": poison}
+    async with open_pool(pool_of(3, options=options)) as pool:
+        others = [Generation() for _ in range(siblings)]
+        doomed = Generation()
+        async with anyio.create_task_group() as tasks:
+            for number, other in enumerate(others):
+                tasks.start_soon(ask, pool, [5, 100 + number], 30, other)
+            tasks.start_soon(_quarantined, pool, doomed)
+        for number, other in enumerate(others):
+            assert list(other.ids) == list(range(101 + number, 131 + number))
+        deaths = sum(replica.starts for replica in pool.statistics()) - 3
+        assert sum(len(part.replica) > 0 for part in doomed.parts) in (2, 3)
+        await anyio.sleep(10)
+        assert len(doomed.parts) == sum(r.starts for r in pool.statistics()) - 3 >= deaths
+        assert pool.recoveries.quarantined == 1
+        assert (siblings > 0) or len(doomed.parts) == 2
+
+
+async def _quarantined(pool: EnginePool, generation: Generation) -> None:
+    with pytest.raises(EngineError) as caught:
+        await ask(pool, [POISON, 7], 40, generation)
+    assert caught.value.reason == "quarantined"
+    text = str(caught.value)
+    assert text.startswith("the request of s7 is quarantined: engines died ")
+    assert all(part.replica in text for part in generation.parts)
+
+
+async def test_innocent_requests_share_two_deaths_and_complete(cores: list[Any]) -> None:
+    async with open_pool(pool_of(2, options={"token_s": 0.1})) as pool:
+        generations = [Generation() for _ in range(20)]
+        async with anyio.create_task_group() as tasks:
+            for number, generation in enumerate(generations):
+                tasks.start_soon(ask, pool, [5, 100 + number], 60, generation)
+            for at in (1.05, 1.0):
+                await anyio.sleep(at)
+                next(core for core in cores if not core.is_closed).on_death()
+        for number, generation in enumerate(generations):
+            assert list(generation.ids) == list(range(101 + number, 161 + number))
+        assert pool.recoveries.quarantined == 0
+        assert pool.recoveries.resumed >= 30
+
+
+async def test_suspect_starts_where_nobody_else_does(cores: list[Any]) -> None:
+    """Those that died before they had a token start one by one on each replica."""
+    async with open_pool(pool_of(2, options={"token_s": 1.0})) as pool:
+        generations = [Generation() for _ in range(8)]
+        async with anyio.create_task_group() as tasks:
+            for number, generation in enumerate(generations):
+                tasks.start_soon(ask, pool, [5, 100 + number], 3, generation)
+            await anyio.sleep(0.5)
+            moved = [g for g in generations if g.replica == generations[0].replica]
+            killing(cores, generations[0])()
+            await anyio.sleep(0.01)
+            assert pool.router.replicas[0].state == "held"
+            await anyio.sleep(0.98)
+            assert len([g for g in moved if g.resumes and len(g.parts) == 2]) == 1
+    assert all(len(g.ids) == 3 for g in generations)
+
+
+# Replicas at run time.
+
+
+async def test_no_replica_left_one_that_is_added_takes_over(cores: list[Any]) -> None:
+    async with open_pool(pool_of(1, backoff_s=1000.0)) as pool:
+        generation = Generation()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, pool, [5, 100], 4, generation)
+            await anyio.sleep(2.5)
+            cores[0].on_death()
+            await anyio.sleep(100)
+            assert await pool.add_replica() == "engine-1"
+        assert list(generation.ids) == [101, 102, 103, 104]
+        assert anyio.current_time() == pytest.approx(2.5 + 100 + 2.0)
+
+
+async def test_no_replica_left_the_request_fails_at_the_deadline_with_the_reason(
+    cores: list[Any],
+) -> None:
+    async with open_pool(pool_of(1, wait_s=20.0, backoff_s=1000.0)) as pool:
+        generation = Generation()
+        with anyio.move_on_after(2.5):
+            await ask(pool, [5, 100], 4, generation)
+        cores[0].on_death()
+        start = anyio.current_time()
+        with pytest.raises(EngineError, match=r"^no engine is left: engine-0: ") as caught:
+            await ask(pool, [5, 100], 4)
+        assert anyio.current_time() - start == pytest.approx(20.0)
+        assert caught.value.reason == "no_engine"
+
+
+async def test_add_replica_gets_work_and_does_not_start_twice_under_one_name(
+    cores: list[Any],
+) -> None:
+    options = {"token_s": 1.0, "max_requests": 1}
+    async with open_pool(pool_of(1, options=options)) as pool:
+        generations = [Generation(), Generation()]
+        async with anyio.create_task_group() as tasks:
+            for number, generation in enumerate(generations):
+                tasks.start_soon(ask, pool, [5, 100 + number], 4, generation)
+            await anyio.sleep(0.5)
+            assert await pool.add_replica(weight=2.0) == "engine-1"
+        assert anyio.current_time() == pytest.approx(4.5)
+        assert {g.replica for g in generations} == {"engine-0", "engine-1"}
+        assert pool.router.replicas[1].weight == 2.0
+        await pool.remove_replica("engine-1")
+        assert await pool.add_replica() == "engine-2"
+        assert [r.state for r in pool.statistics()] == ["serving", "removed", "serving"]
+
+
+async def test_add_replica_that_does_not_start_leaves_nothing(
+    cores: list[Any], monkeypatch: Any
+) -> None:
+    async with open_pool(pool_of(1)) as pool:
+        pool._spec_of = lambda _: CoreSpec("fake_core:BrokenCore", {})
+        with pytest.raises(EngineError, match=r"^engine-1: FileNotFoundError: no weights here$"):
+            await pool.add_replica()
+        assert [r.name for r in pool.statistics()] == ["engine-0"]
+        assert list((await ask(pool, [5, 100], 2)).ids) == [101, 102]
+
+
+async def test_remove_replica_lets_its_requests_end(cores: list[Any]) -> None:
+    async with open_pool(pool_of(2)) as pool:
+        generation = Generation()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, pool, [5, 100], 4, generation)
+            await anyio.sleep(1.5)
+            await pool.remove_replica(generation.replica)
+            assert generation.finish_reason == "length"
+        assert generation.resumes == 0
+        with pytest.raises(EngineError, match="there is no replica 'engine-"):
+            pool.drain(generation.replica)
+
+
+async def test_remove_replica_in_a_hurry_its_requests_go_on_elsewhere(cores: list[Any]) -> None:
+    async with open_pool(pool_of(2)) as pool:
+        generation = Generation()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, pool, [5, 100], 6, generation)
+            await anyio.sleep(1.5)
+            await pool.remove_replica(generation.replica, drain_s=1.0)
+        assert list(generation.ids) == list(range(101, 107))
+        assert (generation.resumes, len(generation.parts)) == (1, 2)
+
+
+async def test_remove_replica_cancelled_while_it_drains_the_replica_stays(
+    cores: list[Any],
+) -> None:
+    async with open_pool(pool_of(1)) as pool:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, pool, [5, 100], 6)
+            await anyio.sleep(1.5)
+            with anyio.move_on_after(1):
+                await pool.remove_replica("engine-0")
+        assert list((await ask(pool, [5, 100], 2)).ids) == [101, 102]
+
+
+async def test_drained_replica_dies_it_comes_back_drained(cores: list[Any]) -> None:
+    async with open_pool(pool_of(2)) as pool:
+        pool.drain("engine-0")
+        core_of(cores, "engine-0").on_death()
+        await anyio.sleep(5)
+        assert pool.router.replicas[0].state == "draining"
+        assert {(await ask(pool, [5, n], 1)).replica for n in range(4)} == {"engine-1"}
+        pool.resume("engine-0")
+        assert pool.router.replicas[0].state == "serving"
+
+
+# Weights.
+
+
+def updatable(replicas: int = 2, **options: Any) -> EnginePool:
+    return pool_of(replicas, "UpdatableCore", options={"token_s": 1.0, **options})
+
+
+async def test_update_weights_every_replica_has_them_and_tokens_say_so(cores: list[Any]) -> None:
+    async with open_pool(updatable(load_s=2.2)) as pool:
+        generation = Generation()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, pool, [5, 100], 6, generation)
+            await anyio.sleep(0.5)
+            await pool.update_weights(8, DiskWeights("w8"))
+        assert generation.versions == [[0, 2], [8, 4]]
+        assert [core.loaded for core in cores] == [["w8"], ["w8"]]
+        assert (await ask(pool, [5, 1], 1)).versions == [[8, 1]]
+
+
+async def test_restarted_replica_has_the_current_weights_before_it_serves(
+    cores: list[Any],
+) -> None:
+    async with open_pool(updatable(1, load_s=3.0)) as pool:
+        await pool.update_weights(8, DiskWeights("w8"))
+        generation = Generation()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, pool, [5, 100], 6, generation)
+            await anyio.sleep(2.5)
+            cores[0].on_death()
+            start = anyio.current_time()
+            while len(generation.ids) < 3:
+                await anyio.sleep(0.5)
+            assert 1.0 + 3.0 + 1.0 <= anyio.current_time() - start <= 5.5
+        assert generation.versions == [[8, 6]]
+        assert cores[1].loaded == ["w8"]
+
+
+async def test_replica_starts_while_weights_change_it_gets_the_last_ones(
+    cores: list[Any],
+) -> None:
+    async with open_pool(updatable(1, load_s=3.0)) as pool:
+        await pool.update_weights(1, DiskWeights("w1"))
+        cores[0].on_death()
+        await anyio.sleep(2.0)  # it loads w1 again
+        await pool.update_weights(2, DiskWeights("w2"))
+        assert (await ask(pool, [5, 1], 1)).versions == [[2, 1]]
+        assert cores[1].loaded == ["w1", "w2"]
+        added = await pool.add_replica()
+        assert added == "engine-1"
+        assert cores[2].loaded == ["w2"]
+
+
+async def test_update_weights_nobody_can_load_the_old_ones_stay(cores: list[Any]) -> None:
+    async with open_pool(updatable()) as pool:
+        await pool.update_weights(1, DiskWeights("w1"))
+        with pytest.raises(EngineError) as caught:
+            await pool.update_weights(2, DiskWeights("bad"))
+        assert str(caught.value) in (
+            "engine-0: FileNotFoundError: no weights in bad",
+            "engine-1: FileNotFoundError: no weights in bad",
+        )
+        assert (await ask(pool, [5, 1], 1)).versions == [[1, 1]]
+
+
+async def test_update_weights_one_cannot_load_it_is_started_again(
+    cores: list[Any],
+) -> None:
+    async with open_pool(updatable()) as pool:
+        cores[0]._name = "picky"
+        async with anyio.create_task_group() as tasks:
+            generations = [Generation(), Generation()]
+            for number, generation in enumerate(generations):
+                tasks.start_soon(ask, pool, [5, 100 + number], 4, generation)
+            await anyio.sleep(1.5)
+            await pool.update_weights(2, DiskWeights("odd"))
+        assert [r.starts for r in pool.statistics()] == [2, 1]
+        assert [g.versions[-1][0] for g in generations] == [2, 2]
+        assert sorted(g.resumes for g in generations) == [0, 1]
+        assert pool.recoveries.quarantined == 0
+
+
+async def test_update_weights_core_that_cannot_says_so(cores: list[Any]) -> None:
+    async with open_pool(pool_of(1)) as pool:
+        with pytest.raises(EngineError) as caught:
+            await pool.update_weights(1, DiskWeights("w"))
+    assert str(caught.value) == "engine-0: MortalCore cannot change its weights"
+
+
+async def test_update_weights_cancelled_caller_leaves_the_engines_to_it(
+    cores: list[Any],
+) -> None:
+    async with open_pool(updatable(load_s=5.0)) as pool:
+        with anyio.move_on_after(1):
+            await pool.update_weights(1, DiskWeights("w1"))
+        assert (await ask(pool, [5, 1], 1)).versions == [[1, 1]]
+        assert anyio.current_time() == pytest.approx(6.0)
+
+
+# Seen from a trajectory.
+
+
+def user(text: str) -> Prompt:
+    return Prompt(messages=[{"role": "user", "content": text}], uid="p")
+
+
+@pytest.mark.parametrize("sampling", [{}, {"presence_penalty": 0.1}, {"frequency_penalty": -1}])
+async def test_trajectory_says_what_was_done_about_it(sampling: dict[str, float]) -> None:
+    scenario = Scenario(seed=1).reply("", filler=100).fault(die_after_tokens=150, replicas=(0,))
+    witness = Witness()
+    config = scenario.config(
+        engine=SimulatedEngine(replicas=2), scheduling=SchedulingConfig(samples_per_prompt=4)
+    )
+    async with witness.open_rollout(config) as runtime:
+        batch = await runtime.generate([Prompt(messages=user("go").messages, sampling=sampling)])
+        statistics = runtime.statistics()
+    assert witness.anomalies() == []
+    assert {t.outcome for t in batch.trajectories} == {Outcome.COMPLETED}
+    done, told = statistics.recoveries, [t for t in batch.trajectories if "restarts" in t.extra]
+    assert batch.metrics["recovery/resumes"] == done.resumed
+    assert batch.metrics["recovery/restarts"] == done.restarted == len(told)
+    assert (done.resumed > 0, done.restarted > 0) == (not sampling, bool(sampling))
+    assert (batch.metrics["tokens/discarded"] > 0) == bool(sampling)
+    for trajectory in told:
+        (why,) = trajectory.extra["restarts"]
+        assert why.startswith("engine-0: ")
+        assert why.endswith(f"(sampling.{next(iter(sampling))})")
+    assert statistics.zombies == 0
+
+
+async def test_trajectory_whose_request_kills_engines_fails_and_is_not_run_again() -> None:
+    scenario = Scenario(seed=1).reply("", filler=200).fault(die_after_tokens=50)
+    config = scenario.config(engine=SimulatedEngine(replicas=2))
+    async with rollout.open_rollout(config) as runtime:
+        batch = await runtime.generate([user("go")])
+    (trajectory,) = batch.trajectories
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "quarantined")
+    assert trajectory.metrics["attempts"] == 1
+    assert trajectory.cause is not None
+    assert "engines died 2 times with it in flight (engine-" in trajectory.cause.message
+    assert trajectory.transcript.generated_length > 0
+
+
+async def test_trajectory_without_an_engine_fails_at_the_deadline() -> None:
+    scenario = Scenario(seed=1).reply("", filler=200)
+    config = scenario.config(recovery=RecoveryConfig(wait_s=30.0, backoff_s=1000.0))
+    witness = Witness()
+    async with witness.open_rollout(config) as runtime, anyio.create_task_group() as tasks:
+
+        async def kill() -> None:
+            await anyio.sleep(1)
+            witness.engines_alive()[0].kill()
+
+        tasks.start_soon(kill)
+        batch = await runtime.generate([user("go")])
+        assert anyio.current_time() == pytest.approx(31.0)
+    (trajectory,) = batch.trajectories
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "no_engine")
+    assert trajectory.transcript.generated_length > 0
+    assert witness.anomalies() == []

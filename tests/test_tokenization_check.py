@@ -1,0 +1,214 @@
+"""A finished transcript is compared with its conversation rendered anew, in the model's words."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import rollout
+from chat_material import chat, tokenizer
+from rollout import AgentLoop, Outcome, Prompt
+from rollout.agents import register_agent
+from rollout.chat import Transcript
+from rollout.chat.drift import compare
+from rollout.config import AgentConfig
+from rollout.errors import TemplateError
+from rollout.testing import Scenario
+from rollout.types import Message
+from test_chat_formats import STOPS
+
+if TYPE_CHECKING:
+    from rollout.agents import AgentContext
+    from rollout.chat.drift import Drift
+
+SPECIALS = ("<|im_end|>", "<|im_start|>", "<think>", "</think>")
+FOLLOWING = (
+    [Message(role="tool", content="7", name="weather", tool_call_id="call_0")],
+    [Message(role="user", content=" e\u0301 next ")],
+    [],
+)
+
+
+@pytest.mark.parametrize(
+    ("transcript", "rendering", "kind"),
+    [
+        ("a b", "a b", "identical"),
+        ("a  b\n", "a b", "whitespace"),
+        ("a<|im_end|>b", "a b", "special_tokens"),
+        ("a<|im_end|>b", "a<|im_start|> b", "special_tokens"),
+        ("<think>x</think>a", "a", "content"),
+        ("a b", "a c", "content"),
+        ("", "a", "content"),
+    ],
+)
+def test_drift_is_the_least_kind_that_explains_every_difference(
+    transcript: str, rendering: str, kind: str
+) -> None:
+    assert compare(transcript, rendering, SPECIALS).kind == kind
+    assert compare(rendering, transcript, SPECIALS).kind == kind
+
+
+def test_drift_of_reasoning_is_named_where_the_rendering_leaves_it_out() -> None:
+    texts = ("q<think>\nx\n</think>\n\na<|im_end|>", "q a<|im_end|>")
+    assert compare(*texts, SPECIALS, is_reasoning_stripped=True).kind == "reasoning_stripped"
+    assert compare(*texts, SPECIALS).kind == "content"
+    other = compare(texts[0], "q b<|im_end|>", SPECIALS, is_reasoning_stripped=True)
+    assert other.kind == "content"
+
+
+def test_drift_shows_the_first_difference_with_what_stands_around_it() -> None:
+    head, tail = "h" * 60, "t" * 60
+    drift = compare(f"{head}one two{tail}", f"{head}one  two{tail}!", SPECIALS)
+    assert str(drift) == (
+        "the transcript differs from its full rendering (content) at character 64: "
+        f"{'h' * 36 + 'one []two' + 't' * 37!r} in the transcript, "
+        f"{'h' * 36 + 'one [ ]two' + 't' * 37!r} in the rendering"
+    )
+
+
+def spoken(family: str, turns: tuple[str, str, str]) -> Drift:
+    """The drift of a call with its result, an answer with a question behind it, and an answer."""
+    template, transcript = chat("qwen", family), Transcript()
+    messages, said = [Message(role="user", content="q <|im_end|>")], {}
+    transcript.append_prompt(template.prompt_ids(messages))
+    for text, following in zip(turns, FOLLOWING, strict=True):
+        ids = tokenizer("qwen").encode(text, add_special_tokens=False)
+        transcript.append_generated(
+            ids, [0.0] * len(ids), versions=[(0, len(ids))], finish_reason="stop"
+        )
+        said[len(messages)] = text
+        messages.append(Message(role="assistant", content="as it was parsed"))
+        if following:
+            transcript.append_observation(template.observation_ids(following, after=ids))
+            messages += following
+    return template.drift(transcript, messages, said)
+
+
+APPENDING = ("chatml", "qwen2_5", "qwen3", "qwen3_coder", "llama3", "mistral", "deepseek_v3",
+             "glm4", "kimi_k2", "gemma")  # fmt: skip
+
+
+@pytest.mark.parametrize("family", APPENDING)
+def test_drift_of_formats_that_keep_their_history_is_none_whatever_the_spacing(
+    family: str,
+) -> None:
+    end = STOPS[family][0]
+    called = STOPS[family][-1]
+    whole = (f"  call {{}}\n{called}", f"\n\n an  answer {end}", f" over \n{end}")
+    cut = ("call", f"answer{end}", "over")
+    assert spoken(family, whole).kind == "identical"
+    assert spoken(family, cut).kind == "identical"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm4", "minimax_m2", "deepseek_r1", "deepseek_v3"])
+def test_drift_of_formats_that_leave_out_reasoning_says_so(family: str) -> None:
+    end, called = STOPS[family][0], STOPS[family][-1]
+    turns = [f"<think>\nhm {at}\n</think>\n\nwords" for at in range(3)]
+    drift = spoken(family, (turns[0] + called, turns[1] + end, turns[2] + end))
+    assert drift.kind == "reasoning_stripped"
+    assert "hm 0" in drift.transcript
+    assert "hm 0" not in drift.rendering
+
+
+@pytest.mark.parametrize("family", ["deepseek_r1", "minimax_m2"])
+def test_drift_of_reasoning_that_the_prompt_opened_is_named_too(family: str) -> None:
+    end = STOPS[family][0]
+    drift = spoken(family, (f"hm\n</think>\n\na{end}", f"hm</think>b{end}", f"hm</think>c{end}"))
+    assert drift.kind == "reasoning_stripped"
+
+
+def test_drift_of_an_end_token_that_the_template_replaces_is_one_of_special_tokens() -> None:
+    drift = spoken("gpt_oss", ("call<|call|>", "<|channel|>final<|message|>x<|return|>", "y"))
+    assert drift.kind == "special_tokens"
+    assert "[<|return|>]" in drift.transcript
+    assert "[<|end|>]" in drift.rendering
+
+
+def test_drift_of_a_conversation_that_the_template_refuses_is_an_error() -> None:
+    template, transcript = chat("qwen", "gemma"), Transcript()
+    messages = [Message(role="user", content="a"), Message(role="user", content="b")]
+    with pytest.raises(TemplateError, match="roles must alternate"):
+        template.drift(transcript, messages, {})
+
+
+# In a runtime
+
+
+@register_agent("writes_behind_the_template")
+class WritesBehindTheTemplate(AgentLoop):
+    """Appends tokens that no message stands for: white space, or letters."""
+
+    async def run(self, context: AgentContext) -> None:
+        await context.generate()
+        text = context.prompt.extra["text"]
+        context.observe([{"role": "user", "content": "go on"}])
+        context.transcript.append_observation(list(text.encode()))
+        await context.generate()
+
+
+ANSWERS = Scenario(seed=1).reply("hello", "I see.").reply("go on", "Done.")
+
+
+async def run(texts: list[str], **agent: Any) -> rollout.RolloutBatch:
+    prompts = [
+        Prompt(
+            messages=[{"role": "user", "content": "hello"}],
+            agent_name="writes_behind_the_template",
+            extra={"text": text},
+        )
+        for text in texts
+    ]
+    config = ANSWERS.config(agent=AgentConfig(**agent))
+    async with rollout.open_rollout(config) as runtime:
+        return await runtime.generate(prompts)
+
+
+@pytest.mark.anyio
+async def test_tokenization_check_off_compares_nothing() -> None:
+    batch = await run(["x"])
+    assert batch.trajectories[0].outcome is Outcome.COMPLETED
+    assert not [name for name in batch.metrics if name.startswith("tokenization")]
+
+
+@pytest.mark.anyio
+async def test_tokenization_check_warns_once_for_each_kind_and_counts_all(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="rollout"):
+        batch = await run(["", " ", "\n", "x", "yz"], tokenization_check="warn")
+    assert {row.outcome for row in batch.trajectories} == {Outcome.COMPLETED}
+    counted = {name: n for name, n in batch.metrics.items() if name.startswith("tokenization")}
+    assert counted == {
+        "tokenization/identical": 1,
+        "tokenization/whitespace": 2,
+        "tokenization/content": 2,
+    }
+    logged = [record.getMessage() for record in caplog.records if "differs" in record.getMessage()]
+    assert len(logged) == 2
+    assert "(whitespace)" in logged[0]
+    assert "(content)" in logged[1]
+
+
+@pytest.mark.anyio
+async def test_tokenization_check_strict_fails_the_trajectory_and_shows_where() -> None:
+    batch = await run(["", "xyz", " "], tokenization_check="strict")
+    fine, content, whitespace = batch.trajectories
+    assert (fine.outcome, fine.trainable) == (Outcome.COMPLETED, True)
+    for row, kind in ((content, "content"), (whitespace, "whitespace")):
+        assert (row.outcome, row.reason) == (Outcome.FAILED, "tokenization")
+        assert not row.trainable
+        assert row.cause is not None
+        assert f"full rendering ({kind}) at character " in row.cause.message
+    assert content.cause is not None
+    assert "assistant\\n[xyzI] see.<|im_end|>' in the transcript, " in content.cause.message
+    assert "assistant\\n[I] see.<|im_end|>' in the rendering" in content.cause.message
+
+
+@pytest.mark.anyio
+async def test_tokenization_check_ignored_kinds_count_as_identical() -> None:
+    batch = await run([" ", "x"], tokenization_check="strict", tokenization_ignore=("whitespace",))
+    assert [row.outcome for row in batch.trajectories] == [Outcome.COMPLETED, Outcome.FAILED]
+    assert batch.metrics["tokenization/identical"] == 1
+    assert batch.metrics["tokenization/content"] == 1
