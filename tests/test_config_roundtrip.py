@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rollout.config import (
     AgentConfig,
+    ChannelConfig,
     CustomEngine,
     HttpEngine,
     InProcessPlacement,
@@ -162,6 +163,16 @@ def configs(draw: st.DrawFn) -> RolloutConfig:
         validation_sampling=draw(sampling),
         lengths=LengthsConfig(response=response, turn=draw(optional(st.integers(1, response)))),
         limits=draw(limits()),
+        channel=draw(
+            section(
+                ChannelConfig,
+                heartbeat_s=st.floats(0.01, 1.0),
+                heartbeat_timeout_s=st.floats(1.5, 60.0),
+                reconnect_s=st.floats(0.0, 60.0),
+                stream_interval_s=st.floats(0.01, 1.0),
+                max_frame_bytes=st.integers(4096, 2**32 - 1),
+            )
+        ),
         agent=draw(section(AgentConfig, name=texts, interaction=optional(texts))),
         tools=draw(
             section(ToolsConfig, truncate_side=st.sampled_from(["left", "right", "middle"]))

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import attrs
 
 from rollout.config.base import Section, annotations_of
+from rollout.config.channel import ChannelConfig
 from rollout.config.checks import (
     Count,
     DriftKinds,
@@ -314,6 +315,7 @@ class RolloutConfig(Section):
     engine: AnyEngine = attrs.field(factory=TransformersEngine)
     placement: AnyPlacement = attrs.field(factory=LocalProcessPlacement)
     router: RouterConfig = attrs.field(factory=RouterConfig)
+    channel: ChannelConfig = attrs.field(factory=ChannelConfig)
     recovery: RecoveryConfig = attrs.field(factory=RecoveryConfig)
     sampling: SamplingConfig = attrs.field(factory=SamplingConfig)
     #: Replaces `sampling` when `generate` validates.
@@ -336,6 +338,10 @@ class RolloutConfig(Section):
             places = " or ".join(map(repr, allowed))
             problem = f"expected {places} for engine.kind = {kind!r} (allowed: {table})"
             yield Fault("placement.kind", problem, place)
+        certificate = getattr(self.channel, "tls_certificate", None)
+        if place == "in_process" and certificate is not None:
+            problem = "expected None with placement.kind = 'in_process': nothing leaves the process"
+            yield Fault("channel.tls_certificate", problem, certificate)
         if kind == "sglang":
             yield from self._penalty_faults()
         weights = getattr(self.router, "weights", ())

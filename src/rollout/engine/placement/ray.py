@@ -26,6 +26,7 @@ from rollout.bridge import wait_future
 from rollout.engine.child import ChildReady
 from rollout.engine.placement.base import CoreSpec, ReplicaHandle
 from rollout.engine.placement.host import EngineHost, child_spec
+from rollout.engine.tls import encrypted
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
 from rollout.scopes import open_task_group
@@ -127,7 +128,7 @@ class RayActors:
                 tasks.start_soon(self._watch, actor, died)
 
                 async def connect() -> ByteStream:
-                    return await anyio.connect_tcp(host, port)
+                    return await encrypted(await anyio.connect_tcp(host, port), spec.tls)
 
                 yield ReplicaHandle(connect, secret, died)
             finally:
@@ -193,7 +194,7 @@ class RayActors:
             host = "127.0.0.1" if is_here else address
             # A module that only the driver's search path has is found on the driver's machine.
             sys_path = [p or os.getcwd() for p in sys.path] if is_here and not self._python else []
-            line = child_spec(spec.core, spec.options, secret, host, sys_path)
+            line = child_spec(spec.core, spec.options, secret, host, sys_path, spec.tls)
             environment = {}
             if self._seats:
                 environment["CUDA_VISIBLE_DEVICES"] = self._seat(name).gpu_ids
