@@ -207,12 +207,17 @@ def test_config_server_args_leave_alone_what_has_a_key() -> None:
     )
 
 
-def test_config_repetition_penalty_is_refused_for_sglang() -> None:
+def test_config_penalties_are_refused_for_sglang() -> None:
     with pytest.raises(ConfigError) as caught:
-        RolloutConfig(engine=SGLangEngine(), sampling=SamplingConfig(repetition_penalty=1.2))
+        RolloutConfig(
+            engine=SGLangEngine(),
+            sampling=SamplingConfig(repetition_penalty=1.2),
+            validation_sampling=SamplingConfig(presence_penalty=0.5),
+        )
+    because = "for engine.kind = 'sglang', which gives log-probs after penalties"
     assert caught.value.faults == (
-        "sampling.repetition_penalty = 1.2: expected 1.0 for engine.kind = 'sglang', which "
-        "penalises generated tokens only and gives log-probs after the penalty",
+        f"sampling.repetition_penalty = 1.2: expected 1.0 {because}",
+        f"validation_sampling.presence_penalty = 0.5: expected 0.0 {because}",
     )
 
 
