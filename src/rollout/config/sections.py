@@ -358,15 +358,17 @@ class RolloutConfig(Section):
             yield Fault("placement.colocate", problem, list(seats))
 
     def _penalty_faults(self) -> Iterator[Fault]:
-        """SGLang's repetition penalty is another one, and its log-probs would not be ours."""
-        for name in ("sampling", "validation_sampling"):
-            penalty = getattr(getattr(self, name), "repetition_penalty", 1.0)
-            if penalty != 1.0:
-                problem = (
-                    "expected 1.0 for engine.kind = 'sglang', which penalises generated tokens "
-                    "only and gives log-probs after the penalty"
-                )
-                yield Fault(f"{name}.repetition_penalty", problem, penalty)
+        """SGLang gives log-probs after penalties, and its repetition penalty is another one."""
+        neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        for section in ("sampling", "validation_sampling"):
+            for name, expected in neutral.items():
+                value = getattr(getattr(self, section), name, expected)
+                if value != expected:
+                    problem = (
+                        f"expected {expected} for engine.kind = 'sglang', which gives log-probs "
+                        "after penalties"
+                    )
+                    yield Fault(f"{section}.{name}", problem, value)
 
     def _gpu_faults(self) -> Iterator[Fault]:
         """An engine that spreads over GPUs is placed on as many."""

@@ -8,7 +8,6 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import anyio
-import msgspec
 from anyio.lowlevel import current_token
 
 from rollout.bridge import loop_poster
@@ -221,10 +220,7 @@ class SGLangCore:
                 return chunks
         except Exception as error:
             entry.give_up("error", f"SGLang failed: {type(error).__name__}: {error}")
-        last = entry.last_chunk()
-        is_dead = self._lost.is_set() and not self._is_closed and last.finish_reason == "error"
-        # What was under way goes on elsewhere, and this engine is started again.
-        return [msgspec.structs.replace(last, is_fatal=True)] if is_dead else [last]
+        return [entry.last_chunk()]
 
     def _on_started(self, started: SGLang | Exception) -> None:
         if isinstance(started, Exception):
@@ -241,7 +237,7 @@ class SGLangCore:
             return
         self._failure = reason
         for entry in self._open.values():
-            entry.give_up("error", reason)
+            entry.give_up("error", reason, is_fatal=True)
         self._lost.set()
 
     async def _watch_processes(self) -> None:
