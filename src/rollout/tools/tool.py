@@ -60,8 +60,9 @@ class ToolSession(ABC):
     async def execute(self, call: ToolCall) -> Any:
         """Answer one call with anything that `normalise_result` takes.
 
-        Calls of one turn run at the same time, but see `serial`. An exception becomes an error observation; at the
-        deadline the call is cancelled, and the session stays open for later calls.
+        Calls of one turn run at the same time, but see `serial`. An exception becomes an error
+        observation; at the deadline the call is cancelled, and the session stays open for later
+        calls.
         """
 
     async def calc_reward(self) -> float | None:

@@ -26,6 +26,8 @@ _ATOM = re.compile(
     r"|(?P<number>[+-]?(?:[0-9](?:_?[0-9])*\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
     r"|(?P<constant>True|False|None|true|false|null))(?![\w.])"
 )
+#: How a list or an object begins that may be JSON.
+_JSON = re.compile(r"\[\s*(?:[\[\]{\"0-9-]|true|false|null)|\{\s*[\"}]")
 _STRING = re.compile(
     r"([rRuU]?)(?:"
     r'"""((?:[^"\\]++|\\.|"(?!""))*+)"""|'
@@ -118,7 +120,7 @@ class PythonReader(Reader):
         atom = _ATOM.match(self.text, self.skip())
         if atom is not None:
             return self._atom(atom)
-        if self.text.startswith(("[", "{"), self.at):
+        if _JSON.match(self.text, self.at) is not None:
             # Long lists are mostly JSON as well, which is read many times faster.
             try:
                 value, self.at = value_at(self.text, self.at)
