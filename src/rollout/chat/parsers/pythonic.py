@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: its arguments have names, or it has none and the list goes on as one.
 CALL_LIST = (
     r"\[(?=\s*(?P<name>[A-Za-z_][\w.]*)\s*\("
-    r"(?P<named>\s*(?:\)\s*[],]|[A-Za-z_]\w*\s*=))?)"
+    r"(?P<named>\s*(?:\)\s*[],]|[A-Za-z_]\w*\s*=\s*[\w+.\"'\[({-]))?)"
 )
 _START, _END = "<|python_start|>", "<|python_end|>"
 
