@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from rollout.batch import RolloutBatch
     from rollout.config import RolloutConfig
-    from rollout.engine.weights import WeightSource
+    from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.scheduling.rewards import RewardFunction
     from rollout.types import Prompt
 
@@ -139,12 +139,16 @@ class BlockingRollout:
         count: int = self._start(cancel).future.result()
         return count
 
-    def update_weights(self, *, version: int, source: WeightSource) -> None:
+    def update_weights(
+        self, *, version: int, source: WeightSource, mode: UpdateMode = "abort_and_resume"
+    ) -> None:
         """`RolloutRuntime.update_weights`, waited for in this thread.
 
         An exception that reaches the thread while it waits leaves the engines to it.
         """
-        update = self._start(lambda: self._runtime.update_weights(version=version, source=source))
+        update = self._start(
+            lambda: self._runtime.update_weights(version=version, source=source, mode=mode)
+        )
         update.future.result()
 
     def statistics(self) -> RuntimeStatistics:

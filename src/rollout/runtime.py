@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from rollout.batch import RolloutBatch
     from rollout.chat import ChatTemplate, ToolParser
-    from rollout.engine.weights import WeightSource
+    from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.scheduling.rewards import RewardFunction
     from rollout.types import Prompt
 
@@ -118,11 +118,14 @@ class RolloutRuntime:
         """The engines: replicas can be added, removed and drained there while calls run."""
         return self._runner.services.engines
 
-    async def update_weights(self, *, version: int, source: WeightSource) -> None:
+    async def update_weights(
+        self, *, version: int, source: WeightSource, mode: UpdateMode = "abort_and_resume"
+    ) -> None:
         """Every engine has these weights afterwards; see `EnginePool.update_weights`.
 
         Args:
             version: What tokens sampled with them are stamped with, in `weight_versions`.
+            mode: What becomes of generations under way: "wait", "abort_and_resume" or "in_place".
 
         Raises:
             EngineError: No engine could load them; all keep the weights that they have.
@@ -130,7 +133,7 @@ class RolloutRuntime:
         """
         if self._is_closing:
             raise RolloutError("the runtime is closed")
-        await self.engines.update_weights(version, source)
+        await self.engines.update_weights(version, source, mode)
 
     async def generate(
         self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False

@@ -145,6 +145,10 @@ class Channel:
         self._zombies[pending.request_id] = pending
         self._control.send_nowait(Abort(pending.request_id))
 
+    def interrupt_nowait(self, request_id: str) -> None:
+        """Have the engine end a request; whoever waits for it gets the tokens that it has."""
+        self._control.send_nowait(Abort(request_id))
+
     async def update_weights(self, version: int, source: WeightSource) -> None:
         """Have the engine load other weights; returns when it has. One at a time.
 

@@ -63,6 +63,7 @@ class Attempt:
 
     Attributes:
         deaths: Why replicas died while it was in flight there.
+        is_interrupted: Its request is cut off, to go on later from the tokens that it has.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Attempt:
         self.generation = generation
         self.session_id = session_id
         self.deaths: list[str] = []
+        self.is_interrupted = False
         self._prompt_ids = prompt_ids
         self._sampling = sampling
         self._info = info
@@ -156,6 +158,16 @@ class Attempt:
         else:
             self.generation.resumes += 1
             self._counts.resumed += 1
+        return True
+
+    def go_on(self) -> bool:
+        """Prepare the next request after an interruption; False where its answer is whole."""
+        self.generation.finish_reason = None
+        if self._is_whole():
+            return False
+        stateful = stateful_field(self._sampling)
+        if stateful:
+            self.generation.restart(f"it was interrupted (sampling.{stateful})")
         return True
 
     def failed(self, message: str, *, reason: str | None = None) -> EngineError:

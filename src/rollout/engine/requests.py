@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 #: Seconds before a request that a full engine refused is placed again; doubled up to the second.
 REFUSED_BACKOFF_S = 0.05
 MAX_REFUSED_BACKOFF_S = 1.0
+#: An abort can be lost within an engine: it is sent again as often as heartbeats do.
+ABORT_AGAIN_S = 1.0
 
 
 class Requests:
@@ -60,6 +62,24 @@ class Requests:
         finally:
             del self.active[attempt]
 
+    async def finish(self, replica: Replica) -> None:
+        """Return when nothing is in flight there, or when it is lost; give it nothing new."""
+        routed = replica.routed
+        while routed is not None and routed.in_flight and replica.routed is routed:
+            await self._gone.wait()
+
+    async def interrupt(self, replica: Replica) -> None:
+        """Have its requests cut off, which then go on from their tokens, and `finish`."""
+        is_empty = False
+        while not is_empty:
+            for attempt in replica.running:
+                attempt.is_interrupted = True
+                if replica.channel is not None:
+                    replica.channel.interrupt_nowait(attempt.generation.request_id)
+            with anyio.move_on_after(ABORT_AGAIN_S):
+                await self.finish(replica)
+                is_empty = True
+
     async def _run(self, attempt: Attempt, group_id: str, priority: int) -> None:
         generation = attempt.generation
         backoff_s, avoid = REFUSED_BACKOFF_S, None
@@ -71,6 +91,10 @@ class Requests:
                 if pending.is_lost:
                     await self._replicas[dispatch.replica.name].judged.wait()
                 if not attempt.recover(pending.error, is_garbled=pending.is_garbled):
+                    return
+            elif generation.finish_reason == "abort" and attempt.is_interrupted:
+                avoid = None
+                if not attempt.go_on():
                     return
             elif generation.finish_reason == "rejected":
                 await anyio.sleep(backoff_s)
@@ -108,6 +132,7 @@ class Requests:
         replica = self._replicas[dispatch.replica.name]
         channel = replica.channel
         assert channel is not None  # the router offers no other
+        attempt.is_interrupted = False
         request = GenerationRequest(
             request_id=self._ids.new(),
             prompt_ids=attempt.prompt_ids,

@@ -1,11 +1,16 @@
-"""Where new weights come from.
+"""Where new weights come from, and what becomes of the requests that run meanwhile.
 
 Loaded in engine processes: imports msgspec only.
 """
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import msgspec
+
+UpdateMode = Literal["wait", "abort_and_resume", "in_place"]
+UPDATE_MODES: tuple[str, ...] = get_args(UpdateMode)
 
 
 class DiskWeights(msgspec.Struct, frozen=True, array_like=True, tag="disk"):

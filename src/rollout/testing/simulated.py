@@ -129,14 +129,20 @@ class SimulatedCore:
             self._abort(stream)
 
     async def update_weights(self, version: int, source: WeightSource) -> None:
-        """Stamp `version` on the tokens of requests that come from now on; nothing else changes.
+        """Stamp `version` on the tokens that are sampled from then on; nothing else changes.
 
         Raises:
             FileNotFoundError: The directory does not exist.
         """
         _check_directory(source.path)
         await anyio.sleep(self._options.timing.load_weights_s)
+        self._advance()
+        if not self._is_dead:
+            self._batcher.flush(self._engine_time())
         self._weight_version = version
+        for stream in self._streams.values():
+            stream.weight_version = version
+        self._sleepers.replan()
         self._updates += 1
         self._batcher.forget_prefixes(b"%d" % self._updates)
 
