@@ -255,7 +255,7 @@ def fast_work(directory: str, device: str, python: str) -> Work:
         directory,
         device,
         python,
-        lengths=LengthsConfig(prompt=512, response=1500, turn=TURN_TOKENS),
+        lengths=LengthsConfig(prompt=2048, response=1500, turn=TURN_TOKENS),
         agent=AgentConfig(name="fixed_calls"),
     )
 

@@ -17,6 +17,7 @@ import pytest
 
 import rollout
 from rollout import Outcome, RolloutBatch
+from rollout.agents import agent_names
 from rollout.chat import tool_parser_names
 from rollout.cli import main
 from rollout.tools.sandbox import METHODS, isolation
@@ -314,7 +315,7 @@ def test_cli_check_lists_everything_that_is_missing(
         "error: model.chat_template = 'no.jinja': No such file or directory",
         "error: placement.python = '/no/python': no such interpreter",
         "error: agent.name = 'nobody': no agent is registered as 'nobody'; "
-        "known: single_turn, tool_agent",
+        "known: " + ", ".join(agent_names()),
         "error: agent.tool_format = 'smoke': unknown; known: " + ", ".join(tool_parser_names()),
         "error: agent.interaction = 'teacher': unknown interaction 'teacher'; known: none",
     ]

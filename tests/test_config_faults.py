@@ -11,6 +11,7 @@ import pytest
 
 from rollout.config import (
     AgentConfig,
+    ChannelConfig,
     CustomEngine,
     EngineConfig,
     HttpEngine,
@@ -534,3 +535,11 @@ def test_config_defaults_pass_their_own_checks() -> None:
 
 
 SECTIONS = [type(getattr(RolloutConfig(), f.name)) for f in attrs.fields(RolloutConfig)][:-1]
+
+
+def test_channel_engine_has_no_time_to_answer_a_heartbeat_is_a_fault() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ChannelConfig(heartbeat_s=2, heartbeat_timeout_s=2)
+    assert "channel.heartbeat_timeout_s = 2.0: expected more than channel.heartbeat_s = 2" in str(
+        caught.value
+    )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rollout.config import (
     AgentConfig,
+    ChannelConfig,
     CustomEngine,
     HttpEngine,
     InProcessPlacement,
@@ -78,7 +79,7 @@ engines = {
     "simulated": section(SimulatedEngine, scenario=mappings, **common),
     "sglang": section(
         SGLangEngine,
-        tensor_parallel=counts,
+        tensor_parallel=st.integers(1, 8),
         memory_fraction=st.floats(0.01, 0.99),
         context_length=optional(counts),
         dtype=dtypes,
@@ -101,21 +102,26 @@ placements = {
         RayPlacement,
         python=optional(texts),
         address=optional(texts),
-        gpus_per_replica=st.floats(0, 8),
+        gpus_per_replica=st.floats(8, 16),
         cpus_per_replica=st.floats(0, 8),
     ),
 }
-sampling = section(
-    SamplingConfig,
-    temperature=st.floats(0, 9),
-    top_p=st.floats(0.01, 1),
-    top_k=st.integers(1, 2**31 - 1) | st.just(-1),
-    min_p=st.floats(0, 1),
-    repetition_penalty=positive,
-    greedy=st.booleans(),
-    max_new_tokens=optional(counts),
-    stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3),
-)
+
+
+def sampling_of(kind: str) -> st.SearchStrategy[Any]:
+    """SGLang takes no repetition penalty."""
+    penalties = {} if kind == "sglang" else {"repetition_penalty": positive}
+    return section(
+        SamplingConfig,
+        temperature=st.floats(0, 9),
+        top_p=st.floats(0.01, 1),
+        top_k=st.integers(1, 2**31 - 1) | st.just(-1),
+        min_p=st.floats(0, 1),
+        greedy=st.booleans(),
+        max_new_tokens=optional(counts),
+        stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3),
+        **penalties,
+    )
 
 
 @st.composite
@@ -132,6 +138,8 @@ def configs(draw: st.DrawFn) -> RolloutConfig:
     kind = draw(st.sampled_from(sorted(engines)))
     place = draw(st.sampled_from(ALLOWED_PLACEMENTS[kind]))
     response = draw(counts)
+    engine = draw(engines[kind])
+    sampling = sampling_of(kind)
     return RolloutConfig(
         model=draw(
             section(
@@ -141,7 +149,7 @@ def configs(draw: st.DrawFn) -> RolloutConfig:
                 chat_template_kwargs=mappings,
             )
         ),
-        engine=draw(engines[kind]),
+        engine=engine,
         placement=draw(placements[place]),
         router=draw(
             section(
@@ -155,6 +163,16 @@ def configs(draw: st.DrawFn) -> RolloutConfig:
         validation_sampling=draw(sampling),
         lengths=LengthsConfig(response=response, turn=draw(optional(st.integers(1, response)))),
         limits=draw(limits()),
+        channel=draw(
+            section(
+                ChannelConfig,
+                heartbeat_s=st.floats(0.01, 1.0),
+                heartbeat_timeout_s=st.floats(1.5, 60.0),
+                reconnect_s=st.floats(0.0, 60.0),
+                stream_interval_s=st.floats(0.01, 1.0),
+                max_frame_bytes=st.integers(4096, 2**32 - 1),
+            )
+        ),
         agent=draw(section(AgentConfig, name=texts, interaction=optional(texts))),
         tools=draw(
             section(ToolsConfig, truncate_side=st.sampled_from(["left", "right", "middle"]))
@@ -201,5 +219,8 @@ def test_config_dump_of_http_leaves_the_replicas_to_the_urls() -> None:
         "start_timeout_s": 300.0,
         "stream_interval": 16,
         "urls": ["http://a", "http://b"],
+        "api": "sglang",
+        "api_key_variable": None,
+        "max_requests": 1024,
     }
     assert config_from_dict(dump_config(config)).engine.replicas == 2

@@ -228,10 +228,10 @@ def test_trainer_that_blocks_its_own_loop_loses_no_replica(
     check(batch, statistics, undisturbed)
 
 
-def embedded(replicas: int) -> RolloutConfig:
+def embedded(replicas: int, response: int = 64) -> RolloutConfig:
     return RolloutConfig(
         engine=TransformersEngine(replicas=replicas, dtype="float32"),
-        lengths=LengthsConfig(prompt=128, response=64),
+        lengths=LengthsConfig(prompt=128, response=response),
         sampling=SamplingConfig(greedy=True),
         limits=LimitsConfig(batch_s=600, generation_s=300),
         scheduling=SchedulingConfig(samples_per_prompt=3, max_retries=0),
@@ -283,7 +283,7 @@ def test_embedded_engine_takes_other_weights_and_a_restarted_one_has_them_too(
 
     async def main() -> list[list[Any]]:
         seen = []
-        async with rollout.open_rollout(embedded(1)) as runtime:
+        async with rollout.open_rollout(embedded(1, response=12)) as runtime:
             for act in (None, "update", "kill"):
                 if act == "update":
                     await runtime.update_weights(version=8, source=source)

@@ -23,8 +23,8 @@ from rollout.tools import (
     langchain_tools,
     load_tools,
     load_verl_tools,
-    open_verl_tools,
 )
+from rollout.tools.providers import open_tools
 from rollout.types import ToolCall
 
 CLASSES = '''
@@ -240,8 +240,7 @@ tools:
             "Nothing",
             "tools[4]: Broken raised KeyError: 'url'",
             f"tools[5]: {path}: tools[5] Mute has no method execute: expected verl's tool protocol",
-            "tools[6].config.type = 'mcp': servers are opened, not loaded; use "
-            "`async with rollout.tools.open_verl_tools(path) as tools`",
+            "tools[6].mcp = None: expected mcp_servers_config_path in it",
             "tools[7].config.type = 'remote': expected 'native' or 'mcp'",
             "tools[8].config = 3: expected a mapping",
             "tools[9].config.url = '${oc.env:URL}': interpolation is not resolved; write the value",
@@ -284,10 +283,11 @@ async def test_verl_entry_of_mcp_servers_is_connected(
 tools:
   - class_name: verl_style_classes.Plain
   - class_name: verl.tools.mcp_base_tool.MCPBaseTool
-    config: {{type: mcp, mcp_servers_config_path: "{config}", tool_selected_list: [sell, other]}}
+    config: {{type: mcp, rate_limit: 5}}
+    mcp: {{mcp_servers_config_path: "{config}", tool_selected_list: [sell, other]}}
 """,
     )
-    async with open_verl_tools(path) as tools:
+    async with open_tools(load_verl_tools(path)) as tools:
         assert [tool.name for tool in tools] == ["plain", "sell"]
         session = executor(*tools).open_session(uid="p", member=0)
         (result,) = await run(session, ("sell", {"item": "pear", "pieces": 2}))
@@ -295,8 +295,6 @@ tools:
         await session.close()
 
 
-@pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["trio"])
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -309,19 +307,18 @@ tools:
         (None, "No such file or directory"),
     ],
 )
-async def test_verl_entry_of_mcp_servers_that_is_wrong_is_refused(
+def test_verl_entry_of_mcp_servers_that_is_wrong_is_refused(
     directory: Path, text: str | None, message: str
 ) -> None:
     config = directory / "servers.json" if text is None else written(directory, text, "s.json")
     path = written(
         directory,
-        f"tools: [{{config: {{type: mcp, mcp_servers_config_path: {config}}}}}]",
+        f"tools: [{{config: {{type: mcp}}, mcp: {{mcp_servers_config_path: {config}}}}}]",
     )
     with pytest.raises(ToolError) as caught:
-        async with open_verl_tools(path):
-            pass
+        load_verl_tools(path)
     assert str(caught.value) == (
-        f"{path}: tools[0].config.mcp_servers_config_path = {str(config)!r}: {message}"
+        f"{path}: tools[0].mcp.mcp_servers_config_path = {str(config)!r}: {message}"
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai_harmony import (
     Author,
@@ -125,6 +125,7 @@ def message(kind: str, what: Any) -> Message:
     return called.with_recipient(f"functions.{what[0]}").with_content_type("<|constrain|>json")
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(written=MESSAGES)
 def test_gpt_oss_messages_that_openai_renders_are_read_as_openai_reads_them(
     harmony: HarmonyEncoding, written: list[tuple[str, Any]]

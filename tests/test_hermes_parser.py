@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout.chat import ParsedTurn, get_tool_parser, register_tool_parser, tool_parser_names
@@ -55,6 +55,7 @@ def test_hermes_call_with_text_around_it_is_read() -> None:
     )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=4))
 def test_hermes_any_calls_come_back_in_order_with_their_raw_text(
     written: list[tuple[str, dict[str, object]]],
@@ -71,6 +72,7 @@ def test_hermes_any_calls_come_back_in_order_with_their_raw_text(
     assert turn.content == ""
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.text(alphabet='<>/|{}[]":,\\ \n' + "atcho_lknim", max_size=60), st.booleans())
 def test_hermes_any_text_is_parsed_without_an_error(text: str, in_reasoning: bool) -> None:
     noise = text.replace("a", "<tool_call>").replace("c", "</tool_call>").replace("h", "<think>")

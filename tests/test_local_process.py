@@ -18,6 +18,7 @@ from rollout.engine.generation import Generation
 from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.pool import EnginePool, open_pool
+from rollout.engine.recovery import RecoveryPolicy
 from rollout.engine.routing import Router
 from rollout.errors import EngineError
 
@@ -39,12 +40,18 @@ def children() -> list[psutil.Process]:
     ]
 
 
-def pool_of(core: str = "CountingCore", replicas: int = 1, **options: object) -> EnginePool:
+def pool_of(
+    core: str = "CountingCore",
+    replicas: int = 1,
+    policy: RecoveryPolicy = "resume",
+    **options: object,
+) -> EnginePool:
     return EnginePool(
         placement=LocalProcess(),
         specs=[CoreSpec(f"fake_core:{core}", options)] * replicas,
         router=Router(),
         start_timeout_s=30,
+        policy=policy,
     )
 
 
@@ -105,7 +112,7 @@ async def test_open_cancelled_while_starting_leaves_no_process() -> None:
 
 
 async def test_child_killed_in_mid_request_fails_it_and_is_replaced() -> None:
-    async with open_pool(pool_of(token_s=0.01)) as pool:
+    async with open_pool(pool_of(token_s=0.01, policy="fail")) as pool:
         generation = Generation()
 
         async def kill_soon() -> None:
@@ -125,7 +132,7 @@ async def test_child_killed_in_mid_request_fails_it_and_is_replaced() -> None:
 
 
 async def test_child_frozen_is_given_up_after_the_heartbeat_timeout_and_replaced() -> None:
-    async with open_pool(pool_of(token_s=0.01)) as pool:
+    async with open_pool(pool_of(token_s=0.01, policy="fail")) as pool:
         (child,) = children()
         child.suspend()
         start = anyio.current_time()

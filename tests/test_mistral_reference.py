@@ -9,7 +9,7 @@ import warnings
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mistral_common.experimental import tools as reference
 from mistral_common.protocol.instruct.messages import AssistantMessage
@@ -88,6 +88,7 @@ CALL = st.tuples(
 
 
 @pytest.mark.parametrize("version", ENCODERS)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(calls=st.lists(CALL, min_size=1, max_size=3, unique_by=lambda call: call[2]))
 def test_mistral_calls_that_mistral_common_encodes_come_back(
     version: TokenizerVersion, calls: list[tuple[str, Any, str]]

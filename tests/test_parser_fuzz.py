@@ -6,7 +6,7 @@ import json
 from random import Random  # noqa: TID251  (seeded: the same texts on every machine)
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parser_cases import CASES, TOOLS
@@ -77,6 +77,7 @@ def test_parser_a_hundred_thousand_mutated_outputs_are_parsed_without_an_error(n
 
 
 @pytest.mark.parametrize("name", CASES)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(text=ANY_TEXT, in_reasoning=st.booleans())
 def test_parser_any_text_is_parsed_without_an_error(
     name: str, text: str, in_reasoning: bool

@@ -13,9 +13,9 @@ import pytest
 
 from rollout.chat.transcript import Transcript
 from rollout.engine.channel import Channel
+from rollout.engine.client_session import ClientSession
 from rollout.engine.generation import Generation
 from rollout.engine.pool import EnginePool
-from rollout.engine.server import EngineServer
 from rollout.limits import Deadline
 from rollout.scheduling import trajectory as trajectory_module
 from rollout.scheduling.batch_run import BatchRun
@@ -40,7 +40,7 @@ def bug(name: str, found_as: str) -> Callable[[Plant], Plant]:
 
 @bug("lost abort", r"in flight, \d+ zombies")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(EngineServer, "_abort", lambda self, request_id: None)
+    patch.setattr(ClientSession, "abort", lambda self, request_id: None)
 
 
 @bug("doubled chunk", "the engine gave it|are not those")
@@ -62,12 +62,14 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     real = Channel.submit_nowait
 
-    def submit_nowait(self: Channel, request: Any, generation: Any, on_gone: Any) -> Any:
+    def submit_nowait(
+        self: Channel, request: Any, generation: Any, on_gone: Any, **options: Any
+    ) -> Any:
         def release() -> None:
             if generation.finish_reason != "length":
                 on_gone()
 
-        return real(self, request, generation, release)
+        return real(self, request, generation, release, **options)
 
     patch.setattr(Channel, "submit_nowait", submit_nowait)
 
@@ -239,7 +241,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     real = EnginePool.generate
 
     async def generate(self: EnginePool, generation: Any, **options: Any) -> None:
-        options["prompt_ids"] = options["prompt_ids"][:-4]
+        options["prompt_ids"] = options["prompt_ids"].packed()[:-4]
         await real(self, generation, **options)
 
     patch.setattr(EnginePool, "generate", generate)

@@ -11,18 +11,17 @@ from trio.testing import MockClock
 
 from rollout.engine import protocol
 from rollout.engine.core import Chunk, EngineInfo
+from rollout.engine.frames import FrameStream
+from rollout.engine.handshake import greet_as_client, greet_as_server, proof_of
 from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
 from rollout.engine.protocol import (
     Abort,
     FrameError,
-    FrameStream,
     Hello,
     Ping,
+    Welcome,
     decode_from_client,
     decode_from_server,
-    greet_as_client,
-    greet_as_server,
-    proof_of,
 )
 
 pytestmark = pytest.mark.anyio
@@ -126,7 +125,7 @@ def test_chunk_crosses_the_wire_unchanged() -> None:
         weight_version=3,
         finish_reason="stop",
     )
-    assert decode_from_server(protocol._encoder.encode(chunk)) == chunk
+    assert decode_from_server(protocol.encoder.encode(chunk)) == chunk
 
 
 Peer = Callable[[FrameStream], Awaitable[object]]
@@ -151,16 +150,22 @@ async def shake(server: Peer, client: Peer) -> tuple[object, object]:
     return results["server"], results["client"]
 
 
-serve = partial(greet_as_server, secret=SECRET, info=lambda: INFO)
+async def serve(frames: FrameStream) -> Hello | None:
+    """The engine's side of the handshake."""
+    handshake = await greet_as_server(frames, SECRET, lambda: INFO)
+    if handshake is not None:
+        await handshake.welcome(INFO)
+    return handshake and handshake.hello
 
 
 async def test_handshake_same_secret_gives_the_engines_facts() -> None:
-    hello, info = await shake(
+    hello, welcome = await shake(
         serve, partial(greet_as_client, secret=SECRET, role="data", session="s")
     )
     assert isinstance(hello, Hello)
     assert (hello.role, hello.session) == ("data", "s")
-    assert info == INFO
+    assert isinstance(welcome, Welcome)
+    assert welcome.info == INFO
 
 
 async def test_handshake_client_with_another_secret_is_refused() -> None:
@@ -197,7 +202,7 @@ async def test_handshake_other_protocol_version_names_both() -> None:
         await frames.flush()
 
     _, error = await shake(older, partial(greet_as_client, secret=SECRET, role="data", session="s"))
-    assert str(error) == "the engine speaks protocol version 0; this driver 1"
+    assert str(error) == "the engine speaks protocol version 0; this driver 2"
 
 
 async def test_handshake_client_sends_something_else_first_is_refused() -> None:

@@ -160,7 +160,7 @@ async def test_more_gpus_than_there_are_fails_and_says_what_is_free(cluster: Any
 async def test_each_replica_has_gpus_of_its_own(cluster: Any) -> None:
     gpus = config(2, gpus_per_replica=1.0, core="DeviceCore")
     async with opened(gpus) as pool:
-        fingerprints = sorted(r.channel.info.core for r in pool._replicas if r.channel)
+        fingerprints = sorted(r.channel.info.core for r in pool._replicas.values() if r.channel)
     assert fingerprints == ["CUDA_VISIBLE_DEVICES=0", "CUDA_VISIBLE_DEVICES=1"]
 
 
@@ -172,7 +172,7 @@ async def test_colocated_replica_shares_the_gpus_of_a_worker(cluster: Any) -> No
     worker = Worker.remote()
     seats = await anyio.to_thread.run_sync(seats_of, [worker])
     async with opened(config(1, core="DeviceCore", colocate=seats)) as pool:
-        (replica,) = pool._replicas
+        (replica,) = pool._replicas.values()
         assert replica.channel is not None
         assert replica.channel.info.core == "CUDA_VISIBLE_DEVICES=0,1"
     ray.kill(worker)

@@ -35,6 +35,7 @@ def answer(count: int, version: str = "0", **meta: Any) -> dict[str, Any]:
 
 def taken(answers: list[dict[str, Any]]) -> Generation:
     reader, generation = AnswerReader("r"), Generation()
+    generation.begin("r", "engine-0")
     for each in answers:
         for chunk in reader.read(each):
             assert generation.take(chunk)
@@ -206,10 +207,24 @@ def test_config_server_args_leave_alone_what_has_a_key() -> None:
     )
 
 
-def test_config_repetition_penalty_is_refused_for_sglang() -> None:
+def test_config_penalties_are_refused_for_sglang() -> None:
     with pytest.raises(ConfigError) as caught:
-        RolloutConfig(engine=SGLangEngine(), sampling=SamplingConfig(repetition_penalty=1.2))
+        RolloutConfig(
+            engine=SGLangEngine(),
+            sampling=SamplingConfig(repetition_penalty=1.2),
+            validation_sampling=SamplingConfig(presence_penalty=0.5),
+        )
+    because = "for engine.kind = 'sglang', which gives log-probs after penalties"
     assert caught.value.faults == (
-        "sampling.repetition_penalty = 1.2: expected 1.0 for engine.kind = 'sglang', which "
-        "penalises generated tokens only and gives log-probs after the penalty",
+        f"sampling.repetition_penalty = 1.2: expected 1.0 {because}",
+        f"validation_sampling.presence_penalty = 0.5: expected 0.0 {because}",
+    )
+
+
+def test_config_deterministic_inference_needs_a_gpu() -> None:
+    with pytest.raises(ConfigError) as caught:
+        SGLangEngine(device="cpu", deterministic=True)
+    assert caught.value.faults == (
+        "engine.deterministic = True: expected false for engine.device = 'cpu': SGLang does that "
+        "on GPUs only",
     )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rollout.blocking import BlockingRollout, open_rollout_blocking
     from rollout.config import (
         AgentConfig,
+        ChannelConfig,
         CustomEngine,
         HttpEngine,
         InProcessPlacement,
@@ -68,6 +69,7 @@ _HOMES = {
     "rollout.blocking": ("BlockingRollout", "open_rollout_blocking"),
     "rollout.config": (
         "AgentConfig",
+        "ChannelConfig",
         "CustomEngine",
         "HttpEngine",
         "InProcessPlacement",

@@ -26,6 +26,7 @@ from rollout.errors import (
 )
 from rollout.foreground import INTERRUPTED, Job, JobResult, run_job
 from rollout.scheduling.prompt_files import read_prompts
+from rollout.sizing import sizing_lines
 from rollout.types import Outcome
 from rollout.user_code import UserCode
 
@@ -152,6 +153,8 @@ def _check(arguments: argparse.Namespace, output: Console, errors: Console) -> i
     tools, interactions = _code_of(arguments, UserCode())
     for line in describe_config(config):
         _print_line(output, line)
+    for label, text in sizing_lines(config):
+        _print_line(output, f"{label:<12}{text}")
     isolation, unfit = anyio.run(look_at_tools, tools)
     _print_line(output, f"{'isolation':<12}{isolation}")
     faults = [*config_faults(config, interactions), *unfit]

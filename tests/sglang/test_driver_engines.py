@@ -152,31 +152,23 @@ async def time_of_a_step(pool: EnginePool) -> float:
     return (anyio.current_time() - begun) / 20
 
 
-async def test_engines_scheduler_killed_fails_its_requests_by_name_and_is_replaced(
+async def test_engines_scheduler_killed_is_replaced_and_its_requests_go_on(
     tmp_path: Path,
 ) -> None:
     model = save_model("qwen2", tmp_path)
     async with open_engines(sglang(model)) as pool:
         generation = Generation()
-        failures: list[str] = []
-
-        async def long_one() -> None:
-            try:
-                await ask(pool, [5, 6, 7], generation, max_new_tokens=460, ignore_eos=True)
-            except EngineError as error:
-                failures.append(str(error))
-
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(long_one)
+            tasks.start_soon(
+                partial(ask, pool, [5, 6, 7], generation, max_new_tokens=460, ignore_eos=True)
+            )
             while not generation.ids:
                 await anyio.sleep(0.002)
             victim = scheduler()
             os.kill(victim.pid, signal.SIGSTOP)  # it cannot finish before it is killed
             os.kill(victim.pid, signal.SIGKILL)
-        assert failures == [f"SGLang's process {victim.pid} ended with exit code -9"]
-        assert generation.ids  # what it had said is kept
-        again = await ask(pool, [5, 6, 7], Generation())
-        assert again.finish_reason in ("stop", "length")
+        assert (len(generation.ids), generation.finish_reason) == (460, "length")
+        assert generation.resumes == 1
         assert pool.statistics()[0].starts == 2
         assert scheduler().pid != victim.pid
     assert processes() == []

@@ -380,6 +380,7 @@ async def test_core_process_that_is_frozen_is_lost_by_name(
             assert await core.watch() == "SGLang's process has been stopped for 0.5 s"
         assert answers[0].last.finish_reason == "error"
         assert answers[0].last.error == "SGLang's process has been stopped for 0.5 s"
+        assert answers[0].last.is_fatal
         assert (await collect(core, asked([5]))).last.finish_reason == "rejected"
     finally:
         await core.aclose()

@@ -166,10 +166,13 @@ class AgentContext:
                 await self._services.engines.generate(
                     generation,
                     session_id=self.identity.session_id,
-                    prompt_ids=self.transcript.ids_bytes(),
+                    prompt_ids=self.transcript.history,
                     sampling=self._sampling_of_turn(budget),
                     group_id=f"{self.identity.step}/{self.identity.uid}",
+                    deadline=deadline.at,
                 )
+                if generation.finish_reason == "abort" and anyio.current_time() >= deadline.at:
+                    raise deadline.error()  # the engine kept the deadline before we could
         finally:
             self.generation_s += anyio.current_time() - started
             self._note_recovery(generation)

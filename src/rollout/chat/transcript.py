@@ -18,6 +18,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from rollout.token_history import TokenHistory
+
 SpanKind = Literal["prompt", "generated", "observation"]
 Ids = Sequence[int] | npt.NDArray[np.int32]
 
@@ -48,12 +50,16 @@ class Transcript:
 
     Append with `append_prompt` (once, first), `append_generated` and `append_observation`; nothing
     can be changed or removed.
+
+    Attributes:
+        history: Every id in order, in the form in which engines are asked with it.
     """
 
-    __slots__ = ("_ids", "_log_probs", "_spans")
+    __slots__ = ("_ids", "_log_probs", "_spans", "history")
 
     def __init__(self) -> None:
-        self._ids = array("i")
+        self.history = TokenHistory()
+        self._ids = self.history.ids
         self._log_probs = array("f")
         self._spans: list[Span] = []
 
@@ -196,7 +202,7 @@ class Transcript:
         versions: tuple[tuple[int, int], ...] = (),
     ) -> None:
         start = len(self._ids)
-        self._ids.extend(_packed("i", np.int32, ids))
+        self.history.extend(_packed("i", np.int32, ids))
         self._spans.append(Span(kind, start, len(self._ids), finish_reason, versions))
 
 

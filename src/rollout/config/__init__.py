@@ -1,5 +1,6 @@
 """The configuration: its sections, and how it is loaded, checked and explained."""
 
+from rollout.config.channel import ChannelConfig
 from rollout.config.convert import config_from_dict, dump_config
 from rollout.config.engines import (
     CustomEngine,
@@ -34,6 +35,7 @@ from rollout.config.sections import (
 __all__ = [
     "EMBEDDED_MODEL",
     "AgentConfig",
+    "ChannelConfig",
     "CustomEngine",
     "EngineConfig",
     "HttpEngine",

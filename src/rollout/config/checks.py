@@ -54,6 +54,7 @@ TopK = Annotated[
     int,
     Rule(f"an integer from 1 to {MAX_ID}, or -1 for all", lambda n: 1 <= n <= MAX_ID or n == -1),
 ]
+FrameBytes = Annotated[int, Rule("an integer from 4096 to 4294967295", lambda n: 4096 <= n < 2**32)]
 NonNegative = Annotated[float, Rule("a number ≥ 0", lambda x: x >= 0)]
 Number = Annotated[float, Rule("a number", lambda _: True)]
 Positive = Annotated[float, Rule("a number > 0", lambda x: x > 0)]

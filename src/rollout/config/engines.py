@@ -96,7 +96,10 @@ class SGLangEngine(EngineConfig):
     server_args: PlainMapping = attrs.field(factory=dict)
 
     def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
-        """`server_args` leaves alone what has a key of its own, and what the engine decides."""
+        """`server_args` leaves alone what has a key of its own; a CPU is not deterministic."""
+        if self.device == "cpu" and self.deterministic is True:
+            expected = "expected false for engine.device = 'cpu': SGLang does that on GPUs only"
+            yield Fault("deterministic", expected, True)
         if "server_args" not in sound:
             return
         for name, value in self.server_args.items():

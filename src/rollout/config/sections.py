@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import attrs
 
 from rollout.config.base import Section, annotations_of
+from rollout.config.channel import ChannelConfig
 from rollout.config.checks import (
     Count,
     DriftKinds,
@@ -314,6 +315,7 @@ class RolloutConfig(Section):
     engine: AnyEngine = attrs.field(factory=TransformersEngine)
     placement: AnyPlacement = attrs.field(factory=LocalProcessPlacement)
     router: RouterConfig = attrs.field(factory=RouterConfig)
+    channel: ChannelConfig = attrs.field(factory=ChannelConfig)
     recovery: RecoveryConfig = attrs.field(factory=RecoveryConfig)
     sampling: SamplingConfig = attrs.field(factory=SamplingConfig)
     #: Replaces `sampling` when `generate` validates.
@@ -336,6 +338,10 @@ class RolloutConfig(Section):
             places = " or ".join(map(repr, allowed))
             problem = f"expected {places} for engine.kind = {kind!r} (allowed: {table})"
             yield Fault("placement.kind", problem, place)
+        certificate = getattr(self.channel, "tls_certificate", None)
+        if place == "in_process" and certificate is not None:
+            problem = "expected None with placement.kind = 'in_process': nothing leaves the process"
+            yield Fault("channel.tls_certificate", problem, certificate)
         if kind == "sglang":
             yield from self._penalty_faults()
         weights = getattr(self.router, "weights", ())
@@ -344,6 +350,7 @@ class RolloutConfig(Section):
         if is_sound and weights and len(weights) != replicas:
             problem = f"expected a number for each of engine.replicas = {replicas}"
             yield Fault("router.weights", problem, list(weights))
+        yield from self._gpu_faults()
         seats = getattr(self.placement, "colocate", ())
         is_sound = isinstance(seats, tuple) and isinstance(replicas, int)
         if is_sound and seats and len(seats) != replicas:
@@ -351,15 +358,30 @@ class RolloutConfig(Section):
             yield Fault("placement.colocate", problem, list(seats))
 
     def _penalty_faults(self) -> Iterator[Fault]:
-        """SGLang's repetition penalty is another one, and its log-probs would not be ours."""
-        for name in ("sampling", "validation_sampling"):
-            penalty = getattr(getattr(self, name), "repetition_penalty", 1.0)
-            if penalty != 1.0:
-                problem = (
-                    "expected 1.0 for engine.kind = 'sglang', which penalises generated tokens "
-                    "only and gives log-probs after the penalty"
-                )
-                yield Fault(f"{name}.repetition_penalty", problem, penalty)
+        """SGLang gives log-probs after penalties, and its repetition penalty is another one."""
+        neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        for section in ("sampling", "validation_sampling"):
+            for name, expected in neutral.items():
+                value = getattr(getattr(self, section), name, expected)
+                if value != expected:
+                    problem = (
+                        f"expected {expected} for engine.kind = 'sglang', which gives log-probs "
+                        "after penalties"
+                    )
+                    yield Fault(f"{section}.{name}", problem, value)
+
+    def _gpu_faults(self) -> Iterator[Fault]:
+        """An engine that spreads over GPUs is placed on as many."""
+        wanted = getattr(self.engine, "tensor_parallel", None)
+        given = getattr(self.placement, "gpus_per_replica", None)
+        if not isinstance(wanted, int) or not isinstance(given, int | float):
+            return
+        is_on_cpu = getattr(self.engine, "device", "cpu") == "cpu"
+        if is_on_cpu or getattr(self.placement, "colocate", ()):
+            return
+        if given < wanted and not (wanted == 1 and given > 0):
+            problem = f"expected at least engine.tensor_parallel = {wanted}"
+            yield Fault("placement.gpus_per_replica", problem, given)
 
     @classmethod
     def homes_of(cls, key: str) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import math
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
@@ -13,30 +15,52 @@ import msgspec
 from anyio.abc import ByteStream
 
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, GenerationRequest
+from rollout.engine.frames import IDLE_ACK_BYTES, FrameStream
 from rollout.engine.generation import ChunkFault, Generation, TokenCounts
+from rollout.engine.handshake import (
+    HANDSHAKE_S,
+    RefusedError,
+    greet_as_client,
+    handshake_frames,
+)
+from rollout.engine.heartbeat import Heartbeat
 from rollout.engine.protocol import (
     CONNECTION_ERRORS,
-    HANDSHAKE_S,
+    ROLES,
     Abort,
-    FrameStream,
+    Ack,
+    Bye,
+    Command,
+    CommandDone,
+    CutError,
+    DriverFacts,
+    FrameError,
+    FrameTooLongError,
+    FromServer,
     Ping,
     Pong,
     Role,
-    UpdateWeights,
-    WeightsUpdated,
+    SendWhole,
+    Submit,
+    Terms,
+    Welcome,
     decode_from_server,
-    greet_as_client,
 )
 from rollout.errors import ChannelError, EngineError
 
 if TYPE_CHECKING:
-    from rollout.engine.weights import WeightSource
+    from rollout.engine.operations import Operation
+    from rollout.token_history import TokenHistory
 
 logger = logging.getLogger("rollout.engine")
 
-HEARTBEAT_S = 1.0
-HEARTBEAT_TIMEOUT_S = 5.0
 Connect = Callable[[], Awaitable[ByteStream]]
+
+#: Between two attempts to replace a broken connection; doubled up to the second.
+RECONNECT_BACKOFF_S = 0.05
+MAX_RECONNECT_BACKOFF_S = 1.0
+#: For telling a healthy engine that we leave.
+BYE_S = 0.5
 
 
 class PendingRequest:
@@ -49,18 +73,52 @@ class PendingRequest:
         is_garbled: The engine's answer contradicted itself; what came before stays.
     """
 
-    __slots__ = ("done", "error", "generation", "is_garbled", "is_lost", "on_gone", "request_id")
+    __slots__ = (
+        "deadline",
+        "done",
+        "error",
+        "generation",
+        "history",
+        "is_garbled",
+        "is_lost",
+        "on_gone",
+        "request",
+        "request_id",
+        "sent_tokens",
+        "taken",
+    )
 
     def __init__(
-        self, request_id: str, generation: Generation, on_gone: Callable[[], None]
+        self,
+        request: GenerationRequest,
+        history: TokenHistory | None,
+        deadline: float,
+        generation: Generation,
+        on_gone: Callable[[], None],
+        done: anyio.Event,
     ) -> None:
-        self.request_id = request_id
+        self.request = request
+        self.request_id = request.request_id
+        self.history = history
+        self.sent_tokens = 0 if history is None else len(history)
+        self.taken = 0
+        self.deadline = deadline
         self.generation: Generation | None = generation
         self.on_gone = on_gone
-        self.done = anyio.Event()
+        self.done = done
         self.error = ""
         self.is_lost = False
         self.is_garbled = False
+
+
+class _Order:
+    """A command under way; `done` fires at its answer, or without one when the channel is lost."""
+
+    __slots__ = ("answer", "done")
+
+    def __init__(self, done: anyio.Event) -> None:
+        self.done = done
+        self.answer: CommandDone | None = None
 
 
 class Channel:
@@ -79,9 +137,9 @@ class Channel:
     def __init__(
         self,
         name: str,
+        greeter: Greeter,
         info: EngineInfo,
-        data: FrameStream,
-        control: FrameStream,
+        frames: dict[Role, FrameStream],
         tokens: TokenCounts | None = None,
     ) -> None:
         self.name = name
@@ -93,14 +151,17 @@ class Channel:
         self.on_lost: Callable[[], None] = lambda: None
         self.on_load: Callable[[EngineLoad], None] = lambda _: None
         self.tokens = TokenCounts() if tokens is None else tokens
-        self._data = data
-        self._control = control
+        self._greeter = greeter
+        self._frames = frames
+        self._data = frames["data"]
+        self._control = frames["control"]
         self._pending: dict[str, PendingRequest] = {}
         self._zombies: dict[str, PendingRequest] = {}
-        self._last_heard = 0.0
-        self._weights = anyio.Event()
-        self._weights_version = -1
-        self._weights_answer = WeightsUpdated(-1)
+        self._commands: dict[int, _Order] = {}
+        self._numbers = itertools.count()
+        self._heartbeat = Heartbeat(frames, greeter.terms)
+        #: The backend's own class: to look it up for each request costs a microsecond.
+        self._new_event: type[anyio.Event] = type(anyio.Event())
 
     @property
     def in_flight(self) -> int:
@@ -112,27 +173,94 @@ class Channel:
         """Cancelled requests whose end the engine has not confirmed yet."""
         return len(self._zombies)
 
+    async def submit(
+        self,
+        request: GenerationRequest,
+        generation: Generation,
+        on_gone: Callable[[], None],
+        *,
+        history: TokenHistory | None = None,
+        deadline: float = math.inf,
+    ) -> PendingRequest:
+        """`submit_nowait`, once the connection has room for more.
+
+        Cancellation while it waits leaves nothing behind; `on_gone` has been called then.
+        """
+        if self._data.is_full:
+            try:
+                await self._data.wait_for_room(4 * _tokens(request, history))
+            except BaseException:
+                on_gone()
+                raise
+        return self.submit_nowait(request, generation, on_gone, history=history, deadline=deadline)
+
     def submit_nowait(
-        self, request: GenerationRequest, generation: Generation, on_gone: Callable[[], None]
+        self,
+        request: GenerationRequest,
+        generation: Generation,
+        on_gone: Callable[[], None],
+        *,
+        history: TokenHistory | None = None,
+        deadline: float = math.inf,
     ) -> PendingRequest:
         """Send a request; `generation` fills as chunks arrive.
 
         `on_gone` is called exactly once, when the engine no longer works on the request: at its
         last chunk, also of a cancelled one, or when the channel is lost.
+
+        Args:
+            history: The prompt, in place of `request.prompt_ids`; only what the replica does not
+                have of it is sent.
+            deadline: Clock time at which the engine aborts the request by itself.
+
+        Raises:
+            ChannelError: It does not fit into a frame; nothing has been sent.
         """
-        pending = PendingRequest(request.request_id, generation, on_gone)
+        done = self._new_event()
+        pending = PendingRequest(request, history, deadline, generation, on_gone, done)
         generation.begin(request.request_id, self.name)
         if self.lost.is_set():
             pending.is_lost = True
             self._end(pending, self.lost_reason)
             return pending
         try:
-            self._data.send_nowait(request)
-        except Exception:  # it cannot be encoded: nothing has left
+            self._send(pending)
+        except BaseException:  # it cannot be encoded: nothing has left
             on_gone()
             raise
         self._pending[request.request_id] = pending
         return pending
+
+    def _send(self, pending: PendingRequest, *, whole: bool = False) -> None:
+        request, history = pending.request, pending.history
+        kept, kept_sum, ids = 0, 0, request.prompt_ids
+        if history is not None:
+            kept = 0 if whole else history.held_by.get(self._greeter.session, 0)
+            known_sum = history.sum_of(kept) if kept < pending.sent_tokens else None
+            kept, kept_sum = (kept, known_sum) if known_sum is not None else (0, 0)
+            ids = history.packed(kept, pending.sent_tokens)
+            history.held_by[self._greeter.session] = pending.sent_tokens
+        remaining_s = None
+        if pending.deadline != math.inf:
+            remaining_s = max(0.0, pending.deadline - anyio.current_time())
+        message = Submit(
+            request.request_id,
+            ids,
+            request.sampling,
+            request.session_id,
+            request.priority,
+            kept,
+            kept_sum,
+            history is not None,
+            remaining_s,
+            request.top_log_probs,
+            request.routed_experts,
+            request.media,
+        )
+        try:
+            self._data.send_nowait(message)
+        except FrameTooLongError as error:
+            raise ChannelError(f"{self.name}: the request does not fit: {error}") from None
 
     def abandon_nowait(self, pending: PendingRequest) -> None:
         """Stop waiting for a request and have the engine end it.
@@ -149,29 +277,87 @@ class Channel:
         """Have the engine end a request; whoever waits for it gets the tokens that it has."""
         self._control.send_nowait(Abort(request_id))
 
-    async def update_weights(self, version: int, source: WeightSource) -> None:
-        """Have the engine load other weights; returns when it has. One at a time.
+    async def command(self, operation: Operation) -> None:
+        """Have the engine do something; returns when it has.
 
         Cancellation leaves the engine to it.
 
         Raises:
-            EngineError: It could not, and has the weights that it had.
+            EngineError: It could not, and is as it was.
             ChannelError: The channel was lost.
         """
-        self._weights, self._weights_version = anyio.Event(), version
-        if not self.lost.is_set():
-            self._control.send_nowait(UpdateWeights(version, source))
-            await self._weights.wait()
         if self.lost.is_set():
             raise ChannelError(self.lost_reason)
-        if self._weights_answer.error:
-            raise EngineError(f"{self.name}: {self._weights_answer.error}")
-        self.info = msgspec.structs.replace(self.info, weight_version=version)
+        number, order = next(self._numbers), _Order(self._new_event())
+        self._commands[number] = order
+        try:
+            self._control.send_nowait(Command(number, operation))
+            await order.done.wait()
+        finally:
+            del self._commands[number]
+        if order.answer is None:
+            raise ChannelError(self.lost_reason)
+        if order.answer.error:
+            raise EngineError(f"{self.name}: {order.answer.error}")
 
-    def _on_weights(self, answer: WeightsUpdated) -> None:
-        if answer.version == self._weights_version:
-            self._weights_answer = answer
-            self._weights.set()
+    def _on_done(self, answer: CommandDone) -> None:
+        order = self._commands.get(answer.number)
+        if answer.is_fatal:
+            self._lose(f"the engine is broken: {answer.error}")
+        elif order is not None:
+            order.answer = answer
+            order.done.set()
+
+    def take(self, role: Role, payload: bytes | memoryview) -> None:
+        """One frame of the engine.
+
+        Raises:
+            FrameError: It is not one that an engine of ours sends.
+        """
+        message = decode_from_server(payload)
+        if type(message) is Chunk:
+            self._on_chunk(message)
+        else:
+            self._on_other(role, message)
+
+    def _on_other(self, role: Role, message: FromServer) -> None:
+        frames = self._frames[role]
+        match message:
+            case Pong(_, load) if math.isfinite(load.kv_used) and math.isfinite(load.measured_at_s):
+                self._heartbeat.answered(role)
+                if role == "control":
+                    self.load = load
+                    self.on_load(load)
+            case Ping(number):
+                frames.send_nowait(Pong(number))
+                frames.acknowledge_nowait(IDLE_ACK_BYTES)
+            case Ack(received):
+                frames.confirmed(received)
+            case CommandDone():
+                self._on_done(message)
+            case SendWhole(request_id):
+                self._send_whole(request_id)
+            case _:
+                raise FrameError(f"a {type(message).__name__} after the handshake")
+
+    def _send_whole(self, request_id: str) -> None:
+        """The engine did not take the request: it lacks what came before."""
+        zombie = self._zombies.pop(request_id, None)
+        if zombie is not None:
+            self._end(zombie, "")
+            return
+        pending = self._pending.get(request_id)
+        if pending is None:
+            return
+        try:
+            if pending.history is None:
+                raise FrameError("the engine asks for a whole prompt that it was sent")
+            self._send(pending, whole=True)
+        except ChannelError as error:
+            del self._pending[request_id]
+            assert pending.generation is not None
+            pending.generation.finish_reason = "error"
+            self._end(pending, str(error))
 
     def _on_chunk(self, chunk: Chunk) -> None:
         if self.lost.is_set():
@@ -189,10 +375,18 @@ class Channel:
         elif not self._take(pending, chunk):
             return
         if chunk.finish_reason is not None:
-            del (self._pending if pending.generation is not None else self._zombies)[
-                chunk.request_id
-            ]
+            if pending.generation is not None:
+                del self._pending[chunk.request_id]
+                self._note_held(pending)
+            else:
+                del self._zombies[chunk.request_id]
             self._end(pending, chunk.error)
+
+    def _note_held(self, pending: PendingRequest) -> None:
+        """The replica has the prompt and what it answered; the next turn goes on from there."""
+        if pending.history is not None:
+            held = pending.sent_tokens + pending.taken
+            pending.history.held_by[self._greeter.session] = held
 
     def _take(self, pending: PendingRequest, chunk: Chunk) -> bool:
         generation = pending.generation
@@ -211,6 +405,7 @@ class Channel:
             return False
         if is_new:
             self.tokens.taken += count
+            pending.taken += count
         else:
             self.tokens.repeated += count
         return True
@@ -227,70 +422,93 @@ class Channel:
         self.lost_reason = f"{self.name}: {reason}"
         self.lost.set()
         self.on_lost()
+        self._data.let_all_pass()
         for pending in (*self._pending.values(), *self._zombies.values()):
             pending.is_lost = True
             self._end(pending, self.lost_reason)
-        self._weights.set()
+        for order in self._commands.values():
+            order.done.set()
         self._pending.clear()
         self._zombies.clear()
 
-    async def _read(self, frames: FrameStream) -> None:
-        try:
-            while True:
-                payloads = await frames.read()
-                self._last_heard = anyio.current_time()
-                for payload in payloads:
-                    message = decode_from_server(payload)
-                    if isinstance(message, Chunk):
-                        self._on_chunk(message)
-                    elif isinstance(message, Pong):
-                        self.load = message.load
-                        self.on_load(message.load)
-                    elif isinstance(message, WeightsUpdated):
-                        self._on_weights(message)
-        except anyio.EndOfStream:
-            self._lose("the engine closed the connection", is_link_fault=True)
-        except CONNECTION_ERRORS as error:
-            self._lose(
-                f"the connection broke ({type(error).__name__}: {error})", is_link_fault=True
-            )
+    async def _keep(self, role: Role) -> None:
+        """Use one of the connections, and the ones that replace it when it breaks."""
+        while True:
+            reason = await self._converse(role)
+            if not await self._reconnect(role, reason):
+                return
 
-    async def _write(self, frames: FrameStream) -> None:
-        try:
-            await frames.write_forever()
-        except CONNECTION_ERRORS as error:
-            self._lose(
-                f"the connection broke ({type(error).__name__}: {error})", is_link_fault=True
-            )
+    async def _converse(self, role: Role) -> str:
+        """Read and write until the connection breaks; why it did."""
+        frames = self._frames[role]
+        reasons: list[str] = []
+
+        async def write(scope: anyio.CancelScope) -> None:
+            try:
+                await frames.write_forever()
+            except CONNECTION_ERRORS as error:
+                reasons.append(_why(error))
+                scope.cancel()
+
+        with self._heartbeat.watching(role):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(write, tasks.cancel_scope)
+                try:
+                    while True:
+                        for payload in await frames.read():
+                            self.take(role, payload)
+                        frames.acknowledge_nowait()
+                except CutError as error:
+                    reasons.append(_why(error))
+                except FrameError as error:
+                    # It does not only break: it talks nonsense.
+                    self._lose(_why(error), is_link_fault=True)
+                except CONNECTION_ERRORS as error:
+                    reasons.append(_why(error))
+                tasks.cancel_scope.cancel()
+        return reasons[0] if reasons else self.lost_reason
+
+    async def _reconnect(self, role: Role, reason: str) -> bool:
+        """Replace a connection; False where the channel is lost instead."""
+        terms, backoff_s = self._greeter.terms, RECONNECT_BACKOFF_S
+        frames = self._frames[role]
+        await frames.aclose()
+        if self.lost.is_set():
+            return False
+        logger.debug("%s: %s; connecting again", self.name, reason)
+        with anyio.move_on_after(terms.reconnect_s):
+            while True:
+                try:
+                    new, welcome = await self._greeter.greet(role, received=frames.received)
+                    frames.continue_on(new, welcome.received)
+                except RefusedError as error:
+                    self._lose(f"{reason}; {error}", is_link_fault=True)
+                    return False
+                except ConnectionRefusedError:
+                    break  # nobody listens there any more
+                except CONNECTION_ERRORS:
+                    await anyio.sleep(backoff_s)
+                    backoff_s = min(2 * backoff_s, MAX_RECONNECT_BACKOFF_S)
+                else:
+                    return True
+        self._lose(reason, is_link_fault=True)
+        return False
 
     async def _beat(self) -> None:
-        """Ping, repeat aborts, and judge the peer.
-
-        A late tick is our own loop's fault: what the peer sent meanwhile has not been read yet,
-        so its silence is counted from now.
-        """
-        due = self._last_heard = anyio.current_time()
+        """Ping, repeat aborts, and judge the peer."""
         number = 0
-        while True:
-            due += HEARTBEAT_S
-            await anyio.sleep_until(due)
-            now = anyio.current_time()
-            if now - due > HEARTBEAT_S / 2:
-                due = self._last_heard = now
-            elif now - self._last_heard > HEARTBEAT_TIMEOUT_S:
-                self._lose(f"silent for {now - self._last_heard:.1f} s")
-                return
+        while await self._heartbeat.is_due():
             number += 1
-            self._control.send_nowait(Ping(number))
+            self._heartbeat.ping_nowait(number)
             for request_id in self._zombies:
                 self._control.send_nowait(Abort(request_id))
+        self._lose(f"silent for {self._heartbeat.silence_s:.1f} s")
 
     async def run(self) -> None:
         """Serve the connections until they are lost."""
         async with anyio.create_task_group() as tasks:
-            for frames in (self._data, self._control):
-                tasks.start_soon(self._read, frames)
-                tasks.start_soon(self._write, frames)
+            for role in ROLES:
+                tasks.start_soon(self._keep, role)
             tasks.start_soon(self._beat)
             await self.lost.wait()
             tasks.cancel_scope.cancel()
@@ -299,35 +517,100 @@ class Channel:
         """End the channel; requests still under way fail with this reason."""
         self._lose(reason)
 
+    async def leave(self) -> None:
+        """End the channel, and tell a healthy engine, which forgets us at once then."""
+        is_healthy = not self.lost.is_set()
+        self.close()
+        if is_healthy:
+            with anyio.CancelScope(deadline=anyio.current_time() + BYE_S, shield=True):
+                with contextlib.suppress(*CONNECTION_ERRORS):
+                    self._control.send_nowait(Bye())
+                    await self._control.flush()
+
+
+def _tokens(request: GenerationRequest, history: TokenHistory | None) -> int:
+    return len(request.prompt_ids) // 4 if history is None else len(history)
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, anyio.EndOfStream):
+        return "the engine closed the connection"
+    return f"the connection broke ({type(error).__name__}: {error})"
+
+
+class Greeter:
+    """Opens connections of one channel.
+
+    Attributes:
+        session: Ties them together; new for every channel.
+        terms: What both sides keep to.
+    """
+
+    def __init__(self, connect: Connect, secret: bytes, terms: Terms, facts: DriverFacts) -> None:
+        self.session = secrets.token_hex(8)
+        self.terms = terms
+        self._connect = connect
+        self._secret = secret
+        self._facts = facts
+
+    async def greet(self, role: Role, received: int | None = None) -> tuple[FrameStream, Welcome]:
+        """A new connection with its handshake done; `received` goes on with an earlier one."""
+        frames = handshake_frames(await self._connect())
+        try:
+            welcome = await greet_as_client(
+                frames,
+                self._secret,
+                role=role,
+                session=self.session,
+                terms=self.terms,
+                facts=self._facts,
+                received=received,
+            )
+        except BaseException:
+            await frames.aclose()
+            raise
+        return frames, welcome
+
 
 @contextlib.asynccontextmanager
 async def connect_channel(
-    name: str, connect: Connect, secret: bytes, tokens: TokenCounts | None = None
+    name: str,
+    connect: Connect,
+    secret: bytes,
+    tokens: TokenCounts | None = None,
+    *,
+    terms: Terms | None = None,
+    facts: DriverFacts | None = None,
 ) -> AsyncIterator[Channel]:
     """Connect and shake hands on a data and a control connection; closes both at the end.
 
     The channel does its work while somebody awaits its `run`, and counts in `tokens`.
 
+    Args:
+        connect: Opens a byte stream to the server; called again when one breaks.
+        terms: What both sides keep to; None takes the defaults.
+        facts: What the engine must agree with.
+
     Raises:
         ChannelError: No connection, or the handshake failed.
     """
-    session = secrets.token_hex(8)
-    async with contextlib.AsyncExitStack() as stack:
-
-        async def greet(role: Role) -> tuple[FrameStream, EngineInfo]:
-            frames = FrameStream(await connect())
-            stack.push_async_callback(frames.aclose)
-            return frames, await greet_as_client(frames, secret, role=role, session=session)
-
+    terms = terms or Terms()
+    greeter = Greeter(connect, secret, terms, facts or DriverFacts())
+    frames: dict[Role, FrameStream] = {}
+    try:
         try:
             with anyio.fail_after(HANDSHAKE_S):
-                control, info = await greet("control")
-                data, _ = await greet("data")
+                for role in ROLES:
+                    frames[role], welcome = await greeter.greet(role)
+                    frames[role].begin(terms.max_frame_bytes)
         except (*CONNECTION_ERRORS, TimeoutError) as error:
             text = str(error) or type(error).__name__
             raise ChannelError(f"{name}: no channel to the engine: {text}") from error
-        channel = Channel(name, info, data, control, tokens)
+        channel = Channel(name, greeter, welcome.info, frames, tokens)
         try:
             yield channel
         finally:
-            channel.close()
+            await channel.leave()
+    finally:
+        for each in frames.values():
+            await each.aclose()

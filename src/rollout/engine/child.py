@@ -24,6 +24,7 @@ from rollout.engine.core import CORE_CLOSE_S
 from rollout.engine.hosting import watch_core
 from rollout.engine.loading import load_core, start_error_text
 from rollout.engine.server import EngineServer
+from rollout.engine.tls import TlsFiles, encrypted_listener
 
 #: A driver with many trajectories opens few connections, but may reopen them all at once.
 BACKLOG = 128
@@ -37,6 +38,7 @@ class ChildSpec(msgspec.Struct, kw_only=True):
     secret: str
     sys_path: list[str] = []
     host: str = "127.0.0.1"
+    tls: TlsFiles | None = None
     log_level: int = logging.WARNING
 
 
@@ -76,10 +78,11 @@ async def _serve(spec: ChildSpec, answer: int, leave: threading.Event) -> None:
     server = EngineServer(core, bytes.fromhex(spec.secret))
     listener = await anyio.create_tcp_listener(local_host=spec.host, local_port=0, backlog=BACKLOG)
     port = listener.extra(anyio.abc.SocketAttribute.local_port)
+    serving = listener if spec.tls is None else encrypted_listener(listener, spec.tls)
     _say(answer, ChildReady(port=port))
     try:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(listener.serve, server.serve_connection)
+            tasks.start_soon(serving.serve, server.serve_connection)
             tasks.start_soon(watch_core, core, leave.set)
             await anyio.to_thread.run_sync(leave.wait, abandon_on_cancel=True)
             tasks.cancel_scope.cancel()

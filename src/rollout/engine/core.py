@@ -7,16 +7,19 @@ msgspec only.
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from rollout.engine.weights import WeightSource
 
 FinishReason = Literal["stop", "length", "abort", "error", "rejected"]
+#: Checked when a message is decoded: what a peer sends must not break what counts with it.
+Natural = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Version = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 #: Seconds a core may take to let go of its requests when it closes.
 CORE_CLOSE_S = 5.0
@@ -57,12 +60,12 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     frequency_penalty: float = 0.0
 
 
-class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=10):
+class GenerationRequest:
     """Token ids in, sampled token ids out.
 
     Attributes:
         request_id: Fixed width, never used twice, so that no id is a prefix of another.
-        prompt_ids: int32 little-endian, packed.
+        sampling: How the tokens are drawn.
         session_id: The trajectory; a core may keep its prefix warm.
         priority: Larger runs first where the core supports it.
         top_log_probs: How many of the most likely tokens are wanted at each position, beside the
@@ -72,14 +75,44 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
             hold them yet.
     """
 
-    request_id: str
-    prompt_ids: bytes
-    sampling: SamplingParams
-    session_id: str = ""
-    priority: int = 0
-    top_log_probs: int = 0
-    routed_experts: bool = False
-    media: tuple[bytes, ...] = ()
+    __slots__ = (
+        "_prompt",
+        "media",
+        "priority",
+        "request_id",
+        "routed_experts",
+        "sampling",
+        "session_id",
+        "top_log_probs",
+    )
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        prompt_ids: bytes | Callable[[], bytes],
+        sampling: SamplingParams,
+        session_id: str = "",
+        priority: int = 0,
+        top_log_probs: int = 0,
+        routed_experts: bool = False,
+        media: tuple[bytes, ...] = (),
+    ) -> None:
+        self.request_id = request_id
+        self.sampling = sampling
+        self.session_id = session_id
+        self.priority = priority
+        self.top_log_probs = top_log_probs
+        self.routed_experts = routed_experts
+        self.media = media
+        self._prompt = prompt_ids
+
+    @property
+    def prompt_ids(self) -> bytes:
+        """int32 little-endian, packed; put together when it is first looked at."""
+        if not isinstance(self._prompt, bytes):
+            self._prompt = self._prompt()
+        return self._prompt
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
@@ -106,13 +139,13 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
     """
 
     request_id: str
-    offset: int = 0
+    offset: Natural = 0
     ids: bytes = b""
     log_probs: bytes = b""
-    weight_version: int = 0
+    weight_version: Version = 0
     finish_reason: FinishReason | None = None
     error: str = ""
-    cached_tokens: int = 0
+    cached_tokens: Natural = 0
     is_fatal: bool = False
     top_ids: bytes = b""
     top_log_probs: bytes = b""
@@ -153,11 +186,11 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         measured_at_s: When this was so, on the engine's own clock; 0 where that is not said.
     """
 
-    running: int = 0
-    queued: int = 0
+    running: Natural = 0
+    queued: Natural = 0
     kv_used: float = 0.0
-    generated_tokens: int = 0
-    preemptions: int = 0
+    generated_tokens: Natural = 0
+    preemptions: Natural = 0
     measured_at_s: float = 0.0
 
 

@@ -71,6 +71,9 @@ class Generation:
         parts: The requests made for it, in order; more than one where replicas were lost.
         resumes: How often it went on elsewhere from the tokens it had.
         restarts: Why it began anew, each time it did.
+        top_ids: Where asked for, int32: the k most likely ids at each position, likeliest first.
+        top_log_probs: float32, one for each of `top_ids`.
+        routed_experts: Where asked for, the raw bytes in which the engine says it.
         on_tokens: Called each time tokens have been appended, where somebody must know.
     """
 
@@ -83,6 +86,9 @@ class Generation:
         "parts",
         "restarts",
         "resumes",
+        "routed_experts",
+        "top_ids",
+        "top_log_probs",
         "versions",
     )
 
@@ -99,6 +105,9 @@ class Generation:
         self.versions: list[list[int]] = []
         self.finish_reason: FinishReason | None = None
         self.cached_tokens = 0
+        self.top_ids = b""
+        self.top_log_probs = b""
+        self.routed_experts = b""
 
     @property
     def replica(self) -> str:
@@ -138,6 +147,13 @@ class Generation:
             raise ChunkFault(
                 f"{len(chunk.ids)} bytes of ids with {len(chunk.log_probs)} bytes of log-probs"
             )
+        if len(chunk.top_ids) % 4 or len(chunk.top_log_probs) != len(chunk.top_ids):
+            raise ChunkFault(
+                f"{len(chunk.top_ids)} bytes of top ids with {len(chunk.top_log_probs)} bytes of "
+                "log-probs"
+            )
+        if not self.parts:  # filled by hand
+            self.begin("", "")
         part = self.parts[-1]
         if chunk.offset > part.count:
             raise ChunkFault(f"tokens {part.count} to {chunk.offset} are missing")
@@ -147,6 +163,11 @@ class Generation:
             self.log_probs.frombytes(chunk.log_probs)
             part.count += count
             self._add_version(chunk.weight_version, count)
+        if is_new and chunk.top_ids:
+            self.top_ids += chunk.top_ids
+            self.top_log_probs += chunk.top_log_probs
+        if is_new and chunk.routed_experts:
+            self.routed_experts += chunk.routed_experts
         if chunk.finish_reason is not None:
             self.finish_reason = chunk.finish_reason
             self.cached_tokens = chunk.cached_tokens

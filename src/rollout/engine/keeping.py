@@ -13,6 +13,7 @@ import attrs
 from rollout.engine.channel import Channel, connect_channel
 from rollout.engine.generation import TokenCounts
 from rollout.engine.placement.base import CoreSpec, Placement
+from rollout.engine.protocol import Terms
 from rollout.engine.recovery import Attempt
 from rollout.engine.routing import ReplicaState
 from rollout.engine.updating import Weights
@@ -82,6 +83,7 @@ class Keeper:
     """Starts replicas, and starts them again when they die.
 
     Attributes:
+        terms: Of the channels; None takes the defaults.
         start_timeout_s: From the start of a replica to its answer to the hello.
         backoff_s: Pause before the first restart; doubled at each further death or failed start.
         max_start_failures: Failed starts in a row after which it is given up.
@@ -91,6 +93,7 @@ class Keeper:
     """
 
     placement: Placement
+    terms: Terms | None
     start_timeout_s: float
     backoff_s: float
     max_start_failures: int
@@ -147,7 +150,9 @@ class Keeper:
         name = replica.name
         async with (
             self.placement.open_replica(name, replica.spec, self.start_timeout_s) as handle,
-            connect_channel(name, handle.connect, handle.secret, replica.tokens) as channel,
+            connect_channel(
+                name, handle.connect, handle.secret, replica.tokens, terms=self.terms
+            ) as channel,
         ):
             yield channel, handle.died
 

@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from rollout.config import (
     CustomEngine,
     HttpEngine,
@@ -23,7 +25,9 @@ from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.placement.ray import open_ray_actors
 from rollout.engine.pool import EnginePool, open_pool
+from rollout.engine.protocol import Terms
 from rollout.engine.routing import Router
+from rollout.engine.tls import TlsFiles
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
@@ -115,6 +119,28 @@ def _http_options(config: RolloutConfig, engine: HttpEngine, replica: int) -> di
     }
 
 
+def replica_spec(config: RolloutConfig, replica: int) -> CoreSpec:
+    """`core_spec`, with what its connections are encrypted with."""
+    channel, spec = config.channel, core_spec(config, replica)
+    if not (channel.tls_certificate and channel.tls_key and channel.tls_authority):
+        return spec
+    files = TlsFiles(channel.tls_certificate, channel.tls_key, channel.tls_authority)
+    return attrs.evolve(spec, tls=files)
+
+
+def channel_terms(config: RolloutConfig) -> Terms:
+    """What both sides of the channels keep to."""
+    channel = config.channel
+    return Terms(
+        heartbeat_s=channel.heartbeat_s,
+        heartbeat_timeout_s=channel.heartbeat_timeout_s,
+        reconnect_s=channel.reconnect_s,
+        max_frame_bytes=channel.max_frame_bytes,
+        stream_interval=config.engine.stream_interval,
+        stream_interval_s=channel.stream_interval_s,
+    )
+
+
 @asynccontextmanager
 async def open_placement(config: RolloutConfig) -> AsyncIterator[Placement]:
     """Where the engines of this configuration live.
@@ -145,7 +171,7 @@ async def open_engines(config: RolloutConfig) -> AsyncIterator[EnginePool]:
     Raises:
         EngineError: One of them did not start, with what it said.
     """
-    specs = [core_spec(config, replica) for replica in range(config.engine.replicas)]
+    specs = [replica_spec(config, replica) for replica in range(config.engine.replicas)]
     router = Router(
         strategy=config.router.strategy,
         move_margin=config.router.move_margin,
@@ -158,9 +184,10 @@ async def open_engines(config: RolloutConfig) -> AsyncIterator[EnginePool]:
             router=router,
             start_timeout_s=config.engine.start_timeout_s,
             weights=config.router.weights,
-            spec_of=partial(core_spec, config),
+            spec_of=partial(replica_spec, config),
             policy=config.recovery.policy,
             wait_s=config.recovery.wait_s,
+            terms=channel_terms(config),
             backoff_s=config.recovery.backoff_s,
             max_start_failures=config.recovery.max_start_failures,
         )

@@ -22,6 +22,7 @@ from rollout.engine.waiting import Bell, WaitingLine
 from rollout.engine.weights import UPDATE_MODES
 from rollout.errors import ChannelError, EngineError
 from rollout.scopes import leaf_of, open_task_group
+from rollout.token_history import TokenHistory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from rollout.engine.core import EngineInfo, EngineLoad, SamplingParams
     from rollout.engine.generation import Generation
     from rollout.engine.placement.base import CoreSpec, Placement
+    from rollout.engine.protocol import Terms
     from rollout.engine.routing import Router
     from rollout.engine.weights import UpdateMode, WeightSource
 
@@ -67,6 +69,7 @@ class EnginePool:
         wait_s: How long requests wait for a replica once none serves.
         backoff_s: Pause before a replica that died is started again; doubled each time.
         max_start_failures: Failed starts in a row after which a replica is given up.
+        terms: Of the channels; None takes the defaults.
 
     Attributes:
         recoveries: What was done about requests whose replica was lost.
@@ -85,8 +88,10 @@ class EnginePool:
         wait_s: float | None = 300.0,
         backoff_s: float = 1.0,
         max_start_failures: int = 3,
+        terms: Terms | None = None,
     ) -> None:
         self._keeper = Keeper(
+            terms=terms,
             placement=placement,
             start_timeout_s=start_timeout_s,
             backoff_s=backoff_s,
@@ -271,10 +276,11 @@ class EnginePool:
         generation: Generation,
         *,
         session_id: str,
-        prompt_ids: bytes,
+        prompt_ids: bytes | TokenHistory,
         sampling: SamplingParams,
         priority: int = 0,
         group_id: str = "",
+        deadline: float = math.inf,
     ) -> None:
         """Run one request to its end; `generation` fills as tokens come.
 
@@ -283,8 +289,10 @@ class EnginePool:
 
         Args:
             session_id: The trajectory; its requests stay on one replica while that serves well.
-            prompt_ids: int32 little-endian, packed.
+            prompt_ids: int32 little-endian, packed; or the trajectory's history, of which only
+                what the replica does not have is sent.
             group_id: Trajectories that begin with the same prompt; "" for one on its own.
+            deadline: Clock time at which the engine ends the request by itself.
 
         Raises:
             EngineError: The request is refused for good, the engine failed it, replicas died of
@@ -295,6 +303,7 @@ class EnginePool:
             generation,
             session_id=session_id,
             prompt_ids=prompt_ids,
+            deadline=deadline,
             sampling=sampling,
             info=self.info,
             policy=self._policy,
@@ -306,16 +315,21 @@ class EnginePool:
         """The trajectory has ended; nothing is kept for it."""
         self._router.forget(session_id)
 
-    def _check_ids(self, prompt_ids: bytes) -> None:
+    def _check_ids(self, prompt: bytes | TokenHistory) -> None:
         """An id outside the vocabulary can kill an engine; it does not leave the driver."""
-        ids = np.frombuffer(prompt_ids, dtype=np.int32)
-        bad = np.flatnonzero((ids < 0) | (ids >= self.info.vocab_size))
-        if len(bad):
-            at = int(bad[0])
+        history = prompt if isinstance(prompt, TokenHistory) else None
+        start = history.checked if history is not None else 0
+        data = prompt if isinstance(prompt, bytes) else prompt.packed(start)
+        ids, most = np.frombuffer(data, dtype=np.int32), self.info.vocab_size
+        # Negative ones are the largest as unsigned.
+        if len(ids) and ids.view(np.uint32).max() >= most:
+            at = int(np.argmax((ids < 0) | (ids >= most)))
             raise EngineError(
-                f"token id {ids[at]} at position {at} is outside the engine's vocabulary of "
-                f"{self.info.vocab_size} ids"
+                f"token id {ids[at]} at position {start + at} is outside the engine's vocabulary "
+                f"of {most} ids"
             )
+        if history is not None:
+            history.checked = start + len(ids)
 
     # What the keeper asks for.
 
@@ -357,6 +371,7 @@ class EnginePool:
         routed = replica.routed
         assert routed is not None
         self._router.remove(replica.name)
+        replica.routed = None
         replica.lost, replica.judged = (tuple(replica.running), routed.in_flight), anyio.Event()
 
     def _judge(self, replica: Replica, channel: Channel, is_death: bool) -> None:

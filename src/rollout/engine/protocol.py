@@ -1,40 +1,65 @@
-"""The wire between driver and engine: messages, frames and the proof of the shared secret.
+"""The messages between driver and engine.
 
-A frame is ``u32 length (little-endian) | msgpack``; messages are tagged, array-like Structs. The
-handshake runs on each connection before anything else::
-
-    server -> Challenge(version, nonce)
-    client -> Hello(version, role, session, nonce, proof of both nonces)
-    server -> Welcome(proof of both nonces, facts about the engine)  |  Refused(reason)
+A frame is ``u32 length (little-endian) | msgpack``; messages are tagged, array-like Structs.
+docs/engines.md says what each side promises.
 
 Loaded in engine processes: imports msgspec and anyio only.
 """
 
 from __future__ import annotations
 
-import hmac
-import secrets
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import anyio
 import msgspec
 
-from rollout.engine.core import Chunk, EngineInfo, EngineLoad, GenerationRequest
-from rollout.engine.weights import WeightSource
+from rollout.engine.core import Chunk, EngineInfo, EngineLoad, Natural, SamplingParams
+from rollout.engine.operations import Operation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from anyio.abc import ByteStream
-
-PROTOCOL_VERSION = 1
-#: A frame past this is a fault of the peer: 16 M tokens with log-probs are still below it.
-MAX_FRAME_BYTES = 256 * 1024 * 1024
-#: Bytes asked of the socket at once; larger reads cost memory and gain nothing on loopback.
-READ_BYTES = 256 * 1024
-HANDSHAKE_S = 10.0
-NONCE_BYTES = 32
+PROTOCOL_VERSION = 2
 Role = Literal["data", "control"]
+ROLES: tuple[Role, ...] = ("control", "data")
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """What a driver wants of a channel; the engine's side keeps to it too.
+
+    Attributes:
+        heartbeat_s: Between two heartbeats, in either direction.
+        heartbeat_timeout_s: Silence after which the driver gives the engine up.
+        reconnect_s: How long a broken connection may be replaced, and how long the engine keeps
+            the requests of a driver that has none; 0 never waits.
+        max_frame_bytes: Longest message.
+        stream_interval: Tokens gathered before a partial answer is sent.
+        stream_interval_s: How long a token waits at most to be sent.
+    """
+
+    heartbeat_s: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    heartbeat_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    reconnect_s: Seconds = 5.0
+    max_frame_bytes: Annotated[int, msgspec.Meta(ge=4096, lt=2**32)] = 256 * 1024 * 1024
+    stream_interval: Annotated[int, msgspec.Meta(ge=1)] = 1
+    stream_interval_s: Annotated[float, msgspec.Meta(gt=0)] = 0.25
+
+
+class DriverFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a driver takes for granted; an engine that knows better refuses it.
+
+    Attributes:
+        vocab_size: Ids that its tokenizer can produce; the model may have more. 0: unknown.
+        eos_ids: At least one of them must end the model's generations. Empty: unknown.
+        context_length: Tokens that it counts on. 0: unknown.
+        fingerprint: Of the model. Empty: unknown.
+    """
+
+    vocab_size: Natural = 0
+    eos_ids: tuple[int, ...] = ()
+    context_length: Natural = 0
+    fingerprint: str = ""
 
 
 class Challenge(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -45,26 +70,61 @@ class Challenge(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The client's answer; `session` ties its data and control connections together."""
+    """The client's answer.
+
+    Attributes:
+        session: Ties a client's two connections together, and later ones to the first.
+        received: None on a session's first connection of this role; else the bytes that arrived
+            over the earlier ones, in whole frames.
+    """
 
     version: int
     role: Role
     session: str
     nonce: bytes
     proof: bytes
+    terms: Terms = Terms()
+    facts: DriverFacts = DriverFacts()
+    received: Natural | None = None
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """The server's proof and the facts that the driver's tokenizer must agree with."""
+    """The server's proof, the facts about its engine, and the bytes that it has of the client."""
 
     proof: bytes
     info: EngineInfo
+    received: Natural = 0
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Why the server closes this connection."""
 
     reason: str
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """A request for tokens; its prompt may begin with what the server has of this trajectory.
+
+    Attributes:
+        ids: int32 little-endian: the prompt from index `kept` on.
+        kept: Tokens of the trajectory's history that come before.
+        kept_sum: CRC-32 of those.
+        has_history: The prompt is the beginning of the next one: worth keeping.
+        remaining_s: Until its deadline, from its arrival: clocks differ.
+    """
+
+    request_id: str
+    ids: bytes
+    sampling: SamplingParams
+    session_id: str = ""
+    priority: int = 0
+    kept: Natural = 0
+    kept_sum: Natural = 0
+    has_history: bool = False
+    remaining_s: Seconds | None = None
+    top_log_probs: Natural = 0
+    routed_experts: bool = False
+    media: tuple[bytes, ...] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=12):
@@ -74,201 +134,91 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag=12):
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=13):
-    """Asks for a `Pong` with the same number."""
+    """A heartbeat; asks for a `Pong` with the same number."""
 
     number: int
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=14):
-    """The peer is alive, and this is its load."""
+    """The peer is alive; from an engine, this is its load."""
 
     number: int
-    load: EngineLoad
+    load: EngineLoad = EngineLoad()
 
 
-class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag=30):
-    """Load these weights; a `WeightsUpdated` with the same version answers."""
+class Ack(msgspec.Struct, frozen=True, array_like=True, tag=20):
+    """Bytes that have arrived over this role's connections, in whole frames."""
 
-    version: int
-    source: WeightSource
+    received: Natural
 
 
-class WeightsUpdated(msgspec.Struct, frozen=True, array_like=True, tag=31):
-    """The weights are loaded, or why they are not."""
+class SendWhole(msgspec.Struct, frozen=True, array_like=True, tag=21):
+    """The history that a request builds on is not there: it was not taken, send it whole."""
 
-    version: int
+    request_id: str
+
+
+class Bye(msgspec.Struct, frozen=True, array_like=True, tag=22):
+    """The client leaves for good."""
+
+
+class Command(msgspec.Struct, frozen=True, array_like=True, tag=30):
+    """Do this; a `CommandDone` with the same number answers."""
+
+    number: Natural
+    operation: Operation
+
+
+class CommandDone(msgspec.Struct, frozen=True, array_like=True, tag=31):
+    """It is done, or why it was not; `is_fatal`: and the engine is of no more use."""
+
+    number: Natural
     error: str = ""
+    is_fatal: bool = False
 
 
-FromServer = Challenge | Welcome | Refused | Chunk | Pong | WeightsUpdated
-FromClient = Hello | GenerationRequest | Abort | Ping | UpdateWeights
+FromServer = Challenge | Welcome | Refused | Chunk | Pong | Ping | Ack | SendWhole | CommandDone
+FromClient = Hello | Submit | Abort | Ping | Pong | Ack | Bye | Command
 
-_encoder = msgspec.msgpack.Encoder()
-decode_from_server: Callable[[Any], FromServer] = msgspec.msgpack.Decoder(FromServer).decode
-decode_from_client: Callable[[Any], FromClient] = msgspec.msgpack.Decoder(FromClient).decode
+
+class FrameError(OSError):
+    """The peer sent what is no frame, or no message."""
+
+
+class CutError(FrameError):
+    """The connection ended in the middle of a frame; another one may go on with it."""
+
+
+class FrameTooLongError(Exception):
+    """A message of ours is past the maximum; nothing of it has been sent."""
+
 
 #: What reading, writing or decoding raises when a connection is of no more use.
 CONNECTION_ERRORS = (
     anyio.EndOfStream,
     anyio.BrokenResourceError,
     anyio.ClosedResourceError,
-    msgspec.MsgspecError,
     OSError,
 )
+#: What a decoder raises on hostile bytes; deep nesting and huge numbers among them.
+_DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, ValueError, OverflowError, MemoryError)
+
+encoder = msgspec.msgpack.Encoder()
+_decode_from_server: Callable[[Any], FromServer] = msgspec.msgpack.Decoder(FromServer).decode
+_decode_from_client: Callable[[Any], FromClient] = msgspec.msgpack.Decoder(FromClient).decode
 
 
-class FrameError(OSError):
-    """The peer sent something that is no frame, or ended in the middle of one."""
+def decode_from_server(payload: bytes | memoryview) -> FromServer:
+    """The message in a frame; a `FrameError` whatever is wrong with it."""
+    try:
+        return _decode_from_server(payload)
+    except _DECODE_ERRORS as error:
+        raise FrameError(f"not a message: {error}") from None
 
 
-def proof_of(secret: bytes, side: Literal["client", "server"], *nonces: bytes) -> bytes:
-    """HMAC-SHA256 over the side and both nonces: neither side can replay the other's proof."""
-    return hmac.digest(secret, side.encode() + b"".join(nonces), "sha256")
-
-
-class FrameStream:
-    """Messages over a byte stream.
-
-    `send_nowait` only appends to a buffer; one task runs `write_forever` and flushes whatever has
-    gathered, so that a caller's cancellation never truncates a frame and many small messages
-    share a system call.
-    """
-
-    def __init__(self, stream: ByteStream, *, max_frame: int = MAX_FRAME_BYTES) -> None:
-        self._stream = stream
-        self._max_frame = max_frame
-        self._incoming = bytearray()
-        self._outgoing = bytearray()
-        self._wake = anyio.Event()
-        self.bytes_sent = 0
-
-    def send_nowait(self, message: msgspec.Struct) -> None:
-        """Queue one message; never waits.
-
-        Raises:
-            OverflowError: An integer does not fit into 64 bits; nothing has been queued.
-        """
-        start = len(self._outgoing)
-        self._outgoing += b"\0\0\0\0"
-        try:
-            _encoder.encode_into(message, self._outgoing, -1)
-        except BaseException:
-            del self._outgoing[start:]  # half a frame would end the connection
-            raise
-        length = len(self._outgoing) - start - 4
-        self._outgoing[start : start + 4] = length.to_bytes(4, "little")
-        self._wake.set()
-
-    async def flush(self) -> None:
-        """Write what is queued; for the one task that owns the writing."""
-        while self._outgoing:
-            data, self._outgoing = self._outgoing, bytearray()
-            await self._stream.send(bytes(data))
-            self.bytes_sent += len(data)
-
-    async def write_forever(self) -> None:
-        """Write messages as they come, until the stream breaks or the task is cancelled."""
-        while True:
-            await self.flush()
-            self._wake = anyio.Event()
-            await self._wake.wait()
-
-    async def read(self) -> list[bytes]:
-        """The payloads that have arrived, at least one.
-
-        Raises:
-            anyio.EndOfStream: The peer closed between two frames.
-            FrameError: It closed within one, or announced one past the maximum.
-        """
-        while True:
-            frames = self._take_frames()
-            if frames:
-                return frames
-            try:
-                self._incoming += await self._stream.receive(READ_BYTES)
-            except anyio.EndOfStream:
-                if self._incoming:
-                    raise FrameError("the connection ended in the middle of a frame") from None
-                raise
-
-    def _take_frames(self) -> list[bytes]:
-        buffer, frames, at = self._incoming, [], 0
-        while len(buffer) - at >= 4:
-            length = int.from_bytes(buffer[at : at + 4], "little")
-            if length > self._max_frame:
-                raise FrameError(
-                    f"a frame of {length} bytes was announced; {self._max_frame} at most"
-                )
-            if len(buffer) - at - 4 < length:
-                break
-            frames.append(bytes(buffer[at + 4 : at + 4 + length]))
-            at += 4 + length
-        if at:
-            del buffer[:at]
-        return frames
-
-    async def aclose(self) -> None:
-        """Close the stream at once; safe in a cancelled scope."""
-        await anyio.aclose_forcefully(self._stream)
-
-
-async def _receive_one(frames: FrameStream, decode: Callable[[Any], Any]) -> Any:
-    payloads = await frames.read()
-    if len(payloads) != 1:
-        raise FrameError("more than one message arrived during the handshake")
-    return decode(payloads[0])
-
-
-async def greet_as_server(
-    frames: FrameStream, secret: bytes, info: Callable[[], EngineInfo]
-) -> Hello | None:
-    """Prove ourselves to a client and have it prove itself; None (refused) where it does not."""
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    frames.send_nowait(Challenge(PROTOCOL_VERSION, nonce))
-    await frames.flush()
-    hello = await _receive_one(frames, decode_from_client)
-    fault = _fault_of(hello, secret, nonce)
-    if fault:
-        frames.send_nowait(Refused(fault))
-    else:
-        frames.send_nowait(Welcome(proof_of(secret, "server", hello.nonce, nonce), info()))
-    await frames.flush()
-    return None if fault else hello
-
-
-def _fault_of(hello: FromClient, secret: bytes, nonce: bytes) -> str:
-    if not isinstance(hello, Hello):
-        return f"expected a hello, got {type(hello).__name__}"
-    if hello.version != PROTOCOL_VERSION:
-        return f"protocol version {hello.version}; this engine speaks {PROTOCOL_VERSION}"
-    if not hmac.compare_digest(hello.proof, proof_of(secret, "client", nonce, hello.nonce)):
-        return "the proof of the shared secret is wrong"
-    return ""
-
-
-async def greet_as_client(
-    frames: FrameStream, secret: bytes, *, role: Role, session: str
-) -> EngineInfo:
-    """The engine's facts, after each side has proved that it holds the secret.
-
-    Raises:
-        FrameError: The peer refused us, speaks another version, or does not hold the secret.
-    """
-    challenge = await _receive_one(frames, decode_from_server)
-    if not isinstance(challenge, Challenge):
-        raise FrameError(f"expected a challenge, got {type(challenge).__name__}")
-    if challenge.version != PROTOCOL_VERSION:
-        theirs, ours = challenge.version, PROTOCOL_VERSION
-        raise FrameError(f"the engine speaks protocol version {theirs}; this driver {ours}")
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    proof = proof_of(secret, "client", challenge.nonce, nonce)
-    frames.send_nowait(Hello(PROTOCOL_VERSION, role, session, nonce, proof))
-    await frames.flush()
-    answer = await _receive_one(frames, decode_from_server)
-    if isinstance(answer, Refused):
-        raise FrameError(f"the engine refused the connection: {answer.reason}")
-    if not isinstance(answer, Welcome) or not hmac.compare_digest(
-        answer.proof, proof_of(secret, "server", nonce, challenge.nonce)
-    ):
-        raise FrameError("the engine did not prove that it holds the shared secret")
-    return answer.info
+def decode_from_client(payload: bytes | memoryview) -> FromClient:
+    """The message in a frame; a `FrameError` whatever is wrong with it."""
+    try:
+        return _decode_from_client(payload)
+    except _DECODE_ERRORS as error:
+        raise FrameError(f"not a message: {error}") from None

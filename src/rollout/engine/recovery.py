@@ -7,6 +7,7 @@ rule.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Literal
 
 import attrs
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from rollout.engine.core import EngineInfo, SamplingParams
     from rollout.engine.generation import Generation
+    from rollout.token_history import TokenHistory
 
 RecoveryPolicy = Literal["resume", "restart", "fail"]
 
@@ -59,9 +61,10 @@ class Attempt:
     Args:
         generation: Filled by one request after the other.
         session_id: The trajectory, for errors.
-        prompt_ids: int32 little-endian, packed.
+        prompt_ids: int32 little-endian, packed, or the trajectory's history.
 
     Attributes:
+        deadline: Clock time at which an engine ends it by itself.
         deaths: Why replicas died while it was in flight there.
         is_interrupted: Its request is cut off, to go on later from the tokens that it has.
     """
@@ -71,7 +74,8 @@ class Attempt:
         generation: Generation,
         *,
         session_id: str,
-        prompt_ids: bytes,
+        prompt_ids: bytes | TokenHistory,
+        deadline: float = math.inf,
         sampling: SamplingParams,
         info: EngineInfo,
         policy: RecoveryPolicy,
@@ -79,6 +83,7 @@ class Attempt:
     ) -> None:
         self.generation = generation
         self.session_id = session_id
+        self.deadline = deadline
         self.deaths: list[str] = []
         self.is_interrupted = False
         self._prompt_ids = prompt_ids
@@ -94,12 +99,23 @@ class Attempt:
     @property
     def prompt_ids(self) -> bytes:
         """What the next request begins with: the prompt and the tokens there are."""
-        return self._prompt_ids + self.generation.ids.tobytes()
+        prompt = self._prompt_ids
+        packed = prompt if isinstance(prompt, bytes) else prompt.packed()
+        return packed + self.generation.ids.tobytes()
+
+    @property
+    def history(self) -> TokenHistory | None:
+        """That, where it is the trajectory's history and nothing else."""
+        if self.generation.ids or isinstance(self._prompt_ids, bytes):
+            return None
+        return self._prompt_ids
 
     @property
     def prompt_tokens(self) -> int:
         """The length of that."""
-        return len(self._prompt_ids) // 4 + len(self.generation.ids)
+        prompt = self._prompt_ids
+        count = len(prompt) // 4 if isinstance(prompt, bytes) else len(prompt)
+        return count + len(self.generation.ids)
 
     @property
     def sampling(self) -> SamplingParams:

@@ -133,16 +133,19 @@ class Requests:
         channel = replica.channel
         assert channel is not None  # the router offers no other
         attempt.is_interrupted = False
+        history = attempt.history
         request = GenerationRequest(
             request_id=self._ids.new(),
-            prompt_ids=attempt.prompt_ids,
+            prompt_ids=attempt.prompt_ids if history is None else b"",
             sampling=attempt.sampling,
             session_id=attempt.session_id,
             priority=priority,
         )
         with self._noting(replica, attempt):
             on_gone = partial(self._released, dispatch, attempt.generation, request.request_id)
-            pending = channel.submit_nowait(request, attempt.generation, on_gone)
+            pending = await channel.submit(
+                request, attempt.generation, on_gone, history=history, deadline=attempt.deadline
+            )
             try:
                 await pending.done.wait()
             except BaseException:

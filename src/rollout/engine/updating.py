@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import anyio
+import msgspec
 
+from rollout.engine.operations import LoadWeights
 from rollout.errors import ChannelError, EngineError
 
 if TYPE_CHECKING:
@@ -146,7 +148,7 @@ class Updating:
     async def _load(self, replica: Replica, channel: Channel, weights: Weights) -> None:
         try:
             with anyio.fail_after(self._limit_s):
-                await channel.update_weights(weights.version, weights.source)
+                await channel.command(LoadWeights(weights.version, weights.source))
         except TimeoutError:
             error = EngineError(
                 f"{channel.name}: the weights of version {weights.version} are not loaded after "
@@ -154,6 +156,7 @@ class Updating:
             )
             channel.close(str(error))  # it may get them yet: nobody knows what it has
             raise error from None
+        channel.info = msgspec.structs.replace(channel.info, weight_version=weights.version)
         replica.weights = weights
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rollout.scheduling.rewards import RewardFunction
     from rollout.testing.watched_core import WatchedCore
     from rollout.testing.watched_tools import Use
+    from rollout.token_history import TokenHistory
     from rollout.types import Prompt
 
 #: Seconds in which whatever was ended must be gone, beside what the scenario itself delays.
@@ -184,9 +185,14 @@ class WatchedRuntime:
         real = engines.generate
 
         async def generate(
-            generation: Generation, *, session_id: str, prompt_ids: bytes, **options: Any
+            generation: Generation,
+            *,
+            session_id: str,
+            prompt_ids: bytes | TokenHistory,
+            **options: Any,
         ) -> None:
-            asked = Asked(generation, prompt_ids, anyio.current_time())
+            packed = prompt_ids if isinstance(prompt_ids, bytes) else prompt_ids.packed()
+            asked = Asked(generation, packed, anyio.current_time())
             call = _call.get()
             if call is not None:
                 call.asked[session_id].append(asked)

@@ -16,7 +16,7 @@ from rollout.tools.session import TrajectoryTools
 from rollout.tools.shell_tool import ShellTool
 from rollout.tools.tool import Tool, ToolContext, ToolSession
 from rollout.tools.truncate import truncate_text
-from rollout.tools.verl_config import load_verl_tools, open_verl_tools
+from rollout.tools.verl_config import load_verl_tools
 
 __all__ = [
     "FunctionTool",
@@ -41,7 +41,6 @@ __all__ = [
     "load_tools",
     "load_verl_tools",
     "normalise_result",
-    "open_verl_tools",
     "submit",
     "truncate_text",
 ]

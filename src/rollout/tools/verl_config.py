@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import yaml
+from anyio import AsyncContextManagerMixin
 
 from rollout.errors import ToolError
 from rollout.tools.mcp import connect_mcp
@@ -17,48 +18,55 @@ from rollout.tools.verl import VerlSchema, VerlTool
 from rollout.user_files import UserCodeError, import_module, make_importable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncGenerator, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     from rollout.tools.tool import Tool
 
 
-def load_verl_tools(yaml_path: str | Path) -> list[Tool]:
-    """The tools of a verl tool configuration, their classes unchanged.
+def load_verl_tools(yaml_path: str | Path) -> list[Tool | AbstractAsyncContextManager[list[Tool]]]:
+    """The tools of a verl tool configuration, for `open_rollout`; their classes unchanged.
 
     Each entry of ``tools`` has ``class_name`` (``package.module.Class``), ``config`` (given to the
     class as it is) and ``tool_schema`` (kept whole; without one the class is asked). The working
-    directory and that of the file become importable. `open_verl_tools` takes entries of MCP
-    servers too.
+    directory and that of the file become importable.
+
+    An entry whose ``config`` has the type ``mcp`` has ``mcp`` with ``mcp_servers_config_path``, a
+    JSON file whose ``mcpServers`` have a ``url`` or a ``command`` each, and optionally
+    ``tool_selected_list``. Each server is a context manager, which `open_rollout` opens.
 
     Raises:
         ToolError: It lists the faults of all entries.
     """
-    return _native_tools(yaml_path, _entries(Path(yaml_path)))
-
-
-@asynccontextmanager
-async def open_verl_tools(yaml_path: str | Path) -> AsyncIterator[list[Tool]]:
-    """`load_verl_tools`, with the tools of the MCP servers that entries of type ``mcp`` name.
-
-    The ``config`` of such an entry has ``mcp_servers_config_path``, a JSON file whose
-    ``mcpServers`` have a ``url`` or a ``command`` each, and optionally ``tool_selected_list``. The
-    servers are let go at the block's end.
-
-    Raises:
-        ToolError: It lists the faults of all entries; or a server does not answer (`connect_mcp`).
-    """
     entries = _entries(Path(yaml_path))
-    tools = _native_tools(yaml_path, [None if _is_mcp(entry) else entry for entry in entries])
-    servers = [
-        server
-        for number, entry in enumerate(entries)
-        if _is_mcp(entry)
-        for server in _servers_of(entry["config"], f"{yaml_path}: tools[{number}]")
-    ]
-    async with AsyncExitStack() as connected:
-        for server in servers:
-            tools += await connected.enter_async_context(_connected(**server))
-        yield tools
+    make_importable(Path.cwd())
+    make_importable(Path(yaml_path).resolve().parent)
+    tools: list[Tool | AbstractAsyncContextManager[list[Tool]]] = []
+    faults = []
+    for number, entry in enumerate(entries):
+        try:
+            if _is_mcp(entry):
+                tools += [_Server(options) for options in _servers_of(entry)]
+            else:
+                tools.append(_tool_of(entry, f"{yaml_path}: tools[{number}]"))
+        except ToolError as error:
+            faults.append(f"tools[{number}]{error}")
+    if faults:
+        raise ToolError(f"{yaml_path}: {'; '.join(faults)}")
+    return tools
+
+
+class _Server(AsyncContextManagerMixin):
+    """Those of a server's tools that are wanted; it need not have all of them."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._wanted: Sequence[str] | None = options.pop("wanted")
+        self._options = options
+
+    @asynccontextmanager
+    async def __asynccontextmanager__(self) -> AsyncGenerator[list[Tool]]:
+        async with connect_mcp(**self._options) as tools:
+            yield [tool for tool in tools if self._wanted is None or tool.name in self._wanted]
 
 
 def _is_mcp(entry: Any) -> bool:
@@ -66,19 +74,13 @@ def _is_mcp(entry: Any) -> bool:
     return isinstance(config, dict) and config.get("type") == "mcp"
 
 
-@asynccontextmanager
-async def _connected(
-    server: Any, wanted: Sequence[str] | None, **options: Any
-) -> AsyncIterator[list[Tool]]:
-    """Those of a server's tools that are wanted; it need not have all of them."""
-    async with connect_mcp(server, **options) as tools:
-        yield [tool for tool in tools if wanted is None or tool.name in wanted]
-
-
-def _servers_of(config: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """Arguments of `_connected`, for each server of an entry."""
-    path, wanted = config.get("mcp_servers_config_path"), config.get("tool_selected_list")
-    field = f"{where}.config.mcp_servers_config_path = {path!r}"
+def _servers_of(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """Arguments of `_Server`; an error's text goes on behind the entry's path."""
+    settings = entry.get("mcp")
+    if not isinstance(settings, dict):
+        raise ToolError(f".mcp = {settings!r:.80}: expected mcp_servers_config_path in it")
+    path, wanted = settings.get("mcp_servers_config_path"), settings.get("tool_selected_list")
+    field = f".mcp.mcp_servers_config_path = {path!r}"
     try:
         data = msgspec.json.decode(Path(str(path)).read_bytes())
     except OSError as error:
@@ -106,23 +108,6 @@ def _server_options(server: Any, where: str) -> dict[str, Any]:
     raise ToolError(f"{where} = {server!r:.80}: expected a url or a command")
 
 
-def _native_tools(yaml_path: str | Path, entries: Sequence[Any]) -> list[Tool]:
-    make_importable(Path.cwd())
-    make_importable(Path(yaml_path).resolve().parent)
-    tools: list[Tool] = []
-    faults = []
-    for number, entry in enumerate(entries):
-        if entry is None:  # an MCP server's
-            continue
-        try:
-            tools.append(_tool_of(entry, f"{yaml_path}: tools[{number}]"))
-        except ToolError as error:
-            faults.append(f"tools[{number}]{error}")
-    if faults:
-        raise ToolError(f"{yaml_path}: {'; '.join(faults)}")
-    return tools
-
-
 def _entries(file: Path) -> list[Any]:
     try:
         data = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -145,11 +130,6 @@ def _tool_of(entry: Any, origin: str) -> Tool:
         raise ToolError(f".config = {config!r:.80}: expected a mapping")
     _refuse_interpolation(entry, "")
     kind = config.get("type", "native")
-    if kind == "mcp":
-        raise ToolError(
-            ".config.type = 'mcp': servers are opened, not loaded; use "
-            "`async with rollout.tools.open_verl_tools(path) as tools`"
-        )
     if kind != "native":
         raise ToolError(f".config.type = {kind!r:.80}: expected 'native' or 'mcp'")
     cls = _class_named(entry.get("class_name"))

@@ -43,7 +43,7 @@ class OpenRequest:
         self.is_aborted = False
         self.is_over = False
         self._wait: anyio.CancelScope | None = None
-        self._end: tuple[FinishReason, str] | None = None
+        self._end: tuple[FinishReason, str, bool] | None = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -54,9 +54,9 @@ class OpenRequest:
             yield
         self._wait = None
 
-    def give_up(self, reason: FinishReason, error: str = "") -> None:
+    def give_up(self, reason: FinishReason, error: str = "", *, is_fatal: bool = False) -> None:
         """No answer will come: `last_chunk` ends the request; what is called first counts."""
-        self._end = self._end or (reason, error)
+        self._end = self._end or (reason, error, is_fatal)
         if self._wait is not None:
             self._wait.cancel()
 
@@ -70,10 +70,11 @@ class OpenRequest:
         """The end of a request that has been given up."""
         assert self._end is not None
         self.is_over = True
-        reason, error = self._end
+        reason, error, is_fatal = self._end
         return Chunk(
             request_id=self.reader.request_id,
             offset=self.reader.tokens,
             finish_reason=reason,
             error=error,
+            is_fatal=is_fatal,
         )

@@ -8,6 +8,7 @@ import anyio
 import attrs
 
 from rollout.engine.channel import Connect
+from rollout.engine.tls import TlsFiles
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -18,10 +19,14 @@ class CoreSpec:
     """Which core a replica runs: ``package.module:Class`` and its keyword arguments.
 
     The arguments are plain data, because they may travel to another process as JSON.
+
+    Attributes:
+        tls: What its connections are encrypted with, where they leave the process.
     """
 
     core: str
     options: dict[str, Any]
+    tls: TlsFiles | None = None
 
 
 @attrs.frozen

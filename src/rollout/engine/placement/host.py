@@ -15,10 +15,14 @@ import sys
 import threading
 from collections import deque
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from rollout.engine.child import ChildReady, ChildSpec
+
+if TYPE_CHECKING:
+    from rollout.engine.tls import TlsFiles
 
 #: From closing the engine's standard input to killing it.
 STOP_S = 1.0
@@ -104,8 +108,15 @@ class EngineHost:
 
 
 def child_spec(
-    core: str, options: dict[str, object], secret: bytes, host: str, sys_path: list[str]
+    core: str,
+    options: dict[str, object],
+    secret: bytes,
+    host: str,
+    sys_path: list[str],
+    tls: TlsFiles | None = None,
 ) -> bytes:
     """What `EngineHost.start` passes to the engine's process."""
-    spec = ChildSpec(core=core, options=options, secret=secret.hex(), host=host, sys_path=sys_path)
+    spec = ChildSpec(
+        core=core, options=options, secret=secret.hex(), host=host, sys_path=sys_path, tls=tls
+    )
     return msgspec.json.encode(spec)

@@ -18,6 +18,7 @@ from anyio.streams.text import TextReceiveStream
 
 from rollout.engine.child import ChildReady, ChildSpec
 from rollout.engine.placement.base import CoreSpec, ReplicaHandle
+from rollout.engine.tls import encrypted
 from rollout.errors import EngineError
 from rollout.scopes import open_task_group
 
@@ -72,7 +73,7 @@ class LocalProcess:
                 patience_s = STOP_S
 
                 async def connect() -> ByteStream:
-                    return await anyio.connect_tcp("127.0.0.1", port)
+                    return await encrypted(await anyio.connect_tcp("127.0.0.1", port), spec.tls)
 
                 yield ReplicaHandle(connect, secret, died)
         finally:
@@ -94,6 +95,7 @@ class LocalProcess:
                 core=spec.core,
                 options=spec.options,
                 secret=secret.hex(),
+                tls=spec.tls,
                 sys_path=[] if self._python else [p or os.getcwd() for p in sys.path],
                 log_level=logger.getEffectiveLevel(),
             )

@@ -12,6 +12,8 @@ import logging
 import os
 import secrets
 import sys
+import threading
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,7 @@ from rollout.bridge import wait_future
 from rollout.engine.child import ChildReady
 from rollout.engine.placement.base import CoreSpec, ReplicaHandle
 from rollout.engine.placement.host import EngineHost, child_spec
+from rollout.engine.tls import encrypted
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
 from rollout.scopes import open_task_group
@@ -39,6 +42,8 @@ logger = logging.getLogger("rollout.engine")
 NAMESPACE = "rollout"
 #: Seconds between two lines that say what a replica waits for.
 PROGRESS_S = 10.0
+#: Seconds of one look at whether a replica has been placed; a cancelled one lasts as long.
+WAIT_S = 0.5
 #: Bound of each step that ends an actor or a connection to the cluster.
 CLOSE_S = 10.0
 #: A method that waits for the engine's end, one that starts or stops it, and one to spare.
@@ -123,7 +128,7 @@ class RayActors:
                 tasks.start_soon(self._watch, actor, died)
 
                 async def connect() -> ByteStream:
-                    return await anyio.connect_tcp(host, port)
+                    return await encrypted(await anyio.connect_tcp(host, port), spec.tls)
 
                 yield ReplicaHandle(connect, secret, died)
             finally:
@@ -139,7 +144,9 @@ class RayActors:
         group = self._groups[name]
         async with open_task_group() as tasks:
             tasks.start_soon(self._say_waiting, name)
-            await wait_future(group.ready().future())
+            # Not `ready()`: that runs a task in the group, which waits for a worker of its own.
+            while not await _in_thread(group.wait, WAIT_S):
+                pass
         table = await _in_thread(self._ray.util.placement_group_table, group)
         return str(table["bundles_to_node_id"][0])
 
@@ -187,7 +194,7 @@ class RayActors:
             host = "127.0.0.1" if is_here else address
             # A module that only the driver's search path has is found on the driver's machine.
             sys_path = [p or os.getcwd() for p in sys.path] if is_here and not self._python else []
-            line = child_spec(spec.core, spec.options, secret, host, sys_path)
+            line = child_spec(spec.core, spec.options, secret, host, sys_path, spec.tls)
             environment = {}
             if self._seats:
                 environment["CUDA_VISIBLE_DEVICES"] = self._seat(name).gpu_ids
@@ -281,24 +288,52 @@ async def open_ray_actors(
         EngineError: Ray is not installed, or there is no cluster at the address.
     """
     ray = _import_ray()
-    is_ours = not ray.is_initialized()
-    if is_ours:
-        try:
-            await _in_thread(partial(_join, ray, address))
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            place = "start a Ray cluster here" if address is None else f"join Ray at {address!r}"
-            raise EngineError(f"placement.address: cannot {place}: {error}") from error
-    try:
+    async with _member_of(ray, address):
         actors = RayActors(python=python, resources=resources, nodes=nodes, colocate=colocate)
         try:
             yield actors
         finally:
             with cleanup_scope(CLOSE_S):
                 await _in_thread(actors.forget_groups)
+
+
+@asynccontextmanager
+async def _member_of(ray: Any, address: str | None) -> AsyncIterator[None]:
+    """This process in a cluster, unless it is in one already.
+
+    In a thread that lives as long: what Ray starts here ends with the thread that started it
+    (``PR_SET_PDEATHSIG``), and the loops' own worker threads end when they are idle.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    joined: Future[None] = Future()
+    left: Future[None] = Future()
+    leave = threading.Event()
+
+    def live() -> None:
+        try:
+            _join(ray, address)
+        except BaseException as error:
+            joined.set_exception(error)
+        else:
+            joined.set_result(None)
+            leave.wait()
+            ray.shutdown()
+        left.set_result(None)
+
+    threading.Thread(target=live, name="rollout-ray", daemon=True).start()
+    try:
+        try:
+            await wait_future(joined)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            place = "start a Ray cluster here" if address is None else f"join Ray at {address!r}"
+            raise EngineError(f"placement.address: cannot {place}: {error}") from error
+        yield
     finally:
-        if is_ours:
-            with cleanup_scope(CLOSE_S):
-                await _in_thread(ray.shutdown)
+        leave.set()
+        with cleanup_scope(CLOSE_S):
+            await wait_future(left)
 
 
 def _join(ray: Any, address: str | None) -> None:

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import ToolError
+from rollout.tools.policy import ToolPolicy
 from rollout.tools.results import error_result
 from rollout.tools.sandbox.isolation import (
     Isolation,
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from rollout.tools.sandbox.isolation import IsolationReport
     from rollout.tools.sandbox.process import Language
     from rollout.types import ToolCall
+
+
+#: Programs wait now and then; somewhat more of them than processors keeps these busy.
+_CALLS_PER_CPU = 4
 
 
 class SandboxTool(Tool):
@@ -61,6 +66,9 @@ class SandboxTool(Tool):
         self.name = name
         self.isolation = check_isolation_name(isolation)
         self.is_fresh = is_fresh
+        # More at once would only take one another's time; the wait counts against no limit of the
+        # call's own.
+        self.policy = ToolPolicy(max_concurrency=_CALLS_PER_CPU * (os.cpu_count() or 1))
         self.schema = _schema(name, description, self.parameter, self._what())
         self._spec = SandboxSpec(
             method="none",

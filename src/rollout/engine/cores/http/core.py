@@ -241,4 +241,4 @@ class HttpCore:
     def _lose(self, reason: str) -> None:
         self._failure = reason
         for entry in self._open.values():
-            entry.give_up("error", reason)
+            entry.give_up("error", reason, is_fatal=True)

@@ -72,6 +72,9 @@ class VllmApi:
             "return_token_ids": True,
             "stream": True,
         }
+        for name in ("presence_penalty", "frequency_penalty"):
+            if getattr(sampling, name):
+                body[name] = getattr(sampling, name)
         if sampling.seed is not None:
             body["seed"] = sampling.seed
         if request.priority:

@@ -237,7 +237,7 @@ class SGLangCore:
             return
         self._failure = reason
         for entry in self._open.values():
-            entry.give_up("error", reason)
+            entry.give_up("error", reason, is_fatal=True)
         self._lost.set()
 
     async def _watch_processes(self) -> None:

@@ -37,10 +37,8 @@ def hooks() -> None:
     if not is_cpu_wanted():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    from sglang.srt.server_args import add_deterministic_attention_backend_choices
 
     HookRegistry.register(HOST_REGISTER, _register_nothing, HookType.REPLACE)
-    add_deterministic_attention_backend_choices(["torch_native"])
 
 
 def _register_nothing(*_args: object, **_options: object) -> None:

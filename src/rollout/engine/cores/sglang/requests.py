@@ -47,6 +47,10 @@ def sampling_fault(sampling: SamplingParams) -> str | None:
             f"sampling.repetition_penalty = {sampling.repetition_penalty!r}; expected 1: SGLang "
             "penalises generated tokens only and gives log-probs after the penalty"
         )
+    for name in ("presence_penalty", "frequency_penalty"):
+        if getattr(sampling, name) != 0:
+            value = getattr(sampling, name)
+            return f"sampling.{name} = {value!r}; expected 0: SGLang gives log-probs after it"
     if sampling.ignore_eos and sampling.stop_token_ids:
         return "sampling.ignore_eos: SGLang then ignores sampling.stop_token_ids too"
     return None

@@ -1,0 +1,68 @@
+"""An `EngineServer` over a core that answers at once, in a process of its own.
+
+python -m wire.channel_server < secret
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import anyio
+
+from rollout.engine.core import Chunk, EngineInfo, EngineLoad, GenerationRequest
+from rollout.engine.server import EngineServer
+from wire.payload import ANSWER_IDS, ANSWER_LOG_PROBS, VOCABULARY, send_port
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+class InstantCore:
+    """The same 200 tokens for everybody, in one chunk, without waiting."""
+
+    def __init__(self) -> None:
+        self.info = EngineInfo(
+            vocab_size=VOCABULARY,
+            eos_ids=(2,),
+            context_length=1 << 20,
+            fingerprint="instant",
+            max_requests=1 << 16,
+            core="instant",
+        )
+        self._ids, self._log_probs = ANSWER_IDS.tobytes(), ANSWER_LOG_PROBS.tobytes()
+
+    async def start(self) -> None:
+        """Nothing to load."""
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        """One chunk, and its end."""
+        yield Chunk(
+            request_id=request.request_id,
+            ids=self._ids,
+            log_probs=self._log_probs,
+            finish_reason="length",
+        )
+
+    def abort_nowait(self, request_id: str) -> None:
+        """Nothing runs for long enough."""
+
+    def load(self) -> EngineLoad:
+        """Idle."""
+        return EngineLoad()
+
+    async def aclose(self) -> None:
+        """Nothing to free."""
+
+
+async def main() -> None:
+    """Serve until killed."""
+    secret = sys.stdin.buffer.read(32)
+    server = EngineServer(InstantCore(), secret)
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1", backlog=1024)
+    send_port(listener.extra(anyio.abc.SocketAttribute.local_port))
+    await listener.serve(server.serve_connection)
+
+
+if __name__ == "__main__":
+    anyio.run(main, backend_options={"use_uvloop": True})

@@ -1,0 +1,63 @@
+"""What a driver has an engine do beside generating: weights and memory.
+
+Loaded in engine processes: imports msgspec only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from rollout.engine.weights import DiskWeights
+from rollout.errors import EngineError
+
+
+class LoadWeights(msgspec.Struct, frozen=True, array_like=True, tag="load_weights"):
+    """Load other weights; what is sampled from then on has this version."""
+
+    version: int
+    source: DiskWeights
+
+
+class Sleep(msgspec.Struct, frozen=True, array_like=True, tag="sleep"):
+    """Release memory; see `SleepingCore.sleep`."""
+
+    level: int
+
+
+class WakeUp(msgspec.Struct, frozen=True, array_like=True, tag="wake_up"):
+    """Take memory back; see `SleepingCore.wake_up`."""
+
+    tags: tuple[str, ...]
+
+
+class FlushCache(msgspec.Struct, frozen=True, array_like=True, tag="flush_cache"):
+    """Forget what was computed of earlier requests."""
+
+
+Operation = LoadWeights | Sleep | WakeUp | FlushCache
+
+
+async def carry_out(core: Any, operation: Operation) -> None:
+    """Have `core` do it.
+
+    Raises:
+        EngineError: It cannot; or whatever it raises.
+    """
+    match operation:
+        case LoadWeights(version, source):
+            await _method(core, "update_weights", "change its weights")(version, source)
+        case Sleep(level):
+            await _method(core, "sleep", "release its memory")(level)
+        case WakeUp(tags):
+            await _method(core, "wake_up", "release its memory")(tags)
+        case FlushCache():
+            await _method(core, "flush_cache", "flush its cache")()
+
+
+def _method(core: Any, name: str, ability: str) -> Any:
+    method = getattr(core, name, None)
+    if method is None:
+        raise EngineError(f"{type(core).__name__} cannot {ability}")
+    return method

@@ -1,0 +1,105 @@
+"""The arithmetic of GPUs and memory that ``rollout check`` shows."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.config import (
+    LengthsConfig,
+    ModelConfig,
+    RayPlacement,
+    RolloutConfig,
+    SGLangEngine,
+    load_config,
+)
+from rollout.errors import ConfigError
+from rollout.sizing import sizing_lines
+
+FACTS = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 512,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model of 3 · 2³⁰ parameters, of which the file has the header only."""
+    (tmp_path / "config.json").write_text(json.dumps(FACTS))
+    size = 2 * 3 * 2**30
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [], "data_offsets": [0, size]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    return tmp_path
+
+
+def config(model: Path, gpus: float = 2.0, **engine: Any) -> RolloutConfig:
+    return RolloutConfig(
+        model=ModelConfig(path=str(model)),
+        engine=SGLangEngine(**{"replicas": 4, "tensor_parallel": 2, "max_running": 32, **engine}),
+        placement=RayPlacement(gpus_per_replica=gpus),
+        lengths=LengthsConfig(prompt=1024, response=3072),
+    )
+
+
+def test_gpus_weights_and_cache_are_counted(model: Path) -> None:
+    assert sizing_lines(config(model)) == [
+        ("gpus", "4 × 2 (engine.replicas × engine.tensor_parallel) = 8 GPUs"),
+        ("weights", "3.22 billion × 2 bytes ÷ 2 GPUs = 3 GiB for each replica and GPU"),
+        (
+            "kv cache",
+            "2 × 4 layers × 2 heads × 64 × 2 bytes = 2 KiB a token; 32 requests of 4096 tokens: "
+            "0.25 GiB for each replica",
+        ),
+        (
+            "example",
+            "of a GPU of 80 GB, engine.memory_fraction = 0.85 leaves 60.3 GiB beside the weights: "
+            "63260522 tokens, 15444 such requests",
+        ),
+    ]
+
+
+def test_weights_that_do_not_fit_are_said_so(model: Path) -> None:
+    *_, (label, text) = sizing_lines(config(model, memory_fraction=0.01))
+    assert (label, text) == (
+        "example",
+        "a GPU of 80 GB cannot hold the weights; raise engine.tensor_parallel",
+    )
+
+
+def test_model_that_is_not_here_is_unknown() -> None:
+    lines = sizing_lines(load_config("conf/sglang_one_gpu.py"))
+    assert lines == [
+        ("gpus", "1 × 1 (engine.replicas × engine.tensor_parallel) = 1 GPUs"),
+        ("memory", "unknown: the model's files are not on this machine"),
+    ]
+
+
+def test_colocated_replicas_ask_for_no_gpus() -> None:
+    (line, *_) = sizing_lines(load_config("conf/sglang_colocated.py"))
+    assert line == ("gpus", "none of their own: 2 replicas share those of the trainer")
+
+
+def test_model_without_known_figures_is_unknown(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"d_model": 3}')
+    assert ("memory", "unknown: the model's files are not on this machine") in sizing_lines(
+        config(tmp_path)
+    )
+
+
+def test_fewer_gpus_than_shards_are_refused(model: Path) -> None:
+    with pytest.raises(ConfigError) as failure:
+        config(model, gpus=1.0)
+    assert "placement.gpus_per_replica = 1.0: expected at least engine.tensor_parallel = 2" in str(
+        failure.value
+    )
+
+
+def test_one_shard_may_have_a_part_of_a_gpu(model: Path) -> None:
+    assert config(model, gpus=0.5, tensor_parallel=1).placement.kind == "ray"
