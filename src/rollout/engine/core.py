@@ -14,7 +14,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from rollout.engine.weights import WeightSource
+    from rollout.engine.weights import DiskWeights
 
 FinishReason = Literal["stop", "length", "abort", "error", "rejected"]
 #: Checked when a message is decoded: what a peer sends must not break what counts with it.
@@ -244,7 +244,7 @@ class EngineCore(Protocol):
 class UpdatableCore(EngineCore, Protocol):
     """An `EngineCore` whose weights can be changed while it serves."""
 
-    async def update_weights(self, version: int, source: WeightSource) -> None:
+    async def update_weights(self, version: int, source: DiskWeights) -> None:
         """Load other weights of the same model; what is sampled from now on has this version.
 
         Requests go on meanwhile; no new one comes. Nothing that was computed with the old weights

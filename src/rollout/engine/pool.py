@@ -394,16 +394,19 @@ class EnginePool:
         Raises:
             EngineError: One of them did not start, with what it said.
         """
-        async with open_task_group() as tasks:
-            self._tasks, self._requests.is_open = tasks, True
-            self._upkeep.open(tasks)
-            try:
-                await self._start_all(tasks)
-                yield
-            finally:
-                self._tasks, self._requests.is_open = None, False
-                self._upkeep.close()
-                self._line.call_all()
+        try:
+            async with open_task_group() as tasks:
+                self._tasks, self._requests.is_open = tasks, True
+                self._upkeep.open(tasks)
+                try:
+                    await self._start_all(tasks)
+                    yield
+                finally:
+                    self._tasks, self._requests.is_open = None, False
+                    self._upkeep.close()
+                    self._line.call_all()
+        finally:
+            self._updating.close()
 
     async def _start_all(self, tasks: TaskGroup) -> None:
         try:

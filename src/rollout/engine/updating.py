@@ -8,6 +8,8 @@ import anyio
 import msgspec
 
 from rollout.engine.operations import LoadWeights
+from rollout.engine.staging import stage, unstage
+from rollout.engine.weights import DiskWeights
 from rollout.errors import ChannelError, EngineError
 
 if TYPE_CHECKING:
@@ -28,11 +30,19 @@ class Weights:
 
     Attributes:
         version: What the tokens sampled with them are stamped with.
+        source: Where they find them.
+        is_staged: Those are files of ours.
     """
 
-    def __init__(self, version: int, source: WeightSource) -> None:
+    def __init__(self, version: int, source: DiskWeights, *, is_staged: bool) -> None:
         self.version = version
         self.source = source
+        self.is_staged = is_staged
+
+    def discard(self) -> None:
+        """They are not needed any more; harmless when called again."""
+        if self.is_staged:
+            unstage(self.source.path)
 
 
 class Updating:
@@ -61,6 +71,7 @@ class Updating:
         self._limit_s = limit_s
         self._changed = changed
         self._current: Weights | None = None
+        self._kept: list[Weights] = []
 
     async def bring_up(self, replica: Replica, channel: Channel) -> None:
         """Give a replica that does not serve yet the current weights.
@@ -71,9 +82,14 @@ class Updating:
         """
         replica.weights = None
         while self._current is not replica.weights:  # they may change meanwhile
-            if self._current is None:
+            wanted = self._current
+            if wanted is None:
                 raise EngineError(f"{replica.name}: the weights that it has were taken back")
-            await self._load(replica, channel, self._current)
+            try:
+                await self._load(replica, channel, wanted)
+            except EngineError:
+                if wanted is self._current or channel.lost.is_set():
+                    raise
 
     async def update(self, version: int, source: WeightSource, mode: UpdateMode) -> None:
         """Have the replicas that serve load new weights, side by side.
@@ -83,7 +99,9 @@ class Updating:
         Raises:
             EngineError: None of them could; all have the weights that they had.
         """
-        before, self._current = self._current, Weights(version, source)
+        weights = await _staged(version, source)
+        self._kept.append(weights)
+        before, self._current = self._current, weights
         self._router.require_weights(version)
         serving = [replica for replica in self._replicas if replica.is_serving]
         for replica in serving:
@@ -95,9 +113,23 @@ class Updating:
         is_loaded = any(replica.weights is self._current for replica in self._replicas)
         if errors and not is_loaded:
             self._take_back(before)
+            self._discard_others()
             raise next(iter(errors.values()))
+        self._discard_others()
         for replica, error in errors.items():
             _fence(replica, f"other weights are needed: {error}")
+
+    def close(self) -> None:
+        """The engines are gone."""
+        self._current = None
+        self._discard_others()
+
+    def _discard_others(self) -> None:
+        """Only the current weights are still needed."""
+        for weights in self._kept:
+            if weights is not self._current:
+                weights.discard()
+        self._kept = [weights for weights in self._kept if weights is self._current]
 
     def _take_back(self, before: Weights | None) -> None:
         """Nobody could load the new weights: who has the old ones goes on with them."""
@@ -158,6 +190,18 @@ class Updating:
             raise error from None
         channel.info = msgspec.structs.replace(channel.info, weight_version=weights.version)
         replica.weights = weights
+
+
+async def _staged(version: int, source: WeightSource) -> Weights:
+    """The weights where every engine of this node finds them.
+
+    Raises:
+        EngineError: There is no room for them.
+    """
+    if isinstance(source, DiskWeights):
+        return Weights(version, source, is_staged=False)
+    path = await anyio.to_thread.run_sync(stage, source)
+    return Weights(version, DiskWeights(path), is_staged=True)
 
 
 def _fence(replica: Replica, why: str) -> None:

@@ -27,7 +27,7 @@ from rollout.testing.vocabulary import EOS_ID, VOCAB_SIZE, first_bad_position
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from rollout.engine.weights import WeightSource
+    from rollout.engine.weights import DiskWeights
 
 #: Exit code of an engine process that a scenario lets die.
 DEATH_EXIT_CODE = 13
@@ -128,7 +128,7 @@ class SimulatedCore:
         elif stream is not None:
             self._abort(stream)
 
-    async def update_weights(self, version: int, source: WeightSource) -> None:
+    async def update_weights(self, version: int, source: DiskWeights) -> None:
         """Stamp `version` on the tokens that are sampled from then on; nothing else changes.
 
         Raises:

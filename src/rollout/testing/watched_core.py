@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from rollout.engine.core import Chunk, EngineCore, EngineInfo, EngineLoad, GenerationRequest
-    from rollout.engine.weights import WeightSource
+    from rollout.engine.weights import DiskWeights
 
 
 class SentRequest:
@@ -121,7 +121,7 @@ class WatchedCore:
         """See `EngineCore.abort_nowait`."""
         self._core.abort_nowait(request_id)
 
-    async def update_weights(self, version: int, source: WeightSource) -> None:
+    async def update_weights(self, version: int, source: DiskWeights) -> None:
         """See `UpdatableCore.update_weights`."""
         core: Any = self._core
         await core.update_weights(version, source)

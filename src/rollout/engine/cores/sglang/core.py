@@ -8,15 +8,17 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import msgspec
 from anyio.lowlevel import current_token
 
 from rollout.bridge import loop_poster
+from rollout.engine.checkpoints import check_checkpoint
 from rollout.engine.core import CORE_CLOSE_S, Chunk, EngineInfo, EngineLoad, GenerationRequest
 from rollout.engine.cores.open_request import OpenRequest
 from rollout.engine.cores.sglang.answers import AnswerReader
 from rollout.engine.cores.sglang.arguments import Options
 from rollout.engine.cores.sglang.host import Host
-from rollout.engine.cores.sglang.requests import refusal_of, request_fields
+from rollout.engine.cores.sglang.requests import refusal_of, request_fields, salt_of
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 
     from rollout.engine.cores.sglang.adapter import SGLang
+    from rollout.engine.weights import DiskWeights
 
 #: How often SGLang's processes are looked at, and aborts without an answer are sent again.
 WATCH_S = 0.25
@@ -70,7 +73,7 @@ class SGLangCore:
         self._options = Options(**options)
         self._host: Host | None = None
         self._sglang: SGLang | None = None
-        self._weight_version = self._options.weight_version
+        self._updates = 0
         self._open: dict[str, OpenRequest] = {}
         self._failure = "the engine has not been started"
         self._start_error: Exception | None = None
@@ -123,7 +126,7 @@ class SGLangCore:
             return
         assert self._sglang is not None
         entry = self._open[request.request_id] = OpenRequest(AnswerReader(request.request_id))
-        fields = request_fields(request, self._options, self.info, self._weight_version)
+        fields = request_fields(request, self._options, self.info, salt_of(self._updates))
         try:
             async with aclosing(self._sglang.generate(**fields)) as answers:
                 while not entry.is_over:
@@ -157,6 +160,41 @@ class SGLangCore:
             generated_tokens=self._sampled,
             preemptions=self._preemptions,
         )
+
+    async def update_weights(self, version: int, source: DiskWeights) -> None:
+        """Load other weights of the same model from a directory; requests stand still meanwhile.
+
+        Their tokens from now on wait for their final answer, which says what sampled each.
+
+        Raises:
+            EngineError: There are no such weights, or they are of another model.
+            EngineBroken: SGLang did not load them.
+        """
+        sglang = self._serving()
+        check_checkpoint(source.path, sglang.model_path)
+        self._updates += 1  # before a request can come that is computed with the new ones
+        for entry in self._open.values():
+            assert isinstance(entry.reader, AnswerReader)
+            entry.reader.is_held = True
+        await sglang.upkeep.load_from_disk(source.path, version)
+        sglang.info = msgspec.structs.replace(sglang.info, weight_version=version)
+
+    async def sleep(self, level: int) -> None:
+        """See `SleepingCore.sleep`; needs SGLang's ``enable_memory_saver``, else it only flushes."""
+        await self._serving().upkeep.release(level)
+
+    async def wake_up(self, tags: tuple[str, ...]) -> None:
+        """See `SleepingCore.wake_up`."""
+        await self._serving().upkeep.resume(tags)
+
+    async def flush_cache(self) -> None:
+        """Forget all prefixes, once no request runs."""
+        await self._serving().upkeep.flush_cache()
+
+    def _serving(self) -> SGLang:
+        if self._sglang is None or self._failure:
+            raise EngineError(self._failure)
+        return self._sglang
 
     def drain_nowait(self) -> None:
         """Take on nothing new; when all that is open has ended, `watch` calls the engine lost."""

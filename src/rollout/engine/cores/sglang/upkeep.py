@@ -5,18 +5,16 @@ Everything is awaited on SGLang's own event loop.
 
 from __future__ import annotations
 
+import dataclasses
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from rollout.engine.core import EngineBroken
-from rollout.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from contextlib import AbstractAsyncContextManager
-
-from contextlib import asynccontextmanager
 
 #: Between two looks whether the schedulers are idle.
 IDLE_S = 0.02
@@ -41,7 +39,7 @@ class SGLangUpkeep:
         """Load the safetensors of a directory; requests stand still meanwhile and then go on.
 
         Raises:
-            EngineError: They cannot be loaded; SGLang has gone back to the old ones.
+            EngineBroken: They cannot be loaded; some of them may be in place.
         """
         async with self._paused():
             request = self._request(
@@ -52,7 +50,7 @@ class SGLangUpkeep:
             )
             is_done, message, *_ = await self._tokens.update_weights_from_disk(request)
         if not is_done:
-            raise EngineError(f"SGLang did not load {path}: {message}")
+            raise EngineBroken(f"SGLang did not load {path}: {message}")
 
     async def flush_cache(self) -> None:
         """Forget all prefixes; returns once no request runs and it is done."""
@@ -84,8 +82,13 @@ class SGLangUpkeep:
 
     def _request(self, name: str, **fields: Any) -> Any:
         """A request of SGLang's, without the fields that this version does not have."""
-        from rollout.engine.cores.sglang.adapter import fields_of
-
         cls = getattr(self._types, name)
         known = fields_of(cls)
         return cls(**{field: value for field, value in fields.items() if field in known})
+
+
+def fields_of(cls: Any) -> frozenset[str]:
+    """The field names of a dataclass or of a msgspec Struct: versions use either."""
+    if dataclasses.is_dataclass(cls):
+        return frozenset(field.name for field in dataclasses.fields(cls))
+    return frozenset(cls.__struct_fields__)

@@ -33,7 +33,7 @@ from rollout.limits import cleanup_scope
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from rollout.engine.weights import WeightSource
+    from rollout.engine.weights import DiskWeights
 
 
 class _Mailbox:
@@ -172,7 +172,7 @@ class TransformersCore:
         if self._worker is not None and request_id in self._open:
             self._worker.send_nowait(Abort(request_id))
 
-    async def update_weights(self, version: int, source: WeightSource) -> None:
+    async def update_weights(self, version: int, source: DiskWeights) -> None:
         """Load other weights of the same model from a directory, between two steps.
 
         Nothing is decoded meanwhile, and both models are in memory for a moment. Cancellation

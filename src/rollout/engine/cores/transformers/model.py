@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,7 @@ from rollout.engine.model_files import resolve_model
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -71,6 +72,13 @@ class SlotModel:
                 f"use the attention backend"
             )
 
+    def configs_for(self, directory: str) -> dict[str, Any]:
+        """What other weights of this model are loaded with, from a directory without its own."""
+        if Path(directory, "config.json").exists():
+            return {}
+        model = self._model
+        return {"config": model.config, "generation_config": model.generation_config}
+
     def replace(self, model: PreTrainedModel) -> None:
         """Compute with another model of the same shapes from now on."""
         self._model = model
@@ -105,7 +113,13 @@ class SlotModel:
 
 
 def load_model(
-    path: str, *, revision: str | None, trust_remote_code: bool, dtype: str, device: str
+    path: str,
+    *,
+    revision: str | None,
+    trust_remote_code: bool,
+    dtype: str,
+    device: str,
+    configs: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """The model, ready to be stepped; nothing is written to the terminal.
 
@@ -117,19 +131,22 @@ def load_model(
     Raises:
         EngineError: It cannot be loaded, or its kind of attention is not supported.
     """
-    directory = resolve_model(path, revision)
+    directory = path if configs else resolve_model(path, revision)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     precision = _dtype(dtype, device)
     register_backend()
     try:
         with quiet_transformers():
-            model: Any = AutoModelForCausalLM.from_pretrained(
+            found: Any = AutoModelForCausalLM.from_pretrained(
                 directory,
                 revision=revision or "main",
                 trust_remote_code=trust_remote_code,
                 dtype=precision,
+                output_loading_info=True,
+                **(configs or {}),
             )
+            model, report = found
             fault = _architecture_fault(model)
             if fault is None:
                 model.set_attn_implementation(BACKEND)
@@ -140,6 +157,9 @@ def load_model(
         raise EngineError(
             f"model.path = {path!r}: {type(model).__name__} is not supported: {fault}"
         )
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers fills them with noise
+        raise EngineError(f"model.path = {path!r}: the tensor {missing[0]} is missing")
     loaded: PreTrainedModel = model
     return loaded
 

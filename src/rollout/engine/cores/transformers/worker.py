@@ -188,7 +188,7 @@ class Worker:
 
         error: Exception | None = None
         try:
-            loaded = self._load(update.path, revision=None)
+            loaded = self._load(update.path, None, model.configs_for(update.path))
             found = describe(
                 loaded, context_length=info.context_length, max_requests=info.max_requests
             )
@@ -203,7 +203,7 @@ class Worker:
             error = caught
         self._tell(update.done, error)
 
-    def _load(self, path: str, revision: str | None) -> Any:
+    def _load(self, path: str, revision: str | None, configs: Any = None) -> Any:
         from rollout.engine.cores.transformers.model import load_model
 
         options = self._options
@@ -213,6 +213,7 @@ class Worker:
             trust_remote_code=options.trust_remote_code,
             dtype=options.dtype,
             device=options.device,
+            configs=configs,
         )
 
     def _report(self, scheduler: Scheduler, info: EngineInfo) -> None:
