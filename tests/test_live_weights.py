@@ -20,8 +20,6 @@ from rollout.engine.pool import EnginePool
 from rollout.engine.staging import PREFIX, stage
 from rollout.errors import EngineError
 
-pytestmark = pytest.mark.anyio
-
 SIZES = {
     "vocab_size": 600,
     "hidden_size": 48,
@@ -87,6 +85,7 @@ def tensors_in(path: str, directory: Path) -> TensorWeights:
 
 
 @pytest.mark.parametrize("kind", ["disk", "tensors"])
+@pytest.mark.anyio
 async def test_abort_and_resume_goes_on_as_a_fresh_prefill_under_the_new_weights(
     kind: str, models: list[str], tmp_path: Path
 ) -> None:
@@ -126,7 +125,7 @@ def tensors_of_nothing(directory: Path) -> TensorWeights:
     return TensorWeights({"model.norm.weight": torch.ones(48)}, directory=str(directory))
 
 
-async def test_tensors_larger_than_a_bucket_go_into_several_files(tmp_path: Path) -> None:
+def test_tensors_larger_than_a_bucket_go_into_several_files(tmp_path: Path) -> None:
     shared = torch.zeros(10)
     tensors = [("a", shared), ("b", shared), ("c", torch.ones(5, 4).T), ("d", torch.ones(40))]
     path = stage(TensorWeights(iter(tensors), bucket_bytes=100, directory=str(tmp_path)))
@@ -135,7 +134,7 @@ async def test_tensors_larger_than_a_bucket_go_into_several_files(tmp_path: Path
     assert torch.equal(load_file(files[1])["c"], torch.ones(4, 5))
 
 
-async def test_stage_without_room_or_tensors_leaves_nothing(tmp_path: Path) -> None:
+def test_stage_without_room_or_tensors_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="TensorWeights: expected at least one tensor"):
         stage(TensorWeights({}, directory=str(tmp_path)))
     with pytest.raises(EngineError, match="no weights can be staged in /nowhere"):

@@ -273,9 +273,7 @@ async def test_batch_weights_change_under_it_every_row_says_which_token_is_whose
     mode: Any,
 ) -> None:
     """32 trajectories; the simulated engine changes its stamp between two steps."""
-    scenario = Scenario(seed=3, timing={"base_s": 0.1, "load_weights_s": 1.0}).reply(
-        "", filler=200
-    )
+    scenario = Scenario(seed=3, timing={"base_s": 0.1, "load_weights_s": 1.0}).reply("", filler=200)
     config = scenario.config(
         engine=SimulatedEngine(replicas=2), scheduling=SchedulingConfig(samples_per_prompt=32)
     )

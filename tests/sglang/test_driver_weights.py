@@ -21,7 +21,6 @@ from rollout.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
     from rollout.engine.pool import EnginePool
 

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import anyio
-import msgspec
 from anyio.abc import ByteStream
 
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, GenerationRequest

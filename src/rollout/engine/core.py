@@ -252,6 +252,25 @@ class UpdatableCore(EngineCore, Protocol):
         """
 
 
+class SleepingCore(EngineCore, Protocol):
+    """An `EngineCore` that can give its memory away for a while; no request runs meanwhile."""
+
+    async def sleep(self, level: int) -> None:
+        """Release the KV cache (1), and the weights too (2); what is released already stays so.
+
+        New requests are answered "rejected" until all of it is back.
+        """
+
+    async def wake_up(self, tags: tuple[str, ...]) -> None:
+        """Take back what is named ("kv_cache", "weights") and released.
+
+        Weights are those that it had, loaded anew, or those that it was given meanwhile.
+        """
+
+    async def flush_cache(self) -> None:
+        """Forget what was computed of earlier requests."""
+
+
 def pack_ids(ids: list[int] | tuple[int, ...]) -> bytes:
     """Token ids as packed int32; for small lists, ids stay packed on hot paths."""
     return array("i", ids).tobytes()

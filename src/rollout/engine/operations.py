@@ -12,6 +12,10 @@ import msgspec
 from rollout.engine.weights import DiskWeights
 from rollout.errors import EngineError
 
+#: What the levels of sleep release.
+TAGS_OF_LEVEL = {1: ("kv_cache",), 2: ("kv_cache", "weights")}
+ALL_TAGS = TAGS_OF_LEVEL[2]
+
 
 class LoadWeights(msgspec.Struct, frozen=True, array_like=True, tag="load_weights"):
     """Load other weights; what is sampled from then on has this version."""

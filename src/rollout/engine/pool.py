@@ -14,8 +14,10 @@ import numpy as np
 
 from rollout.engine.generation import TokenCounts
 from rollout.engine.keeping import Keeper, Replica
+from rollout.engine.operations import ALL_TAGS
 from rollout.engine.recovery import Attempt, RecoveryCounts, RecoveryPolicy, note_death
 from rollout.engine.requests import Requests
+from rollout.engine.sleeping import Sleeping
 from rollout.engine.updating import Updating
 from rollout.engine.upkeep import Upkeep
 from rollout.engine.waiting import Bell, WaitingLine
@@ -25,7 +27,7 @@ from rollout.scopes import leaf_of, open_task_group
 from rollout.token_history import TokenHistory
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
     from anyio.abc import TaskGroup
 
@@ -109,7 +111,7 @@ class EnginePool:
         shares = weights or (1.0,) * len(specs)
         for spec, share in zip(specs, shares, strict=True):
             self._new_replica(spec, share)
-        self._line = WaitingLine(lambda: router.has_room)
+        self._line = WaitingLine(lambda: router.has_room and not self._requests.is_held)
         self._bell = Bell()
         self._requests = Requests(router, self._replicas, self._line, self._bell)
         self._upkeep = Upkeep()
@@ -119,6 +121,12 @@ class EnginePool:
             self._replicas.values(),
             limit_s=start_timeout_s,
             changed=self._line.call_next,
+        )
+        self._sleeping = Sleeping(
+            self._requests,
+            self._replicas.values(),
+            changed=self._line.call_next,
+            limit_s=start_timeout_s,
         )
         self._info: EngineInfo | None = None
         self._tasks: TaskGroup | None = None
@@ -257,6 +265,41 @@ class EnginePool:
             raise EngineError(f"version = {version!r}; expected 0 to 2**31 - 1")
         await self._upkeep.do(partial(self._updating.update, version, source, mode))
 
+    async def sleep(self, level: int = 1) -> None:
+        """Every replica has released memory afterwards; returns once it is free.
+
+        Running requests are cut off and keep their tokens; they, and those that come, wait and go
+        on after `wake_up`. Replicas that start meanwhile sleep too.
+
+        Args:
+            level: 1 releases the KV cache, 2 the weights as well.
+
+        Raises:
+            EngineError: An engine could not; all stay awake.
+        """
+        await self._upkeep.do(partial(self._sleeping.sleep, level))
+
+    async def wake_up(self, tags: Iterable[str] = ALL_TAGS) -> None:
+        """Take back what `sleep` released; requests go on once all of it is there.
+
+        Weights are those that were current, or were loaded while the engines slept.
+
+        Args:
+            tags: "weights", "kv_cache", or both.
+
+        Raises:
+            EngineError: An engine could not; it is started again.
+        """
+        await self._upkeep.do(partial(self._sleeping.wake_up, tags))
+
+    async def flush_cache(self) -> None:
+        """Every replica forgets what it computed of earlier requests, once none runs there.
+
+        Raises:
+            EngineError: An engine could not.
+        """
+        await self._upkeep.do(self._sleeping.flush_cache)
+
     def _find(self, name: str) -> Replica:
         replica = self._replicas.get(name)
         if replica is None or replica.is_leaving:
@@ -347,6 +390,7 @@ class EnginePool:
                 f"{self._info.fingerprint}"
             )
         await self._updating.bring_up(replica, channel)
+        await self._sleeping.bring_up(channel)
         if channel.lost.is_set():
             raise ChannelError(channel.lost_reason)
         replica.channel, replica.state, replica.is_excused = channel, "serving", False

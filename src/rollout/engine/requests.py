@@ -38,6 +38,7 @@ class Requests:
 
     Attributes:
         is_open: Whether there is a pool; who waits for a place after that learns so.
+        is_held: Whether none may be made for now.
         active: Attempts that have not ended, also those that wait for a place.
         last_failure: Why a replica was lost or did not start, the last time.
     """
@@ -46,6 +47,7 @@ class Requests:
         self, router: Router, replicas: Mapping[str, Replica], line: WaitingLine, gone: Bell
     ) -> None:
         self.is_open = False
+        self.is_held = False
         self.active: dict[Attempt, None] = {}
         self.last_failure = ""
         self._router = router
@@ -105,6 +107,8 @@ class Requests:
                 return
 
     def _ask(self, attempt: Attempt, group_id: str, avoid: str | None) -> Dispatch | None:
+        if self.is_held:
+            return None
         ask = partial(
             self._router.assign,
             attempt.session_id,

@@ -45,7 +45,7 @@ class TensorWeights:
         tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
         *,
         bucket_bytes: int = 512 * 1024 * 1024,
-        directory: str = "/dev/shm",  # noqa: S108
+        directory: str = "/dev/shm",
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes = {bucket_bytes}; expected at least 1")

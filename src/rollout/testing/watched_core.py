@@ -126,6 +126,21 @@ class WatchedCore:
         core: Any = self._core
         await core.update_weights(version, source)
 
+    async def sleep(self, level: int) -> None:
+        """See `SleepingCore.sleep`."""
+        core: Any = self._core
+        await core.sleep(level)
+
+    async def wake_up(self, tags: tuple[str, ...]) -> None:
+        """See `SleepingCore.wake_up`."""
+        core: Any = self._core
+        await core.wake_up(tags)
+
+    async def flush_cache(self) -> None:
+        """See `SleepingCore.flush_cache`."""
+        core: Any = self._core
+        await core.flush_cache()
+
     def load(self) -> EngineLoad:
         """See `EngineCore.load`."""
         return self._core.load()

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 #: Between two looks whether the schedulers are idle.
 IDLE_S = 0.02
-#: What our levels of sleep release, by SGLang's names.
-TAGS_OF_LEVEL = {1: ("kv_cache",), 2: ("kv_cache", "weights")}
 
 
 class SGLangUpkeep:
@@ -54,13 +52,16 @@ class SGLangUpkeep:
 
     async def flush_cache(self) -> None:
         """Forget all prefixes; returns once no request runs and it is done."""
-        while not (await self._tokens.flush_cache()).success:
+        while True:
+            answer = await self._tokens.flush_cache()
+            if answer.success:
+                return
             await anyio.sleep(IDLE_S)
 
-    async def release(self, level: int) -> None:
+    async def release(self, tags: tuple[str, ...]) -> None:
         """Release memory; returns when no request runs and it is released."""
         await self.flush_cache()  # SGLang dies of a release while requests run
-        request = self._request("ReleaseMemoryOccupationReqInput", tags=list(TAGS_OF_LEVEL[level]))
+        request = self._request("ReleaseMemoryOccupationReqInput", tags=list(tags))
         await self._tokens.release_memory_occupation(request)
 
     async def resume(self, tags: tuple[str, ...]) -> None:

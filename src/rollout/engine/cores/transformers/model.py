@@ -51,7 +51,8 @@ class SlotModel:
     """A model and the KV cache of its slots, computed one step at a time by one thread."""
 
     def __init__(self, model: PreTrainedModel, *, slots: int, context_length: int) -> None:
-        self._model = model
+        self._model: Any = model
+        self._configs = {"config": model.config, "generation_config": model.generation_config}
         self._cache = KeyValueCache(slots=slots, context_length=context_length)
 
     def warm_up(self) -> None:
@@ -72,12 +73,22 @@ class SlotModel:
                 f"use the attention backend"
             )
 
-    def configs_for(self, directory: str) -> dict[str, Any]:
+    def configs_for(self, path: str) -> dict[str, Any]:
         """What other weights of this model are loaded with, from a directory without its own."""
-        if Path(directory, "config.json").exists():
+        if not Path(path).is_dir() or Path(path, "config.json").exists():
             return {}
-        model = self._model
-        return {"config": model.config, "generation_config": model.generation_config}
+        return dict(self._configs)
+
+    @property
+    def is_released(self) -> bool:
+        """Whether there are no weights to compute with."""
+        return self._model is None
+
+    def release(self, *, weights: bool) -> None:
+        """Let go of all keys and values, and of the weights until `replace`."""
+        self._cache.release()
+        if weights:
+            self._model = None
 
     def replace(self, model: PreTrainedModel) -> None:
         """Compute with another model of the same shapes from now on."""
