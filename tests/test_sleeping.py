@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
+import attrs
 import pytest
 
 import rollout
-from rollout.config import RolloutConfig, SchedulingConfig, SimulatedEngine
+from rollout.config import LimitsConfig, RolloutConfig, SchedulingConfig, SimulatedEngine
 from rollout.engine import DiskWeights
 from rollout.errors import ConfigError, EngineError
 from rollout.testing import Scenario, Witness
@@ -124,3 +125,48 @@ def test_config_servers_of_others_do_not_sleep() -> None:
     with pytest.raises(ConfigError) as caught:
         rollout.config.HttpEngine(urls=("http://a",), sleep_between_batches=True)
     assert "expected false: servers that somebody else runs keep their memory" in str(caught.value)
+
+
+@pytest.mark.parametrize("limit", ["generation_s", "turn_s", "trajectory_s", "batch_s"])
+async def test_sleep_counts_for_the_batch_only(limit: str) -> None:
+    """Ten seconds of work within twelve, and a minute of sleep, which only `batch_s` counts."""
+    limits = dict.fromkeys(("generation_s", "turn_s", "trajectory_s", "batch_s"), 100.0)
+    limits["tool_s"] = 1.0
+    for name in limits:
+        limits[name] = min(limits[name], 12.0)
+        if name == limit:
+            break
+    witness = Witness()
+    config = attrs.evolve(config_of(), limits=LimitsConfig(**limits))
+    async with witness.open_rollout(config) as runtime:
+        start = anyio.current_time()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_sleep_a_minute, runtime)
+            batch = await runtime.generate([PROMPT])
+        took_s = anyio.current_time() - start
+    sources = {(sample.outcome, sample.limit_source) for sample in batch.samples}
+    if limit == "batch_s":
+        assert sources == {("deadline", "limits.batch_s")}
+        assert 20 < sum(len(row) for row in tokens_of(batch)) / 4 < 40
+    else:
+        assert sources == {("completed", None)}
+        assert 70 < took_s < 72
+
+
+async def _sleep_a_minute(runtime: Any) -> None:
+    await anyio.sleep(3)
+    await runtime.sleep()
+    await anyio.sleep(60)
+    await runtime.wake_up()
+
+
+async def test_sleep_is_over_the_limit_counts_on_from_where_it_stood() -> None:
+    limits = LimitsConfig(generation_s=7.0, turn_s=100.0, tool_s=1.0, trajectory_s=100.0)
+    witness = Witness()
+    async with witness.open_rollout(attrs.evolve(config_of(), limits=limits)) as runtime:
+        start = anyio.current_time()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_sleep_a_minute, runtime)
+            batch = await runtime.generate([PROMPT])
+        assert anyio.current_time() - start == pytest.approx(67, abs=0.3)
+    assert {s.limit_source for s in batch.samples} == {"limits.generation_s"}

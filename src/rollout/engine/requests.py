@@ -48,6 +48,7 @@ class Requests:
     ) -> None:
         self.is_open = False
         self.is_held = False
+        self._holds = 0
         self.active: dict[Attempt, None] = {}
         self.last_failure = ""
         self._router = router
@@ -62,7 +63,26 @@ class Requests:
         try:
             await self._run(attempt, group_id, priority)
         finally:
+            attempt.release()
             del self.active[attempt]
+
+    def hold(self, *, running: bool) -> None:
+        """Time counts for `batch_s` only until `release`, or until an attempt is placed.
+
+        Args:
+            running: For those in flight too, and not only for those that wait for a place.
+        """
+        self._holds += 1
+        for attempt in self.active:
+            if running or not attempt.is_running:
+                attempt.hold()
+
+    def release(self) -> None:
+        """End one `hold`."""
+        self._holds -= 1
+        if not self._holds:
+            for attempt in self.active:
+                attempt.release()
 
     async def finish(self, replica: Replica) -> None:
         """Return when nothing is in flight there, or when it is lost; give it nothing new."""
@@ -94,7 +114,7 @@ class Requests:
                     await self._replicas[dispatch.replica.name].judged.wait()
                 if not attempt.recover(pending.error, is_garbled=pending.is_garbled):
                     return
-            elif generation.finish_reason == "abort" and attempt.is_interrupted:
+            elif generation.finish_reason == "abort" and _has_more_to_come(attempt):
                 avoid = None
                 if not attempt.go_on():
                     return
@@ -122,6 +142,8 @@ class Requests:
     async def _place(self, attempt: Attempt, ask: Callable[[], Dispatch | None]) -> Dispatch:
         """Wait for a place on a replica; those who wait are served in their order."""
         dispatch = None if self._line else ask()
+        if dispatch is None and self._holds:
+            attempt.hold()
         while dispatch is None:
             if not self.is_open:
                 raise attempt.failed("the engines are closed", reason=NO_ENGINE)
@@ -137,6 +159,7 @@ class Requests:
         channel = replica.channel
         assert channel is not None  # the router offers no other
         attempt.is_interrupted = False
+        attempt.release()
         history = attempt.history
         request = GenerationRequest(
             request_id=self._ids.new(),
@@ -171,9 +194,11 @@ class Requests:
             self._router.hold(replica.name)
             attempt.generation.on_tokens = look
         replica.running[attempt] = None
+        attempt.is_running = True
         try:
             yield
         finally:
+            attempt.is_running = False
             del replica.running[attempt]
             if is_suspect and attempt.generation.on_tokens is not None:
                 attempt.generation.on_tokens = None
@@ -190,3 +215,9 @@ class Requests:
         self._router.release(dispatch, generated=generated, now=anyio.current_time())
         self._line.call_next()
         self._gone.ring()
+
+
+def _has_more_to_come(attempt: Attempt) -> bool:
+    """Whether an abort was ours, or by a deadline that has been put off since."""
+    is_early = attempt.was_held and anyio.current_time() < attempt.deadline
+    return attempt.is_interrupted or is_early

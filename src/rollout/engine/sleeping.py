@@ -53,7 +53,9 @@ class Sleeping:
         """
         if level not in TAGS_OF_LEVEL:
             raise EngineError(f"level = {level!r}; expected 1 or 2")
-        self._requests.is_held = True
+        if not self._requests.is_held:
+            self._requests.is_held = True
+            self._requests.hold(running=True)
         self.asleep |= frozenset(TAGS_OF_LEVEL[level])
         try:
             await self._each(partial(self._put_to_sleep, level))
@@ -101,7 +103,9 @@ class Sleeping:
             released = wanted
 
     def _go_on(self) -> None:
-        self._requests.is_held = False
+        if self._requests.is_held:
+            self._requests.is_held = False
+            self._requests.release()
         self._changed()
 
     async def _put_to_sleep(self, level: int, replica: Replica, channel: Channel) -> None:

@@ -100,17 +100,24 @@ class Updating:
             EngineError: None of them could; all have the weights that they had.
         """
         weights = await _staged(version, source)
+        self._requests.hold(running=mode != "wait")
+        try:
+            await self._change(weights, mode)
+        finally:
+            self._requests.release()
+
+    async def _change(self, weights: Weights, mode: UpdateMode) -> None:
         self._kept.append(weights)
         before, self._current = self._current, weights
-        self._router.require_weights(version)
+        self._router.require_weights(weights.version)
         serving = [replica for replica in self._replicas if replica.is_serving]
         for replica in serving:
             self._router.set_weights(replica.name, NO_WEIGHTS)
         errors: dict[Replica, EngineError] = {}
         async with anyio.create_task_group() as tasks:
             for replica in serving:
-                tasks.start_soon(self._load_one, replica, self._current, mode, errors)
-        is_loaded = any(replica.weights is self._current for replica in self._replicas)
+                tasks.start_soon(self._load_one, replica, weights, mode, errors)
+        is_loaded = any(replica.weights is weights for replica in self._replicas)
         if errors and not is_loaded:
             self._take_back(before)
             self._discard_others()
@@ -163,6 +170,8 @@ class Updating:
         except EngineError as error:
             errors[replica] = error
             return
+        for attempt in replica.running:  # those that stood still in their place
+            attempt.release()
         if replica.channel is channel and replica.is_serving:
             self._router.set_weights(replica.name, weights.version)
             self._changed()
