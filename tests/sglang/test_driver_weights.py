@@ -148,3 +148,31 @@ async def test_wait_lets_requests_end_under_the_old_weights(models: list[str]) -
         await ask(pool, texts[0], late, max_new_tokens=8, ignore_eos=True)
         assert late.versions == [[8, 8]]
     assert list(late.ids) == greedy(loaded(models[1]), texts[0], 8)
+
+
+async def test_sleep_under_requests_they_go_on_with_the_weights_that_come_back(
+    models: list[str],
+) -> None:
+    texts = np.random.default_rng(7).integers(3, VOCABULARY, (4, 24)).tolist()
+    answers = [Generation() for _ in texts]
+    late = Generation()
+    async with open_engines(sglang(models[0], stream_interval=4)) as pool:
+        async with anyio.create_task_group() as tasks:
+            for text, generation in zip(texts, answers, strict=True):
+                tasks.start_soon(one, pool, text, generation)
+            while not all(generation.ids for generation in answers):
+                await anyio.sleep(0.005)
+            await pool.sleep(2)
+            assert max(len(generation.ids) for generation in answers) < NEW_TOKENS
+            await pool.wake_up(["weights"])
+            await pool.wake_up()
+        assert [generation.versions for generation in answers] == [[[0, NEW_TOKENS]]] * 4
+        await pool.sleep(2)
+        await pool.update_weights(8, DiskWeights(models[1]))
+        await pool.wake_up()
+        await pool.flush_cache()
+        await ask(pool, texts[0], late, max_new_tokens=8, ignore_eos=True)
+    assert list(late.ids) == greedy(loaded(models[1]), texts[0], 8)
+    old = loaded(models[0])
+    for text, generation in zip(texts, answers, strict=True):
+        assert list(generation.ids) == greedy(old, text, NEW_TOKENS)
