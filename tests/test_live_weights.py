@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 import torch
 import transformers
@@ -14,6 +18,7 @@ from safetensors.torch import load_file
 
 from rollout.config import ModelConfig, RolloutConfig, TransformersEngine
 from rollout.engine import DiskWeights, TensorWeights, open_engines
+from rollout.engine.broadcasting import describe_tensors
 from rollout.engine.core import SamplingParams, pack_ids
 from rollout.engine.generation import Generation
 from rollout.engine.pool import EnginePool
@@ -146,3 +151,46 @@ def test_stage_without_room_or_tensors_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(EngineError):
         stage(TensorWeights({"a": 1}, directory=str(tmp_path)))
     assert staged(tmp_path) == [own]
+
+
+#: The trainer's process: sends the tensors of a file to whoever joins.
+SENDER = """
+import sys, msgspec
+from safetensors.torch import load_file
+from rollout.engine.broadcasting import send_weights
+from rollout.engine.weights import DistributedWeights
+weights = msgspec.json.decode(sys.argv[2], type=DistributedWeights)
+send_weights(load_file(sys.argv[1]), weights)
+"""
+
+
+@pytest.mark.anyio
+async def test_broadcast_from_another_process_reaches_every_replica(models: list[str]) -> None:
+    file = f"{models[1]}/model.safetensors"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    describe = partial(describe_tensors, load_file(file), host="127.0.0.1", port=port)
+    config = RolloutConfig(
+        model=ModelConfig(path=models[0]), engine=TransformersEngine(dtype="float32", replicas=2)
+    )
+    answers = [Generation() for _ in range(2)]
+    async with open_engines(config) as pool:
+        with pytest.raises(EngineError) as caught:
+            await pool.update_weights(8, describe(world_size=2))
+        assert str(caught.value) == (
+            "world_size = 2; expected 3: the sender and 2 replicas that serve"
+        )
+        weights = describe(world_size=3)
+        async with anyio.create_task_group() as tasks:
+            text = msgspec.json.encode(weights).decode()
+            tasks.start_soon(anyio.run_process, [sys.executable, "-c", SENDER, file, text])
+            await pool.update_weights(8, weights)
+        pool.drain("engine-0")
+        await ask(pool, [5, 6, 7], answers[0], 40)
+        pool.resume("engine-0")
+        pool.drain("engine-1")
+        await ask(pool, [5, 6, 7], answers[1], 40)
+    for answer in answers:
+        assert answer.versions == [[8, 40]]
+        assert list(answer.ids) == greedy(models[1], [5, 6, 7], 40)

@@ -9,7 +9,7 @@ import msgspec
 
 from rollout.engine.operations import LoadWeights
 from rollout.engine.staging import stage, unstage
-from rollout.engine.weights import DiskWeights
+from rollout.engine.weights import DiskWeights, DistributedWeights, TensorWeights
 from rollout.errors import ChannelError, EngineError
 
 if TYPE_CHECKING:
@@ -32,16 +32,27 @@ class Weights:
         version: What the tokens sampled with them are stamped with.
         source: Where they find them.
         is_staged: Those are files of ours.
+        ranks: Of the replicas, where the weights are broadcast to them.
     """
 
-    def __init__(self, version: int, source: DiskWeights, *, is_staged: bool) -> None:
+    def __init__(
+        self, version: int, source: DiskWeights | DistributedWeights, *, is_staged: bool = False
+    ) -> None:
         self.version = version
         self.source = source
         self.is_staged = is_staged
+        self.ranks: dict[Replica, int] = {}
+
+    def source_for(self, replica: Replica) -> DiskWeights | DistributedWeights | None:
+        """What a replica is told; None where the weights cannot be had any more."""
+        if isinstance(self.source, DiskWeights):
+            return self.source
+        rank = self.ranks.pop(replica, None)
+        return None if rank is None else msgspec.structs.replace(self.source, rank=rank)
 
     def discard(self) -> None:
         """They are not needed any more; harmless when called again."""
-        if self.is_staged:
+        if self.is_staged and isinstance(self.source, DiskWeights):
             unstage(self.source.path)
 
 
@@ -72,6 +83,7 @@ class Updating:
         self._changed = changed
         self._current: Weights | None = None
         self._kept: list[Weights] = []
+        self._changed_again = anyio.Event()
 
     async def bring_up(self, replica: Replica, channel: Channel) -> None:
         """Give a replica that does not serve yet the current weights.
@@ -86,7 +98,10 @@ class Updating:
             if wanted is None:
                 raise EngineError(f"{replica.name}: the weights that it has were taken back")
             try:
-                await self._load(replica, channel, wanted)
+                if isinstance(wanted.source, DistributedWeights):
+                    await self._changed_again.wait()  # they are not sent a second time
+                else:
+                    await self._load(replica, channel, wanted)
             except EngineError:
                 if wanted is self._current or channel.lost.is_set():
                     raise
@@ -100,17 +115,28 @@ class Updating:
             EngineError: None of them could; all have the weights that they had.
         """
         weights = await _staged(version, source)
+        self._check_world(source)
         self._requests.hold(running=mode != "wait")
         try:
             await self._change(weights, mode)
         finally:
             self._requests.release()
 
+    def _check_world(self, source: WeightSource) -> None:
+        count = sum(replica.is_serving for replica in self._replicas)
+        if isinstance(source, DistributedWeights) and source.world_size != count + 1:
+            raise EngineError(
+                f"world_size = {source.world_size}; expected {count + 1}: the sender and "
+                f"{count} replicas that serve"
+            )
+
     async def _change(self, weights: Weights, mode: UpdateMode) -> None:
         self._kept.append(weights)
         before, self._current = self._current, weights
         self._router.require_weights(weights.version)
         serving = [replica for replica in self._replicas if replica.is_serving]
+        weights.ranks = {replica: rank for rank, replica in enumerate(serving, start=1)}
+        self._note_change()
         for replica in serving:
             self._router.set_weights(replica.name, NO_WEIGHTS)
         errors: dict[Replica, EngineError] = {}
@@ -138,9 +164,14 @@ class Updating:
                 weights.discard()
         self._kept = [weights for weights in self._kept if weights is self._current]
 
+    def _note_change(self) -> None:
+        self._changed_again.set()
+        self._changed_again = anyio.Event()
+
     def _take_back(self, before: Weights | None) -> None:
         """Nobody could load the new weights: who has the old ones goes on with them."""
         self._current = before
+        self._note_change()
         self._router.require_weights(before.version if before else None)
         for replica in self._replicas:
             channel = replica.channel
@@ -187,9 +218,11 @@ class Updating:
             _fence(replica, f"requests have not ended {self._limit_s:g} s after their aborts")
 
     async def _load(self, replica: Replica, channel: Channel, weights: Weights) -> None:
+        source = weights.source_for(replica)
+        assert source is not None  # who comes too late waits for the next weights
         try:
             with anyio.fail_after(self._limit_s):
-                await channel.command(LoadWeights(weights.version, weights.source))
+                await channel.command(LoadWeights(weights.version, source))
         except TimeoutError:
             error = EngineError(
                 f"{channel.name}: the weights of version {weights.version} are not loaded after "
@@ -207,8 +240,8 @@ async def _staged(version: int, source: WeightSource) -> Weights:
     Raises:
         EngineError: There is no room for them.
     """
-    if isinstance(source, DiskWeights):
-        return Weights(version, source, is_staged=False)
+    if not isinstance(source, TensorWeights):
+        return Weights(version, source)
     path = await anyio.to_thread.run_sync(stage, source)
     return Weights(version, DiskWeights(path), is_staged=True)
 

@@ -26,6 +26,30 @@ class DiskWeights(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
     path: str
 
 
+class DistributedWeights(
+    msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="distributed"
+):
+    """Tensors that a trainer's process broadcasts to the engines.
+
+    `rollout.engine.broadcasting` makes one, and sends them.
+
+    They are sent once: a replica that starts later waits for the next weights.
+
+    Attributes:
+        world_size: The replicas, and one for the sender.
+        dtypes: By torch's names, "bfloat16" for example.
+        rank: The driver sets it, for each replica.
+    """
+
+    host: str
+    port: int
+    world_size: int
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    rank: int = 0
+
+
 class TensorWeights:
     """Tensors in the memory of the driver's process, by the names that checkpoints use.
 
@@ -55,4 +79,4 @@ class TensorWeights:
 
 
 #: What `update_weights` takes.
-WeightSource = DiskWeights | TensorWeights
+WeightSource = DiskWeights | TensorWeights | DistributedWeights
