@@ -161,7 +161,7 @@ def plan_of(trajectories: Sequence[Trajectory]) -> Plan:
     plan: Plan = []
     for trajectory in trajectories:
         transcript = trajectory.transcript
-        ids = transcript.ids.tolist()
+        ids = transcript.ids().tolist()
         spans = list(transcript.generated_spans())
         turns = [(ids[: span.start], len(span), TOOL_S) for span in spans]
         turns[-1] = (*turns[-1][:2], 0.0)

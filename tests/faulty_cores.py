@@ -103,7 +103,7 @@ class UpdatableCore(MortalCore):
 
 
 class StutteringCore(SimulatedCore):
-    """Says everything twice, and talks to requests that do not exist."""
+    """Says everything twice."""
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """Each chunk of the simulated engine, twice."""
@@ -111,4 +111,3 @@ class StutteringCore(SimulatedCore):
             async for chunk in chunks:
                 yield chunk
                 yield chunk
-                yield msgspec.structs.replace(chunk, request_id="f" * len(chunk.request_id))

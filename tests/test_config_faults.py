@@ -334,7 +334,7 @@ WRONG: dict[tuple[type, str], tuple[object, ...]] = {
         "a:b:C",
         "1a:B",
     ),
-    (RayPlacement, "gpus_per_replica"): (None, -1, math.inf, *NUMBERS),
+    (RayPlacement, "gpus_per_replica"): (-1, math.inf, *NUMBERS),
     (LocalProcessPlacement, "python"): STRINGS,
     (RouterConfig, "strategy"): (None, "random", 1, "", "module:", "a b:C", ["round_robin"]),
     (RouterConfig, "move_margin_s"): (None, -0.1, math.nan, math.inf, *NUMBERS),

@@ -79,7 +79,7 @@ engines = {
     "simulated": section(SimulatedEngine, scenario=mappings, **common),
     "sglang": section(
         SGLangEngine,
-        tensor_parallel=st.integers(1, 8),
+        tensor_parallel=st.just(1),
         memory_fraction=st.floats(0.01, 0.99),
         context_length=optional(counts),
         dtype=dtypes,
@@ -102,7 +102,7 @@ placements = {
         RayPlacement,
         python=optional(texts),
         address=optional(texts),
-        gpus_per_replica=st.floats(8, 16),
+        gpus_per_replica=st.floats(1, 16),
         cpus_per_replica=st.floats(0, 8),
     ),
 }

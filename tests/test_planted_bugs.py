@@ -20,6 +20,7 @@ from rollout.limits import Deadline
 from rollout.scheduling import trajectory as trajectory_module
 from rollout.scheduling.batch_run import BatchRun
 from rollout.scheduling.trajectory import TrajectoryRunner
+from rollout.tools.open_sessions import OpenSessions
 from rollout.tools.session import TrajectoryTools
 from trials import findings
 
@@ -161,15 +162,15 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("tool closed twice", "was closed 2 times")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = TrajectoryTools.close
+    real = OpenSessions.close
 
-    async def close(self: TrajectoryTools) -> None:
+    async def close(self: OpenSessions) -> None:
         sessions = dict(self._sessions)
         await real(self)
         self._sessions = sessions
         await real(self)
 
-    patch.setattr(TrajectoryTools, "close", close)
+    patch.setattr(OpenSessions, "close", close)
 
 
 @bug("outcome counted twice", "statistics: finished = ")

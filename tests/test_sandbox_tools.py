@@ -15,6 +15,7 @@ import anyio
 import msgspec
 import psutil
 import pytest
+import trio
 
 import rollout
 from rollout.bridge import WorkerThreads
@@ -22,6 +23,7 @@ from rollout.config import LimitsConfig, SchedulingConfig
 from rollout.errors import ToolError
 from rollout.limits import Deadline
 from rollout.testing import Scenario, tool_call
+from rollout.testing.schedule import schedule_seed
 from rollout.tools import (
     PythonTool,
     SandboxLimits,
@@ -191,7 +193,29 @@ async def test_parallel_calls_of_one_trajectory_wait_for_one_another() -> None:
     async with opened(PythonTool(limits=PATIENT)) as tools:
         turn = Deadline.after(600, "limits.turn_s")
         results = await tools.run([add] * 4, turn_deadline=turn)
-    assert sorted(result.text for result in results) == ["1\n", "2\n", "3\n", "4\n"]
+    assert [result.text for result in results] == ["1\n", "2\n", "3\n", "4\n"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_parallel_calls_of_one_sandbox_run_as_written_under_any_schedule(
+    seed: int,
+) -> None:
+    async def main() -> list[str]:
+        await best()
+        calls = [
+            ToolCall(name="python", arguments={"code": "open('log', 'w').write('a')"}),
+            ToolCall(name="shell", arguments={"command": "echo -n b >> log"}),
+            ToolCall(name="python", arguments={"code": "n = 1\nopen('log', 'a').write('c')"}),
+            ToolCall(name="shell", arguments={"command": "cat log"}),
+            ToolCall(name="python", arguments={"code": "n += 1\nn"}),
+        ]
+        async with opened(PythonTool(limits=PATIENT), ShellTool(limits=PATIENT)) as tools:
+            turn = Deadline.after(600, "limits.turn_s")
+            return [result.text for result in await tools.run(calls, turn_deadline=turn)]
+
+    with schedule_seed(seed):
+        texts = trio.run(main)
+    assert texts == ["1\n", "(no output)", "1\n", "abc", "2\n"]
 
 
 async def test_readable_paths_and_the_interpreters_packages_can_be_used(tmp_path: Path) -> None:

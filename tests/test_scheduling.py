@@ -417,7 +417,7 @@ async def test_errors_with_a_success_between_are_not_in_a_row() -> None:
 
 
 async def test_turn_cancelled_by_the_agents_own_scope_is_cut_and_the_agent_goes_on() -> None:
-    @register_agent("impatient")
+    @register_agent("quick_to_cut")
     class Impatient(AgentLoop):
         async def run(self, context: AgentContext) -> None:
             with anyio.move_on_after(1.0):
@@ -431,7 +431,7 @@ async def test_turn_cancelled_by_the_agents_own_scope_is_cut_and_the_agent_goes_
         .reply("", filler=5000)
         .timing(base_s=0.01, slope_s=0.0)
     )
-    batch = await generate(scenario, [user("go", agent_name="impatient")])
+    batch = await generate(scenario, [user("go", agent_name="quick_to_cut")])
     (trajectory,) = batch.trajectories
     assert trajectory.outcome is Outcome.COMPLETED
     first, second = trajectory.transcript.generated_spans()

@@ -846,7 +846,8 @@ async def test_core_on_asyncio_in_real_time_answers_all() -> None:
     assert {answer.text for answer in answers} == {"hello<|im_end|>"}
     aborted = Answer()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(collect, core, msgspec.structs.replace(long, request_id="again"), aborted)
+        again = ask(chat("long"), "again", max_new_tokens=30_000)
+        tasks.start_soon(collect, core, again, aborted)
         while not aborted.chunks:
             await anyio.lowlevel.checkpoint()
         core.abort_nowait("again")
@@ -930,7 +931,7 @@ def test_scenario_builder_leaves_the_one_before_alone() -> None:
         (
             lambda: Scenario().timing(basee_s=1),
             "Scenario.timing.basee_s: unknown key; did you mean 'base_s'? "
-            "known: base_s, slope_s, prefill_tokens_per_s",
+            "known: base_s, slope_s, prefill_tokens_per_s, load_weights_s",
         ),
         (
             lambda: SimulatedCore(fault={}),

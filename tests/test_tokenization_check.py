@@ -188,9 +188,8 @@ async def test_tokenization_check_warns_once_for_each_kind_and_counts_all(
         "tokenization/content": 2,
     }
     logged = [record.getMessage() for record in caplog.records if "differs" in record.getMessage()]
-    assert len(logged) == 2
-    assert "(whitespace)" in logged[0]
-    assert "(content)" in logged[1]
+    kinds = [text.partition("(")[2].partition(")")[0] for text in logged]
+    assert sorted(kinds) == ["content", "whitespace"]  # whoever ends first is logged
 
 
 @pytest.mark.anyio

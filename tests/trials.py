@@ -217,7 +217,7 @@ def limits_of(dice: Dice, *, is_calm: bool) -> LimitsConfig:
         return LimitsConfig(tool_s=tool_s)
     bounds: dict[str, Any] = {"batch_s": 400.0, "trajectory_s": 200.0, "turn_s": 90.0}
     for name in ("batch_s", "trajectory_s", "turn_s"):
-        if dice.chance(f"short {name}", 0.15):
+        if dice.chance(f"short {name}", 0.25):
             bounds[name] = dice.between(name, 0.2, 6.0)
     trajectory_s = min(bounds["trajectory_s"], bounds["batch_s"])
     turn_s = min(bounds["turn_s"], trajectory_s)

@@ -18,6 +18,12 @@ from rollout.types import Message, Prompt, ToolCall
 TOOLS = Path(__file__).with_name("tools.yaml")
 NAME = "calc_gsm8k_reward"
 SYSTEM = "Solve the problem, check your answer with the tool, then say it."
+#: A small model learns a call's format from a few examples, not from a description.
+EXAMPLES = {
+    "Ann has 1 cat and gets 1 more. How many cats has she?": "2",
+    "Ben has 5 apples and eats 2. How many apples are left?": "3",
+    "A car has 4 wheels. How many wheels have 2 cars?": "8",
+}
 
 #: As in the data set: the solution ends with the answer.
 ROWS = [
@@ -45,13 +51,10 @@ def preprocessed(row: dict[str, str], index: int) -> dict[str, Any]:
 
 
 def as_prompt(row: dict[str, Any]) -> Prompt:
-    """A preprocessed row as a prompt; a small model learns a call's format from an example."""
+    """A preprocessed row as a prompt, after the examples."""
     system, user = row["prompt"]
     shown = [
-        Message(role="user", content="Ann has 1 cat and gets 1 more. How many cats has she?"),
-        Message(role="assistant", tool_calls=(ToolCall(name=NAME, arguments={"answer": "2"}),)),
-        Message(role="tool", name=NAME, content="2 scores 1.0"),
-        Message(role="assistant", content="2"),
+        message for question, answer in EXAMPLES.items() for message in solved(question, answer)
     ]
     return Prompt(
         messages=[system, *shown, user],
@@ -61,6 +64,16 @@ def as_prompt(row: dict[str, Any]) -> Prompt:
         ground_truth=row["reward_model"]["ground_truth"],
         data_source=row["data_source"],
     )
+
+
+def solved(question: str, answer: str) -> list[Message]:
+    """A conversation in which the answer is checked and said."""
+    return [
+        Message(role="user", content=question),
+        Message(role="assistant", tool_calls=(ToolCall(name=NAME, arguments={"answer": answer}),)),
+        Message(role="tool", name=NAME, content=f"{answer} scores 1.0"),
+        Message(role="assistant", content=answer),
+    ]
 
 
 def prompts() -> list[Prompt]:

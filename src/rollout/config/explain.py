@@ -11,7 +11,12 @@ from rollout.config.engines import (
     SGLangEngine,
     TransformersEngine,
 )
-from rollout.config.placements import AnyPlacement, LocalProcessPlacement, RayPlacement
+from rollout.config.placements import (
+    AnyPlacement,
+    LocalProcessPlacement,
+    RayPlacement,
+    gpus_of,
+)
 from rollout.config.sections import (
     LengthsConfig,
     LimitsConfig,
@@ -35,7 +40,7 @@ def describe_config(config: RolloutConfig) -> list[str]:
     entries = [
         ("model", _model(config)),
         ("generates", _engine(config.engine)),
-        ("lives in", _placement(config.placement)),
+        ("lives in", _placement(config.engine, config.placement)),
         ("replicas", _replicas(config)),
         ("sampling", _sampling(config.sampling)),
         ("validation", _sampling(config.validation_sampling)),
@@ -102,12 +107,12 @@ def _engine(engine: AnyEngine) -> str:
     return "simulated, without a model"
 
 
-def _placement(placement: AnyPlacement) -> str:
+def _placement(engine: AnyEngine, placement: AnyPlacement) -> str:
     match placement:
         case LocalProcessPlacement():
             return f"local_process, a child process each{_interpreter(placement.python)}"
         case RayPlacement():
-            gpus, cpus = placement.gpus_per_replica, placement.cpus_per_replica
+            gpus, cpus = gpus_of(engine, placement), placement.cpus_per_replica
             what = f"an actor each with {gpus:g} GPU and {cpus:g} CPU"
             if placement.colocate:
                 what = f"an actor each on {'; '.join(placement.colocate)}, shared with a trainer"

@@ -52,8 +52,9 @@ class RayPlacement(PlacementConfig):
     #: Ray cluster to join; None joins the one that this process has joined, that ``RAY_ADDRESS``
     #: names or that runs on this machine, else starts one here.
     address: Text | None = None
-    #: Each may be a fraction: Ray shares a GPU or a core between actors then.
-    gpus_per_replica: NonNegative = 1.0
+    #: A fraction lets actors share a GPU. None: as many as the engine spreads over, none on a CPU.
+    gpus_per_replica: NonNegative | None = None
+    #: May be a fraction too.
     cpus_per_replica: NonNegative = 1.0
     #: Machines by Ray node id or address; replica i lives on the i-th, counted round.
     nodes: Texts = ()
@@ -65,6 +66,16 @@ class RayPlacement(PlacementConfig):
         """A place is found in one way."""
         if {"nodes", "colocate"} <= set(sound) and self.nodes and self.colocate:
             yield Fault("nodes", "expected none, as placement.colocate is given", list(self.nodes))
+
+
+def gpus_of(engine: object, placement: RayPlacement) -> float:
+    """GPUs that Ray is asked for, for each replica of an engine."""
+    if placement.colocate:
+        return 0.0
+    if placement.gpus_per_replica is not None:
+        return placement.gpus_per_replica
+    is_on_cpu = getattr(engine, "device", "cpu") == "cpu"
+    return 0.0 if is_on_cpu else float(getattr(engine, "tensor_parallel", 1))
 
 
 #: The first is what data without a `kind` means.

@@ -372,14 +372,12 @@ class RolloutConfig(Section):
 
     def _gpu_faults(self) -> Iterator[Fault]:
         """An engine that spreads over GPUs is placed on as many."""
-        wanted = getattr(self.engine, "tensor_parallel", None)
+        wanted = getattr(self.engine, "tensor_parallel", 1)
         given = getattr(self.placement, "gpus_per_replica", None)
-        if not isinstance(wanted, int) or not isinstance(given, int | float):
-            return
         is_on_cpu = getattr(self.engine, "device", "cpu") == "cpu"
-        if is_on_cpu or getattr(self.placement, "colocate", ()):
+        if is_on_cpu or not isinstance(wanted, int) or not isinstance(given, int | float):
             return
-        if given < wanted and not (wanted == 1 and given > 0):
+        if given < wanted and wanted > 1:
             problem = f"expected at least engine.tensor_parallel = {wanted}"
             yield Fault("placement.gpus_per_replica", problem, given)
 

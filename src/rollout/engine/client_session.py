@@ -369,6 +369,10 @@ class ClientSession:
             )
         held = running.held
         is_last = chunk.finish_reason is not None
+        if not _is_whole(chunk):  # the client refuses it, and must not refuse others with it
+            self._release(running)
+            self._send(chunk)
+            return
         if not held and (is_last or len(chunk.ids) >= 4 * self._terms.stream_interval):
             self._send(chunk)
             return
@@ -441,6 +445,10 @@ class ClientSession:
             self._earlier = anyio.Event()
             with anyio.CancelScope(deadline=min(beat, self._due)):
                 await self._earlier.wait()
+
+
+def _is_whole(chunk: Chunk) -> bool:
+    return len(chunk.log_probs) == len(chunk.ids) and len(chunk.top_log_probs) == len(chunk.top_ids)
 
 
 def _continues(last: Chunk, chunk: Chunk) -> bool:

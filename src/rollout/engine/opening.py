@@ -19,6 +19,7 @@ from rollout.config import (
     SimulatedEngine,
     TransformersEngine,
 )
+from rollout.config.placements import gpus_of
 from rollout.engine.model_files import model_path_fault
 from rollout.engine.placement.base import CoreSpec, Placement
 from rollout.engine.placement.in_process import InProcess
@@ -159,7 +160,7 @@ async def open_placement(config: RolloutConfig) -> AsyncIterator[Placement]:
             async with open_ray_actors(
                 address=ray.address,
                 python=ray.python,
-                resources={"GPU": ray.gpus_per_replica, "CPU": ray.cpus_per_replica},
+                resources={"GPU": gpus_of(config.engine, ray), "CPU": ray.cpus_per_replica},
                 nodes=ray.nodes,
                 colocate=ray.colocate,
             ) as actors:

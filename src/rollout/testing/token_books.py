@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from rollout.engine.generation import Part, TokenCounts
+from rollout.engine.generation import Generation, Part, TokenCounts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -57,6 +57,11 @@ class Balance:
         return bool(given == sum(parts) and min(parts) >= 0)
 
 
+def _is_failed(generation: Generation) -> bool:
+    """Whether its last request failed, and was about to be made again."""
+    return generation.resumes + len(generation.restarts) == len(generation.parts)
+
+
 class _Fate:
     """What became of one request's tokens if all of them arrived.
 
@@ -79,7 +84,9 @@ class _Fate:
         self._is_lossy = is_lossy
         self._had = part.count if part is not None else 0
         self._is_cut = asked is None or (
-            asked.generation.finish_reason is None and part is asked.generation.parts[-1]
+            asked.generation.finish_reason is None
+            and part is asked.generation.parts[-1]
+            and not _is_failed(asked.generation)
         )
         self._ids, self._log_probs = bytearray(), bytearray()
         self._state = "live" if asked is not None else "given up"

@@ -144,6 +144,7 @@ def describe(error: BaseException) -> str:
 async def run_side_by_side(jobs: Iterable[Callable[[], Awaitable[None]]]) -> None:
     """Run the jobs at the same time, each in a task of its own, and wait for all.
 
+    Each is begun before the next one: what jobs do before they first wait happens in their order.
     A KeyboardInterrupt ends the others and is raised here, as itself: raised within a task, it
     would leave trio as a group and stop an asyncio loop where it stands.
     """
@@ -157,7 +158,9 @@ async def run_side_by_side(jobs: Iterable[Callable[[], Awaitable[None]]]) -> Non
                 interrupts.append(interrupt)
                 group.cancel_scope.cancel()
 
-        for job in jobs:
+        for position, job in enumerate(jobs):
+            if position:
+                await anyio.lowlevel.checkpoint()  # trio shuffles what is ready at the same time
             group.start_soon(run, job)
     if interrupts:
         raise interrupts[0]

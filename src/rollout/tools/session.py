@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ _NO_WAIT = contextlib.nullcontext()
 
 #: Lets a call's arguments pass, given the prompt's kwargs for its tool, or raises ArgumentsError.
 ArgumentCheck = Callable[[Any, Mapping[str, Any]], None]
+Job = Callable[[], Awaitable[None]]
 
 
 class CallLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,13 +180,15 @@ class TrajectoryTools:
                         turn.results[position] = error_result(failure)
 
     async def _run_calls(self, turn: _Turn, calls: Sequence[ToolCall | InvalidToolCall]) -> None:
-        jobs = [partial(self._run_call, turn, *pair) for pair in _pending(turn, calls)]
-        if len(jobs) == 1 and runs_on_trio():
-            await jobs[0]()  # a task more would cost as much as all the rest
-        elif jobs:
-            # On asyncio one call has its task too: a cancel scope that it leaves open would
-            # otherwise break the caller's. Trio mends that.
-            await run_side_by_side(jobs)
+        lanes: dict[int, list[Job]] = {}
+        for position, call in _pending(turn, calls):
+            serial = self._sessions[call.name].serial
+            lane = -1 - position if serial is None else id(serial)
+            lanes.setdefault(lane, []).append(partial(self._run_call, turn, position, call))
+        if len(lanes) > 1:
+            await run_side_by_side([partial(_one_by_one, turn, jobs) for jobs in lanes.values()])
+        for jobs in lanes.values() if len(lanes) == 1 else ():
+            await _one_by_one(turn, jobs, is_in_task=False)
 
     async def _run_call(self, turn: _Turn, position: int, call: ToolCall) -> None:
         started = anyio.current_time()
@@ -260,6 +263,19 @@ def _pending(
     for position, call in enumerate(calls):
         if turn.results[position] is None and isinstance(call, ToolCall):
             yield position, call
+
+
+async def _one_by_one(turn: _Turn, jobs: Sequence[Job], *, is_in_task: bool = True) -> None:
+    """Run calls that must not run at once, until the turn's deadline passes.
+
+    A task more would cost as much as all the rest, so that on trio the calls share the caller's. On
+    asyncio each has its own: a cancel scope that it leaves open would otherwise break the caller's.
+    Trio mends that.
+    """
+    shares_task = runs_on_trio() or (is_in_task and len(jobs) == 1)
+    for job in jobs:
+        if turn.limit is None:
+            await (job() if shares_task else run_side_by_side([job]))
 
 
 async def _execute(

@@ -46,14 +46,23 @@ class ToolContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolSession(ABC):
-    """A tool in the hands of one trajectory, from its first call to the trajectory's end."""
+    """A tool in the hands of one trajectory, from its first call to the trajectory's end.
+
+    Attributes:
+        serial: Calls to sessions that have the same object here run one after another, in the order
+            in which the model wrote them: for tools with a state that outlives a call, such as an
+            interpreter. None: the calls of one turn are begun in that order and run at once.
+    """
+
+    serial: object | None = None
 
     @abstractmethod
     async def execute(self, call: ToolCall) -> Any:
         """Answer one call with anything that `normalise_result` takes.
 
-        Calls of one turn run at the same time. An exception becomes an error observation; at the
-        deadline the call is cancelled, and the session stays open for later calls.
+        Calls of one turn run at the same time, but see `serial`. An exception becomes an error
+        observation; at the deadline the call is cancelled, and the session stays open for later
+        calls.
         """
 
     async def calc_reward(self) -> float | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.chat.parsers.json_calls import MAX_DEPTH, finite
 from rollout.chat.parsers.literals import PythonCall, PythonReader
-from rollout.chat.parsers.llama3 import read_objects
+from rollout.chat.parsers.llama3 import OBJECT, read_objects
 from rollout.chat.parsers.pythonic import CALL_LIST, read_call_list
 from rollout.chat.parsers.reader import Reader, SyntaxFault
 from rollout.chat.parsers.registry import register_tool_parser
@@ -43,7 +43,7 @@ class GemmaParser(TaggedParser):
     reasoning_tags = (("<|channel>thought", "<channel|>"), ("<think>", "</think>"))
     opening = (
         r"<\|tool_call>|<start_function_call>|(?P<fence>```tool_code\b)"
-        rf"|(?:\A|(?<=<channel\|>)|(?<=</think>))\s*(?:(?P<json>(?=\{{))|{CALL_LIST})"
+        rf"|(?:\A|(?<=<channel\|>)|(?<=</think>))\s*(?:(?P<json>(?={OBJECT}))|{CALL_LIST})"
     )
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:

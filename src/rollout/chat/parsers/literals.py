@@ -7,10 +7,15 @@ false, null), lists, tuples as lists, dicts with string keys. Depth is bounded, 
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from rollout.chat.parsers.json_calls import MAX_DEPTH, finite, value_at
 from rollout.chat.parsers.reader import Reader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _NAME = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _CALL = re.compile(rf"\s*({_NAME})\s*\(\s*(\))?", re.ASCII)
@@ -21,6 +26,8 @@ _ATOM = re.compile(
     r"|(?P<number>[+-]?(?:[0-9](?:_?[0-9])*\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
     r"|(?P<constant>True|False|None|true|false|null))(?![\w.])"
 )
+#: How a list or an object begins that may be JSON.
+_JSON = re.compile(r"\[\s*(?:[\[\]{\"0-9-]|true|false|null)|\{\s*[\"}]")
 _STRING = re.compile(
     r"([rRuU]?)(?:"
     r'"""((?:[^"\\]++|\\.|"(?!""))*+)"""|'
@@ -33,16 +40,16 @@ _ESCAPE = re.compile(
     r"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(\n|[\\'\"abfnrtv]))"
 )
 _ESCAPED = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
-_CONSTANTS: dict[str, int | float | bool] = {
-    "True": True,
-    "true": True,
-    "False": False,
-    "false": False,
+_CONSTANTS = {"True": True, "true": True, "False": False, "false": False}
+_ATOMS: dict[str | None, Callable[[str], int | float | bool | None]] = {
+    "integer": int,
+    "number": finite,
+    "constant": _CONSTANTS.get,
 }
 _END = {"[": "]", "(": ")"}
 
 
-class PythonCall(NamedTuple):
+class PythonCall(msgspec.Struct, frozen=True):
     """A call and where it stands in the text."""
 
     name: str
@@ -70,8 +77,9 @@ class PythonReader(Reader):
             self.skip()
             self.fail("expected a call of a function")
         self.at = head.end()
-        arguments = self.keywords() if head[2] is None else {}
-        return PythonCall(head[1], arguments, head.start(1), self.at)
+        name, end = head.groups()
+        arguments = self.keywords() if end is None else {}
+        return PythonCall(name, arguments, head.start(1), self.at)
 
     def call_list(self) -> list[PythonCall]:
         """What a list such as ``[f(x=1), g()]`` holds; at least one call."""
@@ -109,21 +117,28 @@ class PythonReader(Reader):
         return arguments
 
     def _argument(self) -> Any:
-        # Long lists are mostly JSON as well, which is read many times faster.
-        if self.text.startswith(("[", "{"), self.at):
+        atom = _ATOM.match(self.text, self.skip())
+        if atom is not None:
+            return self._atom(atom)
+        if _JSON.match(self.text, self.at) is not None:
+            # Long lists are mostly JSON as well, which is read many times faster.
             try:
                 value, self.at = value_at(self.text, self.at)
             except ValueError:
-                return self.value()
-            return value
-        return self.value()
+                pass
+            else:
+                return value
+        return self._composed(0)
 
     def value(self, depth: int = 0) -> Any:
         """One literal."""
-        self.skip()
-        atom = _ATOM.match(self.text, self.at)
+        atom = _ATOM.match(self.text, self.skip())
         if atom is not None:
             return self._atom(atom)
+        return self._composed(depth)
+
+    def _composed(self, depth: int) -> Any:
+        """A list, tuple, dict or string."""
         opening = self.text[self.at : self.at + 1]
         if opening and opening in "[({":
             if depth == MAX_DEPTH:
@@ -155,12 +170,10 @@ class PythonReader(Reader):
         return items
 
     def _atom(self, atom: re.Match[str]) -> int | float | bool | None:
-        written, value = atom[0], _CONSTANTS.get(atom[0])
-        if atom.lastgroup != "constant":
-            try:
-                value = int(written) if atom.lastgroup == "integer" else finite(written)
-            except ValueError:
-                self.fail("expected a number within bounds")
+        try:
+            value = _ATOMS[atom.lastgroup](atom[0])
+        except ValueError:
+            self.fail("expected a number within bounds")
         self.at = atom.end()
         return value
 

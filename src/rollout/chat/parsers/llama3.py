@@ -13,6 +13,8 @@ from rollout.chat.parsers.scan import TaggedParser
 if TYPE_CHECKING:
     from rollout.chat.parsers.scan import TurnScan
 
+#: How an object in JSON begins.
+OBJECT = r"\{\s*[\"}]"
 TAG, END_FUNCTION = "<|python_tag|>", "</function>"
 
 _BUILT_IN = re.compile(r"([A-Za-z_]\w*)\.call\(")
@@ -34,7 +36,7 @@ class Llama3Parser(TaggedParser):
     stop_tokens = ("<|eot_id|>", "<|eom_id|>")
     opening = (
         r"(?P<tag><\|python_tag\|>)|<function=(?P<function>[^<>\n]*)>"
-        r"|(?:\A|(?<=</think>))\s*(?=\{)"
+        rf"|(?:\A|(?<=</think>))\s*(?={OBJECT})"
     )
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:

@@ -14,8 +14,12 @@ if TYPE_CHECKING:
 
     from rollout.chat.parsers.scan import TurnScan
 
-#: What a list of calls begins with: the first function's name, and whether arguments have names.
-CALL_LIST = r"\[(?=\s*(?P<name>[A-Za-z_][\w.]*)\s*\((?P<named>\s*(?:\)|[A-Za-z_]\w*\s*=))?)"
+#: What a list of calls begins with: the first function's name, and whether the rest is no sentence:
+#: its arguments have names, or it has none and the list goes on as one.
+CALL_LIST = (
+    r"\[(?=\s*(?P<name>[A-Za-z_][\w.]*)\s*\("
+    r"(?P<named>\s*(?:\)\s*[],]|[A-Za-z_]\w*\s*=\s*[\w+.\"'\[({-]))?)"
+)
 _START, _END = "<|python_start|>", "<|python_end|>"
 
 
@@ -40,19 +44,14 @@ class PythonicParser(TaggedParser):
 def read_call_list(scan: TurnScan, opening: re.Match[str]) -> int:
     """Add the calls of the list that `opening` begins; return the position after it."""
     start = opening.start()
-    is_meant = (
-        opening["name"] in scan.tool_names
-        or scan.is_at_line_start
-        or scan.text.endswith(_START, 0, start)
-    )
-    if not is_meant and opening["named"] is None:
+    if opening["named"] is None and not _is_meant(scan, opening):
         scan.add_content(*opening.span())
         return opening.end()
     reader = PythonReader(scan.text, start)
     try:
         calls = reader.call_list()
     except SyntaxFault as fault:
-        if is_meant:
+        if _is_meant(scan, opening):
             return scan.add_invalid(start, scan.find(_END, start), str(fault))
         stop = max(fault.at, opening.end())
         scan.add_content(start, stop)
@@ -60,3 +59,12 @@ def read_call_list(scan: TurnScan, opening: re.Match[str]) -> int:
     for call in calls:
         scan.add_call(call.start, call.stop, call.name, call.arguments)
     return reader.at
+
+
+def _is_meant(scan: TurnScan, opening: re.Match[str]) -> bool:
+    """Whether a list that begins here is meant as calls, right or wrong."""
+    return (
+        opening["name"] in scan.tool_names
+        or scan.is_at_line_start
+        or scan.text.endswith(_START, 0, opening.start())
+    )

@@ -37,20 +37,23 @@ class Reader:
 
     def skip(self) -> int:
         """Go past white space; the position there."""
-        gap = _GAP.match(self.text, self.at)
-        if gap is not None:
-            self.at = gap.end()
+        if self.text[self.at : self.at + 1].isspace():
+            gap = _GAP.match(self.text, self.at)
+            self.at = self.at if gap is None else gap.end()
         return self.at
 
     def take(self, sign: str) -> bool:
         """Whether `sign` stands next, white space aside; if so go past it."""
-        found = self.text.startswith(sign, self.skip())
-        if found:
-            self.at += len(sign)
-        return found
+        if not self.text.startswith(sign, self.at) and not self.text.startswith(sign, self.skip()):
+            return False
+        self.at += len(sign)
+        return True
 
     def ends(self, end: str) -> bool:
         """Whether `end` stands next, after a comma or not; else there must be a comma."""
+        if self.text.startswith(end, self.at):
+            self.at += len(end)
+            return True
         separator = _SEPARATORS[end].match(self.text, self.at)
         if separator is None or separator.lastgroup is None:
             self.skip()

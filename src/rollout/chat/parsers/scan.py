@@ -152,22 +152,19 @@ class TaggedParser(ABC):
         """See `ToolParser.parse`."""
         scan = TurnScan(without_end(text), tools)
         at = self._read_reasoning(scan, 0, self.reasoning_tags) if in_reasoning else 0
-        while at < len(scan.text):
-            at = self._read_next(scan, at)
+        while (tag := self._tag.search(scan.text, at)) is not None:
+            scan.add_content(at, tag.start())
+            is_call = tag["reasoning"] is None
+            at = self.read_call(scan, tag) if is_call else self._read_tag(scan, tag)
+        scan.add_content(at, len(scan.text))
         return scan.turn()
 
     @abstractmethod
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         """Read what `opening` opens into `scan`; return the position after it."""
 
-    def _read_next(self, scan: TurnScan, at: int) -> int:
-        tag = self._tag.search(scan.text, at)
-        if tag is None:
-            scan.add_content(at, len(scan.text))
-            return len(scan.text)
-        scan.add_content(at, tag.start())
-        if tag["reasoning"] is None:
-            return self.read_call(scan, tag)
+    def _read_tag(self, scan: TurnScan, tag: re.Match[str]) -> int:
+        """Read what a tag of reasoning opens or closes."""
         pairs = [pair for pair in self.reasoning_tags if tag[0] == pair[0]]
         if pairs:
             return self._read_reasoning(scan, tag.end(), pairs)

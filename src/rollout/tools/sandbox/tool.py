@@ -115,6 +115,7 @@ class _SandboxSession(ToolSession):
     def __init__(self, tool: SandboxTool, sandbox: TrajectorySandbox) -> None:
         self._tool = tool
         self._sandbox = sandbox
+        self.serial = sandbox
 
     async def execute(self, call: ToolCall) -> Any:
         """Run the call's program."""
