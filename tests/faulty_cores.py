@@ -12,7 +12,7 @@ import msgspec
 
 from fake_core import CountingCore
 from rollout.engine.core import Chunk, EngineBroken, GenerationRequest, unpack_ids
-from rollout.engine.weights import WeightSource
+from rollout.engine.weights import DiskWeights
 from rollout.testing.simulated import SimulatedCore
 
 #: A prompt that begins with this id is poison.
@@ -86,7 +86,7 @@ class UpdatableCore(MortalCore):
         self._load_s = load_s
         self._name = name
 
-    async def update_weights(self, version: int, source: WeightSource) -> None:
+    async def update_weights(self, version: int, source: DiskWeights) -> None:
         """Take some time."""
         await anyio.sleep(self._load_s)
         if "bad" in source.path or (self._name == "picky" and "odd" in source.path):

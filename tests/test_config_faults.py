@@ -44,8 +44,8 @@ SAMPLING_KEYS = (
     "greedy, max_new_tokens, stop_token_ids"
 )
 TRANSFORMERS_KEYS = (
-    "kind, replicas, start_timeout_s, stream_interval, dtype, device, threads, max_running, "
-    "max_queued, context_length"
+    "kind, replicas, start_timeout_s, stream_interval, sleep_between_batches, dtype, device, "
+    "threads, max_running, max_queued, context_length"
 )
 LIMITS_AFTER = "generation_s = 60.0\ntool_s = 100\nturn_s = 60\n"
 

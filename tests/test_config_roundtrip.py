@@ -218,6 +218,7 @@ def test_config_dump_of_http_leaves_the_replicas_to_the_urls() -> None:
         "kind": "http",
         "start_timeout_s": 300.0,
         "stream_interval": 16,
+        "sleep_between_batches": False,
         "urls": ["http://a", "http://b"],
         "api": "sglang",
         "api_key_variable": None,

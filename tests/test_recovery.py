@@ -430,7 +430,7 @@ async def test_update_weights_every_replica_has_them_and_tokens_say_so(cores: li
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask, pool, [5, 100], 6, generation)
             await anyio.sleep(0.5)
-            await pool.update_weights(8, DiskWeights("w8"))
+            await pool.update_weights(8, DiskWeights("w8"), "in_place")
         assert generation.versions == [[0, 2], [8, 4]]
         assert [core.loaded for core in cores] == [["w8"], ["w8"]]
         assert (await ask(pool, [5, 1], 1)).versions == [[8, 1]]
@@ -491,7 +491,7 @@ async def test_update_weights_one_cannot_load_it_is_started_again(
             for number, generation in enumerate(generations):
                 tasks.start_soon(ask, pool, [5, 100 + number], 4, generation)
             await anyio.sleep(1.5)
-            await pool.update_weights(2, DiskWeights("odd"))
+            await pool.update_weights(2, DiskWeights("odd"), "in_place")
         assert [r.starts for r in pool.statistics()] == [2, 1]
         assert [g.versions[-1][0] for g in generations] == [2, 2]
         assert sorted(g.resumes for g in generations) == [0, 1]
@@ -508,11 +508,11 @@ async def test_update_weights_core_that_cannot_says_so(cores: list[Any]) -> None
 async def test_update_weights_cancelled_caller_leaves_the_engines_to_it(
     cores: list[Any],
 ) -> None:
-    async with open_pool(updatable(load_s=5.0)) as pool:
+    async with open_pool(updatable(load_s=4.0)) as pool:
         with anyio.move_on_after(1):
             await pool.update_weights(1, DiskWeights("w1"))
         assert (await ask(pool, [5, 1], 1)).versions == [[1, 1]]
-        assert anyio.current_time() == pytest.approx(6.0)
+        assert anyio.current_time() == pytest.approx(5.0)
 
 
 # Seen from a trajectory.

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import anyio
 
 from rollout.bridge import Post, loop_poster, wait_future
+from rollout.engine.operations import ALL_TAGS
 from rollout.errors import RolloutError
 from rollout.runtime import RolloutRuntime, RuntimeStatistics, open_rollout
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
     from types import TracebackType
 
     from anyio.abc import TaskGroup
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from rollout.batch import RolloutBatch
     from rollout.config import RolloutConfig
-    from rollout.engine.weights import WeightSource
+    from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.scheduling.rewards import RewardFunction
     from rollout.types import Prompt
 
@@ -139,13 +140,25 @@ class BlockingRollout:
         count: int = self._start(cancel).future.result()
         return count
 
-    def update_weights(self, *, version: int, source: WeightSource) -> None:
+    def update_weights(
+        self, *, version: int, source: WeightSource, mode: UpdateMode = "abort_and_resume"
+    ) -> None:
         """`RolloutRuntime.update_weights`, waited for in this thread.
 
         An exception that reaches the thread while it waits leaves the engines to it.
         """
-        update = self._start(lambda: self._runtime.update_weights(version=version, source=source))
+        update = self._start(
+            lambda: self._runtime.update_weights(version=version, source=source, mode=mode)
+        )
         update.future.result()
+
+    def sleep(self, level: int = 1) -> None:
+        """`RolloutRuntime.sleep`, waited for in this thread."""
+        self._start(lambda: self._runtime.sleep(level)).future.result()
+
+    def wake_up(self, tags: Iterable[str] = ALL_TAGS) -> None:
+        """`RolloutRuntime.wake_up`, waited for in this thread."""
+        self._start(lambda: self._runtime.wake_up(tags)).future.result()
 
     def statistics(self) -> RuntimeStatistics:
         """`RolloutRuntime.statistics`, from any thread."""

@@ -41,6 +41,11 @@ class Deadline(msgspec.Struct, frozen=True):
         inner = cls(anyio.current_time() + length, source, length)
         return inner if outer is None or inner.at < outer.at else outer
 
+    def later(self, seconds: float, outermost: Deadline) -> Deadline:
+        """The same limit `seconds` later, or `outermost` where that is not later."""
+        at = self.at + seconds
+        return Deadline(at, self.source, self.seconds) if at < outermost.at else outermost
+
     def error(self) -> LimitExceeded:
         """What a trajectory that meets this deadline ends with."""
         return LimitExceeded(
@@ -49,6 +54,57 @@ class Deadline(msgspec.Struct, frozen=True):
             reason=self.source.rpartition(".")[2].removesuffix("_s"),
             outcome=Outcome.DEADLINE,
         )
+
+
+class HeldDeadline:
+    """A deadline that stands still while the runtime holds what it is for.
+
+    Only `outermost` counts the time between `hold` and `go_on`, which may nest.
+
+    Attributes:
+        now: What counts at present.
+    """
+
+    def __init__(self, deadline: Deadline, outermost: Deadline) -> None:
+        self.now = deadline
+        self._outermost = outermost
+        self._scope: anyio.CancelScope | None = None
+        self._held: Deadline | None = None
+        self._holds = 0
+        self._since = 0.0
+
+    def govern(self, scope: anyio.CancelScope) -> None:
+        """Keep the deadline of this scope right from now on."""
+        self._scope = scope
+        scope.deadline = self.now.at
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """As `fail_at_deadline`."""
+        with anyio.CancelScope() as scope:
+            self.govern(scope)
+            yield
+        if scope.cancelled_caught and anyio.current_time() >= self.now.at:
+            raise self.now.error()
+
+    def hold(self) -> None:
+        """The runtime holds it from now on."""
+        self._holds += 1
+        if self._holds == 1:
+            self._since, self._held = anyio.current_time(), self.now
+            self._become(self._outermost)
+
+    def go_on(self) -> None:
+        """End one `hold`."""
+        self._holds -= 1
+        if self._holds == 0:
+            assert self._held is not None
+            self._become(self._held.later(anyio.current_time() - self._since, self._outermost))
+
+    def _become(self, deadline: Deadline) -> None:
+        self.now = deadline
+        if self._scope is not None:
+            self._scope.deadline = deadline.at
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,10 @@ from rollout.bridge import WorkerThreads, has_virtual_clock
 from rollout.chat.parsers import stop_token_ids
 from rollout.config import RolloutConfig
 from rollout.engine.opening import open_engines
+from rollout.engine.operations import ALL_TAGS
 from rollout.engine.pool import EnginePool, ReplicaStatistics
 from rollout.engine.recovery import RecoveryCounts
-from rollout.errors import ConfigError, LimitExceeded, RolloutError
+from rollout.errors import ConfigError, EngineError, LimitExceeded, RolloutError
 from rollout.interactions import InteractionRegistry
 from rollout.limits import Deadline
 from rollout.observe.loop_lag import LoopLag
@@ -33,18 +35,22 @@ from rollout.tools.providers import open_tools
 from rollout.types import Trajectory
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
     from anyio.streams.memory import MemoryObjectReceiveStream
 
     from rollout.batch import RolloutBatch
     from rollout.chat import ChatTemplate, ToolParser
-    from rollout.engine.weights import WeightSource
+    from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.scheduling.rewards import RewardFunction
     from rollout.types import Prompt
 
 #: Finished trajectories that wait for a slow consumer of `stream` before members wait too.
 STREAM_BUFFER = 16
+#: Between batches a trainer needs all of the memory, and gives new weights as a rule.
+SLEEP_BETWEEN_BATCHES_LEVEL = 2
+
+logger = logging.getLogger("rollout")
 
 
 @attrs.frozen(kw_only=True)
@@ -107,6 +113,7 @@ class RolloutRuntime:
         self._calls: dict[BatchRun, anyio.CancelScope] = {}
         self._idle = anyio.Event()
         self._is_closing = False
+        self._batches = 0
 
     @property
     def template(self) -> ChatTemplate:
@@ -118,11 +125,14 @@ class RolloutRuntime:
         """The engines: replicas can be added, removed and drained there while calls run."""
         return self._runner.services.engines
 
-    async def update_weights(self, *, version: int, source: WeightSource) -> None:
+    async def update_weights(
+        self, *, version: int, source: WeightSource, mode: UpdateMode = "abort_and_resume"
+    ) -> None:
         """Every engine has these weights afterwards; see `EnginePool.update_weights`.
 
         Args:
             version: What tokens sampled with them are stamped with, in `weight_versions`.
+            mode: What becomes of generations under way: "wait", "abort_and_resume" or "in_place".
 
         Raises:
             EngineError: No engine could load them; all keep the weights that they have.
@@ -130,7 +140,29 @@ class RolloutRuntime:
         """
         if self._is_closing:
             raise RolloutError("the runtime is closed")
-        await self.engines.update_weights(version, source)
+        await self.engines.update_weights(version, source, mode)
+
+    async def sleep(self, level: int = 1) -> None:
+        """The engines have released memory afterwards; see `EnginePool.sleep`.
+
+        Trajectories stay as they are; those that generate wait until `wake_up`.
+
+        Args:
+            level: 1 releases the KV cache, 2 the weights as well.
+        """
+        await self.engines.sleep(level)
+
+    async def wake_up(self, tags: Iterable[str] = ALL_TAGS) -> None:
+        """The engines have taken memory back afterwards; see `EnginePool.wake_up`.
+
+        Args:
+            tags: "weights", "kv_cache", or both.
+        """
+        await self.engines.wake_up(tags)
+
+    async def flush_cache(self) -> None:
+        """The engines have forgotten what they computed so far; see `EnginePool.flush_cache`."""
+        await self.engines.flush_cache()
 
     async def generate(
         self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
@@ -173,8 +205,9 @@ class RolloutRuntime:
 
         with self._lag.window() as window:
             try:
-                with self._running(run):
-                    await run.run(keep)
+                async with self._awake():
+                    with self._running(run):
+                        await run.run(keep)
             except RolloutError as error:
                 error.partial = collated()
                 raise
@@ -208,10 +241,11 @@ class RolloutRuntime:
                 except LimitExceeded as error:  # what is in the buffer is still to be received
                     verdict = error
 
-        with self._running(run):
-            async with open_task_group() as tasks, receive:
-                tasks.start_soon(produce)
-                yield receive
+        async with self._awake():
+            with self._running(run):
+                async with open_task_group() as tasks, receive:
+                    tasks.start_soon(produce)
+                    yield receive
         if verdict is not None:
             raise verdict
 
@@ -273,6 +307,29 @@ class RolloutRuntime:
             config=scheduling,
             tally=self._tally,
         )
+
+    @asynccontextmanager
+    async def _awake(self) -> AsyncIterator[None]:
+        """The engines are awake for a batch, where they sleep between batches."""
+        if not self.config.engine.sleep_between_batches:
+            yield
+            return
+        self._batches += 1
+        try:
+            await self.engines.wake_up()
+            yield
+        finally:
+            self._batches -= 1
+            if not self._batches and not self._is_closing:
+                with anyio.CancelScope(shield=True):  # bounded: the pool limits each replica
+                    await self._put_to_sleep()
+
+    async def _put_to_sleep(self) -> None:
+        """A batch that is done is not lost because engines do not fall asleep after it."""
+        try:
+            await self.engines.sleep(SLEEP_BETWEEN_BATCHES_LEVEL)
+        except EngineError as error:
+            logger.warning("the engines stay awake: %s", error)
 
     @contextmanager
     def _running(self, run: BatchRun) -> Iterator[None]:
@@ -388,6 +445,8 @@ async def _open_runtime(
                 )
                 runtime = RolloutRuntime(config, runner, threads, tally)
                 async with runtime._serving():
+                    if config.engine.sleep_between_batches:
+                        await engines.sleep(SLEEP_BETWEEN_BATCHES_LEVEL)
                     yield runtime
     finally:
         await executor.close()

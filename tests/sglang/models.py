@@ -38,9 +38,9 @@ CONFIGS = {
 }
 
 
-def save_model(family: str, directory: Path) -> str:
+def save_model(family: str, directory: Path, seed: int = 0) -> str:
     """The same weights each time, in float32."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())
     model.float().save_pretrained(directory)
     return str(directory)

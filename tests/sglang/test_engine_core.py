@@ -298,14 +298,14 @@ async def test_core_iterator_closed_early_aborts_the_request(core: SGLangCore) -
         await until_idle(core)
 
 
-async def test_core_prefix_cache_is_keyed_by_the_weight_version(
+async def test_core_prefix_cache_is_keyed_by_the_weights(
     core: SGLangCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = prompts(3, 100)[2]
     first = await collect(core, asked(text))
     again = await collect(core, asked(text))
     assert (first.last.cached_tokens, again.last.cached_tokens) == (0, 99)
-    monkeypatch.setattr(core, "_weight_version", 1)
+    monkeypatch.setattr(core, "_updates", core._updates + 1)
     assert (await collect(core, asked(text))).last.cached_tokens == 0
 
 

@@ -19,7 +19,7 @@ from rollout.chat.transcript import Transcript
 from rollout.engine.generation import Generation
 from rollout.errors import AgentError, ConfigError, LimitExceeded, TemplateError
 from rollout.interactions import Interaction, InteractionContext, InteractionTurn
-from rollout.limits import Deadline, fail_at_deadline
+from rollout.limits import Deadline, HeldDeadline, fail_at_deadline
 from rollout.tools.attempt import CallError, attempt
 from rollout.types import InvalidToolCall, Message, Outcome, Prompt, ToolCall
 
@@ -51,6 +51,7 @@ class AgentContext:
         turn_scores: What the simulated user gave.
         tool_rewards: What the tools gave.
         assistant_turns, user_turns: Generations so far; answers of tools or users so far.
+        deadline: The trajectory's own.
         ending: The outcome, where it is settled already.
         cut_by: Path of the length that cut the last generation, else None.
         generation_s: Seconds spent waiting for engines, queueing included.
@@ -68,6 +69,7 @@ class AgentContext:
         tools: TrajectoryTools,
         deadline: Deadline,
         extra: dict[str, Any],
+        outermost: Deadline,
     ) -> None:
         self.prompt = prompt
         self.identity = identity
@@ -88,7 +90,8 @@ class AgentContext:
         self.discarded_tokens = 0
         self._services = services
         self._tools = tools
-        self._deadline = deadline
+        self._outermost = outermost
+        self.deadline = HeldDeadline(deadline, outermost)
         self._turn_deadline = deadline
         self._interaction: Interaction | None = None
         self._calls_asked = 0
@@ -155,12 +158,16 @@ class AgentContext:
         if not self.transcript.spans:
             await self.begin()
         limits = self._services.config.limits
-        self._turn_deadline = Deadline.after(limits.turn_s, "limits.turn_s", self._deadline)
-        deadline = Deadline.after(limits.generation_s, "limits.generation_s", self._turn_deadline)
+        turn = Deadline.after(limits.turn_s, "limits.turn_s", self.deadline.now)
+        turn_deadline = HeldDeadline(turn, self._outermost)
+        deadline = HeldDeadline(
+            Deadline.after(limits.generation_s, "limits.generation_s", turn), self._outermost
+        )
         generation = Generation()
+        generation.held = (self.deadline, turn_deadline, deadline)
         started = anyio.current_time()
         try:
-            with self._settling_limits(), fail_at_deadline(deadline):
+            with self._settling_limits(), deadline.failing():
                 self._render_anew()
                 budget, bounded_by = self._budget()
                 await self._services.engines.generate(
@@ -169,11 +176,12 @@ class AgentContext:
                     prompt_ids=self.transcript.history,
                     sampling=self._sampling_of_turn(budget),
                     group_id=f"{self.identity.step}/{self.identity.uid}",
-                    deadline=deadline.at,
+                    deadline=deadline.now.at,
                 )
-                if generation.finish_reason == "abort" and anyio.current_time() >= deadline.at:
-                    raise deadline.error()  # the engine kept the deadline before we could
+                if generation.finish_reason == "abort" and anyio.current_time() >= deadline.now.at:
+                    raise deadline.now.error()  # the engine kept the deadline before we could
         finally:
+            self._turn_deadline = turn_deadline.now
             self.generation_s += anyio.current_time() - started
             self._note_recovery(generation)
             self._take(generation)

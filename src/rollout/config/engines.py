@@ -33,6 +33,9 @@ class EngineConfig(Section):
     start_timeout_s: Positive = 300.0
     #: Tokens gathered before a partial answer is sent.
     stream_interval: Count = 16
+    #: Engines release KV cache and weights after their start and after every batch, and take them
+    #: back before the next one: for a trainer on the same GPUs.
+    sleep_between_batches: Flag = False
 
     @classmethod
     def homes_of(cls, key: str) -> list[str]:
@@ -158,7 +161,10 @@ class HttpEngine(EngineConfig):
     replicas: Count = attrs.field(default=attrs.Factory(_one_for_each_url, takes_self=True))
 
     def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
-        """One replica for each URL."""
+        """One replica for each URL, whose memory is somebody else's."""
+        if "sleep_between_batches" in sound and self.sleep_between_batches:
+            text = "expected false: servers that somebody else runs keep their memory"
+            yield Fault("sleep_between_batches", text, self.sleep_between_batches)
         if {"urls", "replicas"} <= set(sound) and self.replicas != len(self.urls):
             yield Fault(
                 "replicas",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rollout.engine.placement.ray import seats_of
     from rollout.engine.routing import Router
     from rollout.engine.server import EngineServer
-    from rollout.engine.weights import DiskWeights
+    from rollout.engine.weights import DiskWeights, DistributedWeights, TensorWeights
 
 _HOMES = {
     "rollout.engine.channel": ("connect_channel",),
@@ -40,7 +40,7 @@ _HOMES = {
     "rollout.engine.placement.ray": ("seats_of",),
     "rollout.engine.routing": ("Router",),
     "rollout.engine.server": ("EngineServer",),
-    "rollout.engine.weights": ("DiskWeights",),
+    "rollout.engine.weights": ("DiskWeights", "DistributedWeights", "TensorWeights"),
 }
 __all__ = sorted(name for names in _HOMES.values() for name in names)  # noqa: PLE0605
 __getattr__ = lazy_exports(__name__, _HOMES)

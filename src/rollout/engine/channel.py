@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import secrets
@@ -10,7 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import anyio
-import msgspec
 from anyio.abc import ByteStream
 
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, GenerationRequest
@@ -29,6 +29,8 @@ from rollout.engine.protocol import (
     Abort,
     Ack,
     Bye,
+    Command,
+    CommandDone,
     CutError,
     DriverFacts,
     FrameError,
@@ -40,15 +42,13 @@ from rollout.engine.protocol import (
     SendWhole,
     Submit,
     Terms,
-    UpdateWeights,
-    WeightsUpdated,
     Welcome,
     decode_from_server,
 )
 from rollout.errors import ChannelError, EngineError
 
 if TYPE_CHECKING:
-    from rollout.engine.weights import WeightSource
+    from rollout.engine.operations import Operation
     from rollout.token_history import TokenHistory
 
 logger = logging.getLogger("rollout.engine")
@@ -110,6 +110,16 @@ class PendingRequest:
         self.is_garbled = False
 
 
+class _Order:
+    """A command under way; `done` fires at its answer, or without one when the channel is lost."""
+
+    __slots__ = ("answer", "done")
+
+    def __init__(self, done: anyio.Event) -> None:
+        self.done = done
+        self.answer: CommandDone | None = None
+
+
 class Channel:
     """A live connection pair to one replica; made by `connect_channel`.
 
@@ -146,9 +156,8 @@ class Channel:
         self._control = frames["control"]
         self._pending: dict[str, PendingRequest] = {}
         self._zombies: dict[str, PendingRequest] = {}
-        self._weights = anyio.Event()
-        self._weights_version = -1
-        self._weights_answer = WeightsUpdated(-1)
+        self._commands: dict[int, _Order] = {}
+        self._numbers = itertools.count()
         self._heartbeat = Heartbeat(frames, greeter.terms)
         #: The backend's own class: to look it up for each request costs a microsecond.
         self._new_event: type[anyio.Event] = type(anyio.Event())
@@ -263,29 +272,40 @@ class Channel:
         self._zombies[pending.request_id] = pending
         self._control.send_nowait(Abort(pending.request_id))
 
-    async def update_weights(self, version: int, source: WeightSource) -> None:
-        """Have the engine load other weights; returns when it has. One at a time.
+    def interrupt_nowait(self, request_id: str) -> None:
+        """Have the engine end a request; whoever waits for it gets the tokens that it has."""
+        self._control.send_nowait(Abort(request_id))
+
+    async def command(self, operation: Operation) -> None:
+        """Have the engine do something; returns when it has.
 
         Cancellation leaves the engine to it.
 
         Raises:
-            EngineError: It could not, and has the weights that it had.
+            EngineError: It could not, and is as it was.
             ChannelError: The channel was lost.
         """
-        self._weights, self._weights_version = anyio.Event(), version
-        if not self.lost.is_set():
-            self._control.send_nowait(UpdateWeights(version, source))
-            await self._weights.wait()
         if self.lost.is_set():
             raise ChannelError(self.lost_reason)
-        if self._weights_answer.error:
-            raise EngineError(f"{self.name}: {self._weights_answer.error}")
-        self.info = msgspec.structs.replace(self.info, weight_version=version)
+        number, order = next(self._numbers), _Order(self._new_event())
+        self._commands[number] = order
+        try:
+            self._control.send_nowait(Command(number, operation))
+            await order.done.wait()
+        finally:
+            del self._commands[number]
+        if order.answer is None:
+            raise ChannelError(self.lost_reason)
+        if order.answer.error:
+            raise EngineError(f"{self.name}: {order.answer.error}")
 
-    def _on_weights(self, answer: WeightsUpdated) -> None:
-        if answer.version == self._weights_version:
-            self._weights_answer = answer
-            self._weights.set()
+    def _on_done(self, answer: CommandDone) -> None:
+        order = self._commands.get(answer.number)
+        if answer.is_fatal:
+            self._lose(f"the engine is broken: {answer.error}")
+        elif order is not None:
+            order.answer = answer
+            order.done.set()
 
     def take(self, role: Role, payload: bytes | memoryview) -> None:
         """One frame of the engine.
@@ -312,8 +332,8 @@ class Channel:
                 frames.acknowledge_nowait(IDLE_ACK_BYTES)
             case Ack(received):
                 frames.confirmed(received)
-            case WeightsUpdated():
-                self._on_weights(message)
+            case CommandDone():
+                self._on_done(message)
             case SendWhole(request_id):
                 self._send_whole(request_id)
             case _:
@@ -405,7 +425,8 @@ class Channel:
         for pending in (*self._pending.values(), *self._zombies.values()):
             pending.is_lost = True
             self._end(pending, self.lost_reason)
-        self._weights.set()
+        for order in self._commands.values():
+            order.done.set()
         self._pending.clear()
         self._zombies.clear()
 

@@ -16,20 +16,21 @@ import msgspec
 from rollout.engine.core import Chunk, EngineBroken, GenerationRequest
 from rollout.engine.frames import IDLE_ACK_BYTES
 from rollout.engine.loading import start_error_text
+from rollout.engine.operations import carry_out
 from rollout.engine.protocol import (
     CONNECTION_ERRORS,
     ROLES,
     Abort,
     Ack,
     Bye,
+    Command,
+    CommandDone,
     FrameError,
     FrameTooLongError,
     Ping,
     Pong,
     SendWhole,
     Submit,
-    UpdateWeights,
-    WeightsUpdated,
     decode_from_client,
 )
 
@@ -235,8 +236,8 @@ class ClientSession:
                 pass  # that it could be sent was the point
             case Ack(received):
                 self._frames[role].confirmed(received)
-            case UpdateWeights() if self._tasks is not None:
-                self._tasks.start_soon(self._update_weights, message, self._frames[role])
+            case Command() if self._tasks is not None:
+                self._tasks.start_soon(self._carry_out, message, self._frames[role])
             case Bye():
                 self.end()
             case _:
@@ -402,18 +403,15 @@ class ClientSession:
         chunk = Chunk(request_id=request_id, finish_reason="error", error=error, is_fatal=is_fatal)
         self._frames["data"].send_nowait(chunk)
 
-    async def _update_weights(self, update: UpdateWeights, frames: FrameStream) -> None:
-        load = getattr(self._core, "update_weights", None)
-        error = ""
+    async def _carry_out(self, command: Command, frames: FrameStream) -> None:
+        error, is_fatal = "", False
         try:
-            if load is None:
-                error = f"{type(self._core).__name__} cannot change its weights"
-            else:
-                await load(update.version, update.source)
+            await carry_out(self._core, command.operation)
         except Exception as failure:
-            logger.exception("the weights of version %s were not loaded", update.version)
-            error = start_error_text(failure)
-        frames.send_nowait(WeightsUpdated(update.version, error))
+            logger.exception("%s failed", command.operation)
+            is_fatal = isinstance(failure, EngineBroken | MemoryError)
+            error = str(failure) if isinstance(failure, EngineBroken) else start_error_text(failure)
+        frames.send_nowait(CommandDone(command.number, error, is_fatal))
 
     # --- time
 

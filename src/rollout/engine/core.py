@@ -14,7 +14,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from rollout.engine.weights import WeightSource
+    from rollout.engine.weights import DiskWeights
 
 FinishReason = Literal["stop", "length", "abort", "error", "rejected"]
 #: Checked when a message is decoded: what a peer sends must not break what counts with it.
@@ -244,12 +244,31 @@ class EngineCore(Protocol):
 class UpdatableCore(EngineCore, Protocol):
     """An `EngineCore` whose weights can be changed while it serves."""
 
-    async def update_weights(self, version: int, source: WeightSource) -> None:
+    async def update_weights(self, version: int, source: DiskWeights) -> None:
         """Load other weights of the same model; what is sampled from now on has this version.
 
         Requests go on meanwhile; no new one comes. Nothing that was computed with the old weights
         serves a later request. On an error the old weights stay.
         """
+
+
+class SleepingCore(EngineCore, Protocol):
+    """An `EngineCore` that can give its memory away for a while; no request runs meanwhile."""
+
+    async def sleep(self, level: int) -> None:
+        """Release the KV cache (1), and the weights too (2); what is released already stays so.
+
+        New requests are answered "rejected" until all of it is back.
+        """
+
+    async def wake_up(self, tags: tuple[str, ...]) -> None:
+        """Take back what is named ("kv_cache", "weights") and released.
+
+        Weights are those that it had, loaded anew, or those that it was given meanwhile.
+        """
+
+    async def flush_cache(self) -> None:
+        """Forget what was computed of earlier requests."""
 
 
 def pack_ids(ids: list[int] | tuple[int, ...]) -> bytes:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollout.engine.core import Chunk, FinishReason
+    from rollout.limits import HeldDeadline
 
 
 @attrs.define
@@ -74,12 +75,14 @@ class Generation:
         top_ids: Where asked for, int32: the k most likely ids at each position, likeliest first.
         top_log_probs: float32, one for each of `top_ids`.
         routed_experts: Where asked for, the raw bytes in which the engine says it.
+        held: Deadlines that stand still while the runtime holds it back.
         on_tokens: Called each time tokens have been appended, where somebody must know.
     """
 
     __slots__ = (
         "cached_tokens",
         "finish_reason",
+        "held",
         "ids",
         "log_probs",
         "on_tokens",
@@ -97,6 +100,7 @@ class Generation:
         self.resumes = 0
         self.restarts: list[str] = []
         self.on_tokens: Callable[[], None] | None = None
+        self.held: tuple[HeldDeadline, ...] = ()
         self._forget()
 
     def _forget(self) -> None:

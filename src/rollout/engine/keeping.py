@@ -16,6 +16,7 @@ from rollout.engine.placement.base import CoreSpec, Placement
 from rollout.engine.protocol import Terms
 from rollout.engine.recovery import Attempt
 from rollout.engine.routing import ReplicaState
+from rollout.engine.updating import Weights
 from rollout.errors import EngineError
 from rollout.scopes import open_task_group
 
@@ -42,6 +43,7 @@ class Replica:
         state: "starting", "serving", "restarting", "given up", "removed" or "closed".
         starts: How often it has come to serve.
         channel, routed: While it serves.
+        weights: What it was given last since it started; None: what it starts with.
         running: Generations whose request is in flight there.
         lost: Those that were when it was lost last, and how many requests were in flight in all.
         judged: Fires when it is known whether that was a death.
@@ -59,6 +61,7 @@ class Replica:
     starts: int = 0
     channel: Channel | None = None
     routed: ReplicaState | None = None
+    weights: Weights | None = None
     tokens: TokenCounts = attrs.field(factory=TokenCounts)
     running: dict[Attempt, None] = attrs.field(factory=dict)
     lost: tuple[tuple[Attempt, ...], int] = ((), 0)
@@ -68,6 +71,11 @@ class Replica:
     is_excused: bool = False
     scope: anyio.CancelScope | None = None
     gone: anyio.Event = attrs.field(factory=anyio.Event)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it is routed to: its channel is not lost."""
+        return self.channel is not None and not self.channel.lost.is_set()
 
 
 @attrs.frozen(kw_only=True)

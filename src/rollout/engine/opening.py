@@ -89,6 +89,8 @@ def _sglang_options(config: RolloutConfig, engine: SGLangEngine, replica: int) -
     if engine.device == "cuda" and isinstance(config.placement, LocalProcessPlacement):
         # They share a machine: each replica takes the next GPUs of it.
         server_args.setdefault("base_gpu_id", replica * engine.tensor_parallel)
+    if engine.device == "cuda" and engine.sleep_between_batches:
+        server_args.setdefault("enable_memory_saver", True)
     return {
         "model": model.path,
         "revision": model.revision,

@@ -14,16 +14,20 @@ import numpy as np
 
 from rollout.engine.generation import TokenCounts
 from rollout.engine.keeping import Keeper, Replica
+from rollout.engine.operations import ALL_TAGS
 from rollout.engine.recovery import Attempt, RecoveryCounts, RecoveryPolicy, note_death
 from rollout.engine.requests import Requests
-from rollout.engine.updating import Update, Updating
+from rollout.engine.sleeping import Sleeping
+from rollout.engine.updating import Updating
+from rollout.engine.upkeep import Upkeep
 from rollout.engine.waiting import Bell, WaitingLine
+from rollout.engine.weights import UPDATE_MODES
 from rollout.errors import ChannelError, EngineError
 from rollout.scopes import leaf_of, open_task_group
 from rollout.token_history import TokenHistory
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
     from anyio.abc import TaskGroup
 
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
     from rollout.engine.placement.base import CoreSpec, Placement
     from rollout.engine.protocol import Terms
     from rollout.engine.routing import Router
-    from rollout.engine.weights import WeightSource
+    from rollout.engine.weights import UpdateMode, WeightSource
 
 
 @attrs.frozen
@@ -107,10 +111,23 @@ class EnginePool:
         shares = weights or (1.0,) * len(specs)
         for spec, share in zip(specs, shares, strict=True):
             self._new_replica(spec, share)
-        self._line = WaitingLine(lambda: router.has_room)
+        self._line = WaitingLine(lambda: router.has_room and not self._requests.is_held)
         self._bell = Bell()
         self._requests = Requests(router, self._replicas, self._line, self._bell)
-        self._updating = Updating(router, limit_s=start_timeout_s, changed=self._line.call_next)
+        self._upkeep = Upkeep()
+        self._updating = Updating(
+            router,
+            self._requests,
+            self._replicas.values(),
+            limit_s=start_timeout_s,
+            changed=self._line.call_next,
+        )
+        self._sleeping = Sleeping(
+            self._requests,
+            self._replicas.values(),
+            changed=self._line.call_next,
+            limit_s=start_timeout_s,
+        )
         self._info: EngineInfo | None = None
         self._tasks: TaskGroup | None = None
         self.recoveries = RecoveryCounts()
@@ -224,26 +241,64 @@ class EnginePool:
             replica.scope.cancel()
         await replica.gone.wait()
 
-    async def update_weights(self, version: int, source: WeightSource) -> None:
+    async def update_weights(
+        self, version: int, source: WeightSource, mode: UpdateMode = "abort_and_resume"
+    ) -> None:
         """Every replica has these weights afterwards; one that starts later gets them first.
 
-        Replicas load them side by side, and get new requests when they have; requests in flight go
-        on. One that cannot load them is started again, unless none can. Cancellation leaves them
-        to it.
+        Replicas load them side by side, and get new requests when they have. One that cannot load
+        them is started again, unless none can. Cancellation leaves them to it.
 
         Args:
             version: What the tokens sampled with them are stamped with.
+            mode: What becomes of the requests that a replica has in flight. "wait": they end
+                first. "abort_and_resume": they are cut off, keep their tokens, and go on from
+                those under the new weights. "in_place": they go on, with what was computed of
+                them under the old weights.
 
         Raises:
-            EngineError: No replica could load them; all keep the weights that they have.
+            EngineError: No replica could load them; all have the weights that they had.
         """
-        if self._tasks is None:
-            raise EngineError("the engines are closed")
-        update = Update(version, source)
-        self._tasks.start_soon(self._updating.run, update, self._replicas.values())
-        await update.done.wait()
-        if update.error is not None:
-            raise update.error
+        if mode not in UPDATE_MODES:
+            raise EngineError(f"mode = {mode!r}; expected {', '.join(UPDATE_MODES)}")
+        if not 0 <= version < 2**31:
+            raise EngineError(f"version = {version!r}; expected 0 to 2**31 - 1")
+        await self._upkeep.do(partial(self._updating.update, version, source, mode))
+
+    async def sleep(self, level: int = 1) -> None:
+        """Every replica has released memory afterwards; returns once it is free.
+
+        Running requests are cut off and keep their tokens; they, and those that come, wait and go
+        on after `wake_up`. Replicas that start meanwhile sleep too.
+
+        Args:
+            level: 1 releases the KV cache, 2 the weights as well.
+
+        Raises:
+            EngineError: An engine could not; all stay awake.
+        """
+        await self._upkeep.do(partial(self._sleeping.sleep, level))
+
+    async def wake_up(self, tags: Iterable[str] = ALL_TAGS) -> None:
+        """Take back what `sleep` released; requests go on once all of it is there.
+
+        Weights are those that were current, or were loaded while the engines slept.
+
+        Args:
+            tags: "weights", "kv_cache", or both.
+
+        Raises:
+            EngineError: An engine could not; it is started again.
+        """
+        await self._upkeep.do(partial(self._sleeping.wake_up, tags))
+
+    async def flush_cache(self) -> None:
+        """Every replica forgets what it computed of earlier requests, once none runs there.
+
+        Raises:
+            EngineError: An engine could not.
+        """
+        await self._upkeep.do(self._sleeping.flush_cache)
 
     def _find(self, name: str) -> Replica:
         replica = self._replicas.get(name)
@@ -334,7 +389,8 @@ class EnginePool:
                 f"{replica.name} serves model {channel.info.fingerprint}, the other engines "
                 f"{self._info.fingerprint}"
             )
-        await self._updating.bring_up(channel)
+        await self._updating.bring_up(replica, channel)
+        await self._sleeping.bring_up(channel)
         if channel.lost.is_set():
             raise ChannelError(channel.lost_reason)
         replica.channel, replica.state, replica.is_excused = channel, "serving", False
@@ -382,14 +438,19 @@ class EnginePool:
         Raises:
             EngineError: One of them did not start, with what it said.
         """
-        async with open_task_group() as tasks:
-            self._tasks, self._requests.is_open = tasks, True
-            try:
-                await self._start_all(tasks)
-                yield
-            finally:
-                self._tasks, self._requests.is_open = None, False
-                self._line.call_all()
+        try:
+            async with open_task_group() as tasks:
+                self._tasks, self._requests.is_open = tasks, True
+                self._upkeep.open(tasks)
+                try:
+                    await self._start_all(tasks)
+                    yield
+                finally:
+                    self._tasks, self._requests.is_open = None, False
+                    self._upkeep.close()
+                    self._line.call_all()
+        finally:
+            self._updating.close()
 
     async def _start_all(self, tasks: TaskGroup) -> None:
         try:

@@ -14,7 +14,7 @@ import anyio
 import msgspec
 
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, Natural, SamplingParams
-from rollout.engine.weights import WeightSource
+from rollout.engine.operations import Operation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -162,22 +162,23 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag=22):
     """The client leaves for good."""
 
 
-class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag=30):
-    """Load these weights; a `WeightsUpdated` with the same version answers."""
+class Command(msgspec.Struct, frozen=True, array_like=True, tag=30):
+    """Do this; a `CommandDone` with the same number answers."""
 
-    version: int
-    source: WeightSource
+    number: Natural
+    operation: Operation
 
 
-class WeightsUpdated(msgspec.Struct, frozen=True, array_like=True, tag=31):
-    """The weights are loaded, or why they are not."""
+class CommandDone(msgspec.Struct, frozen=True, array_like=True, tag=31):
+    """It is done, or why it was not; `is_fatal`: and the engine is of no more use."""
 
-    version: int
+    number: Natural
     error: str = ""
+    is_fatal: bool = False
 
 
-FromServer = Challenge | Welcome | Refused | Chunk | Pong | Ping | Ack | SendWhole | WeightsUpdated
-FromClient = Hello | Submit | Abort | Ping | Pong | Ack | Bye | UpdateWeights
+FromServer = Challenge | Welcome | Refused | Chunk | Pong | Ping | Ack | SendWhole | CommandDone
+FromClient = Hello | Submit | Abort | Ping | Pong | Ack | Bye | Command
 
 
 class FrameError(OSError):

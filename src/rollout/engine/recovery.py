@@ -66,6 +66,9 @@ class Attempt:
     Attributes:
         deadline: Clock time at which an engine ends it by itself.
         deaths: Why replicas died while it was in flight there.
+        is_interrupted: Its request is cut off, to go on later from the tokens that it has.
+        is_running: It has a request in flight.
+        was_held: The runtime has held it back: engines may know an earlier deadline.
     """
 
     def __init__(
@@ -84,6 +87,10 @@ class Attempt:
         self.session_id = session_id
         self.deadline = deadline
         self.deaths: list[str] = []
+        self.is_interrupted = False
+        self.is_running = False
+        self.was_held = False
+        self._is_held = False
         self._prompt_ids = prompt_ids
         self._sampling = sampling
         self._info = info
@@ -172,6 +179,31 @@ class Attempt:
         else:
             self.generation.resumes += 1
             self._counts.resumed += 1
+        return True
+
+    def hold(self) -> None:
+        """The runtime holds it back from now on; harmless when called again."""
+        if not self._is_held:
+            self._is_held = self.was_held = True
+            for deadline in self.generation.held:
+                deadline.hold()
+
+    def release(self) -> None:
+        """End `hold`; harmless where there is none."""
+        if self._is_held:
+            self._is_held = False
+            for deadline in self.generation.held:
+                deadline.go_on()
+                self.deadline = deadline.now.at  # the last one is the request's own
+
+    def go_on(self) -> bool:
+        """Prepare the next request after an interruption; False where its answer is whole."""
+        self.generation.finish_reason = None
+        if self._is_whole():
+            return False
+        stateful = stateful_field(self._sampling)
+        if stateful:
+            self.generation.restart(f"it was interrupted (sampling.{stateful})")
         return True
 
     def failed(self, message: str, *, reason: str | None = None) -> EngineError:

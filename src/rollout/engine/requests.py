@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 #: Seconds before a request that a full engine refused is placed again; doubled up to the second.
 REFUSED_BACKOFF_S = 0.05
 MAX_REFUSED_BACKOFF_S = 1.0
+#: An abort can be lost within an engine: it is sent again as often as heartbeats do.
+ABORT_AGAIN_S = 1.0
 
 
 class Requests:
@@ -36,6 +38,7 @@ class Requests:
 
     Attributes:
         is_open: Whether there is a pool; who waits for a place after that learns so.
+        is_held: Whether none may be made for now.
         active: Attempts that have not ended, also those that wait for a place.
         last_failure: Why a replica was lost or did not start, the last time.
     """
@@ -44,6 +47,8 @@ class Requests:
         self, router: Router, replicas: Mapping[str, Replica], line: WaitingLine, gone: Bell
     ) -> None:
         self.is_open = False
+        self.is_held = False
+        self._holds = 0
         self.active: dict[Attempt, None] = {}
         self.last_failure = ""
         self._router = router
@@ -58,7 +63,44 @@ class Requests:
         try:
             await self._run(attempt, group_id, priority)
         finally:
+            attempt.release()
             del self.active[attempt]
+
+    def hold(self, *, running: bool) -> None:
+        """Time counts for `batch_s` only until `release`, or until an attempt is placed.
+
+        Args:
+            running: For those in flight too, and not only for those that wait for a place.
+        """
+        self._holds += 1
+        for attempt in self.active:
+            if running or not attempt.is_running:
+                attempt.hold()
+
+    def release(self) -> None:
+        """End one `hold`."""
+        self._holds -= 1
+        if not self._holds:
+            for attempt in self.active:
+                attempt.release()
+
+    async def finish(self, replica: Replica) -> None:
+        """Return when nothing is in flight there, or when it is lost; give it nothing new."""
+        routed = replica.routed
+        while routed is not None and routed.in_flight and replica.routed is routed:
+            await self._gone.wait()
+
+    async def interrupt(self, replica: Replica) -> None:
+        """Have its requests cut off, which then go on from their tokens, and `finish`."""
+        is_empty = False
+        while not is_empty:
+            for attempt in replica.running:
+                attempt.is_interrupted = True
+                if replica.channel is not None:
+                    replica.channel.interrupt_nowait(attempt.generation.request_id)
+            with anyio.move_on_after(ABORT_AGAIN_S):
+                await self.finish(replica)
+                is_empty = True
 
     async def _run(self, attempt: Attempt, group_id: str, priority: int) -> None:
         generation = attempt.generation
@@ -72,6 +114,10 @@ class Requests:
                     await self._replicas[dispatch.replica.name].judged.wait()
                 if not attempt.recover(pending.error, is_garbled=pending.is_garbled):
                     return
+            elif generation.finish_reason == "abort" and _has_more_to_come(attempt):
+                avoid = None
+                if not attempt.go_on():
+                    return
             elif generation.finish_reason == "rejected":
                 await anyio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_REFUSED_BACKOFF_S)
@@ -81,6 +127,8 @@ class Requests:
                 return
 
     def _ask(self, attempt: Attempt, group_id: str, avoid: str | None) -> Dispatch | None:
+        if self.is_held:
+            return None
         ask = partial(
             self._router.assign,
             attempt.session_id,
@@ -94,6 +142,8 @@ class Requests:
     async def _place(self, attempt: Attempt, ask: Callable[[], Dispatch | None]) -> Dispatch:
         """Wait for a place on a replica; those who wait are served in their order."""
         dispatch = None if self._line else ask()
+        if dispatch is None and self._holds:
+            attempt.hold()
         while dispatch is None:
             if not self.is_open:
                 raise attempt.failed("the engines are closed", reason=NO_ENGINE)
@@ -108,6 +158,8 @@ class Requests:
         replica = self._replicas[dispatch.replica.name]
         channel = replica.channel
         assert channel is not None  # the router offers no other
+        attempt.is_interrupted = False
+        attempt.release()
         history = attempt.history
         request = GenerationRequest(
             request_id=self._ids.new(),
@@ -142,9 +194,11 @@ class Requests:
             self._router.hold(replica.name)
             attempt.generation.on_tokens = look
         replica.running[attempt] = None
+        attempt.is_running = True
         try:
             yield
         finally:
+            attempt.is_running = False
             del replica.running[attempt]
             if is_suspect and attempt.generation.on_tokens is not None:
                 attempt.generation.on_tokens = None
@@ -161,3 +215,9 @@ class Requests:
         self._router.release(dispatch, generated=generated, now=anyio.current_time())
         self._line.call_next()
         self._gone.ring()
+
+
+def _has_more_to_come(attempt: Attempt) -> bool:
+    """Whether an abort was ours, or by a deadline that has been put off since."""
+    is_early = attempt.was_held and anyio.current_time() < attempt.deadline
+    return attempt.is_interrupted or is_early

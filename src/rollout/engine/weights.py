@@ -1,11 +1,19 @@
-"""Where new weights come from.
+"""Where new weights come from, and what becomes of the requests that run meanwhile.
 
 Loaded in engine processes: imports msgspec only.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+UpdateMode = Literal["wait", "abort_and_resume", "in_place"]
+UPDATE_MODES: tuple[str, ...] = get_args(UpdateMode)
 
 
 class DiskWeights(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
@@ -18,5 +26,57 @@ class DiskWeights(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
     path: str
 
 
+class DistributedWeights(
+    msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="distributed"
+):
+    """Tensors that a trainer's process broadcasts to the engines.
+
+    `rollout.engine.broadcasting` makes one, and sends them.
+
+    They are sent once: a replica that starts later waits for the next weights.
+
+    Attributes:
+        world_size: The replicas, and one for the sender.
+        dtypes: By torch's names, "bfloat16" for example.
+        rank: The driver sets it, for each replica.
+    """
+
+    host: str
+    port: int
+    world_size: int
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    rank: int = 0
+
+
+class TensorWeights:
+    """Tensors in the memory of the driver's process, by the names that checkpoints use.
+
+    They are copied into shared memory, in files of at most `bucket_bytes` (a larger tensor has one
+    of its own), from which engines on the same node load them one file after the other. The files
+    stay as long as these weights are the current ones, so that a replica that is started again
+    finds them, and are then removed: there must be room for one copy of the model, two while it
+    is replaced. The tensors themselves are not needed any more once `update_weights` returns.
+
+    Args:
+        tensors: Names and `torch.Tensor`s, on any device; an iterable is gone through once.
+        directory: Where the files go; one in memory.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
+        *,
+        bucket_bytes: int = 512 * 1024 * 1024,
+        directory: str = "/dev/shm",
+    ) -> None:
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes = {bucket_bytes}; expected at least 1")
+        self.tensors = tensors
+        self.bucket_bytes = bucket_bytes
+        self.directory = directory
+
+
 #: What `update_weights` takes.
-WeightSource = DiskWeights
+WeightSource = DiskWeights | TensorWeights | DistributedWeights

@@ -60,10 +60,11 @@ class TrajectoryRunner:
         restarts: list[str] = []
         for attempt in itertools.count(1):
             try:
-                loop, context = self._prepare(member, deadline)
+                loop, context = self._prepare(member, deadline, batch_deadline)
             except RejectedPrompt as error:
                 return rejected(member, error)
-            ending, cause = await self._run_agent(member, loop, context, deadline)
+            ending, cause = await self._run_agent(member, loop, context)
+            deadline = context.deadline.now
             discarded += context.discarded_tokens
             resumes += context.resumes
             restarts += context.restarts
@@ -94,7 +95,9 @@ class TrajectoryRunner:
         trajectory.metrics["total_s"] = anyio.current_time() - started
         return trajectory
 
-    def _prepare(self, member: Member, deadline: Deadline) -> tuple[type[AgentLoop], AgentContext]:
+    def _prepare(
+        self, member: Member, deadline: Deadline, batch_deadline: Deadline
+    ) -> tuple[type[AgentLoop], AgentContext]:
         """The class of the loop, and its context.
 
         Raises:
@@ -132,16 +135,19 @@ class TrajectoryRunner:
             )
         except ToolError as error:
             raise RejectedPrompt("unknown_tool", str(error)) from None
-        context = AgentContext(self.services, prompt, identity, sampling, tools, deadline, extra)
+        context = AgentContext(
+            self.services, prompt, identity, sampling, tools, deadline, extra, batch_deadline
+        )
         return loop, context
 
     async def _run_agent(
-        self, member: Member, loop: type[AgentLoop], context: AgentContext, deadline: Deadline
+        self, member: Member, loop: type[AgentLoop], context: AgentContext
     ) -> tuple[Ending, Cause | None]:
         cause: Cause | None = None
         activity = f"trajectory {member.identity.session_id}"  # noqa: F841  (see observe.loop_lag)
         try:
-            with anyio.CancelScope(deadline=deadline.at) as member.scope:
+            with anyio.CancelScope() as member.scope:
+                context.deadline.govern(member.scope)
                 if member.cancel_reason is not None:
                     member.scope.cancel()
                 cause = await _run_guarded(loop, context)
@@ -150,7 +156,7 @@ class TrajectoryRunner:
             await context.close()
         assert scope is not None
         if scope.cancelled_caught:
-            return _ending_of_cancelled(member, deadline), None
+            return _ending_of_cancelled(member, context.deadline.now), None
         return context.ending or _natural_ending(context), cause
 
     async def _reward(

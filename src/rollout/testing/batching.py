@@ -107,6 +107,17 @@ class Batcher:
             self._queued -= 1
             self._finish(job, job.base, "abort")
 
+    def flush(self, now: float) -> None:
+        """Hand every running request's tokens over that it has by `now`."""
+        steps = self._steps_by(now)
+        if steps:
+            self._phase_steps -= steps
+            self._phase_start += steps * self._step_s
+            self._end_steps(steps)
+        for job in list(self._running):
+            if job.sampled(self._step) > job.emitted:
+                self._emit_chunk(job)
+
     def forget_prefixes(self, salt: bytes) -> None:
         """Nothing computed so far serves a request that comes later; `salt` must be a new one."""
         self._kv.forget(salt)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, FinishReason, GenerationRequest
+from rollout.engine.operations import TAGS_OF_LEVEL
 from rollout.testing.batching import Batcher
 from rollout.testing.faults import FaultPlan, Freeze
 from rollout.testing.jobs import Job
@@ -27,7 +28,7 @@ from rollout.testing.vocabulary import EOS_ID, VOCAB_SIZE, first_bad_position
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from rollout.engine.weights import WeightSource
+    from rollout.engine.weights import DiskWeights
 
 #: Exit code of an engine process that a scenario lets die.
 DEATH_EXIT_CODE = 13
@@ -81,7 +82,8 @@ class SimulatedCore:
         )
         self._streams: dict[str, Stream] = {}
         self._weight_version = options.weight_version
-        self._updates = 0
+        self._forgotten = 0
+        self._asleep: frozenset[str] = frozenset()
         self._is_closed = False
         self._is_dead = False
 
@@ -128,17 +130,37 @@ class SimulatedCore:
         elif stream is not None:
             self._abort(stream)
 
-    async def update_weights(self, version: int, source: WeightSource) -> None:
-        """Stamp `version` on the tokens of requests that come from now on; nothing else changes.
+    async def update_weights(self, version: int, source: DiskWeights) -> None:
+        """Stamp `version` on the tokens that are sampled from then on; nothing else changes.
 
         Raises:
             FileNotFoundError: The directory does not exist.
         """
         _check_directory(source.path)
         await anyio.sleep(self._options.timing.load_weights_s)
+        self._advance()
+        if not self._is_dead:
+            self._batcher.flush(self._engine_time())
         self._weight_version = version
-        self._updates += 1
-        self._batcher.forget_prefixes(b"%d" % self._updates)
+        for stream in self._streams.values():
+            stream.weight_version = version
+        self._sleepers.replan()
+        await self.flush_cache()
+
+    async def sleep(self, level: int) -> None:
+        """Refuse requests until awake; there is no memory to release, but its prefixes are gone."""
+        self._asleep |= frozenset(TAGS_OF_LEVEL[level])
+        await self.flush_cache()
+
+    async def wake_up(self, tags: tuple[str, ...]) -> None:
+        """See `SleepingCore.wake_up`."""
+        self._asleep -= frozenset(tags)
+
+    async def flush_cache(self) -> None:
+        """No request that comes later finds a prefix."""
+        self._advance()
+        self._forgotten += 1
+        self._batcher.forget_prefixes(b"%d" % self._forgotten)
 
     def load(self) -> EngineLoad:
         """What the engine is doing now."""
@@ -162,7 +184,7 @@ class SimulatedCore:
             return stream
         self._streams[request.request_id] = stream
         self._advance()
-        if faults.reject or not self._submit(request, stream):
+        if self._asleep or faults.reject or not self._submit(request, stream):
             stream.refuse("rejected", "the simulated engine takes no more requests")
         return stream
 

@@ -27,13 +27,14 @@ class Stream:
         chunks: Sent and not yet taken.
         is_ended: The last chunk has been sent.
         job: The request in the batch; None where it never got there.
+        weight_version: Stamped on what is emitted from now on.
     """
 
-    __slots__ = ("_faults", "_request_id", "_weight_version", "chunks", "is_ended", "job", "wakeup")
+    __slots__ = ("_faults", "_request_id", "chunks", "is_ended", "job", "wakeup", "weight_version")
 
     def __init__(self, request_id: str, weight_version: int, faults: RequestFaults) -> None:
         self._request_id = request_id
-        self._weight_version = weight_version
+        self.weight_version = weight_version
         self._faults = faults
         self.chunks: deque[Chunk] = deque()
         self.is_ended = False
@@ -53,7 +54,7 @@ class Stream:
                 offset=first,
                 ids=ids.tobytes(),
                 log_probs=log_probs_of(ids, len(job.prompt) // 4 + first).tobytes(),
-                weight_version=self._weight_version,
+                weight_version=self.weight_version,
                 finish_reason=reason,
                 cached_tokens=0 if reason is None else job.cached_tokens,
             )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from rollout.engine.core import Chunk, EngineCore, EngineInfo, EngineLoad, GenerationRequest
-    from rollout.engine.weights import WeightSource
+    from rollout.engine.weights import DiskWeights
 
 
 class SentRequest:
@@ -121,10 +121,25 @@ class WatchedCore:
         """See `EngineCore.abort_nowait`."""
         self._core.abort_nowait(request_id)
 
-    async def update_weights(self, version: int, source: WeightSource) -> None:
+    async def update_weights(self, version: int, source: DiskWeights) -> None:
         """See `UpdatableCore.update_weights`."""
         core: Any = self._core
         await core.update_weights(version, source)
+
+    async def sleep(self, level: int) -> None:
+        """See `SleepingCore.sleep`."""
+        core: Any = self._core
+        await core.sleep(level)
+
+    async def wake_up(self, tags: tuple[str, ...]) -> None:
+        """See `SleepingCore.wake_up`."""
+        core: Any = self._core
+        await core.wake_up(tags)
+
+    async def flush_cache(self) -> None:
+        """See `SleepingCore.flush_cache`."""
+        core: Any = self._core
+        await core.flush_cache()
 
     def load(self) -> EngineLoad:
         """See `EngineCore.load`."""

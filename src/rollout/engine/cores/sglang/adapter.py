@@ -8,7 +8,6 @@ and everything else of it is called on the event loop.
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import hashlib
 import json
 import multiprocessing
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rollout.engine.core import EngineInfo
 from rollout.engine.cores.sglang import plugin
 from rollout.engine.cores.sglang.arguments import Options, engine_arguments
+from rollout.engine.cores.sglang.upkeep import SGLangUpkeep, fields_of
 from rollout.engine.model_files import resolve_model
 from rollout.errors import EngineError
 
@@ -73,6 +73,8 @@ class SGLang:
         self._request_type = GenerateReqInput
         self._request_fields = fields_of(GenerateReqInput)
         self.info = self._describe(options)
+        self.model_path = model_path
+        self.upkeep = SGLangUpkeep(self._tokens)
 
     def adopt_loop(self, on_terminate: Callable[[], object]) -> None:
         """Make the running event loop SGLang's, and take its signal handlers back.
@@ -182,10 +184,3 @@ def kill_children() -> None:
     """Kill what a start that was given up has begun: it then fails instead of going on."""
     for process in multiprocessing.active_children():
         process.kill()
-
-
-def fields_of(cls: Any) -> frozenset[str]:
-    """The field names of a dataclass or of a msgspec Struct: versions use either."""
-    if dataclasses.is_dataclass(cls):
-        return frozenset(field.name for field in dataclasses.fields(cls))
-    return frozenset(cls.__struct_fields__)

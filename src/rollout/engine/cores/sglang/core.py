@@ -8,22 +8,26 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import msgspec
 from anyio.lowlevel import current_token
 
 from rollout.bridge import loop_poster
+from rollout.engine.checkpoints import check_checkpoint
 from rollout.engine.core import CORE_CLOSE_S, Chunk, EngineInfo, EngineLoad, GenerationRequest
 from rollout.engine.cores.open_request import OpenRequest
 from rollout.engine.cores.sglang.answers import AnswerReader
 from rollout.engine.cores.sglang.arguments import Options
 from rollout.engine.cores.sglang.host import Host
-from rollout.engine.cores.sglang.requests import refusal_of, request_fields
+from rollout.engine.cores.sglang.requests import refusal_of, request_fields, salt_of
+from rollout.engine.operations import TAGS_OF_LEVEL
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 
     from rollout.engine.cores.sglang.adapter import SGLang
+    from rollout.engine.weights import DiskWeights
 
 #: How often SGLang's processes are looked at, and aborts without an answer are sent again.
 WATCH_S = 0.25
@@ -70,7 +74,9 @@ class SGLangCore:
         self._options = Options(**options)
         self._host: Host | None = None
         self._sglang: SGLang | None = None
-        self._weight_version = self._options.weight_version
+        self._updates = 0
+        self._weights_path = ""
+        self._asleep: frozenset[str] = frozenset()
         self._open: dict[str, OpenRequest] = {}
         self._failure = "the engine has not been started"
         self._start_error: Exception | None = None
@@ -123,7 +129,7 @@ class SGLangCore:
             return
         assert self._sglang is not None
         entry = self._open[request.request_id] = OpenRequest(AnswerReader(request.request_id))
-        fields = request_fields(request, self._options, self.info, self._weight_version)
+        fields = request_fields(request, self._options, self.info, salt_of(self._updates))
         try:
             async with aclosing(self._sglang.generate(**fields)) as answers:
                 while not entry.is_over:
@@ -157,6 +163,60 @@ class SGLangCore:
             generated_tokens=self._sampled,
             preemptions=self._preemptions,
         )
+
+    async def update_weights(self, version: int, source: DiskWeights) -> None:
+        """Load other weights of the same model from a directory; requests stand still meanwhile.
+
+        Their tokens from now on wait for their final answer, which says what sampled each.
+
+        Raises:
+            EngineError: There are no such weights, or they are of another model.
+            EngineBroken: SGLang did not load them.
+        """
+        sglang = self._serving()
+        check_checkpoint(source.path, sglang.model_path)
+        await self._take_back(("weights",))
+        await self._load(source.path, version)
+
+    async def sleep(self, level: int) -> None:
+        """See `SleepingCore.sleep`; without ``enable_memory_saver`` SGLang only flushes."""
+        tags = frozenset(TAGS_OF_LEVEL[level]) - self._asleep
+        self._asleep |= tags
+        if tags:
+            await self._serving().upkeep.release(tuple(sorted(tags)))
+
+    async def wake_up(self, tags: tuple[str, ...]) -> None:
+        """See `SleepingCore.wake_up`."""
+        are_weights_back = "weights" in await self._take_back(tags)
+        if are_weights_back:
+            await self._load(self._weights_path, self.info.weight_version)
+
+    async def flush_cache(self) -> None:
+        """Forget all prefixes, once no request runs."""
+        await self._serving().upkeep.flush_cache()
+
+    async def _take_back(self, tags: Iterable[str]) -> frozenset[str]:
+        """What of it was released; the weights are garbage then."""
+        released = self._asleep & frozenset(tags)
+        if released:
+            await self._serving().upkeep.resume(tuple(sorted(released)))
+        self._asleep -= released
+        return released
+
+    async def _load(self, path: str, version: int) -> None:
+        sglang = self._serving()
+        self._updates += 1  # before a request can come that is computed with the new ones
+        for entry in self._open.values():
+            assert isinstance(entry.reader, AnswerReader)
+            entry.reader.is_held = True
+        await sglang.upkeep.load_from_disk(path, version)
+        self._weights_path = path
+        sglang.info = msgspec.structs.replace(sglang.info, weight_version=version)
+
+    def _serving(self) -> SGLang:
+        if self._sglang is None or self._failure:
+            raise EngineError(self._failure)
+        return self._sglang
 
     def drain_nowait(self) -> None:
         """Take on nothing new; when all that is open has ended, `watch` calls the engine lost."""
@@ -196,6 +256,9 @@ class SGLangCore:
                 finish_reason="rejected" if is_replaceable else "error",
                 error=self._failure,
             )
+        if self._asleep:
+            text = "the engine is asleep"
+            return Chunk(request_id=request.request_id, finish_reason="rejected", error=text)
         if request.request_id in self._open:
             fault = f"request id {request.request_id!r} is in use"
             return Chunk(request_id=request.request_id, finish_reason="error", error=fault)
@@ -228,6 +291,7 @@ class SGLangCore:
             self._failure = str(started)
         else:
             self._sglang = started
+            self._weights_path = started.model_path
             self._failure = ""
         self._settled.set()
 

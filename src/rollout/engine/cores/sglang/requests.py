@@ -57,9 +57,13 @@ def sampling_fault(sampling: SamplingParams) -> str | None:
 
 
 def request_fields(
-    request: GenerationRequest, options: Options, info: EngineInfo, weight_version: int
+    request: GenerationRequest, options: Options, info: EngineInfo, salt: str
 ) -> dict[str, Any]:
-    """What SGLang is asked, as fields of its `GenerateReqInput`."""
+    """What SGLang is asked, as fields of its `GenerateReqInput`.
+
+    Args:
+        salt: Requests share a prefix only with those that have the same.
+    """
     ids = unpack_ids(request.prompt_ids)
     params = sampling_params(request.sampling, info.context_length - len(ids))
     if options.deterministic:
@@ -72,7 +76,7 @@ def request_fields(
         "top_logprobs_num": request.top_log_probs,
         "return_routed_experts": request.routed_experts,
         "priority": request.priority,
-        "extra_key": salt_of(weight_version),
+        "extra_key": salt,
     }
     if request.session_id:
         fields["session_id"] = request.session_id

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
@@ -22,18 +23,20 @@ from rollout.engine.cores.transformers.worker import (
     Close,
     Listener,
     Options,
+    Order,
     Submit,
-    Update,
     Worker,
     stop_text,
 )
+from rollout.engine.operations import TAGS_OF_LEVEL
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
-    from rollout.engine.weights import WeightSource
+    from rollout.engine.cores.transformers.scheduler import Scheduler
+    from rollout.engine.weights import DiskWeights
 
 
 class _Mailbox:
@@ -109,7 +112,8 @@ class TransformersCore:
         self._info: EngineInfo | None = None
         self._worker: Worker | None = None
         self._open: dict[str, _Mailbox] = {}
-        self._updating: set[anyio.Event] = set()
+        self._orders: set[anyio.Event] = set()
+        self._asleep: frozenset[str] = frozenset()
         self._failure = "the engine has not been started"
         self._error: Exception | None = None
 
@@ -172,7 +176,7 @@ class TransformersCore:
         if self._worker is not None and request_id in self._open:
             self._worker.send_nowait(Abort(request_id))
 
-    async def update_weights(self, version: int, source: WeightSource) -> None:
+    async def update_weights(self, version: int, source: DiskWeights) -> None:
         """Load other weights of the same model from a directory, between two steps.
 
         Nothing is decoded meanwhile, and both models are in memory for a moment. Cancellation
@@ -181,8 +185,31 @@ class TransformersCore:
         Raises:
             EngineError: They cannot be loaded, or are of another model; the old ones stay.
         """
+        await self._order(partial(self._serving().load_weights, version, source.path))
+        self._info = msgspec.structs.replace(self.info, weight_version=version)
+
+    async def sleep(self, level: int) -> None:
+        """See `SleepingCore.sleep`."""
+        await self._order(partial(self._serving().sleep, level))
+        self._asleep |= frozenset(TAGS_OF_LEVEL[level])
+
+    async def wake_up(self, tags: tuple[str, ...]) -> None:
+        """See `SleepingCore.wake_up`."""
+        if "weights" in tags:
+            await self._order(self._serving().wake_up)
+        self._asleep -= frozenset(tags)
+
+    async def flush_cache(self) -> None:
+        """See `SleepingCore.flush_cache`."""
+        await self._order(self._serving().flush_cache)
+
+    def _serving(self) -> Worker:
         if self._worker is None or self._failure:
             raise EngineError(self._failure)
+        return self._worker
+
+    async def _order(self, work: Callable[[Scheduler, Any, EngineInfo], None]) -> None:
+        """Have the thread do something between two steps; cancellation leaves it to it."""
         answered = anyio.Event()
         errors: list[Exception | None] = []
 
@@ -190,17 +217,16 @@ class TransformersCore:
             errors.append(error)
             answered.set()
 
-        self._updating.add(answered)
-        self._worker.send_nowait(Update(version, source.path, done))
+        self._orders.add(answered)
+        self._serving().send_nowait(Order(work, done))
         try:
             await answered.wait()
         finally:
-            self._updating.discard(answered)
+            self._orders.discard(answered)
         if not errors:  # the thread has ended before it read the message
             raise EngineError(self._failure)
         if errors[0] is not None:
             raise _as_engine_error(errors[0])
-        self._info = msgspec.structs.replace(self.info, weight_version=version)
 
     def load(self) -> EngineLoad:
         """What the engine is doing now."""
@@ -244,6 +270,9 @@ class TransformersCore:
             fault = f"request id {request_id!r} is in use"
         if fault is not None:
             return Chunk(request_id=request_id, finish_reason="error", error=fault)
+        if self._asleep:
+            text = "the engine is asleep"
+            return Chunk(request_id=request_id, finish_reason="rejected", error=text)
         waiting = len(self._open) - self._options.max_running
         if waiting >= self._options.max_queued:
             full = f"engine queue is full: {waiting} waiting, limit {self._options.max_queued}"
@@ -281,7 +310,7 @@ class TransformersCore:
                 )
             )
         self._open.clear()
-        for answered in self._updating:
+        for answered in self._orders:
             answered.set()
         self._settled.set()
         self._stopped.set()

@@ -87,6 +87,11 @@ class KeyValueCache:
         for layer in self._layers.values():
             layer.grow(self._capacity)
 
+    def release(self) -> None:
+        """Free the memory; it is made anew when layers run."""
+        self._layers.clear()
+        self._capacity = min(CAPACITY_STEP, self._context_length)
+
     def copy(self, source: int, target: int, start: int, stop: int) -> None:
         """Copy positions ``[start, stop)`` from one slot to another in every layer."""
         for layer in self._layers.values():

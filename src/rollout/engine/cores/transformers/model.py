@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,7 @@ from rollout.engine.model_files import resolve_model
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -50,7 +51,8 @@ class SlotModel:
     """A model and the KV cache of its slots, computed one step at a time by one thread."""
 
     def __init__(self, model: PreTrainedModel, *, slots: int, context_length: int) -> None:
-        self._model = model
+        self._model: Any = model
+        self._configs = {"config": model.config, "generation_config": model.generation_config}
         self._cache = KeyValueCache(slots=slots, context_length=context_length)
 
     def warm_up(self) -> None:
@@ -70,6 +72,23 @@ class SlotModel:
                 f"{type(self._model).__name__} is not supported: {called} of its {layers} layers "
                 f"use the attention backend"
             )
+
+    def configs_for(self, path: str) -> dict[str, Any]:
+        """What other weights of this model are loaded with, from a directory without its own."""
+        if not Path(path).is_dir() or Path(path, "config.json").exists():
+            return {}
+        return dict(self._configs)
+
+    @property
+    def is_released(self) -> bool:
+        """Whether there are no weights to compute with."""
+        return self._model is None
+
+    def release(self, *, weights: bool) -> None:
+        """Let go of all keys and values, and of the weights until `replace`."""
+        self._cache.release()
+        if weights:
+            self._model = None
 
     def replace(self, model: PreTrainedModel) -> None:
         """Compute with another model of the same shapes from now on."""
@@ -105,7 +124,13 @@ class SlotModel:
 
 
 def load_model(
-    path: str, *, revision: str | None, trust_remote_code: bool, dtype: str, device: str
+    path: str,
+    *,
+    revision: str | None,
+    trust_remote_code: bool,
+    dtype: str,
+    device: str,
+    configs: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """The model, ready to be stepped; nothing is written to the terminal.
 
@@ -117,19 +142,22 @@ def load_model(
     Raises:
         EngineError: It cannot be loaded, or its kind of attention is not supported.
     """
-    directory = resolve_model(path, revision)
+    directory = path if configs else resolve_model(path, revision)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     precision = _dtype(dtype, device)
     register_backend()
     try:
         with quiet_transformers():
-            model: Any = AutoModelForCausalLM.from_pretrained(
+            found: Any = AutoModelForCausalLM.from_pretrained(
                 directory,
                 revision=revision or "main",
                 trust_remote_code=trust_remote_code,
                 dtype=precision,
+                output_loading_info=True,
+                **(configs or {}),
             )
+            model, report = found
             fault = _architecture_fault(model)
             if fault is None:
                 model.set_attn_implementation(BACKEND)
@@ -140,6 +168,9 @@ def load_model(
         raise EngineError(
             f"model.path = {path!r}: {type(model).__name__} is not supported: {fault}"
         )
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers fills them with noise
+        raise EngineError(f"model.path = {path!r}: the tensor {missing[0]} is missing")
     loaded: PreTrainedModel = model
     return loaded
 

@@ -69,14 +69,13 @@ class Abort(msgspec.Struct, frozen=True):
     request_id: str
 
 
-class Update(msgspec.Struct, frozen=True):
-    """Load other weights of the same model between two steps.
+class Order(msgspec.Struct, frozen=True):
+    """Call `work` in the thread, between two steps.
 
     `done` is called on the loop: with what went wrong, or None.
     """
 
-    version: int
-    path: str
+    work: Callable[[Scheduler, Any, EngineInfo], None]
     done: Callable[[Exception | None], object]
 
 
@@ -84,7 +83,7 @@ class Close(msgspec.Struct, frozen=True):
     """End every request and the thread."""
 
 
-Message = Submit | Abort | Update | Close
+Message = Submit | Abort | Order | Close
 
 
 class Worker:
@@ -96,6 +95,7 @@ class Worker:
         self._post = post
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._is_closing = False
+        self._source: tuple[str, str | None] = (options.model, options.revision)
         #: Requests running in slots, tokens sampled, share of the cache: replaced after each step.
         self.load = EngineLoad()
         self._thread = threading.Thread(target=self._run, name="rollout-transformers", daemon=True)
@@ -177,33 +177,53 @@ class Worker:
                     scheduler.submit(_sequence(request, info))
                 case Abort(request_id):
                     scheduler.abort(request_id)
-                case Update() as update:
-                    self._update(update, scheduler, model, info)
+                case Order(work, done):
+                    self._tell(done, _failure_of(lambda: work(scheduler, model, info)))
                 case Close():
                     self._is_closing = True
             must_wait = False
 
-    def _update(self, update: Update, scheduler: Scheduler, model: Any, info: EngineInfo) -> None:
+    # What orders do.
+
+    def load_weights(
+        self, version: int, path: str, scheduler: Scheduler, model: Any, info: EngineInfo
+    ) -> None:
+        """Compute with other weights of the same model from now on.
+
+        Raises:
+            EngineError: They cannot be loaded or are of another model; nothing has changed.
+        """
         from rollout.engine.cores.transformers.model import describe
 
-        error: Exception | None = None
-        try:
-            loaded = self._load(update.path, revision=None)
-            found = describe(
-                loaded, context_length=info.context_length, max_requests=info.max_requests
+        loaded = self._load(path, None, model.configs_for(path))
+        found = describe(loaded, context_length=info.context_length, max_requests=info.max_requests)
+        if found.fingerprint != info.fingerprint:
+            raise EngineError(
+                f"{path}: the weights are of model {found.fingerprint}, the engine serves "
+                f"{info.fingerprint}"
             )
-            if found.fingerprint != info.fingerprint:
-                raise EngineError(
-                    f"{update.path}: the weights are of model {found.fingerprint}, the engine "
-                    f"serves {info.fingerprint}"
-                )
-            model.replace(loaded)
-            scheduler.change_weights(update.version)
-        except Exception as caught:
-            error = caught
-        self._tell(update.done, error)
+        model.replace(loaded)
+        scheduler.change_weights(version)
+        self._source = (path, None)
 
-    def _load(self, path: str, revision: str | None) -> Any:
+    def sleep(self, level: int, scheduler: Scheduler, model: Any, info: EngineInfo) -> None:
+        """Release the KV cache, and at level 2 the weights; no request may run."""
+        if not scheduler.is_idle:
+            raise EngineError("requests run: an engine that sleeps has none")
+        scheduler.table.forget()
+        model.release(weights=level > 1)
+
+    def wake_up(self, scheduler: Scheduler, model: Any, info: EngineInfo) -> None:
+        """Load the weights that were released; the KV cache grows with the first requests."""
+        if model.is_released:
+            path, revision = self._source
+            model.replace(self._load(path, revision, model.configs_for(path)))
+
+    def flush_cache(self, scheduler: Scheduler, model: Any, info: EngineInfo) -> None:
+        """No request that comes later finds what was computed so far."""
+        scheduler.table.forget()
+
+    def _load(self, path: str, revision: str | None, configs: Any = None) -> Any:
         from rollout.engine.cores.transformers.model import load_model
 
         options = self._options
@@ -213,6 +233,7 @@ class Worker:
             trust_remote_code=options.trust_remote_code,
             dtype=options.dtype,
             device=options.device,
+            configs=configs,
         )
 
     def _report(self, scheduler: Scheduler, info: EngineInfo) -> None:
@@ -228,6 +249,14 @@ class Worker:
 
     def _tell(self, function: Callable[[Any], object], argument: object) -> None:
         self._post(lambda: function(argument))
+
+
+def _failure_of(work: Callable[[], None]) -> Exception | None:
+    try:
+        work()
+    except Exception as error:
+        return error
+    return None
 
 
 def _sequence(request: GenerationRequest, info: EngineInfo) -> Request:

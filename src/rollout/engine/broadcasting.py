@@ -1,0 +1,101 @@
+"""Weights over a process group: a trainer's process sends, engines receive. Gloo, on CPUs.
+
+Each change has a group of its own: rank 0 is the sender, and the driver gives the replicas theirs.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from rollout.engine.staging import stage
+from rollout.engine.weights import DistributedWeights, TensorWeights
+from rollout.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+#: Joining the group, and each tensor's way, may take this long.
+GROUP_S = 120.0
+
+
+def describe_tensors(
+    tensors: Mapping[str, Any], *, host: str, port: int, world_size: int
+) -> DistributedWeights:
+    """What engines must know to receive `tensors`, for `update_weights`.
+
+    Args:
+        host: The sender's address, as the engines reach it.
+        port: A free port there.
+        world_size: The number of replicas, and one for the sender.
+    """
+    return DistributedWeights(
+        host=host,
+        port=port,
+        world_size=world_size,
+        names=tuple(tensors),
+        dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()),
+        shapes=tuple(tuple(tensor.shape) for tensor in tensors.values()),
+    )
+
+
+def send_weights(tensors: Mapping[str, Any], weights: DistributedWeights) -> None:
+    """Broadcast `tensors` to the engines; blocks until all have them.
+
+    Runs in the trainer's process, beside the `update_weights` that has the engines receive.
+    """
+    group = _join(weights, rank=0)
+    for tensor in tensors.values():
+        _broadcast(group, _bytes_of(tensor.detach().to("cpu").contiguous()))
+
+
+def receive_weights(weights: DistributedWeights) -> str:
+    """A directory of files in shared memory with what was sent; blocks.
+
+    Raises:
+        EngineError: The sender or another replica did not come, or was lost.
+    """
+    try:
+        group = _join(weights, rank=weights.rank)
+        return stage(TensorWeights(_received(group, weights)))
+    except RuntimeError as error:  # what torch raises, its timeouts included
+        raise EngineError(f"the weights were not received: {error}") from error
+
+
+def _received(group: Any, weights: DistributedWeights) -> Iterator[tuple[str, Any]]:
+    import torch
+
+    for name, dtype, shape in zip(weights.names, weights.dtypes, weights.shapes, strict=True):
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        _broadcast(group, _bytes_of(tensor))
+        yield name, tensor
+
+
+def _join(weights: DistributedWeights, rank: int) -> Any:
+    import torch.distributed
+
+    dist: Any = torch.distributed
+    limit = timedelta(seconds=GROUP_S)
+    store = dist.TCPStore(
+        weights.host,
+        weights.port,
+        is_master=rank == 0,
+        timeout=limit,
+        wait_for_workers=False,
+    )
+    return dist.ProcessGroupGloo(store, rank, weights.world_size, limit)
+
+
+def _bytes_of(tensor: Any) -> Any:
+    """Its memory; Gloo knows few types, and all of them are bytes."""
+    import torch
+
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _broadcast(group: Any, data: Any) -> None:
+    import torch.distributed as dist
+
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    group.broadcast([data], options).wait()

@@ -1,0 +1,95 @@
+"""Weights and memory of a running SGLang; beside `adapter` the one module that knows its API.
+
+Everything is awaited on SGLang's own event loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from rollout.engine.core import EngineBroken
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+#: Between two looks whether the schedulers are idle.
+IDLE_S = 0.02
+
+
+class SGLangUpkeep:
+    """Changes the weights of an engine and releases its memory.
+
+    Args:
+        tokens: SGLang's tokenizer manager.
+    """
+
+    def __init__(self, tokens: Any) -> None:
+        from sglang.srt.managers import io_struct
+
+        self._tokens = tokens
+        self._types = io_struct
+
+    async def load_from_disk(self, path: str, version: int) -> None:
+        """Load the safetensors of a directory; requests stand still meanwhile and then go on.
+
+        Raises:
+            EngineBroken: They cannot be loaded; some of them may be in place.
+        """
+        async with self._paused():
+            request = self._request(
+                "UpdateWeightFromDiskReqInput",
+                model_path=path,
+                weight_version=str(version),
+                flush_cache=False,  # what the old weights computed is salted, and may be in use
+            )
+            is_done, message, *_ = await self._tokens.update_weights_from_disk(request)
+        if not is_done:
+            raise EngineBroken(f"SGLang did not load {path}: {message}")
+
+    async def flush_cache(self) -> None:
+        """Forget all prefixes; returns once no request runs and it is done."""
+        while True:
+            answer = await self._tokens.flush_cache()
+            if answer.success:
+                return
+            await anyio.sleep(IDLE_S)
+
+    async def release(self, tags: tuple[str, ...]) -> None:
+        """Release memory; returns when no request runs and it is released."""
+        await self.flush_cache()  # SGLang dies of a release while requests run
+        request = self._request("ReleaseMemoryOccupationReqInput", tags=list(tags))
+        await self._tokens.release_memory_occupation(request)
+
+    async def resume(self, tags: tuple[str, ...]) -> None:
+        """Take memory back; weights that were released are garbage until others are loaded."""
+        request = self._request("ResumeMemoryOccupationReqInput", tags=list(tags))
+        await self._tokens.resume_memory_occupation(request)
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """Requests stand where they are, with what was computed of them."""
+        pause = self._request("PauseGenerationReqInput", mode="in_place")
+        await self._tokens.pause_generation(pause)
+        try:
+            yield
+        finally:
+            with anyio.CancelScope(shield=True):
+                resume = self._request("ContinueGenerationReqInput")
+                await self._tokens.continue_generation(resume)
+
+    def _request(self, name: str, **fields: Any) -> Any:
+        """A request of SGLang's, without the fields that this version does not have."""
+        cls = getattr(self._types, name)
+        known = fields_of(cls)
+        return cls(**{field: value for field, value in fields.items() if field in known})
+
+
+def fields_of(cls: Any) -> frozenset[str]:
+    """The field names of a dataclass or of a msgspec Struct: versions use either."""
+    if dataclasses.is_dataclass(cls):
+        return frozenset(field.name for field in dataclasses.fields(cls))
+    return frozenset(cls.__struct_fields__)

@@ -1,0 +1,172 @@
+"""Engines that release their memory and take it back, under requests and between batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import attrs
+import pytest
+
+import rollout
+from rollout.config import LimitsConfig, RolloutConfig, SchedulingConfig, SimulatedEngine
+from rollout.engine import DiskWeights
+from rollout.errors import ConfigError, EngineError
+from rollout.testing import Scenario, Witness
+
+pytestmark = [pytest.mark.anyio, pytest.mark.rollout(ceiling_s=3000)]
+
+PROMPT = rollout.Prompt(messages=[{"role": "user", "content": "hello"}], uid="p")
+
+
+def config_of(**engine: Any) -> RolloutConfig:
+    """Four trajectories of ten seconds on two engines."""
+    scenario = Scenario(seed=3, timing={"base_s": 0.1, "slope_s": 0.0}).reply("", filler=100)
+    return scenario.config(
+        engine=SimulatedEngine(replicas=2, **engine),
+        scheduling=SchedulingConfig(samples_per_prompt=4),
+    )
+
+
+def tokens_of(batch: Any) -> list[list[int]]:
+    tensors = batch.tensors
+    return [
+        row[mask.bool()].tolist()
+        for row, mask in zip(tensors["responses"], tensors["response_mask"], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_sleep_under_trajectories_they_go_on_where_they_were(level: int) -> None:
+    witness = Witness()
+    async with witness.open_rollout(config_of()) as runtime:
+        start = anyio.current_time()
+        undisturbed = await runtime.generate([PROMPT], step=1)
+        usual_s = anyio.current_time() - start
+        start = anyio.current_time()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_nap, runtime, level)
+            batch = await runtime.generate([PROMPT], step=1)
+        assert anyio.current_time() - start == pytest.approx(usual_s + 20, abs=0.5)
+    assert tokens_of(batch) == tokens_of(undisturbed)
+    assert [sample.outcome for sample in batch.samples] == ["completed"] * 4
+
+
+async def _nap(runtime: Any, level: int) -> None:
+    await anyio.sleep(3)
+    await runtime.sleep(level)
+    before = runtime.statistics().generated_tokens
+    await anyio.sleep(10)
+    await runtime.update_weights(version=8, source=DiskWeights("."))  # while they sleep
+    await anyio.sleep(5)
+    await runtime.wake_up(["weights"])
+    await anyio.sleep(5)
+    assert runtime.statistics().generated_tokens == before
+    await runtime.wake_up()
+
+
+async def test_sleep_replica_dies_or_comes_it_sleeps_too() -> None:
+    witness = Witness()
+    async with witness.open_rollout(config_of()) as runtime:
+        await runtime.sleep(2)
+        added = await runtime.engines.add_replica()
+        core = witness.runtimes[-1].cores[-1]
+        assert core._core._asleep == {"kv_cache", "weights"}
+        await runtime.wake_up()
+        assert not core._core._asleep
+        assert added == "engine-2"
+        await runtime.generate([PROMPT])
+
+
+async def test_sleep_between_batches_engines_are_awake_in_batches_only() -> None:
+    witness = Witness()
+
+    def asleep() -> list[bool]:
+        return [bool(core._core._asleep) for core in witness.runtimes[-1].cores]
+
+    async with witness.open_rollout(config_of(sleep_between_batches=True)) as runtime:
+        assert asleep() == [True, True]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(runtime.generate, [PROMPT])
+            await anyio.sleep(2)
+            assert asleep() == [False, False]
+            tasks.start_soon(runtime.generate, [PROMPT])  # the first to end leaves them awake
+        assert asleep() == [True, True]
+        with anyio.move_on_after(1) as scope:
+            await runtime.generate([PROMPT])
+        assert scope.cancelled_caught
+        assert asleep() == [True, True]
+        async with runtime.stream([PROMPT]) as trajectories:
+            assert asleep() == [False, False]
+            await trajectories.receive()
+        assert asleep() == [True, True]
+        await runtime.update_weights(version=8, source=DiskWeights("."))
+        batch = await runtime.generate([PROMPT])
+        versions = batch.tensors["weight_versions"]
+        assert set(versions.flatten().tolist()) == {-1, 8}
+        with pytest.raises(ZeroDivisionError):
+            async with runtime.stream([PROMPT]):
+                _ = 1 / 0
+        assert asleep() == [True, True]
+
+
+async def test_sleep_wrong_argument_engines_stay_awake() -> None:
+    witness = Witness()
+    async with witness.open_rollout(config_of()) as runtime:
+        with pytest.raises(EngineError, match=r"^level = 3; expected 1 or 2$"):
+            await runtime.sleep(3)
+        with pytest.raises(EngineError, match=r"^tags: 'kv'; expected kv_cache, weights$"):
+            await runtime.wake_up(["kv"])
+        await runtime.flush_cache()
+        await runtime.generate([PROMPT])
+
+
+def test_config_servers_of_others_do_not_sleep() -> None:
+    with pytest.raises(ConfigError) as caught:
+        rollout.config.HttpEngine(urls=("http://a",), sleep_between_batches=True)
+    assert "expected false: servers that somebody else runs keep their memory" in str(caught.value)
+
+
+@pytest.mark.parametrize("limit", ["generation_s", "turn_s", "trajectory_s", "batch_s"])
+async def test_sleep_counts_for_the_batch_only(limit: str) -> None:
+    """Ten seconds of work within twelve, and a minute of sleep, which only `batch_s` counts."""
+    limits = dict.fromkeys(("generation_s", "turn_s", "trajectory_s", "batch_s"), 100.0)
+    limits["tool_s"] = 1.0
+    for name in limits:
+        limits[name] = min(limits[name], 12.0)
+        if name == limit:
+            break
+    witness = Witness()
+    config = attrs.evolve(config_of(), limits=LimitsConfig(**limits))
+    async with witness.open_rollout(config) as runtime:
+        start = anyio.current_time()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_sleep_a_minute, runtime)
+            batch = await runtime.generate([PROMPT])
+        took_s = anyio.current_time() - start
+    sources = {(sample.outcome, sample.limit_source) for sample in batch.samples}
+    if limit == "batch_s":
+        assert sources == {("deadline", "limits.batch_s")}
+        assert 20 < sum(len(row) for row in tokens_of(batch)) / 4 < 40
+    else:
+        assert sources == {("completed", None)}
+        assert 70 < took_s < 72
+
+
+async def _sleep_a_minute(runtime: Any) -> None:
+    await anyio.sleep(3)
+    await runtime.sleep()
+    await anyio.sleep(60)
+    await runtime.wake_up()
+
+
+async def test_sleep_is_over_the_limit_counts_on_from_where_it_stood() -> None:
+    limits = LimitsConfig(generation_s=7.0, turn_s=100.0, tool_s=1.0, trajectory_s=100.0)
+    witness = Witness()
+    async with witness.open_rollout(attrs.evolve(config_of(), limits=limits)) as runtime:
+        start = anyio.current_time()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_sleep_a_minute, runtime)
+            batch = await runtime.generate([PROMPT])
+        assert anyio.current_time() - start == pytest.approx(67, abs=0.3)
+    assert {s.limit_source for s in batch.samples} == {"limits.generation_s"}

@@ -1,0 +1,300 @@
+"""New weights under requests that run: every mode and what may happen meanwhile; virtual time."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import pytest
+
+import faulty_cores
+import rollout
+from rollout.config import SchedulingConfig, SimulatedEngine
+from rollout.engine.core import SamplingParams
+from rollout.engine.generation import Generation
+from rollout.engine.placement.base import CoreSpec
+from rollout.engine.placement.in_process import InProcess
+from rollout.engine.pool import EnginePool, open_pool
+from rollout.engine.routing import Router
+from rollout.engine.weights import UPDATE_MODES, DiskWeights
+from rollout.errors import EngineError
+from rollout.testing import Scenario, Witness
+
+pytestmark = [pytest.mark.anyio, pytest.mark.rollout(ceiling_s=3000)]
+
+W8 = DiskWeights("w8")
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Every core that a test starts, in order."""
+    made: list[Any] = []
+    real = faulty_cores.UpdatableCore
+
+    def make(**options: Any) -> Any:
+        made.append(real(**options))
+        return made[-1]
+
+    monkeypatch.setattr(faulty_cores, "UpdatableCore", make)
+    yield made
+    assert all(not core._aborted for core in made if core.is_closed), "requests were left"
+
+
+def pool_of(replicas: int = 2, **options: Any) -> EnginePool:
+    """A token a second, and seconds of loading."""
+    spec = CoreSpec("faulty_cores:UpdatableCore", {"token_s": 1.0, "load_s": 2.25, **options})
+    return EnginePool(
+        placement=InProcess(max_read=11),
+        specs=[spec] * replicas,
+        router=Router(),
+        start_timeout_s=5,
+    )
+
+
+async def ask(pool: EnginePool, last: int, count: int, into: Generation, **sampling: Any) -> None:
+    await pool.generate(
+        into,
+        session_id=f"s{last}",
+        prompt_ids=array("i", [5, last]).tobytes(),
+        sampling=SamplingParams(max_new_tokens=count, **sampling),
+    )
+
+
+def check_counted(generation: Generation, last: int, count: int) -> None:
+    """It says what one undisturbed request would have said."""
+    assert list(generation.ids) == list(range(last + 1, last + 1 + count))
+    assert sum(tokens for _, tokens in generation.versions) == count
+
+
+async def comes_back(pool: EnginePool) -> None:
+    """One of them has been started a second time."""
+    while sum(replica.starts for replica in pool.statistics()) < 3:
+        await anyio.sleep(0.5)
+
+
+@pytest.mark.parametrize(
+    ("mode", "versions", "done_s"),
+    [
+        ("wait", [[0, 6]], 6 + 2.25),
+        ("abort_and_resume", [[0, 2], [8, 4]], 2.5 + 2.25),
+        ("in_place", [[0, 4], [8, 2]], 2.5 + 2.25),
+    ],
+)
+async def test_update_every_token_has_the_version_that_sampled_it(
+    cores: list[Any], mode: Any, versions: list[list[int]], done_s: float
+) -> None:
+    async with open_pool(pool_of(1)) as pool:
+        running, late = Generation(), Generation()
+        start = anyio.current_time()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, pool, 100, 6, running)
+            await anyio.sleep(2.5)
+            tasks.start_soon(pool.update_weights, 8, W8, mode)
+            await anyio.sleep(0.25)
+            tasks.start_soon(ask, pool, 200, 2, late)
+            while not late.ids:
+                await anyio.sleep(0.01)
+            assert anyio.current_time() - start == pytest.approx(done_s + 1, abs=0.05)
+        check_counted(running, 100, 6)
+        check_counted(late, 200, 2)
+        assert running.versions == versions
+        assert late.versions == [[8, 2]]
+        assert len(running.parts) == len(versions) if mode == "abort_and_resume" else 1
+        assert (running.resumes, running.restarts) == (0, [])
+
+
+@pytest.mark.parametrize("mode", UPDATE_MODES)
+async def test_update_engine_dies_while_it_loads_it_comes_back_with_the_new_ones(
+    cores: list[Any], mode: Any
+) -> None:
+    async with open_pool(pool_of(2)) as pool:
+        generations = [Generation() for _ in range(4)]
+        async with anyio.create_task_group() as tasks:
+            for number, generation in enumerate(generations):
+                tasks.start_soon(ask, pool, 100 * (number + 1), 5, generation)
+            await anyio.sleep(1.5)
+            tasks.start_soon(pool.update_weights, 8, W8, mode)
+            await anyio.sleep(5.0 if mode == "wait" else 1.0)
+            cores[0].on_death()
+        for number, generation in enumerate(generations):
+            check_counted(generation, 100 * (number + 1), 5)
+            assert [version for version, _ in generation.versions] in ([0], [0, 8])
+        await comes_back(pool)
+        assert [core.loaded for core in cores] == [[], ["w8"], ["w8"]]
+        assert {r.weight_version for r in pool.router.replicas} == {8}
+
+
+@pytest.mark.parametrize("mode", UPDATE_MODES)
+async def test_update_one_refuses_it_serves_again_once_it_has_them(
+    cores: list[Any], mode: Any
+) -> None:
+    async with open_pool(pool_of(2)) as pool:
+        cores[0]._name = "picky"
+        generations = [Generation() for _ in range(4)]
+        async with anyio.create_task_group() as tasks:
+            for number, generation in enumerate(generations):
+                tasks.start_soon(ask, pool, 100 * (number + 1), 8, generation)
+            await anyio.sleep(1.5)
+            await pool.update_weights(8, DiskWeights("odd"), mode)
+        for number, generation in enumerate(generations):
+            check_counted(generation, 100 * (number + 1), 8)
+            assert [version for version, _ in generation.versions] in ([0], [0, 8])
+        await comes_back(pool)
+        assert [core.loaded for core in cores] == [[], ["odd"], ["odd"]]
+        assert pool.recoveries.quarantined == 0
+
+
+@pytest.mark.parametrize("mode", UPDATE_MODES)
+async def test_update_all_refuse_requests_go_on_under_the_old_ones(
+    cores: list[Any], mode: Any
+) -> None:
+    async with open_pool(pool_of(2)) as pool:
+        await pool.update_weights(3, DiskWeights("w3"))
+        generation = Generation()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, pool, 100, 5, generation)
+            await anyio.sleep(1.5)
+            with pytest.raises(EngineError, match=r"engine-[01]: .*no weights in bad"):
+                await pool.update_weights(8, DiskWeights("bad"), mode)
+        check_counted(generation, 100, 5)
+        assert generation.versions == [[3, 5]]
+        assert [r.starts for r in pool.statistics()] == [1, 1]
+
+
+@pytest.mark.parametrize("mode", UPDATE_MODES)
+async def test_update_request_cancelled_meanwhile_keeps_its_tokens(
+    cores: list[Any], mode: Any
+) -> None:
+    async with open_pool(pool_of(1)) as pool:
+        generation = Generation()
+        async with anyio.create_task_group() as tasks:
+            with anyio.move_on_after(3.5):
+                tasks.start_soon(_update_at, 2.5, pool, mode)
+                await ask(pool, 100, 50, generation)
+        assert list(generation.ids)[:2] == [101, 102]
+        assert {version for version, _ in generation.versions} == {0}
+        after = Generation()
+        await ask(pool, 200, 1, after)
+        assert after.versions == [[8, 1]]
+        assert [(r.in_flight, r.zombies) for r in pool.statistics()] == [(0, 0)]
+
+
+async def _update_at(seconds: float, pool: EnginePool, mode: Any) -> None:
+    await anyio.sleep(seconds)
+    await pool.update_weights(8, W8, mode)
+
+
+async def test_update_too_slow_the_engine_is_started_again_since_nobody_knows_what_it_has(
+    cores: list[Any],
+) -> None:
+    async with open_pool(pool_of(1)) as pool:
+        cores[0]._load_s = 100.0
+        with pytest.raises(EngineError) as caught:
+            await pool.update_weights(8, W8)
+        assert str(caught.value) == (
+            "engine-0: the weights of version 8 are not loaded after engine.start_timeout_s = 5 s"
+        )
+        generation = Generation()
+        await ask(pool, 100, 2, generation)
+        assert generation.versions == [[0, 2]]
+        assert [r.starts for r in pool.statistics()] == [2]
+
+
+async def test_update_to_the_same_version_nothing_runs_before_they_are_loaded(
+    cores: list[Any],
+) -> None:
+    async with open_pool(pool_of(1)) as pool:
+        await pool.update_weights(8, W8)
+        start, generation = anyio.current_time(), Generation()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pool.update_weights, 8, DiskWeights("again"))
+            await anyio.sleep(0.5)
+            await ask(pool, 100, 1, generation)
+        assert anyio.current_time() - start == pytest.approx(2.25 + 1.0, abs=0.05)
+        assert cores[0].loaded == ["w8", "again"]
+
+
+async def test_update_abort_is_lost_it_is_sent_again(
+    cores: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_pool(pool_of(1)) as pool:
+        real, asked = cores[0].abort_nowait, []
+
+        def deaf_once(request_id: str) -> None:
+            asked.append(request_id)
+            if len(asked) > 1:
+                real(request_id)
+
+        monkeypatch.setattr(cores[0], "abort_nowait", deaf_once)
+        generation = Generation()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, pool, 100, 6, generation)
+            await anyio.sleep(1.5)
+            await pool.update_weights(8, W8)
+        check_counted(generation, 100, 6)
+        assert generation.versions == [[0, 2], [8, 4]]
+
+
+async def test_update_with_state_beyond_the_tokens_begins_anew_and_says_so(
+    cores: list[Any],
+) -> None:
+    async with open_pool(pool_of(1)) as pool:
+        generation = Generation()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: ask(pool, 100, 4, generation, presence_penalty=0.5))
+            await anyio.sleep(2.5)
+            await pool.update_weights(8, W8)
+        check_counted(generation, 100, 4)
+        assert generation.versions == [[8, 4]]
+        assert generation.restarts == ["it was interrupted (sampling.presence_penalty)"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((8, W8, "now"), "mode = 'now'; expected wait, abort_and_resume, in_place"),
+        ((-1, W8), "version = -1; expected 0 to 2**31 - 1"),
+    ],
+)
+async def test_update_wrong_argument_nothing_changes(
+    cores: list[Any], arguments: Any, message: str
+) -> None:
+    async with open_pool(pool_of(1)) as pool:
+        with pytest.raises(EngineError) as caught:
+            await pool.update_weights(*arguments)
+        assert str(caught.value) == message
+        assert cores[0].loaded == []
+
+
+@pytest.mark.parametrize("mode", UPDATE_MODES)
+async def test_batch_weights_change_under_it_every_row_says_which_token_is_whose(
+    mode: Any,
+) -> None:
+    """32 trajectories; the simulated engine changes its stamp between two steps."""
+    scenario = Scenario(seed=3, timing={"base_s": 0.1, "load_weights_s": 1.0}).reply("", filler=200)
+    config = scenario.config(
+        engine=SimulatedEngine(replicas=2), scheduling=SchedulingConfig(samples_per_prompt=32)
+    )
+    witness = Witness()
+    async with witness.open_rollout(config) as runtime:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_update_runtime_at, 5.0, runtime, mode)
+            batch = await runtime.generate([rollout.Prompt(messages=[USER], uid="p")])
+    mask = batch.tensors["response_mask"].bool()
+    versions = batch.tensors["weight_versions"]
+    seen = [row[valid].tolist() for row, valid in zip(versions, mask, strict=True)]
+    assert all(row == sorted(row) for row in seen)
+    expected = {0} if mode == "wait" else {0, 8}
+    assert [set(row) for row in seen] == [expected] * 32
+    if mode != "wait":  # a token each 0.1 s and more, from the start to the change
+        assert all(20 < row.count(0) < 65 for row in seen)
+
+
+USER = {"role": "user", "content": "hello"}
+
+
+async def _update_runtime_at(seconds: float, runtime: Any, mode: Any) -> None:
+    await anyio.sleep(seconds)
+    await runtime.update_weights(version=8, source=DiskWeights("."), mode=mode)
