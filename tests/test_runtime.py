@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import rollout
-from rollout import AgentLoop, Outcome, Prompt, Trajectory, function_tool
+from rollout import AgentLoop, Outcome, Prompt, ToolResult, Trajectory, function_tool
 from rollout.agents import AgentContext, register_agent
 from rollout.config import (
     AgentConfig,
@@ -104,6 +104,21 @@ async def test_tool_agent_calls_a_tool_and_answers() -> None:
     assert [m.role for m in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
     assert trajectory.answer == "The sum is 5."
     assert trajectory.metrics["tool_calls"] == 1
+
+
+async def test_numbers_that_tools_measure_are_in_the_trajectorys_metrics() -> None:
+    @function_tool("add")
+    async def counted(a: int, b: int) -> ToolResult:
+        """Add.
+
+        Args:
+            a: One number.
+            b: The other.
+        """
+        return ToolResult(str(a + b), metrics={"digits": 1})
+
+    batch = await generate(ADDING, [user("What is 2 + 3?")], tools=[counted])
+    assert batch.samples[0].metrics["tools/add/digits"] == 1.0
 
 
 async def test_generate_rows_follow_the_prompts_and_members_are_adjacent() -> None:

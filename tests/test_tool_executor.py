@@ -392,6 +392,25 @@ async def test_run_result_fields_pass_through(executor: Open) -> None:
 
 
 @pytest.mark.anyio
+async def test_run_numbers_that_tools_measure_are_summed(executor: Open) -> None:
+    measured = {"hits": 2, "s": 0.5, "is_hit": True, "note": "x", "bad": math.nan, "big": 10**400}
+    results = iter([("a", 1.0, measured), ("b", None, {"hits": 3, 7: 1}), "c"])
+
+    async def answer() -> Any:
+        return next(results)
+
+    tools = opened(executor(Recorder("find", [], execute=answer)))
+    for _ in range(3):
+        await run(tools, call("find"), call("unknown"))
+    assert tools.metrics == {
+        "tools/find/hits": 5.0,
+        "tools/find/s": 0.5,
+        "tools/find/is_hit": 1.0,
+        "tools/find/7": 1.0,
+    }
+
+
+@pytest.mark.anyio
 async def test_run_context_reaches_tools_and_functions(executor: Open, threads: Any) -> None:
     async def note(text: str, context: ToolContext) -> str:
         """Note it.

@@ -150,7 +150,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
         turn_scores: Scores given by a simulated user, one for each of its turns.
         tool_rewards: Rewards given by tools, in the order of the calls.
         num_turns: User turns + assistant turns + 1, the prompt counting as one.
-        metrics: Seconds, tokens and calls of this trajectory by name.
+        metrics: Seconds, tokens and calls of this trajectory by name; ``tools/TOOL/NAME`` sums what
+            a tool measured over its calls.
         extra: What the prompt, the agent and the reward function attached.
         prompt: What it started from.
         messages: The whole conversation as the agent and its tools saw it.

@@ -269,6 +269,7 @@ def _trajectory(
             "tool_calls": context.tools.calls,
             "tool_errors": context.tools.errors,
             "cached_tokens": context.cached_tokens,
+            **context.tools.metrics,
         },
         extra=context.extra,
         prompt=member.prompt,

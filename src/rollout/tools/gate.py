@@ -6,12 +6,13 @@ import contextlib
 import logging
 from collections import OrderedDict
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 import msgspec
 
 from rollout.limits import fail_at_deadline
+from rollout.tools.policy import speaks_of_call
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -22,17 +23,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout")
 
+#: What "auto" takes for a tool that is down: so many failures in a row, from so many trajectories.
+_AUTO_FAILURES, _AUTO_CALLERS = 64, 8
+
 
 class Breaker:
     """Refuses calls of a tool that keeps failing; a state machine that owns no task.
 
     Closed it lets every call through. `failures` in a row open it for `pause_s`, after which one
-    call is let through: its success closes it, its failure opens it again.
+    call is let through: its success closes it, its failure opens it again. "auto" wants many
+    failures, from several trajectories, that do not speak of the calls.
     """
 
-    def __init__(self, name: str, failures: int | None, pause_s: float) -> None:
+    def __init__(self, name: str, failures: int | Literal["auto"] | None, pause_s: float) -> None:
         self._name = name
-        self._failures = failures
+        self._is_auto = failures == "auto"
+        self._failures = _AUTO_FAILURES if failures == "auto" else failures
+        self._callers: set[object] = set()
         self._pause_s = pause_s
         self._in_a_row = 0
         self._last = ""
@@ -40,7 +47,7 @@ class Breaker:
         self._is_probing = False
 
     def refusal(self, now: float) -> str | None:
-        """Why a call may not run now; None where it may, and then `record` must follow."""
+        """Why a call may not run now; None where it may, and then its end must be told."""
         if self._opens_until is None:
             return None
         if now >= self._opens_until and not self._is_probing:
@@ -51,15 +58,25 @@ class Breaker:
             f"(the last one: {self._last}); not called"
         )
 
-    def record(self, failure: str | None, now: float) -> None:
-        """What became of a call that was let through: None is success, else what went wrong."""
-        was_probe, self._is_probing = self._is_probing, False
-        if failure is None:
-            self._in_a_row, self._opens_until = 0, None
+    def succeed(self) -> None:
+        """A call that was let through was answered."""
+        self._is_probing = False
+        self._in_a_row, self._opens_until = 0, None
+        self._callers.clear()
+
+    def fail(self, failure: str, error: BaseException, caller: object, now: float) -> None:
+        """A call of `caller`'s that was let through raised `error`, or timed out."""
+        if self._is_auto and speaks_of_call(error):
+            self.succeed()
             return
+        was_probe, self._is_probing = self._is_probing, False
         self._in_a_row += 1
         self._last = failure
+        if len(self._callers) < _AUTO_CALLERS:
+            self._callers.add(caller)
         is_enough = self._failures is not None and self._in_a_row >= self._failures
+        if self._is_auto and len(self._callers) < _AUTO_CALLERS:
+            is_enough = False
         if is_enough and (self._opens_until is None or was_probe):
             self._opens_until = now + self._pause_s
             logger.warning(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rollout")
 
 
-class OpenFailure(Exception):
+class OpenFailure(CallError):
     """A tool could not be opened; the text says why, for the model."""
 
 

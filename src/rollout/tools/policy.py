@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -33,7 +33,9 @@ class ToolPolicy(msgspec.Struct, frozen=True, kw_only=True):
         breaker_failures: Calls in a row that raised or timed out, after which calls are answered
             at once with an error, for `breaker_s`; then one is let through to see whether the
             tool is back. None never refuses. Answers with `is_error` and refused arguments are no
-            failures.
+            failures. "auto" waits for 64 failures, from 8 trajectories, and takes exceptions that
+            speak of the call (see `speaks_of_call`) for answers too: a model that only makes bad
+            calls does not take the tool from others.
         breaker_s: See `breaker_failures`.
 
     Raises:
@@ -47,7 +49,7 @@ class ToolPolicy(msgspec.Struct, frozen=True, kw_only=True):
     backoff_s: float = 0.5
     transient: tuple[type[Exception], ...] = ()
     cache_size: int = 0
-    breaker_failures: int | None = 64
+    breaker_failures: int | Literal["auto"] | None = "auto"
     breaker_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -62,6 +64,27 @@ class ToolPolicy(msgspec.Struct, frozen=True, kw_only=True):
     def is_transient(self, error: BaseException) -> bool:
         """Whether a call that failed with `error` is worth another try."""
         return isinstance(error, (TransientError, *self.transient))
+
+
+def speaks_of_call(error: BaseException) -> bool:
+    """Whether what a tool raised says that the call was wrong, rather than that the tool is down.
+
+    So do a `ToolError`, which a tool raises to tell the model something, and exceptions about
+    values and about files that there are or are not. A `TransientError` does not.
+    """
+    if isinstance(error, OSError):
+        return isinstance(error, _ABOUT_FILES)
+    return isinstance(error, _ABOUT_VALUES) and not isinstance(error, TransientError)
+
+
+_ABOUT_VALUES = (ToolError, ValueError, TypeError, LookupError, ArithmeticError, SyntaxError)
+_ABOUT_FILES = (
+    FileNotFoundError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
 
 
 def _is_positive(value: Any) -> bool:
@@ -91,6 +114,10 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("backoff_s", "a number > 0", _is_positive),
     ("transient", "a tuple of exception types", _are_exceptions),
     ("cache_size", "an integer ≥ 0", _is_natural),
-    ("breaker_failures", "an integer ≥ 1 or None", lambda v: v is None or _is_count(v)),
+    (
+        "breaker_failures",
+        'an integer ≥ 1, "auto" or None',
+        lambda v: v is None or v == "auto" or _is_count(v),
+    ),
     ("breaker_s", "a number > 0", _is_positive),
 )

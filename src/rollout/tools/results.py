@@ -34,7 +34,8 @@ class ToolResult(_Text, frozen=True, kw_only=True):
         text: What the model reads, truncated by the executor to ``tools.max_response_length``.
         data: The answer as the tool had it, for agents and rewards; the model never sees it.
         reward: Joins the trajectory's `tool_rewards`; None where the call earned no judgement.
-        metrics: Whatever the tool measured, by name.
+        metrics: Whatever the tool measured, by name. Numbers are summed over a trajectory's calls
+            into its metric ``tools/TOOL/NAME``; True counts as 1.
         is_error: The call failed, and `text` says why.
         end_trajectory: The agent stops after this turn, e.g. because the task is solved.
         images, videos, audio: Not possible yet: transcripts hold text.
@@ -133,6 +134,8 @@ def _checked(result: ToolResult) -> ToolResult:
         return error_result(f"the tool returned a ToolResult whose text is {kind}; expected str")
     if not isinstance(result.metrics, Mapping):
         return error_result(f"the tool returned metrics {result.metrics!r:.80}; expected a dict")
+    if type(result.metrics) is not dict:
+        result = msgspec.structs.replace(result, metrics=dict(result.metrics))
     if result.reward is None or (type(result.reward) is float and math.isfinite(result.reward)):
         return result
     reward = as_reward(result.reward)
@@ -147,8 +150,20 @@ def as_reward(value: Any) -> float | None:
     """`value` as a finite float; None where it is no such number (a bool is none)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer past what a float holds
+        return None
     return number if math.isfinite(number) else None
+
+
+def add_metrics(sums: dict[str, float], tool: str, metrics: Mapping[str, Any]) -> None:
+    """Add what one call measured to a trajectory's sums; what is no finite number stays out."""
+    for name, value in metrics.items():
+        number = float(value) if isinstance(value, bool) else as_reward(value)
+        if number is not None:
+            key = f"tools/{tool}/{name}"
+            sums[key] = sums.get(key, 0.0) + number
 
 
 def encodable(text: str) -> str:

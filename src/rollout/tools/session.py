@@ -18,7 +18,13 @@ from rollout.limits import Deadline
 from rollout.tools.arguments import ArgumentsError
 from rollout.tools.attempt import CallError, attempt, run_side_by_side
 from rollout.tools.open_sessions import OpenFailure, OpenSessions, timed_out
-from rollout.tools.results import ToolResult, encodable, error_result, normalise_result
+from rollout.tools.results import (
+    ToolResult,
+    add_metrics,
+    encodable,
+    error_result,
+    normalise_result,
+)
 from rollout.tools.truncate import TruncateSide, truncate_text
 from rollout.types import InvalidToolCall, ToolCall
 
@@ -64,6 +70,7 @@ class TrajectoryTools:
         seconds: Time in calls, on the loop's clock; calls at the same time add up.
         calls: Calls that reached a tool.
         errors: Results that are errors, whatever their cause.
+        metrics: Sums of the numbers that tools measured, as ``tools/TOOL/NAME``.
         invalid_in_a_row: Latest calls in a row that could not be run as asked: not parsed, of an
             unknown tool, or with wrong arguments.
     """
@@ -79,7 +86,9 @@ class TrajectoryTools:
         self.seconds = 0.0
         self.calls = 0
         self.errors = 0
+        self.metrics: dict[str, float] = {}
         self.invalid_in_a_row = 0
+        self._identity = object()
         self._tools = tools
         self._contexts = contexts
         self._checks = checks
@@ -116,7 +125,11 @@ class TrajectoryTools:
         await self._run_calls(turn, calls)
         if turn.limit is not None:
             raise turn.limit
-        return [self._finished(result) for result in turn.results if result is not None]
+        results = [self._finished(result) for result in turn.results if result is not None]
+        for call, result in zip(calls, results, strict=True):
+            if result.metrics and isinstance(call, ToolCall):
+                add_metrics(self.metrics, call.name, result.metrics)
+        return results
 
     async def calc_rewards(self) -> list[float]:
         """Rewards of the tools that were used, in the order of their first use.
@@ -171,7 +184,7 @@ class TrajectoryTools:
                     await self._sessions.open(name, turn.deadline)
                 except OpenFailure as error:
                     failure = str(error)
-                    breaker.record(failure, anyio.current_time())
+                    breaker.fail(failure, error.root, self._identity, anyio.current_time())
                 finally:
                     breaker.forget()
             if failure is not None:
@@ -213,7 +226,7 @@ class TrajectoryTools:
             result = await self._attempts(turn, call, gate)
         except CallError as error:
             logger.debug("tool %r failed: %s", call.name, error, exc_info=error.__cause__)
-            gate.breaker.record(str(error), anyio.current_time())
+            gate.breaker.fail(str(error), error.root, self._identity, anyio.current_time())
             return error_result(str(error))
         except LimitExceeded as limit:
             turn.limit = limit
@@ -222,7 +235,7 @@ class TrajectoryTools:
         except BaseException:
             gate.breaker.forget()
             raise
-        gate.breaker.record(None, 0.0)
+        gate.breaker.succeed()
         gate.keep(key, result)
         return result
 
