@@ -218,7 +218,7 @@ class Channel:
         done = self._new_event()
         pending = PendingRequest(request, history, deadline, generation, on_gone, done)
         generation.begin(request.request_id, self.name)
-        if self.lost.is_set():
+        if self.lost_reason:
             pending.is_lost = True
             self._end(pending, self.lost_reason)
             return pending
@@ -359,18 +359,17 @@ class Channel:
             self._end(pending, str(error))
 
     def _on_chunk(self, chunk: Chunk) -> None:
-        if self.lost.is_set():
+        if self.lost_reason:
             return  # its request was told that the connection is lost
         if chunk.is_fatal:
             self._lose(f"the engine is broken: {chunk.error}")
             return
         pending = self._pending.get(chunk.request_id) or self._zombies.get(chunk.request_id)
-        count = len(chunk.ids) // 4
-        if pending is None:
-            self.tokens.repeated += count  # of a request that has ended: nothing to add it to
+        if pending is None:  # of a request that has ended: nothing to add it to
+            self.tokens.repeated += len(chunk.ids) // 4
             return
         if pending.generation is None:
-            self.tokens.late += count
+            self.tokens.late += len(chunk.ids) // 4
         elif not self._take(pending, chunk):
             return
         if chunk.finish_reason is not None:

@@ -108,6 +108,7 @@ class ClientSession:
         self._changed = anyio.Event()  # a connection came or went
         self._due = math.inf
         self._earlier = anyio.Event()
+        self._arrived_at = 0.0  # what is being taken; to ask for each would cost a microsecond
 
     # --- life
 
@@ -194,7 +195,9 @@ class ClientSession:
             tasks.start_soon(self._write, frames, tasks.cancel_scope)
             try:
                 while True:
-                    for payload in await frames.read():
+                    payloads = await frames.read()
+                    self._arrived_at = anyio.current_time()
+                    for payload in payloads:
                         self.take(role, payload)
                     frames.acknowledge_nowait()
             except CONNECTION_ERRORS as error:
@@ -282,11 +285,13 @@ class ClientSession:
         )
         deadline = math.inf
         if message.remaining_s is not None:
-            deadline = anyio.current_time() + message.remaining_s
-            self._be_awake_at(deadline)
+            deadline = self._arrived_at + message.remaining_s
+            if deadline < self._due:
+                self._be_awake_at(deadline)
         running = self.requests[request_id] = Running(request, deadline, message.has_history)
         self._queue.append(running)
-        self._rouse()
+        if not self._is_roused:
+            self._rouse()
 
     def _history_key(self, session_id: str) -> tuple[str, str]:
         return self.key, session_id
@@ -306,8 +311,8 @@ class ClientSession:
     # --- work
 
     def _rouse(self) -> None:
-        """Have somebody look at the queue."""
-        if self._is_roused or self._tasks is None:
+        """Have somebody look at the queue; for when nobody is about to."""
+        if self._tasks is None:
             return
         self._is_roused = True
         if self._idle:
@@ -320,7 +325,7 @@ class ClientSession:
             self._is_roused = False
             while self._queue:
                 running = self._queue.popleft()
-                if self._queue:
+                if self._queue and not self._is_roused:
                     self._rouse()  # for the others, should this one have to wait
                 await self._generate(running)
             if len(self._idle) >= IDLE_WORKERS:
@@ -384,7 +389,8 @@ class ClientSession:
             self._release(running)
         elif len(held) == 1:
             running.held_until = anyio.current_time() + self._terms.stream_interval_s
-            self._be_awake_at(running.held_until)
+            if running.held_until < self._due:
+                self._be_awake_at(running.held_until)
 
     def _release(self, running: Running) -> None:
         """Send the tokens that waited for more."""
@@ -416,9 +422,8 @@ class ClientSession:
     # --- time
 
     def _be_awake_at(self, time: float) -> None:
-        if time < self._due:
-            self._due = time
-            self._earlier.set()
+        self._due = min(time, self._due)
+        self._earlier.set()
 
     async def _keep_time(self) -> None:
         """Heartbeats, deadlines, and tokens that have waited long enough.

@@ -68,14 +68,14 @@ class FrameStream:
     @property
     def is_full(self) -> bool:
         """Whether so much waits to be written that callers should wait too."""
-        return bool(self._waiters) or self._queued >= HIGH_WATER_BYTES
+        return self._queued >= HIGH_WATER_BYTES or bool(self._waiters)
 
     @property
     def _queued(self) -> int:
         return len(self._outgoing) + self._long_bytes
 
     async def wait_for_room(self, size: int) -> None:
-        """Return when it is this caller's turn to send about `size` bytes; first come, first."""
+        """Return when this caller may send about `size` bytes; those who wait go in their order."""
         turn = anyio.Event()
         self._waiters[turn] = size
         try:
@@ -127,6 +127,7 @@ class FrameStream:
             self._outgoing = bytearray()
         if self._wake is not None:
             self._wake.set()
+            self._wake = None
 
     def _take_outgoing(self) -> list[Piece]:
         pieces = self._long
@@ -150,9 +151,8 @@ class FrameStream:
         """Write messages as they come, until the stream breaks or the task is cancelled."""
         while True:
             await self.flush()
-            self._wake = anyio.Event()
-            await self._wake.wait()
-            self._wake = None
+            self._wake = wake = anyio.Event()
+            await wake.wait()
 
     async def read(self) -> list[memoryview]:
         """The payloads that have arrived, at least one.
@@ -184,31 +184,44 @@ class FrameStream:
         return frames
 
     def _take_frames(self, data: Piece, most: int | None) -> list[memoryview]:
-        if self._incoming:
-            self._incoming.append(data)
-            self._gathered += len(data)
-            if self._gathered < self._needed:
-                return []
-            data = b"".join(self._incoming)
-            self._incoming.clear()
         frames: list[memoryview] = []
-        view, at, end, self._needed = memoryview(data), 0, len(data), 4
+        view = memoryview(data)
+        if self._incoming:
+            self._gathered += len(view)
+            if self._gathered < self._needed:
+                self._incoming.append(view)
+                return frames
+            view = self._go_on(view, frames)
+        at, end, self._needed = 0, len(view), 4
         while end - at >= 4 and len(frames) != most:
-            (length,) = _length.unpack_from(data, at)
-            if length > self._max_frame:
-                raise FrameError(
-                    f"a frame of {length} bytes was announced; {self._max_frame} at most"
-                )
+            length = self._length_at(view, at)
             if end - at - 4 < length:
                 self._needed = length + 4
                 break
             frames.append(view[at + 4 : at + 4 + length])
             at += 4 + length
+        self.received += at
         if at < end:
             self._incoming.append(view[at:])
             self._gathered = end - at
-        self.received += at
         return frames
+
+    def _go_on(self, view: memoryview, frames: list[memoryview]) -> memoryview:
+        """Finish the frame that was begun, without moving what comes after it; that is returned."""
+        head = b"".join(self._incoming)
+        self._incoming.clear()
+        missing = 4 + self._length_at(head, 0) - len(head) if len(head) >= 4 else 0
+        if not 0 < missing <= len(view):
+            return memoryview(head + view)
+        frames.append(memoryview(head + view[:missing])[4:])
+        self.received += len(head) + missing
+        return view[missing:]
+
+    def _length_at(self, view: Piece, at: int) -> int:
+        length: int = _length.unpack_from(view, at)[0]
+        if length > self._max_frame:
+            raise FrameError(f"a frame of {length} bytes was announced; {self._max_frame} at most")
+        return length
 
     def acknowledge_nowait(self, every: int = ACK_BYTES) -> None:
         """Tell the peer what has arrived, once that is at least `every` bytes."""
