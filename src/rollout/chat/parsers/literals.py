@@ -27,7 +27,7 @@ _ATOM = re.compile(
     r"|(?P<constant>True|False|None|true|false|null))(?![\w.])"
 )
 #: How a list or an object begins that may be JSON.
-_JSON = re.compile(r"\[\s*(?:[\[\]{\"0-9-]|true|false|null)|\{\s*[\"}]")
+_JSON = re.compile(r"(?:\[\s*+)++(?:[]{\"0-9-]|true|false|null)|\{\s*[\"}]")
 _STRING = re.compile(
     r"([rRuU]?)(?:"
     r'"""((?:[^"\\]++|\\.|"(?!""))*+)"""|'
