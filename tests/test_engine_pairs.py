@@ -36,8 +36,13 @@ ENGINES: dict[str, Any] = {
         core="fake_core:CountingCore", options={"token_s": 0.001, "vocab_size": 1000}, replicas=2
     ),
 }
+#: Two models in processes of their own take their time.
+MARKS: dict[tuple[str, str], Any] = {
+    ("transformers", "local_process"): pytest.mark.model,
+    ("transformers", "ray"): [pytest.mark.model, pytest.mark.full],
+}
 PAIRS = [
-    pytest.param(engine, place, marks=pytest.mark.model if engine == "transformers" else ())
+    pytest.param(engine, place, marks=MARKS.get((engine, place), ()))
     for engine, places in {
         "simulated": ("in_process", "local_process", "ray"),
         "transformers": ("local_process", "ray"),

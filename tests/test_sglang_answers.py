@@ -12,7 +12,7 @@ from rollout.config import RolloutConfig, SamplingConfig, SGLangEngine, config_f
 from rollout.engine.core import EngineInfo, GenerationRequest, SamplingParams, pack_ids
 from rollout.engine.cores.sglang.answers import AnswerReader
 from rollout.engine.cores.sglang.arguments import Options, engine_arguments
-from rollout.engine.cores.sglang.requests import refusal_of, request_fields
+from rollout.engine.cores.sglang.requests import refusal_of, request_fields, salt_of
 from rollout.engine.generation import Generation
 from rollout.errors import ConfigError, EngineError
 
@@ -116,7 +116,7 @@ def asked(**sampling: Any) -> GenerationRequest:
 
 
 def test_fields_request_is_clipped_to_the_context_and_salted() -> None:
-    fields = request_fields(asked(stop_token_ids=(9,)), Options(model="m"), INFO, 7)
+    fields = request_fields(asked(stop_token_ids=(9,)), Options(model="m"), INFO, salt_of(7))
     assert fields["input_ids"] == [5, 6, 7]
     assert fields["sampling_params"] == {
         "max_new_tokens": 47,
@@ -134,7 +134,7 @@ def test_fields_seed_only_where_it_counts_and_then_one_for_each() -> None:
     plain, deterministic = Options(model="m"), Options(model="m", deterministic=True)
 
     def seed(options: Options, **sampling: Any) -> int | None:
-        params = request_fields(asked(**sampling), options, INFO, 0)["sampling_params"]
+        params = request_fields(asked(**sampling), options, INFO, "")["sampling_params"]
         return params.get("sampling_seed")
 
     assert seed(plain, seed=4) is None
