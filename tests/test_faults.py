@@ -74,7 +74,7 @@ def engines() -> list[psutil.Process]:
     return [
         process
         for process in psutil.Process().children(recursive=True)
-        if "rollout.engine.child" in process.cmdline()
+        if "rollout.engine.child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
     ]
 
 

@@ -58,7 +58,7 @@ async def opened(threads: WorkerThreads) -> AsyncIterator[Callable[..., Trajecto
     assert not [
         process
         for process in psutil.Process().children(recursive=True)
-        if "rollout.tools.process_child" in process.cmdline()
+        if "rollout.tools.process_child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
     ]
 
 

@@ -36,7 +36,7 @@ def children() -> list[psutil.Process]:
     return [
         process
         for process in psutil.Process().children(recursive=True)
-        if "rollout.engine.child" in process.cmdline()
+        if "rollout.engine.child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
     ]
 
 

@@ -262,8 +262,7 @@ async def driver(address: str) -> AsyncIterator[tuple[Process, list[psutil.Proce
     async with await anyio.open_process(command, stdin=pipe, stdout=pipe, stderr=None) as process:
         assert process.stdout is not None
         assert (await process.stdout.receive(2)) == b"up"
-        its = [p for p in psutil.process_iter() if p.pid not in before]
-        yield process, [p for p in its if "rollout.engine.child" in p.cmdline()]
+        yield process, [engine for engine in engines() if engine.pid not in before]
 
 
 @pytest.mark.parametrize("address", ["cluster", "local"])
