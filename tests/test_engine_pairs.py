@@ -38,7 +38,7 @@ ENGINES: dict[str, Any] = {
 }
 #: Two models in processes of their own take their time.
 MARKS: dict[tuple[str, str], Any] = {
-    ("transformers", "local_process"): pytest.mark.model,
+    ("transformers", "local_process"): [pytest.mark.model, pytest.mark.full],
     ("transformers", "ray"): [pytest.mark.model, pytest.mark.full],
 }
 PAIRS = [

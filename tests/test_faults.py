@@ -274,6 +274,7 @@ def test_embedded_engine_killed_or_frozen_its_requests_go_on_with_the_same_token
     assert engines() == []
 
 
+@pytest.mark.full
 @pytest.mark.model
 def test_embedded_engine_takes_other_weights_and_a_restarted_one_has_them_too(
     tmp_path: Any,
