@@ -261,7 +261,9 @@ async def driver(address: str) -> AsyncIterator[tuple[Process, list[psutil.Proce
     pipe = subprocess.PIPE
     async with await anyio.open_process(command, stdin=pipe, stdout=pipe, stderr=None) as process:
         assert process.stdout is not None
-        assert (await process.stdout.receive(2)) == b"up"
+        said = b""
+        while b"up\n" not in said:  # Ray may have said something before
+            said += await process.stdout.receive()
         yield process, [engine for engine in engines() if engine.pid not in before]
 
 
