@@ -13,6 +13,7 @@ import anyio
 from rollout.engine.channel import Channel, connect_channel
 from rollout.engine.core import GenerationRequest, SamplingParams
 from rollout.engine.generation import Generation
+from rollout.engine.native import clock
 from rollout.seeds import RequestIds
 from rollout.token_history import TokenHistory
 from wire.payload import ANSWER, Result, cpu_s, prompt_ids, wall_s
@@ -34,7 +35,7 @@ class Asker:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._ids = RequestIds()
+        self._ids, self._now = RequestIds(), clock()
 
     async def ask(
         self, prompt: bytes, history: TokenHistory | None = None, session_id: str = ""
@@ -44,7 +45,7 @@ class Asker:
         request = GenerationRequest(
             request_id=self._ids.new(), prompt_ids=prompt, sampling=SAMPLING, session_id=session_id
         )
-        deadline = anyio.current_time() + GENERATION_S
+        deadline = self._now() + GENERATION_S
         pending = await self._channel.submit(
             request, generation, _nothing, history=history, deadline=deadline
         )

@@ -15,7 +15,7 @@ from anyio.abc import ByteStream
 
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, GenerationRequest
 from rollout.engine.frames import IDLE_ACK_BYTES, FrameStream
-from rollout.engine.generation import ChunkFault, Generation, TokenCounts
+from rollout.engine.generation import ChunkFault, Generation, Part, TokenCounts
 from rollout.engine.handshake import (
     HANDSHAKE_S,
     RefusedError,
@@ -23,6 +23,7 @@ from rollout.engine.handshake import (
     handshake_frames,
 )
 from rollout.engine.heartbeat import Heartbeat
+from rollout.engine.native import clock, event_type
 from rollout.engine.protocol import (
     CONNECTION_ERRORS,
     ROLES,
@@ -67,6 +68,7 @@ class PendingRequest:
 
     Attributes:
         generation: Filled as chunks come; None once nobody waits for them any more.
+        part: What this request gave to it.
         error: Why the engine refused or failed it; empty otherwise.
         is_lost: The channel was lost under it.
         is_garbled: The engine's answer contradicted itself; what came before stays.
@@ -81,10 +83,10 @@ class PendingRequest:
         "is_garbled",
         "is_lost",
         "on_gone",
+        "part",
         "request",
         "request_id",
         "sent_tokens",
-        "taken",
     )
 
     def __init__(
@@ -93,6 +95,7 @@ class PendingRequest:
         history: TokenHistory | None,
         deadline: float,
         generation: Generation,
+        part: Part,
         on_gone: Callable[[], None],
         done: anyio.Event,
     ) -> None:
@@ -100,9 +103,9 @@ class PendingRequest:
         self.request_id = request.request_id
         self.history = history
         self.sent_tokens = 0 if history is None else len(history)
-        self.taken = 0
         self.deadline = deadline
         self.generation: Generation | None = generation
+        self.part = part
         self.on_gone = on_gone
         self.done = done
         self.error = ""
@@ -159,8 +162,7 @@ class Channel:
         self._commands: dict[int, _Order] = {}
         self._numbers = itertools.count()
         self._heartbeat = Heartbeat(frames, greeter.terms)
-        #: The backend's own class: to look it up for each request costs a microsecond.
-        self._new_event: type[anyio.Event] = type(anyio.Event())
+        self._new_event, self._now = event_type(), clock()
 
     @property
     def in_flight(self) -> int:
@@ -216,8 +218,8 @@ class Channel:
             ChannelError: It does not fit into a frame; nothing has been sent.
         """
         done = self._new_event()
-        pending = PendingRequest(request, history, deadline, generation, on_gone, done)
-        generation.begin(request.request_id, self.name)
+        part = generation.begin(request.request_id, self.name)
+        pending = PendingRequest(request, history, deadline, generation, part, on_gone, done)
         if self.lost_reason:
             pending.is_lost = True
             self._end(pending, self.lost_reason)
@@ -227,23 +229,19 @@ class Channel:
         except BaseException:  # it cannot be encoded: nothing has left
             on_gone()
             raise
-        self._pending[request.request_id] = pending
+        self._pending[pending.request_id] = pending
         return pending
 
     def _send(self, pending: PendingRequest, *, whole: bool = False) -> None:
-        request, history = pending.request, pending.history
-        kept, kept_sum, ids = 0, 0, request.prompt_ids
-        if history is not None:
-            kept = 0 if whole else history.held_by.get(self._greeter.session, 0)
-            known_sum = history.sum_of(kept) if kept < pending.sent_tokens else None
-            kept, kept_sum = (kept, known_sum) if known_sum is not None else (0, 0)
-            ids = history.packed(kept, pending.sent_tokens)
-            history.held_by[self._greeter.session] = pending.sent_tokens
-        remaining_s = None
+        request, history, remaining_s = pending.request, pending.history, None
+        if history is None:
+            kept, kept_sum, ids = 0, 0, request.prompt_ids
+        else:
+            kept, kept_sum, ids = self._what_it_lacks(pending, history, whole=whole)
         if pending.deadline != math.inf:
-            remaining_s = max(0.0, pending.deadline - anyio.current_time())
+            remaining_s = max(0.0, pending.deadline - self._now())
         message = Submit(
-            request.request_id,
+            pending.request_id,
             ids,
             request.sampling,
             request.session_id,
@@ -260,6 +258,18 @@ class Channel:
             self._data.send_nowait(message)
         except FrameTooLongError as error:
             raise ChannelError(f"{self.name}: the request does not fit: {error}") from None
+
+    def _what_it_lacks(
+        self, pending: PendingRequest, history: TokenHistory, *, whole: bool
+    ) -> tuple[int, int, bytes]:
+        """How much of the prompt the replica has, the sum of that, and the ids that follow."""
+        session, length = self._greeter.session, pending.sent_tokens
+        kept = 0 if whole else history.held_by.get(session, 0)
+        kept_sum = history.sum_of(kept) if kept < length else None
+        if kept_sum is None:
+            kept = kept_sum = 0
+        history.held_by[session] = length
+        return kept, kept_sum, history.packed(kept, length)
 
     def abandon_nowait(self, pending: PendingRequest) -> None:
         """Stop waiting for a request and have the engine end it.
@@ -359,54 +369,50 @@ class Channel:
             self._end(pending, str(error))
 
     def _on_chunk(self, chunk: Chunk) -> None:
+        pending = self._pending.get(chunk.request_id)
+        if pending is None or chunk.is_fatal:
+            self._on_unawaited(chunk)
+            return
+        assert pending.generation is not None
+        try:
+            count = pending.generation.take(chunk)
+        except ChunkFault as fault:
+            self.tokens.refused += len(chunk.ids) // 4
+            self._on_garbled(pending, fault, is_last=chunk.finish_reason is not None)
+            return
+        if count:
+            self.tokens.taken += count
+        else:
+            self.tokens.repeated += len(chunk.ids) // 4
+        if chunk.finish_reason is not None:
+            del self._pending[chunk.request_id]
+            if pending.history is not None:  # the next turn goes on from what the replica has
+                held = pending.sent_tokens + pending.part.count
+                pending.history.held_by[self._greeter.session] = held
+            self._end(pending, chunk.error)
+
+    def _on_unawaited(self, chunk: Chunk) -> None:
+        """A chunk that nobody waits for, or the last that an engine says."""
         if self.lost_reason:
             return  # its request was told that the connection is lost
         if chunk.is_fatal:
             self._lose(f"the engine is broken: {chunk.error}")
             return
-        pending = self._pending.get(chunk.request_id) or self._zombies.get(chunk.request_id)
-        if pending is None:  # of a request that has ended: nothing to add it to
-            self.tokens.repeated += len(chunk.ids) // 4
-            return
-        if pending.generation is None:
-            self.tokens.late += len(chunk.ids) // 4
-        elif not self._take(pending, chunk):
-            return
-        if chunk.finish_reason is not None:
-            if pending.generation is not None:
-                del self._pending[chunk.request_id]
-                self._note_held(pending)
-            else:
-                del self._zombies[chunk.request_id]
-            self._end(pending, chunk.error)
-
-    def _note_held(self, pending: PendingRequest) -> None:
-        """The replica has the prompt and what it answered; the next turn goes on from there."""
-        if pending.history is not None:
-            held = pending.sent_tokens + pending.taken
-            pending.history.held_by[self._greeter.session] = held
-
-    def _take(self, pending: PendingRequest, chunk: Chunk) -> bool:
-        generation = pending.generation
-        assert generation is not None
         count = len(chunk.ids) // 4
-        try:
-            is_new = generation.take(chunk)
-        except ChunkFault as fault:
-            self.tokens.refused += count
-            pending.is_garbled = True
-            pending.error = f"{self.name} sent a faulty chunk: {fault}"
-            self.abandon_nowait(pending)
-            pending.done.set()
-            if chunk.finish_reason is not None:  # and it will say no more
-                self._end(self._zombies.pop(chunk.request_id), pending.error)
-            return False
-        if is_new:
-            self.tokens.taken += count
-            pending.taken += count
-        else:
+        if chunk.request_id not in self._zombies:  # of a request that has ended
             self.tokens.repeated += count
-        return True
+            return
+        self.tokens.late += count
+        if chunk.finish_reason is not None:
+            self._end(self._zombies.pop(chunk.request_id), chunk.error)
+
+    def _on_garbled(self, pending: PendingRequest, fault: ChunkFault, *, is_last: bool) -> None:
+        pending.is_garbled = True
+        pending.error = f"{self.name} sent a faulty chunk: {fault}"
+        self.abandon_nowait(pending)
+        pending.done.set()
+        if is_last:  # it will say no more
+            self._end(self._zombies.pop(pending.request_id), pending.error)
 
     def _end(self, pending: PendingRequest, error: str) -> None:
         pending.error = pending.error or error

@@ -23,8 +23,11 @@ MAX_FRAME_BYTES = 256 * 1024 * 1024
 READ_BYTES = 256 * 1024
 #: Bytes waiting to be written from which on callers should wait: eight prompts of 32k tokens.
 HIGH_WATER_BYTES = 1024 * 1024
-#: A frame from which on a buffer is sent as it is, and the next message begins a new one.
+#: A frame from which on a buffer is sent as it is, and the next message begins a new one; to append
+#: to it would move it again and again.
 LONG_BYTES = 64 * 1024
+#: The same for what has gathered: to grow further costs fresh pages, several for each message.
+GATHERED_BYTES = 256 * 1024
 #: The peer is told what has arrived every so many bytes, and then forgets them.
 ACK_BYTES = 256 * 1024
 #: … and at a heartbeat, when little happens, every so many.
@@ -121,7 +124,7 @@ class FrameStream:
             del buffer[start:]  # half a frame would end the connection
             raise
         _length.pack_into(buffer, start, length)
-        if length >= LONG_BYTES:  # to append to it would move it again and again
+        if length >= LONG_BYTES or start >= GATHERED_BYTES:
             self._long.append(buffer)
             self._long_bytes += len(buffer)
             self._outgoing = bytearray()
@@ -193,13 +196,13 @@ class FrameStream:
                 return frames
             view = self._go_on(view, frames)
         at, end, self._needed = 0, len(view), 4
-        while end - at >= 4 and len(frames) != most:
-            length = self._length_at(view, at)
-            if end - at - 4 < length:
-                self._needed = length + 4
+        while (start := at + 4) <= end and len(frames) != most:
+            stop = start + self._length_at(view, at)
+            if stop > end:
+                self._needed = stop - at
                 break
-            frames.append(view[at + 4 : at + 4 + length])
-            at += 4 + length
+            frames.append(view[start:stop])
+            at = stop
         self.received += at
         if at < end:
             self._incoming.append(view[at:])

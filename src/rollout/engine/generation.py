@@ -128,10 +128,12 @@ class Generation:
         """Tokens that were taken and dropped when it began anew."""
         return sum(part.count for part in self.parts if part.is_discarded)
 
-    def begin(self, request_id: str, replica: str) -> None:
+    def begin(self, request_id: str, replica: str) -> Part:
         """What is taken from now on comes from this request, behind the tokens there are."""
         self.finish_reason = None
-        self.parts.append(Part(request_id, replica, len(self.ids)))
+        part = Part(request_id, replica, len(self.ids))
+        self.parts.append(part)
+        return part
 
     def restart(self, reason: str) -> None:
         """Forget the tokens, before the request is made again from its start."""
@@ -140,47 +142,43 @@ class Generation:
         self.restarts.append(reason)
         self._forget()
 
-    def take(self, chunk: Chunk) -> bool:
-        """Append a chunk's tokens; False for one that was taken before and changes nothing.
+    def take(self, chunk: Chunk) -> int:
+        """Append a chunk's tokens; how many, 0 where all were taken before.
 
         Raises:
-            ChunkFault: Tokens are missing before it, or its log-probs do not match its ids.
+            ChunkFault: Tokens are missing before it, or its log-probs do not match its ids; nothing
+                was taken.
         """
-        count = len(chunk.ids) // 4
-        if len(chunk.ids) % 4 or len(chunk.log_probs) != len(chunk.ids):
-            raise ChunkFault(
-                f"{len(chunk.ids)} bytes of ids with {len(chunk.log_probs)} bytes of log-probs"
-            )
+        ids, size = chunk.ids, len(chunk.ids)
+        if size % 4 or len(chunk.log_probs) != size:
+            raise ChunkFault(f"{size} bytes of ids with {len(chunk.log_probs)} bytes of log-probs")
         if len(chunk.top_ids) % 4 or len(chunk.top_log_probs) != len(chunk.top_ids):
             raise ChunkFault(
                 f"{len(chunk.top_ids)} bytes of top ids with {len(chunk.top_log_probs)} bytes of "
                 "log-probs"
             )
-        if not self.parts:  # filled by hand
-            self.begin("", "")
-        part = self.parts[-1]
+        part = self.parts[-1] if self.parts else self.begin("", "")  # else filled by hand
         if chunk.offset > part.count:
             raise ChunkFault(f"tokens {part.count} to {chunk.offset} are missing")
-        is_new = chunk.offset == part.count
-        if count and is_new:
-            self.ids.frombytes(chunk.ids)
+        is_new, count = chunk.offset == part.count, 0
+        if is_new:
+            count = size // 4
+            if chunk.top_ids or chunk.routed_experts:
+                self.top_ids += chunk.top_ids
+                self.top_log_probs += chunk.top_log_probs
+                self.routed_experts += chunk.routed_experts
+        if count:
+            self.ids.frombytes(ids)
             self.log_probs.frombytes(chunk.log_probs)
             part.count += count
-            self._add_version(chunk.weight_version, count)
-        if is_new and chunk.top_ids:
-            self.top_ids += chunk.top_ids
-            self.top_log_probs += chunk.top_log_probs
-        if is_new and chunk.routed_experts:
-            self.routed_experts += chunk.routed_experts
+            versions = self.versions
+            if versions and versions[-1][0] == chunk.weight_version:
+                versions[-1][1] += count
+            else:
+                versions.append([chunk.weight_version, count])
         if chunk.finish_reason is not None:
             self.finish_reason = chunk.finish_reason
             self.cached_tokens = chunk.cached_tokens
-        if count and is_new and self.on_tokens is not None:
+        if count and self.on_tokens is not None:
             self.on_tokens()
-        return is_new
-
-    def _add_version(self, version: int, count: int) -> None:
-        if self.versions and self.versions[-1][0] == version:
-            self.versions[-1][1] += count
-        else:
-            self.versions.append([version, count])
+        return count
