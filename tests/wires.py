@@ -12,9 +12,11 @@ import anyio
 import msgspec
 from anyio.abc import ByteStream
 
-from rollout.engine.channel import Channel, PendingRequest, connect_channel
+from rollout.engine.channel import Channel
+from rollout.engine.connecting import connect_channel
 from rollout.engine.core import GenerationRequest, SamplingParams
 from rollout.engine.generation import Generation
+from rollout.engine.pending import PendingRequest
 from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
 from rollout.engine.protocol import DriverFacts, Role, Terms
 from rollout.engine.server import EngineServer

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.engine.channel import Channel, connect_channel
+from rollout.engine.connecting import connect_channel
 from rollout.engine.core import GenerationRequest, SamplingParams
 from rollout.engine.generation import Generation
 from rollout.engine.native import clock
@@ -20,6 +20,8 @@ from wire.payload import ANSWER, Result, cpu_s, prompt_ids, wall_s
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from rollout.engine.channel import Channel
 
 SAMPLING = SamplingParams(max_new_tokens=ANSWER)
 GENERATION_S = 600.0

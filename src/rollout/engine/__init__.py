@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rollout.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from rollout.engine.channel import connect_channel
+    from rollout.engine.connecting import connect_channel
     from rollout.engine.core import (
         Chunk,
         EngineCore,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rollout.engine.weights import DiskWeights, DistributedWeights, TensorWeights
 
 _HOMES = {
-    "rollout.engine.channel": ("connect_channel",),
+    "rollout.engine.connecting": ("connect_channel",),
     "rollout.engine.core": (
         "Chunk",
         "EngineCore",

@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
-import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import anyio
-from anyio.abc import ByteStream
 
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, GenerationRequest
 from rollout.engine.frames import IDLE_ACK_BYTES, FrameStream
-from rollout.engine.generation import ChunkFault, Generation, Part, TokenCounts
-from rollout.engine.handshake import (
-    HANDSHAKE_S,
-    RefusedError,
-    greet_as_client,
-    handshake_frames,
-)
+from rollout.engine.generation import ChunkFault, Generation, TokenCounts
+from rollout.engine.handshake import RefusedError
 from rollout.engine.heartbeat import Heartbeat
 from rollout.engine.native import clock, event_type
+from rollout.engine.orders import Orders
+from rollout.engine.pending import PendingRequest
 from rollout.engine.protocol import (
     CONNECTION_ERRORS,
     ROLES,
     Abort,
     Ack,
     Bye,
-    Command,
     CommandDone,
     CutError,
-    DriverFacts,
     FrameError,
     FrameTooLongError,
     FromServer,
@@ -42,85 +33,24 @@ from rollout.engine.protocol import (
     Role,
     SendWhole,
     Submit,
-    Terms,
-    Welcome,
     decode_from_server,
 )
 from rollout.errors import ChannelError, EngineError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollout.engine.connecting import Greeter
     from rollout.engine.operations import Operation
     from rollout.token_history import TokenHistory
 
 logger = logging.getLogger("rollout.engine")
-
-Connect = Callable[[], Awaitable[ByteStream]]
 
 #: Between two attempts to replace a broken connection; doubled up to the second.
 RECONNECT_BACKOFF_S = 0.05
 MAX_RECONNECT_BACKOFF_S = 1.0
 #: For telling a healthy engine that we leave.
 BYE_S = 0.5
-
-
-class PendingRequest:
-    """A request under way: `done` fires at its last chunk or when the channel is lost.
-
-    Attributes:
-        generation: Filled as chunks come; None once nobody waits for them any more.
-        part: What this request gave to it.
-        error: Why the engine refused or failed it; empty otherwise.
-        is_lost: The channel was lost under it.
-        is_garbled: The engine's answer contradicted itself; what came before stays.
-    """
-
-    __slots__ = (
-        "deadline",
-        "done",
-        "error",
-        "generation",
-        "history",
-        "is_garbled",
-        "is_lost",
-        "on_gone",
-        "part",
-        "request",
-        "request_id",
-        "sent_tokens",
-    )
-
-    def __init__(
-        self,
-        request: GenerationRequest,
-        history: TokenHistory | None,
-        deadline: float,
-        generation: Generation,
-        part: Part,
-        on_gone: Callable[[], None],
-        done: anyio.Event,
-    ) -> None:
-        self.request = request
-        self.request_id = request.request_id
-        self.history = history
-        self.sent_tokens = 0 if history is None else len(history)
-        self.deadline = deadline
-        self.generation: Generation | None = generation
-        self.part = part
-        self.on_gone = on_gone
-        self.done = done
-        self.error = ""
-        self.is_lost = False
-        self.is_garbled = False
-
-
-class _Order:
-    """A command under way; `done` fires at its answer, or without one when the channel is lost."""
-
-    __slots__ = ("answer", "done")
-
-    def __init__(self, done: anyio.Event) -> None:
-        self.done = done
-        self.answer: CommandDone | None = None
 
 
 class Channel:
@@ -159,8 +89,7 @@ class Channel:
         self._control = frames["control"]
         self._pending: dict[str, PendingRequest] = {}
         self._zombies: dict[str, PendingRequest] = {}
-        self._commands: dict[int, _Order] = {}
-        self._numbers = itertools.count()
+        self._orders = Orders()
         self._heartbeat = Heartbeat(frames, greeter.terms)
         self._new_event, self._now = event_type(), clock()
 
@@ -295,27 +224,13 @@ class Channel:
             EngineError: It could not, and is as it was.
             ChannelError: The channel was lost.
         """
-        if self.lost.is_set():
-            raise ChannelError(self.lost_reason)
-        number, order = next(self._numbers), _Order(self._new_event())
-        self._commands[number] = order
-        try:
-            self._control.send_nowait(Command(number, operation))
-            await order.done.wait()
-        finally:
-            del self._commands[number]
-        if order.answer is None:
-            raise ChannelError(self.lost_reason)
-        if order.answer.error:
-            raise EngineError(f"{self.name}: {order.answer.error}")
-
-    def _on_done(self, answer: CommandDone) -> None:
-        order = self._commands.get(answer.number)
-        if answer.is_fatal:
-            self._lose(f"the engine is broken: {answer.error}")
-        elif order is not None:
-            order.answer = answer
-            order.done.set()
+        if not self.lost.is_set():
+            answer = await self._orders.give(operation, self._control)
+            if answer is not None:
+                if answer.error:
+                    raise EngineError(f"{self.name}: {answer.error}")
+                return
+        raise ChannelError(self.lost_reason)
 
     def take(self, role: Role, payload: bytes | memoryview) -> None:
         """One frame of the engine.
@@ -343,7 +258,9 @@ class Channel:
             case Ack(received):
                 frames.confirmed(received)
             case CommandDone():
-                self._on_done(message)
+                self._orders.answered(message)
+                if message.is_fatal:
+                    self._lose(f"the engine is broken: {message.error}")
             case SendWhole(request_id):
                 self._send_whole(request_id)
             case _:
@@ -430,8 +347,7 @@ class Channel:
         for pending in (*self._pending.values(), *self._zombies.values()):
             pending.is_lost = True
             self._end(pending, self.lost_reason)
-        for order in self._commands.values():
-            order.done.set()
+        self._orders.give_up()
         self._pending.clear()
         self._zombies.clear()
 
@@ -540,81 +456,3 @@ def _why(error: BaseException) -> str:
     if isinstance(error, anyio.EndOfStream):
         return "the engine closed the connection"
     return f"the connection broke ({type(error).__name__}: {error})"
-
-
-class Greeter:
-    """Opens connections of one channel.
-
-    Attributes:
-        session: Ties them together; new for every channel.
-        terms: What both sides keep to.
-    """
-
-    def __init__(self, connect: Connect, secret: bytes, terms: Terms, facts: DriverFacts) -> None:
-        self.session = secrets.token_hex(8)
-        self.terms = terms
-        self._connect = connect
-        self._secret = secret
-        self._facts = facts
-
-    async def greet(self, role: Role, received: int | None = None) -> tuple[FrameStream, Welcome]:
-        """A new connection with its handshake done; `received` goes on with an earlier one."""
-        frames = handshake_frames(await self._connect())
-        try:
-            welcome = await greet_as_client(
-                frames,
-                self._secret,
-                role=role,
-                session=self.session,
-                terms=self.terms,
-                facts=self._facts,
-                received=received,
-            )
-        except BaseException:
-            await frames.aclose()
-            raise
-        return frames, welcome
-
-
-@contextlib.asynccontextmanager
-async def connect_channel(
-    name: str,
-    connect: Connect,
-    secret: bytes,
-    tokens: TokenCounts | None = None,
-    *,
-    terms: Terms | None = None,
-    facts: DriverFacts | None = None,
-) -> AsyncIterator[Channel]:
-    """Connect and shake hands on a data and a control connection; closes both at the end.
-
-    The channel does its work while somebody awaits its `run`, and counts in `tokens`.
-
-    Args:
-        connect: Opens a byte stream to the server; called again when one breaks.
-        terms: What both sides keep to; None takes the defaults.
-        facts: What the engine must agree with.
-
-    Raises:
-        ChannelError: No connection, or the handshake failed.
-    """
-    terms = terms or Terms()
-    greeter = Greeter(connect, secret, terms, facts or DriverFacts())
-    frames: dict[Role, FrameStream] = {}
-    try:
-        try:
-            with anyio.fail_after(HANDSHAKE_S):
-                for role in ROLES:
-                    frames[role], welcome = await greeter.greet(role)
-                    frames[role].begin(terms.max_frame_bytes)
-        except (*CONNECTION_ERRORS, TimeoutError) as error:
-            text = str(error) or type(error).__name__
-            raise ChannelError(f"{name}: no channel to the engine: {text}") from error
-        channel = Channel(name, greeter, welcome.info, frames, tokens)
-        try:
-            yield channel
-        finally:
-            await channel.leave()
-    finally:
-        for each in frames.values():
-            await each.aclose()

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import anyio
 import attrs
 
-from rollout.engine.channel import Channel, connect_channel
+from rollout.engine.channel import Channel
+from rollout.engine.connecting import connect_channel
 from rollout.engine.generation import TokenCounts
 from rollout.engine.placement.base import CoreSpec, Placement
 from rollout.engine.protocol import Terms

@@ -15,9 +15,9 @@ from rollout.seeds import RequestIds
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from rollout.engine.channel import PendingRequest
     from rollout.engine.generation import Generation
     from rollout.engine.keeping import Replica
+    from rollout.engine.pending import PendingRequest
     from rollout.engine.recovery import Attempt
     from rollout.engine.routing import Dispatch, Router
     from rollout.engine.waiting import Bell, WaitingLine

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 import attrs
 
-from rollout.engine.channel import Connect
+from rollout.engine.connecting import Connect
 from rollout.engine.tls import TlsFiles
 
 if TYPE_CHECKING:
