@@ -48,13 +48,13 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     real = Generation.take
 
-    def take(self: Generation, chunk: Any) -> bool:
-        is_new = real(self, chunk)
-        if is_new and chunk.finish_reason is not None:
+    def take(self: Generation, chunk: Any) -> int:
+        count = real(self, chunk)
+        if count and chunk.finish_reason is not None:
             self.ids.frombytes(chunk.ids)
             self.log_probs.frombytes(chunk.log_probs)
-            self._add_version(chunk.weight_version, len(chunk.ids) // 4)
-        return is_new
+            self.versions[-1][1] += count
+        return count
 
     patch.setattr(Generation, "take", take)
 
