@@ -5,7 +5,7 @@ The servers answer at once and live in processes of their own, so what is measur
 nothing else. CPU is that of all processes a request passes: client, server and, with
 `sglang-router`, the router (Ray's own daemons are not counted). Where the roads differ, the peers
 get the easier way: Ray carries packed bytes, HTTP takes a list that was made beforehand and leaves
-its answers as lists. Ours is measured from `Channel.submit` to the filled `Generation`, with
+its answers as lists. Ours is measured from `Channel.submit_nowait` to the filled `Generation`, with
 `EngineServer` over a core of ten lines at the other end: framing, handover to the core, deadlines,
 bookkeeping and all; a real core adds its own work on every road.
 

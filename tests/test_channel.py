@@ -361,7 +361,7 @@ async def test_writer_has_much_to_write_callers_wait(
         queued: list[int] = []
         for number in range(3):
             asker.submit([number] * 100, 1)
-        assert channel._data.is_full
+        assert channel.is_full
 
         async def one(number: int) -> None:
             request = GenerationRequest(
@@ -369,7 +369,9 @@ async def test_writer_has_much_to_write_callers_wait(
                 prompt_ids=packed([number] * 100),
                 sampling=SamplingParams(max_new_tokens=1),
             )
-            pending = await channel.submit(request, Generation(), lambda: None)
+            if channel.is_full:
+                await channel.wait_for_room(request)
+            pending = channel.submit_nowait(request, Generation(), lambda: None)
             queued.append(channel._data._queued)
             await pending.done.wait()
 

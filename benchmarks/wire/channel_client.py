@@ -48,7 +48,9 @@ class Asker:
             request_id=self._ids.new(), prompt_ids=prompt, sampling=SAMPLING, session_id=session_id
         )
         deadline = self._now() + GENERATION_S
-        pending = await self._channel.submit(
+        if self._channel.is_full:
+            await self._channel.wait_for_room(request, history)
+        pending = self._channel.submit_nowait(
             request, generation, _nothing, history=history, deadline=deadline
         )
         await pending.done.wait()

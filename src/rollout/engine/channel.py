@@ -103,26 +103,17 @@ class Channel:
         """Cancelled requests whose end the engine has not confirmed yet."""
         return len(self._zombies)
 
-    async def submit(
-        self,
-        request: GenerationRequest,
-        generation: Generation,
-        on_gone: Callable[[], None],
-        *,
-        history: TokenHistory | None = None,
-        deadline: float = math.inf,
-    ) -> PendingRequest:
-        """`submit_nowait`, once the connection has room for more.
+    @property
+    def is_full(self) -> bool:
+        """Whether so much waits to be sent that requests should `wait_for_room` first."""
+        return self._data.is_full
 
-        Cancellation while it waits leaves nothing behind; `on_gone` has been called then.
-        """
-        if self._data.is_full:
-            try:
-                await self._data.wait_for_room(4 * _tokens(request, history))
-            except BaseException:
-                on_gone()
-                raise
-        return self.submit_nowait(request, generation, on_gone, history=history, deadline=deadline)
+    async def wait_for_room(
+        self, request: GenerationRequest, history: TokenHistory | None = None
+    ) -> None:
+        """Return when this request may be sent; those who wait go in their order."""
+        size = len(request.prompt_ids) if history is None else 4 * len(history)
+        await self._data.wait_for_room(size)
 
     def submit_nowait(
         self,
@@ -133,7 +124,7 @@ class Channel:
         history: TokenHistory | None = None,
         deadline: float = math.inf,
     ) -> PendingRequest:
-        """Send a request; `generation` fills as chunks arrive.
+        """Send a request, at once; `generation` fills as chunks arrive.
 
         `on_gone` is called exactly once, when the engine no longer works on the request: at its
         last chunk, also of a cancelled one, or when the channel is lost.
@@ -147,8 +138,12 @@ class Channel:
             ChannelError: It does not fit into a frame; nothing has been sent.
         """
         done = self._new_event()
-        part = generation.begin(request.request_id, self.name)
-        pending = PendingRequest(request, history, deadline, generation, part, on_gone, done)
+        request_id = request.request_id
+        part = generation.begin(request_id, self.name)
+        length = 0 if history is None else len(history)
+        pending = PendingRequest(
+            request, history, length, deadline, generation, part, on_gone, done
+        )
         if self.lost_reason:
             pending.is_lost = True
             self._end(pending, self.lost_reason)
@@ -158,7 +153,7 @@ class Channel:
         except BaseException:  # it cannot be encoded: nothing has left
             on_gone()
             raise
-        self._pending[pending.request_id] = pending
+        self._pending[request_id] = pending
         return pending
 
     def _send(self, pending: PendingRequest, *, whole: bool = False) -> None:
@@ -170,7 +165,7 @@ class Channel:
         if pending.deadline != math.inf:
             remaining_s = max(0.0, pending.deadline - self._now())
         message = Submit(
-            pending.request_id,
+            request.request_id,
             ids,
             request.sampling,
             request.session_id,
@@ -306,7 +301,9 @@ class Channel:
             if pending.history is not None:  # the next turn goes on from what the replica has
                 held = pending.sent_tokens + pending.part.count
                 pending.history.held_by[self._greeter.session] = held
-            self._end(pending, chunk.error)
+            pending.error = chunk.error
+            pending.on_gone()
+            pending.done.set()
 
     def _on_unawaited(self, chunk: Chunk) -> None:
         """A chunk that nobody waits for, or the last that an engine says."""
@@ -446,10 +443,6 @@ class Channel:
                 with contextlib.suppress(*CONNECTION_ERRORS):
                     self._control.send_nowait(Bye())
                     await self._control.flush()
-
-
-def _tokens(request: GenerationRequest, history: TokenHistory | None) -> int:
-    return len(request.prompt_ids) // 4 if history is None else len(history)
 
 
 def _why(error: BaseException) -> str:

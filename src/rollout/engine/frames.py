@@ -197,8 +197,10 @@ class FrameStream:
             view = self._go_on(view, frames)
         at, end, self._needed = 0, len(view), 4
         while (start := at + 4) <= end and len(frames) != most:
-            stop = start + self._length_at(view, at)
-            if stop > end:
+            length: int = _length.unpack_from(view, at)[0]
+            stop = start + length
+            if stop > end or length > self._max_frame:
+                self._check(length)
                 self._needed = stop - at
                 break
             frames.append(view[start:stop])
@@ -213,18 +215,20 @@ class FrameStream:
         """Finish the frame that was begun, without moving what comes after it; that is returned."""
         head = b"".join(self._incoming)
         self._incoming.clear()
-        missing = 4 + self._length_at(head, 0) - len(head) if len(head) >= 4 else 0
+        missing = 0
+        if len(head) >= 4:
+            length: int = _length.unpack_from(head, 0)[0]
+            self._check(length)
+            missing = 4 + length - len(head)
         if not 0 < missing <= len(view):
             return memoryview(head + view)
         frames.append(memoryview(head + view[:missing])[4:])
         self.received += len(head) + missing
         return view[missing:]
 
-    def _length_at(self, view: Piece, at: int) -> int:
-        length: int = _length.unpack_from(view, at)[0]
+    def _check(self, length: int) -> None:
         if length > self._max_frame:
             raise FrameError(f"a frame of {length} bytes was announced; {self._max_frame} at most")
-        return length
 
     def acknowledge_nowait(self, every: int = ACK_BYTES) -> None:
         """Tell the peer what has arrived, once that is at least `every` bytes."""

@@ -6,6 +6,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 import attrs
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,8 +41,7 @@ class ChunkFault(Exception):
     """A chunk contradicts what came before it: the engine is at fault and nothing was taken."""
 
 
-@attrs.define(eq=False)
-class Part:
+class Part(msgspec.Struct, eq=False):
     """What one request gave to a generation; a recovered generation is made of several.
 
     Attributes:
@@ -152,25 +152,23 @@ class Generation:
         ids, size = chunk.ids, len(chunk.ids)
         if size % 4 or len(chunk.log_probs) != size:
             raise ChunkFault(f"{size} bytes of ids with {len(chunk.log_probs)} bytes of log-probs")
-        if len(chunk.top_ids) % 4 or len(chunk.top_log_probs) != len(chunk.top_ids):
-            raise ChunkFault(
-                f"{len(chunk.top_ids)} bytes of top ids with {len(chunk.top_log_probs)} bytes of "
-                "log-probs"
-            )
+        has_more = chunk.top_ids or chunk.top_log_probs or chunk.routed_experts
+        if has_more:
+            _check_top(chunk)
         part = self.parts[-1] if self.parts else self.begin("", "")  # else filled by hand
-        if chunk.offset > part.count:
-            raise ChunkFault(f"tokens {part.count} to {chunk.offset} are missing")
-        is_new, count = chunk.offset == part.count, 0
-        if is_new:
+        had, count = part.count, 0
+        if chunk.offset == had:
             count = size // 4
-            if chunk.top_ids or chunk.routed_experts:
+            if has_more:
                 self.top_ids += chunk.top_ids
                 self.top_log_probs += chunk.top_log_probs
                 self.routed_experts += chunk.routed_experts
+        elif chunk.offset > had:
+            raise ChunkFault(f"tokens {had} to {chunk.offset} are missing")
         if count:
             self.ids.frombytes(ids)
             self.log_probs.frombytes(chunk.log_probs)
-            part.count += count
+            part.count = had + count
             versions = self.versions
             if versions and versions[-1][0] == chunk.weight_version:
                 versions[-1][1] += count
@@ -182,3 +180,11 @@ class Generation:
         if count and self.on_tokens is not None:
             self.on_tokens()
         return count
+
+
+def _check_top(chunk: Chunk) -> None:
+    size = len(chunk.top_ids)
+    if size % 4 or len(chunk.top_log_probs) != size:
+        raise ChunkFault(
+            f"{size} bytes of top ids with {len(chunk.top_log_probs)} bytes of log-probs"
+        )

@@ -170,7 +170,13 @@ class Requests:
         )
         with self._noting(replica, attempt):
             on_gone = partial(self._released, dispatch, attempt.generation, request.request_id)
-            pending = await channel.submit(
+            try:
+                if channel.is_full:
+                    await channel.wait_for_room(request, history)
+            except BaseException:
+                on_gone()
+                raise
+            pending = channel.submit_nowait(
                 request, attempt.generation, on_gone, history=history, deadline=attempt.deadline
             )
             try:
