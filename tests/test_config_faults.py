@@ -543,3 +543,9 @@ def test_channel_engine_has_no_time_to_answer_a_heartbeat_is_a_fault() -> None:
     assert "channel.heartbeat_timeout_s = 2.0: expected more than channel.heartbeat_s = 2" in str(
         caught.value
     )
+
+
+def test_limit_too_long_for_a_given_one_names_that_and_not_those_derived_from_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict({"limits": {"tool_s": 100.0, "batch_s": 5.0}})
+    assert "limits.tool_s = 100: expected at most limits.batch_s = 5" in str(caught.value)

@@ -208,16 +208,22 @@ class LimitsConfig(Section):
         return derived
 
     def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
-        """Each limit fits into the wider ones; the nearest that is too short is named."""
+        """Each limit fits into the wider ones.
+
+        The nearest that is too short is named; of equal ones the widest, which the others, where
+        they were not given, have their length from.
+        """
         seconds = {name: getattr(self, name) for name in sound}
         for inner, wider in WIDER_LIMITS.items():
             length = seconds.get(inner)
-            bounds = ((outer, seconds.get(outer)) for outer in wider)
-            for outer, bound in bounds:
-                if length is not None and bound is not None and length > bound:
-                    expected = f"expected at most limits.{outer} = {_brief(bound)}"
-                    yield Fault(inner, expected, _brief(length))
-                    break
+            if length is None:
+                continue
+            bounds = {outer: seconds[outer] for outer in wider if seconds.get(outer) is not None}
+            short = [bound for bound in bounds.values() if length > bound]
+            if short:
+                outer = [name for name, bound in bounds.items() if bound == short[0]][-1]
+                expected = f"expected at most limits.{outer} = {_brief(short[0])}"
+                yield Fault(inner, expected, _brief(length))
 
 
 def limits_set(limits: LimitsConfig) -> dict[str, float | None]:
