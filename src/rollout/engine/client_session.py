@@ -33,6 +33,7 @@ from rollout.engine.protocol import (
     Submit,
     decode_from_client,
 )
+from rollout.engine.running import Running
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,37 +51,6 @@ logger = logging.getLogger("rollout.engine")
 EARLY_ABORTS = 4096
 #: Tasks that wait for a request; more than ever answer at once end when they have nothing to do.
 IDLE_WORKERS = 64
-
-
-class Running:
-    """A request that the core works on, or that waits for its turn to be given to it.
-
-    Attributes:
-        is_aborted: Its end was asked for before the core had it.
-        answered: Tokens of its answer that have been added to the history.
-        held: Tokens that wait for more before they are sent, until `held_until`.
-        deadline: Clock time at which it is aborted.
-    """
-
-    __slots__ = (
-        "answered",
-        "deadline",
-        "has_history",
-        "held",
-        "held_until",
-        "is_aborted",
-        "is_started",
-        "request",
-    )
-
-    def __init__(self, request: GenerationRequest, deadline: float, has_history: bool) -> None:
-        self.request = request
-        self.deadline = deadline
-        self.has_history = has_history
-        self.is_aborted = self.is_started = False
-        self.answered = 0
-        self.held: list[Chunk] = []
-        self.held_until = math.inf
 
 
 class ClientSession:
@@ -372,32 +342,17 @@ class ClientSession:
             self._histories.add(
                 self._history_key(running.request.session_id), chunk.request_id, chunk.ids
             )
-        held = running.held
-        is_last = chunk.finish_reason is not None
-        if not _is_whole(chunk):  # the client refuses it, and must not refuse others with it
-            self._release(running)
-            self._send(chunk)
-            return
-        if not held and (is_last or len(chunk.ids) >= 4 * self._terms.stream_interval):
-            self._send(chunk)
-            return
-        if held and not _continues(held[-1], chunk):
-            self._release(running)
-        held.append(chunk)
-        count = sum(len(each.ids) for each in held) // 4
-        if is_last or count >= self._terms.stream_interval:
-            self._release(running)
-        elif len(held) == 1:
+        for each in running.gather(chunk, self._terms.stream_interval):
+            self._send(each)
+        if running.held and running.held_until == math.inf:
             running.held_until = anyio.current_time() + self._terms.stream_interval_s
             if running.held_until < self._due:
                 self._be_awake_at(running.held_until)
 
     def _release(self, running: Running) -> None:
         """Send the tokens that waited for more."""
-        if running.held:
-            self._send(_joined(running.held))
-            running.held.clear()
-            running.held_until = math.inf
+        for chunk in running.release():
+            self._send(chunk)
 
     def _send(self, chunk: Chunk) -> None:
         try:
@@ -450,28 +405,3 @@ class ClientSession:
             self._earlier = anyio.Event()
             with anyio.CancelScope(deadline=min(beat, self._due)):
                 await self._earlier.wait()
-
-
-def _is_whole(chunk: Chunk) -> bool:
-    return len(chunk.log_probs) == len(chunk.ids) and len(chunk.top_log_probs) == len(chunk.top_ids)
-
-
-def _continues(last: Chunk, chunk: Chunk) -> bool:
-    return (
-        chunk.offset == last.offset + len(last.ids) // 4
-        and chunk.weight_version == last.weight_version
-    )
-
-
-def _joined(chunks: list[Chunk]) -> Chunk:
-    """One chunk that says what these say, which follow each other."""
-    if len(chunks) == 1:
-        return chunks[0]
-    return msgspec.structs.replace(
-        chunks[-1],
-        offset=chunks[0].offset,
-        **{
-            name: b"".join(getattr(chunk, name) for chunk in chunks)
-            for name in ("ids", "log_probs", "top_ids", "top_log_probs", "routed_experts")
-        },
-    )
