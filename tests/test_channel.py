@@ -364,11 +364,8 @@ async def test_writer_has_much_to_write_callers_wait(
         assert channel.is_full
 
         async def one(number: int) -> None:
-            request = GenerationRequest(
-                request_id=f"w{number:031x}",
-                prompt_ids=packed([number] * 100),
-                sampling=SamplingParams(max_new_tokens=1),
-            )
+            ids = packed([number] * 100)
+            request = Submit(f"w{number:031x}", ids, SamplingParams(max_new_tokens=1))
             if channel.is_full:
                 await channel.wait_for_room(request)
             pending = channel.submit_nowait(request, Generation(), lambda: None)
@@ -442,10 +439,10 @@ async def test_further_facts_of_tokens_arrive_as_they_are() -> None:
     async with wire.channel(Terms(stream_interval=8)) as channel:
         generation = Generation()
         pending = channel.submit_nowait(
-            GenerationRequest(
-                request_id="r" * 32,
-                prompt_ids=packed([1]),
-                sampling=SamplingParams(max_new_tokens=2),
+            Submit(
+                "r" * 32,
+                packed([1]),
+                SamplingParams(max_new_tokens=2),
                 top_log_probs=3,
                 routed_experts=True,
             ),

@@ -14,11 +14,11 @@ from anyio.abc import ByteStream
 
 from rollout.engine.channel import Channel
 from rollout.engine.connecting import connect_channel
-from rollout.engine.core import GenerationRequest, SamplingParams
+from rollout.engine.core import SamplingParams
 from rollout.engine.generation import Generation
 from rollout.engine.pending import PendingRequest
 from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
-from rollout.engine.protocol import DriverFacts, Role, Terms
+from rollout.engine.protocol import DriverFacts, Role, Submit, Terms
 from rollout.engine.server import EngineServer
 from rollout.scopes import open_task_group
 from rollout.token_history import TokenHistory
@@ -112,11 +112,11 @@ class Asker:
         request_id = request_id or f"{self._count:032x}"
         generation = Generation()
         pending = self.channel.submit_nowait(
-            GenerationRequest(
-                request_id=request_id,
-                prompt_ids=b"" if isinstance(prompt, TokenHistory) else packed(prompt),
-                sampling=SamplingParams(max_new_tokens=count),
-                session_id=session,
+            Submit(
+                request_id,
+                b"" if isinstance(prompt, TokenHistory) else packed(prompt),
+                SamplingParams(max_new_tokens=count),
+                session,
             ),
             generation,
             lambda: self.gone.append(request_id),

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.engine.connecting import connect_channel
-from rollout.engine.core import GenerationRequest, SamplingParams
+from rollout.engine.core import SamplingParams
 from rollout.engine.generation import Generation
 from rollout.engine.native import clock
+from rollout.engine.protocol import Submit
 from rollout.seeds import RequestIds
 from rollout.token_history import TokenHistory
 from wire.payload import ANSWER, Result, cpu_s, prompt_ids, wall_s
@@ -44,9 +45,7 @@ class Asker:
     ) -> Generation:
         """One generation, as a pool makes it."""
         generation = Generation()
-        request = GenerationRequest(
-            request_id=self._ids.new(), prompt_ids=prompt, sampling=SAMPLING, session_id=session_id
-        )
+        request = Submit(self._ids.new(), prompt, SAMPLING, session_id)
         deadline = self._now() + GENERATION_S
         if self._channel.is_full:
             await self._channel.wait_for_room(request, history)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.engine.core import Chunk, EngineInfo, EngineLoad, GenerationRequest
+from rollout.engine.core import Chunk, EngineInfo, EngineLoad
 from rollout.engine.frames import IDLE_ACK_BYTES, FrameStream
 from rollout.engine.generation import ChunkFault, Generation, TokenCounts
 from rollout.engine.handshake import RefusedError
@@ -108,16 +108,14 @@ class Channel:
         """Whether so much waits to be sent that requests should `wait_for_room` first."""
         return self._data.is_full
 
-    async def wait_for_room(
-        self, request: GenerationRequest, history: TokenHistory | None = None
-    ) -> None:
+    async def wait_for_room(self, request: Submit, history: TokenHistory | None = None) -> None:
         """Return when this request may be sent; those who wait go in their order."""
-        size = len(request.prompt_ids) if history is None else 4 * len(history)
+        size = len(request.ids) if history is None else 4 * len(history)
         await self._data.wait_for_room(size)
 
     def submit_nowait(
         self,
-        request: GenerationRequest,
+        request: Submit,
         generation: Generation,
         on_gone: Callable[[], None],
         *,
@@ -130,8 +128,9 @@ class Channel:
         last chunk, also of a cancelled one, or when the channel is lost.
 
         Args:
-            history: The prompt, in place of `request.prompt_ids`; only what the replica does not
-                have of it is sent.
+            request: With its `ids`, which are the prompt, or without and with a history; how much
+                the replica has and how much time is left is for the channel to say.
+            history: The prompt; only what the replica does not have of it is sent.
             deadline: Clock time at which the engine aborts the request by itself.
 
         Raises:
@@ -140,7 +139,9 @@ class Channel:
         done = self._new_event()
         request_id = request.request_id
         part = generation.begin(request_id, self.name)
-        length = 0 if history is None else len(history)
+        length = 0
+        if history is not None:
+            request.has_history, length = True, len(history)
         pending = PendingRequest(
             request, history, length, deadline, generation, part, on_gone, done
         )
@@ -157,27 +158,12 @@ class Channel:
         return pending
 
     def _send(self, pending: PendingRequest, *, whole: bool = False) -> None:
-        request, history, remaining_s = pending.request, pending.history, None
-        if history is None:
-            kept, kept_sum, ids = 0, 0, request.prompt_ids
-        else:
-            kept, kept_sum, ids = self._what_it_lacks(pending, history, whole=whole)
+        message = pending.message
+        if pending.history is not None:
+            lacking = self._what_it_lacks(pending, pending.history, whole=whole)
+            message.kept, message.kept_sum, message.ids = lacking
         if pending.deadline != math.inf:
-            remaining_s = max(0.0, pending.deadline - self._now())
-        message = Submit(
-            request.request_id,
-            ids,
-            request.sampling,
-            request.session_id,
-            request.priority,
-            kept,
-            kept_sum,
-            history is not None,
-            remaining_s,
-            request.top_log_probs,
-            request.routed_experts,
-            request.media,
-        )
+            message.remaining_s = max(0.0, pending.deadline - self._now())
         try:
             self._data.send_nowait(message)
         except FrameTooLongError as error:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
+from typing import cast
 
 import attrs
 import msgspec
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rollout.engine.core import Chunk, FinishReason
-    from rollout.limits import HeldDeadline
+from rollout.engine.core import Chunk, FinishReason
+from rollout.limits import HeldDeadline
 
 
 @attrs.define
@@ -37,6 +36,9 @@ class TokenCounts:
         return self.taken + self.late + self.repeated + self.refused
 
 
+_log_probs = cast("Callable[[], array[float]]", partial(array, "f"))
+
+
 class ChunkFault(Exception):
     """A chunk contradicts what came before it: the engine is at fault and nothing was taken."""
 
@@ -58,7 +60,7 @@ class Part(msgspec.Struct, eq=False):
     is_discarded: bool = False
 
 
-class Generation:
+class Generation(msgspec.Struct, eq=False):
     """Sampled tokens in the order in which they were sampled, packed.
 
     Filled in place while requests run, so that a cancelled wait loses nothing.
@@ -79,39 +81,19 @@ class Generation:
         on_tokens: Called each time tokens have been appended, where somebody must know.
     """
 
-    __slots__ = (
-        "cached_tokens",
-        "finish_reason",
-        "held",
-        "ids",
-        "log_probs",
-        "on_tokens",
-        "parts",
-        "restarts",
-        "resumes",
-        "routed_experts",
-        "top_ids",
-        "top_log_probs",
-        "versions",
-    )
-
-    def __init__(self) -> None:
-        self.parts: list[Part] = []
-        self.resumes = 0
-        self.restarts: list[str] = []
-        self.on_tokens: Callable[[], None] | None = None
-        self.held: tuple[HeldDeadline, ...] = ()
-        self._forget()
-
-    def _forget(self) -> None:
-        self.ids: array[int] = array("i")
-        self.log_probs: array[float] = array("f")
-        self.versions: list[list[int]] = []
-        self.finish_reason: FinishReason | None = None
-        self.cached_tokens = 0
-        self.top_ids = b""
-        self.top_log_probs = b""
-        self.routed_experts = b""
+    parts: list[Part] = []
+    ids: array[int] = msgspec.field(default_factory=partial(array, "i"))
+    log_probs: array[float] = msgspec.field(default_factory=_log_probs)
+    versions: list[list[int]] = []
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+    resumes: int = 0
+    restarts: list[str] = []
+    top_ids: bytes = b""
+    top_log_probs: bytes = b""
+    routed_experts: bytes = b""
+    held: tuple[HeldDeadline, ...] = ()
+    on_tokens: Callable[[], None] | None = None
 
     @property
     def replica(self) -> str:
@@ -140,7 +122,9 @@ class Generation:
         for part in self.parts:
             part.is_discarded = True
         self.restarts.append(reason)
-        self._forget()
+        self.ids, self.log_probs, self.versions = array("i"), array("f"), []
+        self.finish_reason, self.cached_tokens = None, 0
+        self.top_ids = self.top_log_probs = self.routed_experts = b""
 
     def take(self, chunk: Chunk) -> int:
         """Append a chunk's tokens; how many, 0 where all were taken before.

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import anyio
 import msgspec
 
-from rollout.engine.core import GenerationRequest
 from rollout.engine.generation import Generation, Part
+from rollout.engine.protocol import Submit
 from rollout.token_history import TokenHistory
 
 
@@ -16,7 +16,8 @@ class PendingRequest(msgspec.Struct, eq=False):
     """A request under way: `done` fires at its last chunk or when the channel is lost.
 
     Attributes:
-        history: The prompt, where it is not in the request; its first `sent_tokens` tokens.
+        message: The request itself, as it was sent last.
+        history: The prompt, where it is not in the message; its first `sent_tokens` tokens.
         generation: Filled as chunks come; None once nobody waits for them any more.
         part: What this request gave to it.
         error: Why the engine refused or failed it; empty otherwise.
@@ -24,7 +25,7 @@ class PendingRequest(msgspec.Struct, eq=False):
         is_garbled: The engine's answer contradicted itself; what came before stays.
     """
 
-    request: GenerationRequest
+    message: Submit
     history: TokenHistory | None
     sent_tokens: int
     deadline: float
@@ -39,4 +40,4 @@ class PendingRequest(msgspec.Struct, eq=False):
     @property
     def request_id(self) -> str:
         """Its key on the wire."""
-        return self.request.request_id
+        return self.message.request_id

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.engine.core import GenerationRequest
+from rollout.engine.protocol import Submit
 from rollout.engine.recovery import NO_ENGINE
 from rollout.seeds import RequestIds
 
@@ -161,12 +161,12 @@ class Requests:
         attempt.is_interrupted = False
         attempt.release()
         history = attempt.history
-        request = GenerationRequest(
-            request_id=self._ids.new(),
-            prompt_ids=attempt.prompt_ids if history is None else b"",
-            sampling=attempt.sampling,
-            session_id=attempt.session_id,
-            priority=priority,
+        request = Submit(
+            self._ids.new(),
+            attempt.prompt_ids if history is None else b"",
+            attempt.sampling,
+            attempt.session_id,
+            priority,
         )
         with self._noting(replica, attempt):
             on_gone = partial(self._released, dispatch, attempt.generation, request.request_id)
