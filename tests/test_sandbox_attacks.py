@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import attrs
 import psutil
 import pytest
 
@@ -345,3 +346,25 @@ async def test_sandbox_ends_when_its_supervisor_is_killed(method: Isolation) -> 
             process.kill()
     for directory in directories():
         directory.rmdir()
+
+
+async def test_program_that_writes_to_what_it_did_not_open_is_stopped(method: Isolation) -> None:
+    junk = (
+        "import os\nfor descriptor in range(3, 256):\n"
+        "    try: os.write(descriptor, b'junk')\n    except OSError: pass"
+    )
+    async with opened(method) as sandbox:
+        said = await python(sandbox, junk)
+        assert said == ToolResult(
+            f"[the code wrote to a descriptor that it had not opened{GONE}", is_error=True
+        )
+        assert await python(sandbox, "6 * 7") == ToolResult("42\n")
+
+
+async def test_one_shot_call_after_a_fork_bomb_has_room(method: Isolation) -> None:
+    limits = attrs.evolve(PATIENT, max_processes=8)
+    async with opened(method, limits) as sandbox:
+        for _ in range(3):
+            said = await sandbox.run("python", "import os\nwhile True: os.fork()", is_fresh=True)
+            assert said.is_error
+            assert await sandbox.run("python", "6 * 7", is_fresh=True) == ToolResult("42\n")
