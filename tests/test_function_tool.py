@@ -521,13 +521,6 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def threads() -> Any:
-    pool = WorkerThreads(max_threads=2, max_abandoned=2)
-    yield pool
-    pool.close()
-
-
 @pytest.mark.anyio
 async def test_function_tool_prompt_kwargs_override_the_models(threads: WorkerThreads) -> None:
     session = await get_weather.open(context(threads, days=5))

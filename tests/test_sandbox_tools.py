@@ -18,6 +18,7 @@ import pytest
 import trio
 
 import rollout
+from executors import executor_of
 from rollout.bridge import WorkerThreads
 from rollout.config import LimitsConfig, SchedulingConfig
 from rollout.errors import ToolError
@@ -29,7 +30,6 @@ from rollout.tools import (
     SandboxLimits,
     ShellTool,
     Tool,
-    ToolExecutor,
     ToolResult,
     TrajectoryTools,
 )
@@ -65,16 +65,9 @@ async def best() -> Isolation:
 async def opened(*tools: Tool, tool_s: float = 60.0) -> AsyncIterator[TrajectoryTools]:
     """These tools in the hands of one trajectory."""
     threads = WorkerThreads(max_threads=4, max_abandoned=4)
-    executor = ToolExecutor(
-        tools,
-        threads=threads,
-        max_parallel_calls=8,
-        max_response_length=4096,
-        truncate_side="middle",
-        tool_s=tool_s,
-        cleanup_s=30.0,
+    session = executor_of(tools, threads, tool_s=tool_s, cleanup_s=30.0).open_session(
+        uid="p", member=0
     )
-    session = executor.open_session(uid="p", member=0)
     try:
         yield session
     finally:
