@@ -159,6 +159,14 @@ def test_executor_equal_names_are_named_all_at_once(executor: Open) -> None:
     )
 
 
+def test_executor_policy_of_another_kind_is_refused(executor: Open) -> None:
+    tool = Recorder("a", [])
+    tool.policy = {"timeout_s": 3}  # type: ignore[assignment]
+    with pytest.raises(ToolError) as caught:
+        executor(tool)
+    assert str(caught.value) == "tool 'a': policy = {'timeout_s': 3}; expected a ToolPolicy"
+
+
 @pytest.mark.parametrize(
     ("name", "schema", "message"),
     [
