@@ -33,6 +33,7 @@ WHAT_IT_NEEDS: dict[str, str] = {
 }
 
 _PROBE_LIMITS = SandboxLimits(memory_mb=256, max_processes=4, timeout_s=20, cpu_s=20)
+_NOT_HELD = "does not hold: "
 #: Says what does not hold; run in a real sandbox, because kernels, containers and their policies
 #: refuse and grant in too many ways to know beforehand. It ends with its sandbox.
 _PROBE = f"""
@@ -75,7 +76,7 @@ try:
 except OSError:
     pass
 if faults:
-    sys.exit("does not hold: " + ", ".join(dict.fromkeys(faults)))
+    sys.exit("{_NOT_HELD}" + ", ".join(dict.fromkeys(faults)))
 """
 
 #: What is missing by method and interpreter; None where nothing is.
@@ -96,7 +97,9 @@ class IsolationReport(msgspec.Struct, frozen=True):
 
     def _lacks(self) -> str:
         return "; ".join(
-            f"{method}: {fault} (needs {WHAT_IT_NEEDS[method]})"
+            f"{method}: {fault}"
+            # Where it could be made and does not hold, what it needs is there.
+            + ("" if fault.startswith(_NOT_HELD) else f" (needs {WHAT_IT_NEEDS[method]})")
             for method, fault in self.missing.items()
         )
 

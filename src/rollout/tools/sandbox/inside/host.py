@@ -188,6 +188,8 @@ class Host:
         while True:
             try:
                 return os.fork()
+            except InterruptedError:  # a child ended while the supervisor was being asked
+                continue
             except BlockingIOError:
                 if time.monotonic() > give_up:
                     raise
