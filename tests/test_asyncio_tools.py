@@ -10,11 +10,10 @@ from typing import Any
 import anyio
 import pytest
 
+import executors
 from rollout.bridge import WorkerThreads
 from rollout.errors import ToolError
-from rollout.limits import Deadline
-from rollout.tools import ToolExecutor, ToolResult, TrajectoryTools, function_tool
-from rollout.types import ToolCall
+from rollout.tools import ToolResult, TrajectoryTools, function_tool
 
 pytestmark = pytest.mark.anyio
 
@@ -34,21 +33,11 @@ def threads() -> Iterator[WorkerThreads]:
 
 
 def opened(threads: WorkerThreads, *tools: Any, tool_s: float = 60.0) -> TrajectoryTools:
-    executor = ToolExecutor(
-        tools,
-        threads=threads,
-        max_parallel_calls=8,
-        max_response_length=4096,
-        truncate_side="middle",
-        tool_s=tool_s,
-        cleanup_s=5.0,
-    )
-    return executor.open_session(uid="p", member=0)
+    return executors.executor_of(tools, threads, tool_s=tool_s).open_session(uid="p", member=0)
 
 
 async def run(tools: TrajectoryTools, *names: str) -> list[ToolResult]:
-    calls = [ToolCall(name=name, arguments={}) for name in names]
-    return await tools.run(calls, turn_deadline=Deadline.after(60.0, "limits.turn_s"))
+    return await executors.run(tools, *map(executors.call, names))
 
 
 async def test_asyncio_tool_runs_on_an_asyncio_loop_and_calls_meet(threads: WorkerThreads) -> None:
@@ -163,6 +152,37 @@ async def test_asyncio_tool_that_ignores_its_cancellation_is_abandoned_and_count
     assert (await run(tools, "stubborn"))[0].is_error
     assert threads.abandoned == {"stubborn": 1}
     release.set()
+    with anyio.fail_after(30):
+        while threads.abandoned:
+            await anyio.sleep(0.01)
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_asyncio_tool_cancelled_before_it_began_is_not_counted_for_ever(
+    threads: WorkerThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads._asyncio, "_cleanup_s", 0.05)
+    holds, release = threading.Event(), threading.Event()
+
+    @function_tool(backend="asyncio")
+    async def block() -> None:
+        """Hold the loop."""
+        holds.set()
+        release.wait()
+
+    @function_tool(backend="asyncio")
+    async def late() -> None:
+        """Begin when it is too late."""
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(run, opened(threads, block), "block")
+        while not holds.is_set():
+            await anyio.sleep(0.01)
+        assert await run(opened(threads, late, tool_s=0.05), "late") == [
+            ToolResult("timed out after 0.05 s (limits.tool_s)", is_error=True)
+        ]
+        assert threads.abandoned == {"late": 1}
+        release.set()
     with anyio.fail_after(30):
         while threads.abandoned:
             await anyio.sleep(0.01)

@@ -380,15 +380,27 @@ def test_cli_check_says_which_isolation_holds_and_refuses_tools_without_it(
     ) in capsys.readouterr().out
     monkeypatch.setitem(isolation._known, ("landlock", sys.executable), "landlock is closed")
     assert main(["check", "config.py"]) == 0
-    lacks = "namespaces: namespaces is closed; bubblewrap: bubblewrap is closed; landlock: landlock"
-    assert f"\nisolation   none holds here: {lacks} is closed\n" in capsys.readouterr().out
+    lacks = "; ".join(
+        f"{method}: {method} is closed (needs {needs})"
+        for method, needs in isolation.WHAT_IT_NEEDS.items()
+    )
+    assert f"\nisolation   none holds here: {lacks}\n" in capsys.readouterr().out
+    builtin = ("--set", 'tools.builtin=["shell"]')
+    assert main(["check", "config.py", *builtin]) == 2
+    said = capsys.readouterr()
+    assert "\ntools       shell; hermes calls, " in said.out
+    assert said.err.startswith("error: tool 'shell': no isolation for programs that models write: ")
+    assert main(["check", "config.py", *builtin, "--set", "tools.isolation=none"]) == 0
+    assert (
+        f"\nisolation   none holds here: {lacks}; shell: none (no isolation: programs can do what "
+        "the driver can)\n"
+    ) in capsys.readouterr().out
     run = ["run", "config.py", "--prompts", "prompts.jsonl", "--out", "out"]
     for command in (["check", "config.py"], run):
         assert main([*command, "--tools", "calculator,shell"]) == 2
         assert capsys.readouterr().err.endswith(
-            f"error: tool 'shell': no isolation for programs that models write: {lacks} is closed; "
-            'mend one of these, or accept isolation="none", where programs can do what the driver '
-            "can\n"
+            f"error: tool 'shell': no isolation for programs that models write: {lacks}; mend "
+            'one of these, or accept isolation="none", where programs can do what the driver can\n'
         )
 
 

@@ -175,7 +175,11 @@ def configs(draw: st.DrawFn) -> RolloutConfig:
         ),
         agent=draw(section(AgentConfig, name=texts, interaction=optional(texts))),
         tools=draw(
-            section(ToolsConfig, truncate_side=st.sampled_from(["left", "right", "middle"]))
+            section(
+                ToolsConfig,
+                truncate_side=st.sampled_from(["left", "right", "middle"]),
+                builtin=st.lists(st.sampled_from(["calculator", "finish", "python"]), unique=True),
+            )
         ),
         scheduling=draw(section(SchedulingConfig, max_in_flight=counts)),
         seed=draw(optional(st.integers(0, 2**63))),

@@ -17,7 +17,12 @@ SAYS = {"python_sandbox": "reward     1"}
 
 #: Examples that take overrides, and what spares them the embedded model.
 SIMULATED = ("engine.kind=simulated", "model.path=simulated", "placement.kind=in_process")
-OVERRIDES = {"verifier": SIMULATED, "mcp_tools": SIMULATED}
+OVERRIDES = {
+    "gsm8k": (*SIMULATED, "lengths.prompt=4096"),
+    "mcp_tools": SIMULATED,
+    "verifier": SIMULATED,
+    "verl_tools": SIMULATED,
+}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -13,9 +13,9 @@ import pytest
 from langchain_core.tools import tool as langchain_tool
 from pydantic import BaseModel, Field
 
+import executors
 from rollout.bridge import WorkerThreads
 from rollout.errors import ToolError
-from rollout.limits import Deadline
 from rollout.tools import (
     ToolExecutor,
     ToolResult,
@@ -140,27 +140,13 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def executor() -> Iterator[Callable[..., ToolExecutor]]:
-    pool = WorkerThreads(max_threads=4, max_abandoned=2)
-
-    def build(*tools: Any) -> ToolExecutor:
-        return ToolExecutor(
-            tools,
-            threads=pool,
-            max_parallel_calls=8,
-            max_response_length=4096,
-            truncate_side="middle",
-            tool_s=60.0,
-            cleanup_s=5.0,
-        )
-
-    yield build
-    pool.close()
+def executor(threads: WorkerThreads) -> Callable[..., ToolExecutor]:
+    return lambda *tools: executors.executor_of(tools, threads, tool_s=60.0)
 
 
 async def run(tools: TrajectoryTools, *calls: tuple[str, dict[str, Any]]) -> list[ToolResult]:
     asked = [ToolCall(name=name, arguments=arguments) for name, arguments in calls]
-    return await tools.run(asked, turn_deadline=Deadline.after(60.0, "limits.turn_s"))
+    return await executors.run(tools, *asked)
 
 
 # verl

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,10 @@ import psutil
 import pytest
 
 import isolated_tools
+from executors import call, executor_of, run
 from rollout.bridge import WorkerThreads
 from rollout.errors import ToolError
-from rollout.limits import Deadline
-from rollout.tools import ToolContext, ToolExecutor, ToolResult, TrajectoryTools, function_tool
-from rollout.types import ToolCall
+from rollout.tools import ToolContext, ToolResult, TrajectoryTools, function_tool
 
 pytestmark = pytest.mark.anyio
 
@@ -28,27 +27,11 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def threads() -> Iterator[WorkerThreads]:
-    pool = WorkerThreads(max_threads=4, max_abandoned=2)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture
 async def opened(threads: WorkerThreads) -> AsyncIterator[Callable[..., TrajectoryTools]]:
     executors = []
 
     def build(*tools: Any, tool_s: float = 60.0) -> TrajectoryTools:
-        executor = ToolExecutor(
-            tools,
-            threads=threads,
-            max_parallel_calls=8,
-            max_response_length=4096,
-            truncate_side="middle",
-            tool_s=tool_s,
-            cleanup_s=5.0,
-            max_processes=2,
-        )
+        executor = executor_of(tools, threads, tool_s=tool_s, max_processes=2)
         executors.append(executor)
         return executor.open_session(uid="p", member=0)
 
@@ -60,14 +43,6 @@ async def opened(threads: WorkerThreads) -> AsyncIterator[Callable[..., Trajecto
         for process in psutil.Process().children(recursive=True)
         if "rollout.tools.process_child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
     ]
-
-
-async def run(tools: TrajectoryTools, *calls: ToolCall) -> list[ToolResult]:
-    return await tools.run(calls, turn_deadline=Deadline.after(120.0, "limits.turn_s"))
-
-
-def call(tool: str, /, **arguments: Any) -> ToolCall:
-    return ToolCall(name=tool, arguments=arguments)
 
 
 async def ended(pid: int) -> bool:

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import attrs
 import psutil
 import pytest
 
@@ -239,7 +240,7 @@ FORK_BOMBS = {
 
 
 async def test_fork_bomb_is_held_at_the_limit_and_killed_whole(method: Isolation) -> None:
-    limits = SandboxLimits(timeout_s=1, cpu_s=60, max_processes=8)
+    limits = SandboxLimits(timeout_s=0.5, cpu_s=60, max_processes=8)
     gentle = SandboxLimits(timeout_s=60, cpu_s=60, max_processes=8)
     async with opened(method, gentle) as sandbox:
         counted = await python(sandbox, COUNT_FORKS)
@@ -247,7 +248,7 @@ async def test_fork_bomb_is_held_at_the_limit_and_killed_whole(method: Isolation
     async with opened(method, limits) as sandbox:
         for name, bomb in FORK_BOMBS.items():
             said = await python(sandbox, bomb)
-            assert said == ToolResult("[timed out after 1 s" + GONE, is_error=True), name
+            assert said == ToolResult("[timed out after 0.5 s" + GONE, is_error=True), name
             assert psutil.Process().children(recursive=True) == [], name
         said = await shell(sandbox, "bomb() { bomb | bomb & }; bomb; while true; do :; done")
         assert said.is_error
@@ -345,3 +346,25 @@ async def test_sandbox_ends_when_its_supervisor_is_killed(method: Isolation) -> 
             process.kill()
     for directory in directories():
         directory.rmdir()
+
+
+async def test_program_that_writes_to_what_it_did_not_open_is_stopped(method: Isolation) -> None:
+    junk = (
+        "import os\nfor descriptor in range(3, 256):\n"
+        "    try: os.write(descriptor, b'junk')\n    except OSError: pass"
+    )
+    async with opened(method) as sandbox:
+        said = await python(sandbox, junk)
+        assert said == ToolResult(
+            f"[the code wrote to a descriptor that it had not opened{GONE}", is_error=True
+        )
+        assert await python(sandbox, "6 * 7") == ToolResult("42\n")
+
+
+async def test_one_shot_call_after_a_fork_bomb_has_room(method: Isolation) -> None:
+    limits = attrs.evolve(PATIENT, max_processes=8)
+    async with opened(method, limits) as sandbox:
+        for _ in range(3):
+            said = await sandbox.run("python", "import os\nwhile True: os.fork()", is_fresh=True)
+            assert said.is_error
+            assert await sandbox.run("python", "6 * 7", is_fresh=True) == ToolResult("42\n")

@@ -18,6 +18,7 @@ import pytest
 import trio
 
 import rollout
+from executors import executor_of
 from rollout.bridge import WorkerThreads
 from rollout.config import LimitsConfig, SchedulingConfig
 from rollout.errors import ToolError
@@ -29,7 +30,6 @@ from rollout.tools import (
     SandboxLimits,
     ShellTool,
     Tool,
-    ToolExecutor,
     ToolResult,
     TrajectoryTools,
 )
@@ -65,16 +65,9 @@ async def best() -> Isolation:
 async def opened(*tools: Tool, tool_s: float = 60.0) -> AsyncIterator[TrajectoryTools]:
     """These tools in the hands of one trajectory."""
     threads = WorkerThreads(max_threads=4, max_abandoned=4)
-    executor = ToolExecutor(
-        tools,
-        threads=threads,
-        max_parallel_calls=8,
-        max_response_length=4096,
-        truncate_side="middle",
-        tool_s=tool_s,
-        cleanup_s=30.0,
+    session = executor_of(tools, threads, tool_s=tool_s, cleanup_s=30.0).open_session(
+        uid="p", member=0
     )
-    session = executor.open_session(uid="p", member=0)
     try:
         yield session
     finally:
@@ -128,7 +121,11 @@ async def test_one_shot_python_starts_every_call_in_an_empty_directory() -> None
         ("import sys\nsys.exit()", "(no output)", False),
         ("import sys\nsys.exit(3)", "SystemExit: 3", True),
         ("import sys\nsys.exit('why')", "why", True),
-        ("def f(:", "SyntaxError: invalid syntax", True),
+        (
+            "def f(:",
+            '  File "<call 1>", line 1\n    def f(:\n          ^\nSyntaxError: invalid syntax',
+            True,
+        ),
         ("raise KeyboardInterrupt", "KeyboardInterrupt", True),
         ("import sys\nprint('x', file=sys.stderr)", "x\n", False),
         ("print('\\udc80')", "?\n", False),
@@ -153,6 +150,7 @@ async def test_python_code_is_answered_as_an_interpreter_would(
         said = await ask(tools, "python", code=code)
     assert said.is_error == is_error
     assert said.text.endswith(text)
+    assert "ast.py" not in said.text
 
 
 async def test_wrong_arguments_are_answered_without_a_process() -> None:
@@ -238,16 +236,17 @@ async def test_tool_without_isolation_refuses_to_start_and_names_what_is_missing
 ) -> None:
     lacks = {
         "namespaces": "unshare: Operation not permitted",
-        "bubblewrap": "no program bwrap",
+        "bubblewrap": "there is no program bwrap",
         "landlock": "landlock_create_ruleset: Function not implemented",
     }
     for method, fault in lacks.items():
         monkeypatch.setitem(isolation._known, (method, sys.executable), fault)
     why = (
-        "no isolation for programs that models write: namespaces: unshare: Operation not "
-        "permitted; bubblewrap: no program bwrap; landlock: landlock_create_ruleset: Function not "
-        'implemented; mend one of these, or accept isolation="none", where programs can do what '
-        "the driver can"
+        "no isolation for programs that models write: namespaces: unshare: Operation not permitted "
+        "(needs user namespaces, or root that may mount); bubblewrap: there is no program bwrap "
+        "(needs the package bubblewrap, and user namespaces); landlock: landlock_create_ruleset: "
+        "Function not implemented (needs Landlock and seccomp, of Linux 6.12 or newer); mend one "
+        'of these, or accept isolation="none", where programs can do what the driver can'
     )
     async with opened(PythonTool()) as tools:
         said = await ask(tools, "python", code="1")

@@ -8,11 +8,12 @@ from typing import Any
 import anyio
 import pytest
 
+from executors import executor_of
 from rollout.bridge import WorkerThreads
 from rollout.errors import LimitExceeded
 from rollout.limits import Deadline
 from rollout.testing.schedule import run_virtual
-from rollout.tools import Tool, ToolContext, ToolExecutor, ToolPolicy, ToolSession
+from rollout.tools import Tool, ToolContext, ToolPolicy, ToolSession
 from rollout.types import ToolCall
 
 Log = list[tuple[str, float]]
@@ -53,16 +54,7 @@ async def run(
     tools: list[Notes], calls: list[tuple[str, str, float]], turn_s: float = 100.0
 ) -> list[str]:
     threads = WorkerThreads(max_threads=1, max_abandoned=1)
-    executor = ToolExecutor(
-        tools,
-        threads=threads,
-        max_parallel_calls=8,
-        max_response_length=4096,
-        truncate_side="middle",
-        tool_s=10.0,
-        cleanup_s=5.0,
-    )
-    session = executor.open_session(uid="p", member=0)
+    session = executor_of(tools, threads).open_session(uid="p", member=0)
     made = [ToolCall(name=name, arguments={"s": s}, id=id_) for name, id_, s in calls]
     try:
         results = await session.run(made, turn_deadline=Deadline.after(turn_s, "limits.turn_s"))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import anyio
 import pytest
 import trio.testing
 
+from executors import call, executor_of, run
 from rollout.bridge import WorkerThreads
 from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import Deadline
@@ -36,46 +37,20 @@ def anyio_backend() -> Any:
 real_clock = pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
 
 
-@pytest.fixture
-def threads() -> Iterator[WorkerThreads]:
-    pool = WorkerThreads(max_threads=4, max_abandoned=2)
-    yield pool
-    pool.close()
-
-
 Open = Callable[..., ToolExecutor]
 
 
 @pytest.fixture
 def executor(threads: WorkerThreads) -> Open:
-    def build(*tools: Any, **settings: Any) -> ToolExecutor:
-        defaults: dict[str, Any] = {
-            "threads": threads,
-            "max_parallel_calls": 8,
-            "max_response_length": 4096,
-            "truncate_side": "middle",
-            "tool_s": 10.0,
-            "cleanup_s": 5.0,
-        }
-        return ToolExecutor(tools, **{**defaults, **settings})
-
-    return build
+    return lambda *tools, **settings: executor_of(tools, threads, **settings)
 
 
 def opened(executor: ToolExecutor, **settings: Any) -> TrajectoryTools:
     return executor.open_session(uid="p", member=1, **settings)
 
 
-def call(tool: str, /, **arguments: Any) -> ToolCall:
-    return ToolCall(name=tool, arguments=arguments)
-
-
 def turn(seconds: float | None = 100.0) -> Deadline:
     return Deadline.after(seconds, "limits.turn_s")
-
-
-async def run(tools: TrajectoryTools, *calls: ToolCall | InvalidToolCall) -> list[ToolResult]:
-    return await tools.run(calls, turn_deadline=turn())
 
 
 def failed(text: str) -> ToolResult:
@@ -182,6 +157,14 @@ def test_executor_equal_names_are_named_all_at_once(executor: Open) -> None:
         "'b' (test_tool_executor.Recorder, test_tool_executor.Recorder); "
         'give all but one of each another name, as in @function_tool("another_name")'
     )
+
+
+def test_executor_policy_of_another_kind_is_refused(executor: Open) -> None:
+    tool = Recorder("a", [])
+    tool.policy = {"timeout_s": 3}  # type: ignore[assignment]
+    with pytest.raises(ToolError) as caught:
+        executor(tool)
+    assert str(caught.value) == "tool 'a': policy = {'timeout_s': 3}; expected a ToolPolicy"
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import anyio
 import pytest
 import trio.testing
 
+from executors import call, executor_of, run
 from rollout.bridge import WorkerThreads
 from rollout.errors import LimitExceeded, ToolError
-from rollout.limits import Deadline
 from rollout.tools import (
     Tool,
     ToolContext,
@@ -35,22 +35,8 @@ def anyio_backend() -> Any:
 
 
 @pytest.fixture
-def executor() -> Iterator[Callable[..., ToolExecutor]]:
-    pool = WorkerThreads(max_threads=4, max_abandoned=2)
-
-    def build(*tools: Any, **settings: Any) -> ToolExecutor:
-        defaults: dict[str, Any] = {
-            "threads": pool,
-            "max_parallel_calls": 8,
-            "max_response_length": 4096,
-            "truncate_side": "middle",
-            "tool_s": 10.0,
-            "cleanup_s": 5.0,
-        }
-        return ToolExecutor(tools, **{**defaults, **settings})
-
-    yield build
-    pool.close()
+def executor(threads: WorkerThreads) -> Callable[..., ToolExecutor]:
+    return lambda *tools, **settings: executor_of(tools, threads, **settings)
 
 
 def opened(executor: ToolExecutor, **settings: Any) -> TrajectoryTools:
@@ -59,16 +45,6 @@ def opened(executor: ToolExecutor, **settings: Any) -> TrajectoryTools:
 
 def failed(text: str) -> ToolResult:
     return ToolResult(text, is_error=True)
-
-
-async def run(
-    tools: TrajectoryTools, *calls: ToolCall | InvalidToolCall, turn_s: float = 100.0
-) -> list[ToolResult]:
-    return await tools.run(calls, turn_deadline=Deadline.after(turn_s, "limits.turn_s"))
-
-
-def call(tool: str, /, **arguments: Any) -> ToolCall:
-    return ToolCall(name=tool, arguments=arguments)
 
 
 class Script:

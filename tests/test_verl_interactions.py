@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio  # noqa: TID251  (the users' own code)
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import rollout
 from rollout.errors import ConfigError
-from rollout.interactions import VerlInteraction
+from rollout.interactions import VerlInteraction, load_verl_interactions
 from rollout.testing import Scenario
 from rollout.types import Message, Outcome, Prompt
 
@@ -120,3 +121,83 @@ def test_object_without_a_name_is_refused() -> None:
     ):
         VerlInteraction(nameless)
     assert VerlInteraction(nameless, name="quiz").name == "quiz"
+
+
+TEACHERS = """
+class TeacherInteraction:
+    def __init__(self, config):
+        self.config = config
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        return True, "", 1.0, {}
+
+class Broken:
+    def __init__(self, config):
+        raise KeyError("level")
+
+class Silent:
+    def __init__(self, config):
+        pass
+"""
+
+
+def test_configuration_of_verl_names_its_users(tmp_path: Path) -> None:
+    (tmp_path / "verl_teachers.py").write_text(TEACHERS)
+    file = tmp_path / "interactions.yaml"
+    file.write_text(
+        "interaction:\n"
+        "  - {name: strict, class_name: verl_teachers.TeacherInteraction, config: {level: 3}}\n"
+        "  - {class_name: verl_teachers.TeacherInteraction}\n"
+    )
+    strict, teacher = load_verl_interactions(file)
+    assert (strict.name, teacher.name) == ("strict", "teacher")
+    assert strict._interaction.config == {"level": 3, "name": "strict"}
+    assert teacher._interaction.config == {"name": "teacher"}
+
+
+def test_configuration_of_verl_with_faults_names_them_all(tmp_path: Path) -> None:
+    (tmp_path / "verl_teachers.py").write_text(TEACHERS)
+    file = tmp_path / "interactions.yaml"
+    file.write_text(
+        "interaction:\n"
+        "  - teacher\n"
+        "  - {class_name: Teacher}\n"
+        "  - {class_name: verl_teachers.Nobody}\n"
+        "  - {class_name: verl_teachers.Broken}\n"
+        "  - {class_name: verl_teachers.Silent}\n"
+        "  - {class_name: verl_teachers.TeacherInteraction, config: 3}\n"
+        "  - {class_name: verl_teachers.TeacherInteraction, config: {a: ['${b}']}}\n"
+        "  - {class_name: verl_teachers.TeacherInteraction, name: 4}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_verl_interactions(file)
+    assert str(caught.value) == (
+        f"{file}: interaction[0] = 'teacher': expected name, class_name and config; "
+        "interaction[1].class_name = 'Teacher': expected package.module.Class; "
+        "interaction[2].class_name = 'verl_teachers.Nobody': verl_teachers has no class Nobody; "
+        "interaction[3]: Broken raised KeyError: 'level'; "
+        "interaction[4]: verl_teachers.Silent has no method generate_response: expected verl's "
+        "interaction protocol; "
+        "interaction[5].config = 3: expected a mapping; "
+        "interaction[6].config.a[0] = '${b}': interpolation is not resolved; write the value; "
+        "interaction[7].name = 4: expected text"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tools: []", "interaction = None; expected a list of interactions"),
+        ("interaction: []", "interaction = []; expected a list of interactions"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_file_that_is_no_configuration_is_refused(
+    tmp_path: Path, text: str | None, message: str
+) -> None:
+    file = tmp_path / "interactions.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_verl_interactions(file)
+    assert str(caught.value) == f"{file}: {message}"

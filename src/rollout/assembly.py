@@ -6,21 +6,25 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
+import anyio.to_thread
+
 from rollout.agents import get_agent
 from rollout.chat import ChatTemplate, get_tool_parser, load_chat_template, tool_parser_names
 from rollout.chat.loading import with_template
 from rollout.engine.model_files import resolve_model
 from rollout.errors import AgentError, ConfigError, EngineError
 from rollout.tools import ToolExecutor
+from rollout.tools.shipped import shipped_tools
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rollout.bridge import WorkerThreads
     from rollout.chat import ToolParser
-    from rollout.config import ModelConfig, RolloutConfig
+    from rollout.config import ModelConfig, RolloutConfig, ToolsConfig
     from rollout.engine.pool import EnginePool
     from rollout.interactions import InteractionRegistry
+    from rollout.tools import Tool
 
 logger = logging.getLogger("rollout")
 
@@ -46,6 +50,20 @@ def tool_executor(
         cleanup_s=config.limits.cleanup_s,
         max_processes=config.tools.max_processes,
     )
+
+
+async def builtin_tools(tools: ToolsConfig) -> list[Tool]:
+    """The shipped tools that a configuration names; a corpus is read in a thread.
+
+    Raises:
+        ToolError: It cannot be read.
+    """
+    make = functools.partial(
+        shipped_tools, tools.builtin, isolation=tools.isolation, corpus=tools.search_corpus
+    )
+    if not tools.search_corpus:
+        return make()
+    return await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
 
 
 def tool_parser(config: RolloutConfig, registry: InteractionRegistry) -> ToolParser:

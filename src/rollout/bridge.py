@@ -147,8 +147,7 @@ class AsyncioThread:
 
         It has a task of its own, because code for asyncio expects to be cancelled once, and not at
         each of its further awaits as in a scope of anyio. On cancellation the call's task is
-        cancelled and has `cleanup_s` to end; one that does not
-        is abandoned, and counted by name.
+        cancelled and has `cleanup_s` to end; one that does not is abandoned, and counted by name.
 
         Raises:
             ToolError: The call raised SystemExit or the like, or cancelled itself.
@@ -169,12 +168,12 @@ class AsyncioThread:
                 future.set_result(await function(*args))
             except BaseException as error:  # the loop must outlive SystemExit
                 future.set_exception(error)
-            finally:
-                post(finished)
 
         def start() -> None:
             nonlocal task
             task = loop.create_task(call())
+            # Also a task that was cancelled before its first step, and never enters `call`, ends.
+            task.add_done_callback(lambda _: post(finished))
 
         loop.call_soon_threadsafe(start)
         try:

@@ -23,6 +23,7 @@ from rollout.errors import AgentError, ConfigError, EngineError, ToolError
 from rollout.interactions import InteractionRegistry
 from rollout.tools import PythonTool
 from rollout.tools.sandbox.tool import SandboxTool
+from rollout.tools.shipped import shipped_tools
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -48,6 +49,7 @@ def config_faults(config: RolloutConfig, interactions: Sequence[Any] = ()) -> li
         *_opening_faults(config),
         *_package_faults(config),
         *_name_faults(config, interactions),
+        *_corpus_faults(config),
     ]
     return list(dict.fromkeys(faults))
 
@@ -110,12 +112,24 @@ def _package_faults(config: RolloutConfig) -> Iterator[str]:
             yield f"engine.core = {config.engine.core!r}: there is no module {module!r} here"
 
 
+def _corpus_faults(config: RolloutConfig) -> Iterator[str]:
+    for path in config.tools.search_corpus:
+        if not Path(path).exists():
+            yield f"tools.search_corpus = {path!r}: no such file or directory"
+
+
 def is_importable(name: str) -> bool:
     """Whether there is a module of this name; it is not imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):  # a parent package is missing, or a module is half made
         return False
+
+
+def builtin_programs(config: RolloutConfig) -> list[Tool]:
+    """The tools of ``tools.builtin`` that run programs."""
+    names = [name for name in config.tools.builtin if name in ("python", "shell")]
+    return shipped_tools(names, isolation=config.tools.isolation)
 
 
 async def look_at_tools(tools: Sequence[Tool]) -> tuple[str, list[str]]:

@@ -13,7 +13,7 @@ import anyio
 from rich.console import Console
 from rich.text import Text
 
-from rollout.check import config_faults, look_at_tools
+from rollout.check import builtin_programs, config_faults, look_at_tools
 from rollout.cli import BAD_INPUT, ENGINE_LOST, OK, SOME_FAILED
 from rollout.config import describe_config, load_config
 from rollout.errors import (
@@ -155,7 +155,7 @@ def _check(arguments: argparse.Namespace, output: Console, errors: Console) -> i
         _print_line(output, line)
     for label, text in sizing_lines(config):
         _print_line(output, f"{label:<12}{text}")
-    isolation, unfit = anyio.run(look_at_tools, tools)
+    isolation, unfit = anyio.run(look_at_tools, [*builtin_programs(config), *tools])
     _print_line(output, f"{'isolation':<12}{isolation}")
     faults = [*config_faults(config, interactions), *unfit]
     for fault in faults:

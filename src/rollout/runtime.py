@@ -11,7 +11,7 @@ import anyio
 import attrs
 
 from rollout.agents.services import Services
-from rollout.assembly import check_fit, load_template, tool_executor, tool_parser
+from rollout.assembly import builtin_tools, check_fit, load_template, tool_executor, tool_parser
 from rollout.bridge import WorkerThreads, has_virtual_clock
 from rollout.chat.parsers import stop_token_ids
 from rollout.config import RolloutConfig
@@ -379,9 +379,9 @@ async def open_rollout(
 
     Args:
         config: See `rollout.config`.
-        tools: Tools offered to the model: `Tool` objects, functions, which become one, or async
-            context managers that have a list of tools, such as `connect_mcp`, opened and closed
-            with the runtime.
+        tools: Tools offered to the model beside those of ``tools.builtin``: `Tool` objects,
+            functions, which become one, or async context managers that have a list of tools, such
+            as `connect_mcp`, opened and closed with the runtime.
         reward: ``reward(trajectory) -> float | Reward``, sync (runs in a thread) or async.
         interactions: Factories of simulated users, found by their names.
 
@@ -394,8 +394,9 @@ async def open_rollout(
         raise ConfigError(f"config: expected a RolloutConfig, got {type(config).__name__}")
     registry = InteractionRegistry(interactions)
     parser = tool_parser(config, registry)
+    builtin = await builtin_tools(config.tools)
     async with (
-        open_tools(tools) as opened,
+        open_tools([*builtin, *tools]) as opened,
         _open_runtime(config, opened, reward, registry, parser) as runtime,
     ):
         yield runtime

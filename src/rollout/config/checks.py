@@ -102,6 +102,13 @@ DriftKinds = Annotated[
         lambda _: True,
     ),
 ]
+BuiltinTools = Annotated[
+    tuple[Literal["calculator", "finish", "python", "search", "shell", "submit"], ...],
+    Rule(
+        "a list of shipped tools, each once (calculator, finish, python, search, shell, submit)",
+        lambda names: len(set(names)) == len(names),
+    ),
+]
 PlainMapping = Annotated[Mapping[str, Any], Rule("a mapping", lambda _: True)]
 
 

@@ -187,7 +187,8 @@ def _tools(config: RolloutConfig) -> str:
     tools, agent = config.tools, config.agent
     calls = f"{agent.tool_format} calls, {agent.max_parallel_calls} at once in a turn"
     cut = f"answers cut to {tools.max_response_length:,} characters ({tools.truncate_side})"
-    return f"{calls}; {cut}; {_count(tools.max_threads, 'thread')}"
+    shipped = f"{', '.join(tools.builtin)}; " if tools.builtin else ""
+    return f"{shipped}{calls}; {cut}; {_count(tools.max_threads, 'thread')}"
 
 
 def _scheduling(scheduling: SchedulingConfig) -> list[tuple[str, str]]:

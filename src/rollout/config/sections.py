@@ -15,6 +15,7 @@ import attrs
 from rollout.config.base import Section, annotations_of
 from rollout.config.channel import ChannelConfig
 from rollout.config.checks import (
+    BuiltinTools,
     Count,
     DriftKinds,
     Flag,
@@ -28,6 +29,7 @@ from rollout.config.checks import (
     Probability,
     StrategyName,
     Text,
+    Texts,
     TokenIds,
     TopK,
     Weights,
@@ -275,6 +277,13 @@ class ToolsConfig(Section):
     """How tools are run and what of their answers the model sees."""
 
     section: ClassVar[str] = "tools"
+    #: Shipped tools that models are offered, beside those given to `open_rollout`: calculator,
+    #: finish, python, search, shell, submit.
+    builtin: BuiltinTools = ()
+    #: What isolates the programs of the built-in python and shell; see ``docs/sandbox.md``.
+    isolation: Literal["auto", "namespaces", "bubblewrap", "landlock", "none"] = "auto"
+    #: Files and directories that the built-in search looks in.
+    search_corpus: Texts = ()
     #: Longest answer of a tool, in characters; longer ones are truncated.
     max_response_length: Count = 4096
     #: "left" keeps the tail, "right" keeps the head, "middle" keeps both ends.
@@ -285,6 +294,19 @@ class ToolsConfig(Section):
     max_abandoned_threads: Count = 16
     #: Child processes of tools with ``isolation="process"``, each running one call at a time.
     max_processes: Count = 8
+
+    def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
+        """A corpus where there is a search, and no setting of a tool that is not there."""
+        if not {"builtin", "isolation", "search_corpus"} <= set(sound):
+            return
+        if "search" in self.builtin and not self.search_corpus:
+            yield Fault("search_corpus", "expected paths, for 'search' in tools.builtin", [])
+        if self.search_corpus and "search" not in self.builtin:
+            problem = "expected none without 'search' in tools.builtin"
+            yield Fault("search_corpus", problem, list(self.search_corpus))
+        if self.isolation != "auto" and not {"python", "shell"} & set(self.builtin):
+            problem = "expected 'auto' without 'python' or 'shell' in tools.builtin"
+            yield Fault("isolation", problem, self.isolation)
 
 
 @attrs.frozen(kw_only=True)

@@ -11,6 +11,7 @@ from rollout.interactions.model_user import ModelUser
 from rollout.interactions.scripted import ScriptedUser
 from rollout.interactions.verifier import Verifier
 from rollout.interactions.verl import VerlInteraction
+from rollout.interactions.verl_config import load_verl_interactions
 
 __all__ = [
     "Interaction",
@@ -22,4 +23,5 @@ __all__ = [
     "ScriptedUser",
     "Verifier",
     "VerlInteraction",
+    "load_verl_interactions",
 ]

@@ -8,15 +8,15 @@ from rollout.tools.langchain import langchain_tools
 from rollout.tools.loading import load_tools
 from rollout.tools.mcp import connect_mcp
 from rollout.tools.policy import ToolPolicy, TransientError
-from rollout.tools.python_tool import PythonTool
+from rollout.tools.program_tools import PythonTool, ShellTool
 from rollout.tools.results import MediaError, ToolResult, normalise_result
 from rollout.tools.sandbox.limits import SandboxLimits
 from rollout.tools.search_tool import SearchTool
 from rollout.tools.session import TrajectoryTools
-from rollout.tools.shell_tool import ShellTool
 from rollout.tools.tool import Tool, ToolContext, ToolSession
 from rollout.tools.truncate import truncate_text
 from rollout.tools.verl_config import load_verl_tools
+from rollout.tools.verl_multi_turn import VerlMultiTurn, load_verl_multi_turn
 
 __all__ = [
     "FunctionTool",
@@ -33,12 +33,14 @@ __all__ = [
     "ToolSession",
     "TrajectoryTools",
     "TransientError",
+    "VerlMultiTurn",
     "calculator",
     "connect_mcp",
     "finish",
     "function_tool",
     "langchain_tools",
     "load_tools",
+    "load_verl_multi_turn",
     "load_verl_tools",
     "normalise_result",
     "submit",

@@ -7,6 +7,7 @@ of those packages is imported here.
 
 from __future__ import annotations
 
+import enum
 import functools
 import operator
 import types
@@ -15,26 +16,34 @@ from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 
+#: Where a schema has the choices as they were written; msgspec sorts those of its ``enum``.
+IN_ORDER = "x-in-order"
+
+_UNIONS = (typing.Union, types.UnionType)
 _CONSTRAINTS = ("gt", "ge", "lt", "le", "multiple_of", "pattern", "min_length", "max_length")
 
 
 def with_meta(annotation: Any) -> Any:
     """`annotation` with everything that is said beside its types as one `msgspec.Meta` each.
 
+    Choices carry the order in which they were written under `IN_ORDER`.
+
     Raises:
         TypeError, ValueError: A constraint is none for its type.
     """
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        inner = with_meta(args[0])
-        meta = _meta(annotation.__metadata__)
-        return inner if meta is None else Annotated[inner, meta]
-    if not args or origin is typing.Literal:
+        return _described(with_meta(args[0]), _said_in(annotation.__metadata__))
+    if origin is typing.Literal:
+        return _in_order(annotation, list(args))
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return _in_order(annotation, [member.value for member in annotation])
+    if not args:
         return annotation
     inner_args = tuple(with_meta(arg) for arg in args)
     if inner_args == args:
         return annotation
-    if origin in (typing.Union, types.UnionType):
+    if origin in _UNIONS:
         return functools.reduce(operator.or_, inner_args)
     return (
         annotation.copy_with(inner_args) if hasattr(annotation, "copy_with") else origin[inner_args]
@@ -43,17 +52,33 @@ def with_meta(annotation: Any) -> Any:
 
 def description_in(annotation: Any) -> str:
     """What an annotation says about its value; empty where it says nothing."""
-    meta = _meta(getattr(annotation, "__metadata__", ()))
-    return "" if meta is None or meta.description is None else meta.description
+    return str(_said_in(getattr(annotation, "__metadata__", ())).get("description", ""))
 
 
-def _meta(metadata: tuple[Any, ...]) -> msgspec.Meta | None:
+def _in_order(annotation: Any, values: list[Any]) -> Any:
+    return Annotated[annotation, msgspec.Meta(extra_json_schema={IN_ORDER: values})]
+
+
+def _described(annotation: Any, said: dict[str, Any]) -> Any:
+    """`annotation` with what is said about it; bounds on a union are bounds on what is not None."""
+    if get_origin(annotation) in _UNIONS:
+        bounds = {name: said[name] for name in _CONSTRAINTS if name in said}
+        said = {name: value for name, value in said.items() if name not in bounds}
+        members = [
+            member if member is types.NoneType else _described(member, bounds)
+            for member in get_args(annotation)
+        ]
+        annotation = functools.reduce(operator.or_, members)
+    return Annotated[annotation, msgspec.Meta(**said)] if said else annotation
+
+
+def _said_in(metadata: tuple[Any, ...]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for item in metadata:
         found |= _constraints_in(item)
         for inner in getattr(item, "metadata", ()):  # of a pydantic Field
             found |= _constraints_in(inner)
-    return msgspec.Meta(**found) if found else None
+    return found
 
 
 def _constraints_in(item: Any) -> dict[str, Any]:

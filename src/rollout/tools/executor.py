@@ -10,6 +10,7 @@ from rollout.tools.arguments import SchemaCheck
 from rollout.tools.function import FunctionTool
 from rollout.tools.gate import ToolGate
 from rollout.tools.langchain import LangChainTool, is_langchain_tool
+from rollout.tools.policy import ToolPolicy
 from rollout.tools.processes import ToolProcesses
 from rollout.tools.session import ArgumentCheck, CallLimits, TrajectoryTools
 from rollout.tools.tool import Tool, ToolContext
@@ -151,6 +152,8 @@ def _as_tool(tool: Tool | Callable[..., Any]) -> Tool:
             f"tool {name!r}: its schema is {schema!r:.200}; expected "
             f"{{'type': 'function', 'function': {{'name': {name!r}, ...}}}}"
         )
+    if not isinstance(tool.policy, ToolPolicy):
+        raise ToolError(f"tool {name!r}: policy = {tool.policy!r:.80}; expected a ToolPolicy")
     return tool
 
 

@@ -13,7 +13,7 @@ from rollout.errors import ToolError
 from rollout.tools.annotations import description_in, with_meta
 from rollout.tools.arguments import MAX_EXPECTED, ArgumentsError, quoted, shown
 from rollout.tools.docstrings import Docstring, parse_docstring
-from rollout.tools.pydantic_types import default_of, to_model
+from rollout.tools.pydantic_types import joined_models, of_joined, plain_data, to_model
 from rollout.tools.schema import schema_of
 from rollout.tools.tool import ToolContext
 
@@ -25,12 +25,20 @@ _FAULT = re.compile(r"(?P<problem>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>.*
 
 
 class Parameter(msgspec.Struct, frozen=True, kw_only=True):
-    """One argument that the model may give."""
+    """One argument that the model may give.
+
+    Attributes:
+        annotation: Its type, as msgspec reads it.
+        default: What the function takes where it is not given.
+        description: What the model reads about it.
+        is_joined: The type is a root model around the one that the function has.
+    """
 
     name: str
     annotation: Any
     default: Any = inspect.Parameter.empty
     description: str = ""
+    is_joined: bool = False
 
     @property
     def is_required(self) -> bool:
@@ -50,6 +58,7 @@ class Parameters:
     ) -> None:
         self.context_name = context_name
         self._tool = tool
+        self._joined = {p.name for p in parameters if p.is_joined}
         self._by_name = {parameter.name: parameter for parameter in parameters}
         self._struct = msgspec.defstruct(
             "Arguments",
@@ -82,7 +91,10 @@ class Parameters:
             checked = msgspec.convert(arguments, self._struct, str_keys=True, dec_hook=to_model)
         except msgspec.ValidationError:
             raise ArgumentsError(self._tool, self._faults(arguments)) from None
-        return {name: getattr(checked, name) for name in arguments}
+        found = {name: getattr(checked, name) for name in arguments}
+        for name in self._joined & found.keys():
+            found[name] = of_joined(found[name])
+        return found
 
     def _faults(self, arguments: Mapping[str, Any]) -> list[str]:
         faults = [
@@ -108,7 +120,7 @@ def _property(parameter: Parameter) -> dict[str, Any]:
     if not parameter.is_required:
         try:
             schema["default"] = msgspec.to_builtins(
-                parameter.default, str_keys=True, enc_hook=default_of
+                parameter.default, str_keys=True, enc_hook=plain_data
             )
         except (
             TypeError,
@@ -160,7 +172,7 @@ def inspect_parameters(
             context_name = name
             continue
         parameter = _parameter(raw, hints.get(name, raw.empty), docstring)
-        faults += _faults_of(raw, parameter, is_documented)
+        faults += _faults_of(raw, parameter, hints.get(name), is_documented)
         found.append(parameter)
     if faults:
         raise ToolError(f"function tool {tool!r}: " + "; ".join(faults))
@@ -178,15 +190,19 @@ def _hints(function: Callable[..., Any], tool: str) -> dict[str, Any]:
 
 
 def _parameter(raw: inspect.Parameter, annotation: Any, docstring: Docstring) -> Parameter:
+    joined = joined_models(annotation)
     return Parameter(
         name=raw.name,
-        annotation=Any if annotation is raw.empty else with_meta(annotation),
+        annotation=Any if annotation is raw.empty else joined or with_meta(annotation),
+        is_joined=joined is not None,
         default=raw.default,
         description=docstring.parameters.get(raw.name) or description_in(annotation),
     )
 
 
-def _faults_of(raw: inspect.Parameter, parameter: Parameter, is_documented: bool) -> list[str]:
+def _faults_of(
+    raw: inspect.Parameter, parameter: Parameter, annotation: Any, is_documented: bool
+) -> list[str]:
     name = raw.name
     if raw.kind in (raw.VAR_POSITIONAL, raw.VAR_KEYWORD):
         star = "*" if raw.kind is raw.VAR_POSITIONAL else "**"
@@ -198,7 +214,7 @@ def _faults_of(raw: inspect.Parameter, parameter: Parameter, is_documented: bool
     if is_documented and raw.annotation is raw.empty:
         faults.append(f"parameter {name!r} has no type: write `{name}: str` or what it is")
     elif is_documented or raw.annotation is not raw.empty:
-        faults += _unsupported(parameter)
+        faults += _unsupported(parameter, annotation)
     if is_documented and not parameter.description:
         faults.append(
             f"parameter {name!r} is not documented: write `{name}: ...` under `Args:` in the "
@@ -207,14 +223,16 @@ def _faults_of(raw: inspect.Parameter, parameter: Parameter, is_documented: bool
     return faults
 
 
-def _unsupported(parameter: Parameter) -> list[str]:
+def _unsupported(parameter: Parameter, annotation: Any) -> list[str]:
     try:
         schema_of(parameter.annotation)
     except (TypeError, RecursionError) as error:
-        reason = str(error).partition(":\n")[0]
+        reason = str(error).partition(" - type ")[0]
+        if reason.startswith("Generating JSON schema for custom types"):
+            reason = "JSON has no word for it"
         return [
-            f"parameter {parameter.name!r} has the type {parameter.annotation!r}, which has no "
-            f"schema ({reason}): use str, int, float, bool, list, dict, Literal, an Enum or a "
+            f"parameter {parameter.name!r} has the type {annotation!r}, which has no schema "
+            f"({reason}): use str, int, float, bool, list, dict, Literal, an Enum or a "
             f"dataclass"
         ]
     return []

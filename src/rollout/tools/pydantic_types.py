@@ -1,8 +1,10 @@
-"""Parameters of tools that are pydantic models; pydantic is imported by whoever defined them."""
+"""Pydantic models that tools take and give; pydantic is imported by whoever defined them."""
 
 from __future__ import annotations
 
 import sys
+import types
+import typing
 from typing import Any
 
 import msgspec
@@ -12,6 +14,31 @@ def is_model(kind: Any) -> bool:
     """Whether `kind` is a class of pydantic models."""
     pydantic = sys.modules.get("pydantic")
     return pydantic is not None and isinstance(kind, type) and issubclass(kind, pydantic.BaseModel)
+
+
+def joined_models(annotation: Any) -> Any:
+    """A root model of an annotation with a union of models and others, which msgspec has no way to.
+
+    None where there is no such union; `of_joined` gives back what stands in the root.
+    """
+    if not _joins_models(annotation):
+        return None
+    pydantic: Any = sys.modules["pydantic"]
+    return pydantic.RootModel[annotation]
+
+
+def of_joined(value: Any) -> Any:
+    """What a root model holds; other values as they are."""
+    return value.root if hasattr(value, "root") and is_model(type(value)) else value
+
+
+def _joins_models(annotation: Any) -> bool:
+    args = typing.get_args(annotation)
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        members = [member for member in args if member is not types.NoneType]
+        if len(members) > 1 and any(map(is_model, members)):
+            return True
+    return any(map(_joins_models, args))
 
 
 def model_schema(kind: Any) -> dict[str, Any]:
@@ -38,20 +65,24 @@ def to_model(kind: Any, value: Any) -> Any:
     if not is_model(kind):
         raise NotImplementedError(f"{kind!r} cannot be made from JSON")
     try:
-        return kind.model_validate_json(msgspec.json.encode(value), strict=True)
+        return kind.model_validate_json(
+            msgspec.json.encode(value, enc_hook=plain_data), strict=True
+        )
     except ValueError as error:
         raise ValueError(_fault(error)) from None
 
 
-def default_of(value: Any) -> Any:
-    """A model as plain data, for msgspec's `enc_hook`.
+def plain_data(value: Any) -> Any:
+    """A model as plain data, for msgspec's `enc_hook`; so are arrays and their scalars.
 
     Raises:
-        NotImplementedError: It is no model.
+        NotImplementedError: It is neither.
     """
-    if not is_model(type(value)):
-        raise NotImplementedError(f"{type(value).__name__} is not JSON")
-    return value.model_dump(mode="json")
+    if is_model(type(value)):
+        return value.model_dump(mode="json")
+    if callable(getattr(value, "tolist", None)):
+        return value.tolist()
+    raise NotImplementedError(f"no JSON for {type(value).__name__}")
 
 
 def _fault(error: Any) -> str:

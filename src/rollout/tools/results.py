@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from rollout.errors import ToolError
+from rollout.tools.pydantic_types import plain_data
 
 #: What the model reads where a tool answers None.
 NO_OUTPUT = "(no output)"
@@ -79,9 +80,9 @@ def normalise_result(value: Any) -> ToolResult:
     """The `ToolResult` that a returned value stands for; an error result where it stands for none.
 
     Text stays, bytes are read as UTF-8, numbers and bools become their `str`, None becomes
-    "(no output)", dicts, lists and records (dataclasses, attrs, Structs) become JSON and are kept
-    as `data`. A tuple is ``(value, reward)`` or ``(value, reward, metrics)``, as in verl; so a
-    tool that means a pair of values returns a list.
+    "(no output)", dicts, lists, arrays and records (dataclasses, attrs, Structs, pydantic models)
+    become JSON and are kept as `data`. A tuple is ``(value, reward)`` or ``(value, reward,
+    metrics)``, as in verl; so a tool that means a pair of values returns a list.
     """
     if isinstance(value, tuple):
         return _from_tuple(value)
@@ -107,7 +108,9 @@ def _from_number(value: Any) -> ToolResult:
 
 def _from_json(value: Any) -> ToolResult:
     try:
-        text = msgspec.json.format(msgspec.json.encode(value), indent=0).decode()
+        text = msgspec.json.format(
+            msgspec.json.encode(value, enc_hook=plain_data), indent=0
+        ).decode()
     except Exception as error:  # an iterator or a property of the value may raise anything
         kind = type(value).__name__
         return error_result(f"the tool returned {kind}, which is not JSON ({error}); {_EXPECTED}")

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from rollout.errors import ToolError
+from rollout.tools.annotations import IN_ORDER
 from rollout.tools.pydantic_types import model_schema
 
 #: Keys whose values are data or names, not schemas: copied as they are.
@@ -51,14 +52,19 @@ def _inlined(schema: Any, definitions: dict[str, Any], within: tuple[str, ...]) 
         if name in within:
             raise TypeError(f"{name} contains itself; a tool's parameters must have a finite shape")
         siblings = {key: value for key, value in schema.items() if key != "$ref"}
-        return {**_inlined(definitions[name], definitions, (*within, name)), **siblings}
+        return _ordered({**_inlined(definitions[name], definitions, (*within, name)), **siblings})
     inlined = {
         key: _inlined_value(key, value, definitions, within)
         for key, value in schema.items()
         # A discriminator maps tags to references; the tags stand in the alternatives as well.
         if key not in ("title", "discriminator", "$defs", "definitions")
     }
-    return _type_of_enum(inlined) | inlined
+    return _ordered(_type_of_enum(inlined) | inlined)
+
+
+def _ordered(schema: dict[str, Any]) -> dict[str, Any]:
+    choices = schema.pop(IN_ORDER, None)
+    return schema if choices is None else {**schema, "enum": choices}
 
 
 def _type_of_enum(schema: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The shipped tools that need no settings, by name."""
+"""The shipped tools, by name: for the command line and the configuration."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING
 
 from rollout.tools.calculator import calculator
 from rollout.tools.finish_tool import finish, submit
-from rollout.tools.python_tool import PythonTool
-from rollout.tools.shell_tool import ShellTool
+from rollout.tools.program_tools import PythonTool, ShellTool
+from rollout.tools.search_tool import SearchTool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from rollout.tools.sandbox.isolation import Isolation
     from rollout.tools.tool import Tool
 
+#: Those that need no settings.
 SHIPPED: Mapping[str, Callable[[], Tool]] = {
     "calculator": lambda: calculator,
     "finish": lambda: finish,
@@ -24,10 +26,26 @@ SHIPPED: Mapping[str, Callable[[], Tool]] = {
 
 
 def is_shipped(names: str) -> bool:
-    """Whether these names, separated by commas, all are shipped tools."""
+    """Whether these names, separated by commas, all are shipped tools that need no settings."""
     return all(name in SHIPPED for name in names.split(","))
 
 
-def shipped_tools(names: Sequence[str]) -> list[Tool]:
-    """One tool for each name."""
-    return [SHIPPED[name]() for name in names]
+def shipped_tools(
+    names: Sequence[str], *, isolation: Isolation = "auto", corpus: Sequence[str] = ()
+) -> list[Tool]:
+    """One tool for each name; a search reads its whole corpus first.
+
+    Args:
+        names: Keys of `SHIPPED`, or ``search``.
+        isolation: Of programs; see `PythonTool`.
+        corpus: What the search looks in.
+
+    Raises:
+        ToolError: The corpus cannot be read.
+    """
+    with_settings: dict[str, Callable[[], Tool]] = {
+        "python": lambda: PythonTool(isolation=isolation),
+        "shell": lambda: ShellTool(isolation=isolation),
+        "search": lambda: SearchTool(corpus),
+    }
+    return [{**SHIPPED, **with_settings}[name]() for name in names]

@@ -61,7 +61,7 @@ def truncate_text(
     Raises:
         ValueError: An argument is none of the above.
     """
-    side = _checked_side(side, convention)
+    side = truncate_side(side, convention)
     if limit < 0:
         raise ValueError(f"limit = {limit}: expected 0 or more")
     if unit == "characters":
@@ -75,7 +75,12 @@ def truncate_text(
     return _truncate_tokens(text, limit, side, tokenizer)
 
 
-def _checked_side(side: str, convention: str) -> TruncateSide:
+def truncate_side(side: str, convention: str) -> TruncateSide:
+    """Our name of a side; "seed" is verl's convention, which names them after the side kept.
+
+    Raises:
+        ValueError: There is no such side or convention.
+    """
     if side not in _SEED_SIDES:
         raise ValueError(f"side = {side!r}: expected 'left', 'right' or 'middle'")
     if convention not in ("rollout", "seed"):

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import yaml
 from anyio import AsyncContextManagerMixin
 
 from rollout.errors import ToolError
 from rollout.tools.mcp import connect_mcp
 from rollout.tools.schema import as_openai_schema
 from rollout.tools.verl import VerlSchema, VerlTool
-from rollout.user_files import UserCodeError, import_module, make_importable
+from rollout.verl_yaml import class_of, entries_of, settings_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -38,9 +36,7 @@ def load_verl_tools(yaml_path: str | Path) -> list[Tool | AbstractAsyncContextMa
     Raises:
         ToolError: It lists the faults of all entries.
     """
-    entries = _entries(Path(yaml_path))
-    make_importable(Path.cwd())
-    make_importable(Path(yaml_path).resolve().parent)
+    entries = entries_of(yaml_path, "tools", ToolError)
     tools: list[Tool | AbstractAsyncContextManager[list[Tool]]] = []
     faults = []
     for number, entry in enumerate(entries):
@@ -108,31 +104,15 @@ def _server_options(server: Any, where: str) -> dict[str, Any]:
     raise ToolError(f"{where} = {server!r:.80}: expected a url or a command")
 
 
-def _entries(file: Path) -> list[Any]:
-    try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ToolError(f"{file}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ToolError(f"{file}: no YAML: {' '.join(str(error).split())}") from None
-    entries = data.get("tools") if isinstance(data, dict) else None
-    if not isinstance(entries, list) or not entries:
-        raise ToolError(f"{file}: tools = {entries!r:.80}; expected a list of tools")
-    return entries
-
-
 def _tool_of(entry: Any, origin: str) -> Tool:
     """The tool of one entry; an error's text goes on behind the entry's path."""
     if not isinstance(entry, dict):
         raise ToolError(f" = {entry!r:.80}: expected class_name, config and tool_schema")
-    config = {} if entry.get("config") is None else entry["config"]
-    if not isinstance(config, dict):
-        raise ToolError(f".config = {config!r:.80}: expected a mapping")
-    _refuse_interpolation(entry, "")
+    config = settings_of(entry, ToolError)
     kind = config.get("type", "native")
     if kind != "native":
         raise ToolError(f".config.type = {kind!r:.80}: expected 'native' or 'mcp'")
-    cls = _class_named(entry.get("class_name"))
+    cls = class_of(entry, ToolError)
     given = entry.get("tool_schema")
     schema = None if given is None else as_openai_schema(given, ".tool_schema")
     try:
@@ -143,27 +123,3 @@ def _tool_of(entry: Any, origin: str) -> Tool:
         return VerlTool(tool, schema=schema, origin=f"{origin} {cls.__name__}")
     except ToolError as error:
         raise ToolError(f": {error}") from None
-
-
-def _refuse_interpolation(value: Any, path: str) -> None:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            _refuse_interpolation(item, f"{path}.{key}")
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            _refuse_interpolation(item, f"{path}[{index}]")
-    elif isinstance(value, str) and "${" in value:
-        raise ToolError(f"{path} = {value!r:.80}: interpolation is not resolved; write the value")
-
-
-def _class_named(name: Any) -> Any:
-    module, _, cls_name = name.rpartition(".") if isinstance(name, str) else ("", "", "")
-    if not module or not cls_name:
-        raise ToolError(f".class_name = {name!r:.80}: expected package.module.Class")
-    try:
-        cls = getattr(import_module(module), cls_name, None)
-    except UserCodeError as error:
-        raise ToolError(f".class_name = {name!r}: {error}") from error
-    if not inspect.isclass(cls):
-        raise ToolError(f".class_name = {name!r}: {module} has no class {cls_name}")
-    return cls

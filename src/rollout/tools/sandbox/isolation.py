@@ -26,7 +26,14 @@ WHAT_IT_IS = {
     "none": "no isolation: programs can do what the driver can",
 }
 
+WHAT_IT_NEEDS: dict[str, str] = {
+    "namespaces": "user namespaces, or root that may mount",
+    "bubblewrap": "the package bubblewrap, and user namespaces",
+    "landlock": "Landlock and seccomp, of Linux 6.12 or newer",
+}
+
 _PROBE_LIMITS = SandboxLimits(memory_mb=256, max_processes=4, timeout_s=20, cpu_s=20)
+_NOT_HELD = "does not hold: "
 #: Says what does not hold; run in a real sandbox, because kernels, containers and their policies
 #: refuse and grant in too many ways to know beforehand. It ends with its sandbox.
 _PROBE = f"""
@@ -69,7 +76,7 @@ try:
 except OSError:
     pass
 if faults:
-    sys.exit("does not hold: " + ", ".join(dict.fromkeys(faults)))
+    sys.exit("{_NOT_HELD}" + ", ".join(dict.fromkeys(faults)))
 """
 
 #: What is missing by method and interpreter; None where nothing is.
@@ -89,7 +96,12 @@ class IsolationReport(msgspec.Struct, frozen=True):
         return "none holds here: " + self._lacks()
 
     def _lacks(self) -> str:
-        return "; ".join(f"{method}: {fault}" for method, fault in self.missing.items())
+        return "; ".join(
+            f"{method}: {fault}"
+            # Where it could be made and does not hold, what it needs is there.
+            + ("" if fault.startswith(_NOT_HELD) else f" (needs {WHAT_IT_NEEDS[method]})")
+            for method, fault in self.missing.items()
+        )
 
     def error(self) -> ToolError:
         """Why nothing can be run, and what to do about it."""
@@ -128,7 +140,7 @@ async def find_isolation(
 async def _fault(spec: SandboxSpec) -> str | None:
     """What keeps this method from holding here; None where nothing does."""
     if spec.method == "bubblewrap" and not spec.bubblewrap:
-        return "no program bwrap (package bubblewrap)"
+        return "there is no program bwrap"
     try:
         sandbox = await SandboxProcess.start(
             msgspec.structs.replace(spec, limits=_PROBE_LIMITS, readable=())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from rollout.errors import ToolError
 from rollout.tools.policy import ToolPolicy
@@ -32,11 +32,22 @@ if TYPE_CHECKING:
 _CALLS_PER_CPU = 4
 
 
+class SandboxOptions(TypedDict, total=False):
+    """How the sandbox of a tool is made; see `SandboxTool`."""
+
+    isolation: Isolation
+    limits: SandboxLimits | None
+    python: str | None
+    readable: Sequence[str | os.PathLike[str]]
+
+
 class SandboxTool(Tool):
     """A tool that runs what the model writes, out of reach of everything else.
 
     Args:
         name: What the model calls it.
+        description: What the model reads about it.
+        is_fresh: Every call has a new process and an empty directory.
         isolation: "auto" takes the best that holds here; a method's name insists on it; "none"
             lets programs do what the driver can.
         limits: What programs may use.
@@ -51,6 +62,7 @@ class SandboxTool(Tool):
 
     language: Language
     parameter: str
+    parameter_description: str
 
     def __init__(
         self,
@@ -58,10 +70,10 @@ class SandboxTool(Tool):
         *,
         description: str,
         is_fresh: bool,
-        isolation: Isolation,
-        limits: SandboxLimits | None,
-        python: str | None,
-        readable: Sequence[str | os.PathLike[str]],
+        isolation: Isolation = "auto",
+        limits: SandboxLimits | None = None,
+        python: str | None = None,
+        readable: Sequence[str | os.PathLike[str]] = (),
     ) -> None:
         self.name = name
         self.isolation = check_isolation_name(isolation)
@@ -69,7 +81,7 @@ class SandboxTool(Tool):
         # More at once would only take one another's time; the wait counts against no limit of the
         # call's own.
         self.policy = ToolPolicy(max_concurrency=_CALLS_PER_CPU * (os.cpu_count() or 1))
-        self.schema = _schema(name, description, self.parameter, self._what())
+        self.schema = _schema(name, description, self.parameter, self.parameter_description)
         self._spec = SandboxSpec(
             method="none",
             limits=limits or SandboxLimits(),
@@ -77,9 +89,6 @@ class SandboxTool(Tool):
             readable=tuple(_existing(path) for path in readable),
             bubblewrap=bubblewrap_program(),
         )
-
-    def _what(self) -> str:
-        raise NotImplementedError
 
     async def find_isolation(self) -> IsolationReport:
         """What isolates its programs here, or what every method lacks."""

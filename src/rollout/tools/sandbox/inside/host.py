@@ -26,12 +26,15 @@ from .settings import (
 from .system import die_with_parent, set_dumpable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 _SHELLS = ("/bin/bash", "/bin/sh")
 _PIECE = 65536
+_STATUS = {b"\1": "ok", b"\0": "error"}
 #: Descriptors of a process.
 _MAX_FILES = 256
+#: Seconds that the processes of an earlier call, killed a moment ago, have to be gone.
+_GONE_S = 1.0
 
 
 def limit_resources(settings: Settings, *, counts_processes: bool) -> None:
@@ -95,9 +98,9 @@ class Host:
             return self._run_shell(request["code"])
         if not request["is_fresh"]:
             if self._interpreter is None:
-                self._interpreter = _Interpreter(self._directory)
+                self._interpreter = _Interpreter(self._directory, self._fork)
             return self._run_python(self._interpreter, request["code"])
-        interpreter = _Interpreter(self._directory)
+        interpreter = _Interpreter(self._directory, self._fork)
         try:
             return self._run_python(interpreter, request["code"])
         finally:
@@ -116,13 +119,20 @@ class Host:
         if not said:
             reason = self._watch(output, interpreter.pid) or _ending(self._ended[interpreter.pid])
             return {"status": "stopped", "reason": reason, "output": output.text()}
-        status = "ok" if said == b"\1" else "error"
-        return {"status": status, "reason": "", "output": output.text()}
+        if said not in _STATUS:  # which call a later byte belongs to would be anybody's guess
+            reason = "the code wrote to a descriptor that it had not opened"
+            return {"status": "stopped", "reason": reason, "output": output.text()}
+        return {"status": _STATUS[said], "reason": "", "output": output.text()}
 
     def _run_shell(self, command: str) -> dict[str, Any]:
         readable, writable = os.pipe()
         self._ended.clear()
-        pid = os.fork()
+        try:
+            pid = self._fork()
+        except BlockingIOError:
+            os.close(readable)
+            os.close(writable)
+            raise
         if pid == 0:
             _become_shell(command, writable, self._directory)
         os.close(writable)
@@ -167,6 +177,24 @@ class Host:
                 return "output"
             if status in ready or (status is None and pid in self._ended):
                 return ""
+
+    def _fork(self) -> int:
+        """`os.fork`, once there is room.
+
+        Raises:
+            BlockingIOError: What earlier calls have left takes up all places.
+        """
+        give_up = time.monotonic() + _GONE_S
+        while True:
+            try:
+                return os.fork()
+            except InterruptedError:  # a child ended while the supervisor was being asked
+                continue
+            except BlockingIOError:
+                if time.monotonic() > give_up:
+                    raise
+                self._reap()
+                time.sleep(0.01)
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -221,11 +249,17 @@ class _Interpreter:
         status: One byte after each call.
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, fork: Callable[[], int]) -> None:
         requests, self._requests = os.pipe()
         self.output, output = os.pipe()
         self.status, status = os.pipe()
-        self.pid = os.fork()
+        try:
+            self.pid = fork()
+        except BlockingIOError:
+            for descriptor in (requests, output, status):
+                os.close(descriptor)
+            self._close_pipes()
+            raise
         if self.pid == 0:
             _leave_host(output, directory, kept=(requests, status))
             set_dumpable(True)
@@ -239,6 +273,9 @@ class _Interpreter:
     def close(self) -> None:
         """End it, with what it has started, and close what leads to it."""
         _kill_group(self.pid, is_alone=True)
+        self._close_pipes()
+
+    def _close_pipes(self) -> None:
         for descriptor in (self._requests, self.output, self.status):
             os.close(descriptor)
 
