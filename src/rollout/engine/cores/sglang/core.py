@@ -67,6 +67,10 @@ class SGLangCore:
         deterministic: SGLang's deterministic inference, in which a seed fixes the tokens.
         routed_experts: Lets requests ask for the experts that their tokens were routed to.
         weight_version: Of the weights that are loaded at the start.
+        nodes: Machines that the weights are spread over.
+        node_rank: Which of them this is. Only the first one serves; another one's core is
+            started, watched and closed, and nothing else.
+        rendezvous: ``host:port`` on the first machine, where they meet.
         server_args: Further arguments of `sglang.Engine`, by its own names.
     """
 
@@ -116,7 +120,8 @@ class SGLangCore:
         if self._start_error is not None:
             raise self._start_error
         assert self._sglang is not None
-        self._sglang.adopt_loop(self.drain_nowait)
+        if not self._options.is_follower:
+            self._sglang.adopt_loop(self.drain_nowait)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """Chunks of one request; see `EngineCore.generate`.
@@ -230,7 +235,8 @@ class SGLangCore:
         """
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch_processes)
-            tasks.start_soon(self._ask_schedulers)
+            if not self._options.is_follower:
+                tasks.start_soon(self._ask_schedulers)
             await self._lost.wait()
             tasks.cancel_scope.cancel()
         return self._failure
@@ -291,7 +297,7 @@ class SGLangCore:
             self._failure = str(started)
         else:
             self._sglang = started
-            self._weights_path = started.model_path
+            self._weights_path = "" if self._options.is_follower else started.model_path
             self._failure = ""
         self._settled.set()
 
