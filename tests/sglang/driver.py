@@ -162,6 +162,11 @@ def processes() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """A zombie has ended."""
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
 def command(process: psutil.Process) -> str:
     """Empty for a process that has just ended."""
     try:

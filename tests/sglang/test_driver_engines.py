@@ -10,7 +10,6 @@ from pathlib import Path
 
 import anyio
 import numpy as np
-import psutil
 import pytest
 from driver import (
     EMBEDDED,
@@ -18,6 +17,7 @@ from driver import (
     ask_all,
     check_pair,
     command,
+    is_alive,
     processes,
     prompts,
     schedulers,
@@ -163,5 +163,5 @@ async def test_engines_termination_drains_what_is_under_way(pool: EnginePool) ->
         engine.terminate()
     assert (len(generation.ids), generation.finish_reason) == (900, "length")
     assert generation.resumes == 0
-    while engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE:
+    while is_alive(engine):
         await anyio.sleep(0.05)
