@@ -19,7 +19,7 @@ import ray
 from anyio.abc import Process
 
 from rollout import RolloutConfig
-from rollout.config import CustomEngine, RayPlacement
+from rollout.config import CustomEngine, RayPlacement, SGLangEngine, SimulatedEngine
 from rollout.engine import open_engines, seats_of
 from rollout.engine.core import SamplingParams
 from rollout.engine.generation import Generation
@@ -315,6 +315,15 @@ async def test_driver_that_ends_leaves_no_engine(cluster: Any, address: str, end
             await process.stdin.aclose()
         _, alive = await anyio.to_thread.run_sync(partial(psutil.wait_procs, engines, timeout=30))
         assert not alive
+
+
+def test_config_only_engines_with_node_ranks_spread_over_machines() -> None:
+    spread = RayPlacement(machines_per_replica=2)
+    with pytest.raises(ConfigError, match=r"machines_per_replica = 2: expected 1 for engine\.kind"):
+        RolloutConfig(engine=SimulatedEngine(), placement=spread)
+    with pytest.raises(ConfigError, match=r"a divisor of engine\.tensor_parallel = 3"):
+        RolloutConfig(engine=SGLangEngine(tensor_parallel=3), placement=spread)
+    RolloutConfig(engine=SGLangEngine(tensor_parallel=16), placement=spread)
 
 
 @pytest.mark.parametrize(

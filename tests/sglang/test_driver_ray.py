@@ -74,7 +74,7 @@ async def runtime(cluster: Any, models: list[str]) -> AsyncIterator[Any]:
     assert ray.is_initialized()
     while ray.available_resources().get("CPU") != 3.0:  # it notices what is given back in time
         await anyio.sleep(0.1)
-    assert [n["Resources"]["CPU"] for n in ray.nodes() if n["Alive"]] == [2.0, 1.0]
+    assert sorted(n["Resources"]["CPU"] for n in ray.nodes() if n["Alive"]) == [1.0, 2.0]
 
 
 def _family(engine: psutil.Process) -> list[psutil.Process]:
@@ -178,7 +178,7 @@ async def batch_survives(runtime: Any, pool: EnginePool, kill: Any) -> None:
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(generate)
-        while sum(r.tokens.arrived for r in pool.statistics()) - before < BATCH * 20:
+        while sum(r.tokens.arrived for r in pool.statistics()) - before < BATCH * 8:
             assert not batches
             await anyio.sleep(0.002)
         assert all(replica.in_flight for replica in pool.statistics())

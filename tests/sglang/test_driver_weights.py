@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from driver import TURNS, ask, ask_all, choices, load_networks, prompts, questio
 from safetensors.torch import load_file
 
 from rollout.engine import DiskWeights, TensorWeights
+from rollout.engine.broadcasting import describe_tensors, send_weights
 from rollout.engine.generation import Generation
 from rollout.errors import EngineError
 
@@ -27,8 +29,10 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.anyio, shares_an_engine]
 
 RUNNING = 32
-#: Tokens of each when the weights change: amid the first turn of most.
-STARTED = 24
+#: Tokens of each when the weights change, on average: its first turn has just begun.
+STARTED = 16
+#: Tokens of requests under which the engine sleeps.
+SLEPT = 1200
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +69,13 @@ async def changed_under_trajectories(
         while pool.statistics()[0].tokens.arrived - arrived < RUNNING * STARTED:
             assert not batches
             await anyio.sleep(0.002)
-        assert pool.statistics()[0].in_flight > 1
+        assert pool.statistics()[0].in_flight == RUNNING
         await pool.update_weights(version, source, mode)
     (batch,) = batches
     # The last turn of most is cut at lengths.turn, which is an outcome of its own.
     assert {sample.outcome for sample in batch.samples} <= {"completed", "length"}
     assert [sample.num_turns for sample in batch.samples] == [2 * TURNS] * RUNNING
+    assert set(batch.tensors["weight_versions"].unique().tolist()) == {-1, version - 1, version}
     yield version, batch
 
 
@@ -115,7 +120,6 @@ async def test_abort_and_resume_goes_on_as_a_fresh_prefill_under_the_new_weights
                 assert list(again.ids) == ids[first:end]
                 assert again.versions == [[new, end - first]]
     assert cut > RUNNING // 2
-    assert set(batch.tensors["weight_versions"].unique().tolist()) == {-1, new - 1, new}
 
 
 @pytest.mark.parametrize("kind", ["disk", "tensors"])
@@ -155,7 +159,25 @@ async def test_wait_lets_requests_end_under_the_old_weights(
             (version,) = set(versions[start:end])
             says = choices(networks[version == new], ids)
             assert ids[start:end] == says[start - 1 : end - 1]
-    assert set(batch.tensors["weight_versions"].unique().tolist()) == {-1, new - 1, new}
+
+
+async def test_broadcast_weights_reach_sglang(
+    pool: EnginePool, models: list[str], networks: list[Any]
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    tensors = load_file(f"{models[1]}/model.safetensors")
+    weights = describe_tensors(tensors, host="127.0.0.1", port=port, world_size=2)
+    version = pool.router.replicas[0].weight_version + 1
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(anyio.to_thread.run_sync, send_weights, tensors, weights)
+        await pool.update_weights(version, weights)
+    text = prompts(1)[0]
+    answer = await ask(pool, text, Generation())
+    ids = text + list(answer.ids)
+    assert ids[len(text) :] == choices(networks[1], ids)[len(text) - 1 : -1]
+    assert answer.versions == [[version, len(answer.ids)]]
 
 
 async def test_sleep_under_requests_they_go_on_with_the_weights_that_come_back(
@@ -167,15 +189,15 @@ async def test_sleep_under_requests_they_go_on_with_the_weights_that_come_back(
     async with anyio.create_task_group() as tasks:
         for text, generation in zip(texts, answers, strict=True):
             tasks.start_soon(
-                partial(ask, pool, text, generation, max_new_tokens=400, ignore_eos=True)
+                partial(ask, pool, text, generation, max_new_tokens=SLEPT, ignore_eos=True)
             )
         while not all(generation.ids for generation in answers):
             await anyio.sleep(0.002)
         await pool.sleep(2)
-        assert max(len(generation.ids) for generation in answers) < 400
+        assert max(len(generation.ids) for generation in answers) < SLEPT
         await pool.wake_up(["weights"])
         await pool.wake_up()
-    assert [generation.versions for generation in answers] == [[[version, 400]]] * 4
+    assert [generation.versions for generation in answers] == [[[version, SLEPT]]] * 4
     await pool.sleep(2)
     await pool.update_weights(version + 1, DiskWeights(models[1]))
     await pool.wake_up()

@@ -79,6 +79,7 @@ class SGLangCore:
         self._host: Host | None = None
         self._sglang: SGLang | None = None
         self._updates = 0
+        self._is_loading = False
         self._weights_path = ""
         self._asleep: frozenset[str] = frozenset()
         self._open: dict[str, OpenRequest] = {}
@@ -133,7 +134,9 @@ class SGLangCore:
             yield refusal
             return
         assert self._sglang is not None
-        entry = self._open[request.request_id] = OpenRequest(AnswerReader(request.request_id))
+        reader = AnswerReader(request.request_id)
+        reader.is_held = self._is_loading
+        entry = self._open[request.request_id] = OpenRequest(reader)
         fields = request_fields(request, self._options, self.info, salt_of(self._updates))
         try:
             async with aclosing(self._sglang.generate(**fields)) as answers:
@@ -210,11 +213,17 @@ class SGLangCore:
 
     async def _load(self, path: str, version: int) -> None:
         sglang = self._serving()
-        self._updates += 1  # before a request can come that is computed with the new ones
         for entry in self._open.values():
             assert isinstance(entry.reader, AnswerReader)
             entry.reader.is_held = True
-        await sglang.upkeep.load_from_disk(path, version)
+        # A request that comes meanwhile is computed with either: nobody else shares its prefix.
+        self._is_loading = True
+        self._updates += 1
+        try:
+            await sglang.upkeep.load_from_disk(path, version)
+        finally:
+            self._updates += 1
+            self._is_loading = False
         self._weights_path = path
         sglang.info = msgspec.structs.replace(sglang.info, weight_version=version)
 
