@@ -87,6 +87,43 @@ class EndlessStartCore(CountingCore):
         await anyio.sleep_forever()
 
 
+class CrewCore(CountingCore):
+    """Spread over machines: starts when all its parts have met, and says which ones came."""
+
+    def __init__(self, *, nodes: int, node_rank: int, rendezvous: str) -> None:
+        super().__init__()
+        self._nodes, self._rank = nodes, node_rank
+        self._host, _, port = rendezvous.rpartition(":")
+        self._port = int(port)
+        self._met: list[bytes] = []
+
+    async def start(self) -> None:
+        """The first one listens, and the others come when it does."""
+        if self._rank:
+            async with await self._connected() as stream:
+                await stream.send(f"{self._rank}:{os.getpid()}".encode())
+            return
+        listener = await anyio.create_tcp_listener(local_host=self._host, local_port=self._port)
+        async with listener, anyio.create_task_group() as tasks:
+            tasks.start_soon(listener.serve, self._meet)
+            while len(self._met) < self._nodes - 1:
+                await anyio.sleep(0.01)
+            tasks.cancel_scope.cancel()
+        said = " ".join(sorted(map(bytes.decode, self._met)))
+        self.info = msgspec.structs.replace(self.info, core=said)
+
+    async def _meet(self, stream: anyio.abc.SocketStream) -> None:
+        async with stream:
+            self._met.append(await stream.receive())
+
+    async def _connected(self) -> anyio.abc.SocketStream:
+        while True:
+            try:
+                return await anyio.connect_tcp(self._host, self._port)
+            except OSError:  # it does not listen yet
+                await anyio.sleep(0.02)
+
+
 class DeviceCore(CountingCore):
     """Says which GPUs it may use."""
 

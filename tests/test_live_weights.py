@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from rollout.config import ModelConfig, RolloutConfig, TransformersEngine
 from rollout.engine import DiskWeights, TensorWeights, open_engines
-from rollout.engine.broadcasting import describe_tensors
+from rollout.engine.broadcasting import describe_tensors, receive_weights, send_weights
 from rollout.engine.core import SamplingParams, pack_ids
 from rollout.engine.generation import Generation
 from rollout.engine.pool import EnginePool
@@ -124,6 +124,14 @@ async def test_abort_and_resume_goes_on_as_a_fresh_prefill_under_the_new_weights
     assert list(answers[0].ids[:before]) == greedy(models[0], prompts[0], before)
     assert list(answers[0].ids[before:]) == greedy(models[1], text, after)
     assert list(answers[0].ids[before:]) != greedy(models[0], text, after)
+
+
+@pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch has NCCL")
+def test_broadcast_over_nccl_without_nccl_is_an_error_on_both_sides() -> None:
+    weights = describe_tensors({}, host="127.0.0.1", port=1, world_size=2, backend="nccl")
+    for side in (partial(send_weights, {}), receive_weights):
+        with pytest.raises(EngineError, match="backend = 'nccl', and this torch has no NCCL"):
+            side(weights)
 
 
 def tensors_of_nothing(directory: Path) -> TensorWeights:

@@ -19,7 +19,7 @@ import ray
 from anyio.abc import Process
 
 from rollout import RolloutConfig
-from rollout.config import CustomEngine, RayPlacement
+from rollout.config import CustomEngine, RayPlacement, SGLangEngine, SimulatedEngine
 from rollout.engine import open_engines, seats_of
 from rollout.engine.core import SamplingParams
 from rollout.engine.generation import Generation
@@ -227,6 +227,41 @@ async def test_node_lost_moves_its_replica_to_another(cluster: Any) -> None:
             assert list((await ask(pool, last, 1)).ids) == [last + 1]
 
 
+async def test_replica_over_two_machines_has_an_engine_on_each_and_ends_with_either(
+    cluster: Any,
+) -> None:
+    node = cluster.add_node(num_cpus=2)
+    spread = config(core="CrewCore", machines_per_replica=2, cpus_per_replica=2.0)
+    before = {process.pid for process in engines()}
+    try:
+        async with opened(spread) as pool:
+            (replica,) = pool._replicas.values()
+            assert replica.channel is not None
+            rank, _, pid = replica.channel.info.core.partition(":")
+            assert rank == "1"
+            first = [process.pid for process in engines() if process.pid not in before]
+            assert len(first) == 2
+            assert int(pid) in first
+            assert list((await ask(pool, 1, 2)).ids) == [2, 3]
+            os.kill(int(pid), signal.SIGKILL)  # the part that serves nobody
+            with anyio.fail_after(60):
+                while pool.statistics()[0].starts < 2:
+                    await anyio.sleep(0.05)
+            await ask_until_it_serves(pool, "engine-0")
+            assert not {process.pid for process in engines()} & set(first)
+            assert list((await ask(pool, 1, 2)).ids) == [2, 3]
+    finally:
+        cluster.remove_node(node)
+
+
+async def test_replica_over_more_machines_than_there_are_says_so(cluster: Any) -> None:
+    spread = config(core="CrewCore", machines_per_replica=3, start_timeout_s=1.0)
+    with pytest.raises(EngineError) as failure:
+        async with open_engines(spread):
+            pytest.fail("opened")
+    assert "asked for 0.333333 CPU on each of 3 machines; free" in str(failure.value)
+
+
 def test_joined_cluster_is_left_as_it_was(cluster: Any) -> None:
     async def main() -> None:
         async with open_engines(config()):
@@ -282,6 +317,15 @@ async def test_driver_that_ends_leaves_no_engine(cluster: Any, address: str, end
         assert not alive
 
 
+def test_config_only_engines_with_node_ranks_spread_over_machines() -> None:
+    spread = RayPlacement(machines_per_replica=2)
+    with pytest.raises(ConfigError, match=r"machines_per_replica = 2: expected 1 for engine\.kind"):
+        RolloutConfig(engine=SimulatedEngine(), placement=spread)
+    with pytest.raises(ConfigError, match=r"a divisor of engine\.tensor_parallel = 3"):
+        RolloutConfig(engine=SGLangEngine(tensor_parallel=3), placement=spread)
+    RolloutConfig(engine=SGLangEngine(tensor_parallel=16), placement=spread)
+
+
 @pytest.mark.parametrize(
     ("placement", "error"),
     [
@@ -298,6 +342,10 @@ async def test_driver_that_ends_leaves_no_engine(cluster: Any, address: str, end
         (
             {"colocate": ("here:0",), "nodes": ("here",)},
             "placement.nodes = ['here']: expected none, as placement.colocate is given",
+        ),
+        (
+            {"colocate": ("here:0",), "machines_per_replica": 2},
+            "placement.colocate = ['here:0']: expected 2 for each of engine.replicas = 1",
         ),
     ],
 )

@@ -487,7 +487,7 @@ async def test_runs(warm, rollout_clock):
     [
         ("sead=1", "marker rollout: unknown 'sead'; known: schedule_seed, ceiling_s, *"),
         ("7", "marker rollout: unknown 7; known: schedule_seed, ceiling_s, *"),
-        ("allow_leaks=['tasks']", "marker rollout: allow_leaks has 'tasks'; known: threads, *"),
+        ("allow_leaks=['sockets']", "marker rollout: allow_leaks has 'sockets'; known: threads, *"),
     ],
 )
 def test_marker_with_unknown_words_is_refused(run: Any, marker: str, words: str) -> None:

@@ -5,29 +5,23 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 import pytest
-from models import save_model
-from test_driver_engines import PYTHON, answers, ask, prompts, sglang
+from driver import PYTHON, ask_all, check_pair, prompts, shares_an_engine
 
 from rollout.config import HttpEngine, InProcessPlacement, ModelConfig, RolloutConfig
 from rollout.engine import open_engines
 from rollout.engine.cores.sglang.plugin import CPU_VARIABLE
-from rollout.engine.generation import Generation
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
-pytestmark = pytest.mark.anyio
+    from rollout.engine.pool import EnginePool
 
-
-@pytest.fixture(params=["trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    """Real time."""
-    return str(request.param)
+pytestmark = [pytest.mark.anyio, shares_an_engine]
+INCREMENTAL = "--incremental-streaming-output"
 
 
 @asynccontextmanager
@@ -41,7 +35,8 @@ async def sglang_server(model: str, *arguments: str) -> AsyncIterator[str]:
         *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
         *("--sampling-backend", "pytorch", "--max-total-tokens", "20000", "--disable-cuda-graph"),
         *("--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"),
-        *("--max-running-requests", "64", "--weight-version", "3", *arguments),
+        *("--max-running-requests", "64", "--weight-version", "3", "--stream-interval", "4"),
+        *arguments,
     ]
     environment = {**os.environ, CPU_VARIABLE: "1", "OMP_NUM_THREADS": "1"}
     process = await anyio.open_process(
@@ -55,41 +50,21 @@ async def sglang_server(model: str, *arguments: str) -> AsyncIterator[str]:
             await process.aclose()
 
 
-@pytest.mark.parametrize("incremental", [False, True])
-async def test_http_real_sglang_answers_like_the_engine(incremental: bool, tmp_path: Path) -> None:
-    model = save_model("qwen2", tmp_path)
+@pytest.mark.parametrize("extra", [(), pytest.param((INCREMENTAL,), marks=pytest.mark.full)])
+async def test_http_real_sglang_answers_like_the_engine(
+    extra: tuple[str, ...], pool: EnginePool, models: list[str]
+) -> None:
     texts = prompts(8)
-    extra = ["--stream-interval", "4", *(["--incremental-streaming-output"] * incremental)]
-    async with sglang_server(model, *extra) as url:
+    async with sglang_server(models[0], *extra) as url:
         config = RolloutConfig(
-            model=ModelConfig(path=model),
-            engine=HttpEngine(urls=(url,)),
+            model=ModelConfig(path=models[0]),
+            engine=HttpEngine(urls=(url,), start_timeout_s=300.0),
             placement=InProcessPlacement(),
         )
-        through_http = await answers(config, texts)
-        async with open_engines(config) as pool:
-            await cancelled_is_gone(pool)
-    if not incremental:
-        for real, own in zip(through_http, await answers(sglang(model), texts), strict=True):
-            assert real.ids == own.ids
-            assert real.log_probs.tolist() == pytest.approx(own.log_probs.tolist(), abs=1e-4)
-    assert {tuple(map(tuple, g.versions)) for g in through_http} == {
-        ((3, len(g.ids)),) for g in through_http
-    }
-
-
-async def cancelled_is_gone(pool: Any) -> None:
-    """A cancelled generation ends with the server's word, long before its last token."""
-    generation = Generation()
-    async with anyio.create_task_group() as tasks:
-
-        async def long_one() -> None:
-            await ask(pool, [5, 6], generation, max_new_tokens=450, ignore_eos=True)
-
-        tasks.start_soon(long_one)
-        while not generation.ids:
-            await anyio.sleep(0.005)
-        tasks.cancel_scope.cancel()
-    while pool.statistics()[0].in_flight:
-        await anyio.sleep(0.01)
-    assert pool.statistics()[0].tokens.arrived < 450
+        async with open_engines(config) as servers:
+            through_http = await ask_all(servers, texts)
+            await check_pair(servers)
+    for answer, own in zip(through_http, await ask_all(pool, texts), strict=True):
+        assert answer.ids == own.ids
+        assert answer.log_probs.tolist() == pytest.approx(own.log_probs.tolist(), abs=1e-4)
+        assert answer.versions == [[3, len(answer.ids)]]

@@ -2,177 +2,211 @@
 
 from __future__ import annotations
 
+import socket
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import numpy as np
 import pytest
 import torch
-import transformers
-from models import VOCABULARY, save_model
+from driver import TURNS, ask, ask_all, choices, load_networks, prompts, questions, shares_an_engine
 from safetensors.torch import load_file
-from test_driver_engines import ask, processes, sglang
 
-from rollout.engine import open_engines
+from rollout.engine import DiskWeights, TensorWeights
+from rollout.engine.broadcasting import describe_tensors, send_weights
 from rollout.engine.generation import Generation
-from rollout.engine.weights import DiskWeights, TensorWeights
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
+    from rollout.batch import RolloutBatch
     from rollout.engine.pool import EnginePool
+    from rollout.engine.weights import WeightSource
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, shares_an_engine]
 
-RUNNING, NEW_TOKENS = 32, 120
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "trio"
+RUNNING = 32
+#: Tokens of each when the weights change, on average: its first turn has just begun.
+STARTED = 16
+#: Tokens of requests under which the engine sleeps.
+SLEPT = 1200
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Two sets of weights of one model."""
-    return [
-        save_model("llama", tmp_path_factory.mktemp(f"weights-{seed}"), seed) for seed in (0, 1)
-    ]
+def networks(models: list[str]) -> list[Any]:
+    """The same weights in transformers, which computes everything afresh."""
+    return load_networks(models)
 
 
-def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    """By transformers, every token from a fresh computation of the whole text."""
-    model.generation_config.eos_token_id = None  # an end token is a token like any other
+def source_of(kind: str, path: str) -> WeightSource:
+    if kind == "disk":
+        return DiskWeights(path)
+    return TensorWeights(load_file(f"{path}/model.safetensors"), bucket_bytes=64 * 1024)
+
+
+def keys_and_values(network: Any, ids: list[int]) -> Any:
     with torch.inference_mode():
-        answer = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
-    return answer[0, len(prompt) :].tolist()
-
-
-def runs_of(generation: Generation) -> list[tuple[int, list[int]]]:
-    """Versions with the ids that they sampled."""
-    runs, at = [], 0
-    for version, count in generation.versions:
-        runs.append((version, list(generation.ids[at : at + count])))
-        at += count
-    assert at == len(generation.ids)
-    return runs
+        return network(torch.tensor([ids]), use_cache=True).past_key_values
 
 
 @asynccontextmanager
-async def changed_while_running(
-    models: list[str], mode: Any, source: Any
-) -> AsyncIterator[tuple[EnginePool, list[list[int]], list[Generation]]]:
-    rng = np.random.default_rng(11)
-    prompts = rng.integers(3, VOCABULARY, (RUNNING, 24)).tolist()
-    generations = [Generation() for _ in prompts]
-    async with open_engines(sglang(models[0], stream_interval=4)) as pool:
-        async with anyio.create_task_group() as tasks:
-            for prompt, generation in zip(prompts, generations, strict=True):
-                tasks.start_soon(one, pool, prompt, generation)
-            while sum(len(generation.ids) >= 20 for generation in generations) < RUNNING:
-                await anyio.sleep(0.005)
-            await pool.update_weights(8, source, mode)
-        yield pool, prompts, generations
-    assert processes() == []
+async def changed_under_trajectories(
+    runtime: Any, pool: EnginePool, mode: Any, source: WeightSource
+) -> AsyncIterator[tuple[int, RolloutBatch]]:
+    """The version that came, and what the trajectories became that were running."""
+    version = pool.router.replicas[0].weight_version + 1
+    arrived = pool.statistics()[0].tokens.arrived
+    batches = []
+
+    async def generate() -> None:
+        batches.append(await runtime.generate(questions(RUNNING, f"{mode} {version}")))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(generate)
+        while pool.statistics()[0].tokens.arrived - arrived < RUNNING * STARTED:
+            assert not batches
+            await anyio.sleep(0.002)
+        assert pool.statistics()[0].in_flight == RUNNING
+        await pool.update_weights(version, source, mode)
+    (batch,) = batches
+    # The last turn of most is cut at lengths.turn, which is an outcome of its own.
+    assert {sample.outcome for sample in batch.samples} <= {"completed", "length"}
+    assert [sample.num_turns for sample in batch.samples] == [2 * TURNS] * RUNNING
+    assert set(batch.tensors["weight_versions"].unique().tolist()) == {-1, version - 1, version}
+    yield version, batch
 
 
-async def one(pool: EnginePool, prompt: list[int], generation: Generation) -> None:
-    await ask(pool, prompt, generation, max_new_tokens=NEW_TOKENS, ignore_eos=True)
-
-
-def loaded(path: str) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+def spans_of(batch: RolloutBatch) -> Iterator[tuple[list[int], list[int], int, int]]:
+    """Each generated span: all ids of its row, their versions, and where it begins and ends."""
+    tensors = batch.tensors
+    width = tensors["prompts"].shape[1]
+    for row in range(len(batch.samples)):
+        real = tensors["attention_mask"][row].bool()
+        ids = tensors["input_ids"][row][real].tolist()
+        padding = int((~real[:width]).sum())
+        at = tensors["weight_versions"][row]
+        versions = [-1] * (width - padding) + at.tolist()[: len(ids) - width + padding]
+        mask = np.array(versions) >= 0
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]])))
+        for start, end in edges.reshape(-1, 2).tolist():
+            yield ids, versions, start, end
 
 
 @pytest.mark.parametrize("kind", ["disk", "tensors"])
 async def test_abort_and_resume_goes_on_as_a_fresh_prefill_under_the_new_weights(
-    kind: str, models: list[str]
+    kind: str, runtime: Any, pool: EnginePool, models: list[str], networks: list[Any]
 ) -> None:
-    source: Any = DiskWeights(models[1])
-    if kind == "tensors":
-        tensors = load_file(f"{models[1]}/model.safetensors")
-        source = TensorWeights(tensors, bucket_bytes=64 * 1024)
-    old, new = (loaded(path) for path in models)
-    async with changed_while_running(models, "abort_and_resume", source) as (pool, texts, answers):
-        fresh = [Generation() for _ in texts]
-        for text, generation, again in zip(texts, answers, fresh, strict=True):
-            (first, before), (second, after) = runs_of(generation)
-            assert (first, second) == (0, 8)
-            await ask(pool, text + before, again, max_new_tokens=len(after), ignore_eos=True)
-            assert list(again.ids) == after
-    for text, generation in list(zip(texts, answers, strict=True))[:3]:
-        (_, before), (_, after) = runs_of(generation)
-        assert before == greedy(old, text, len(before))
-        assert after == greedy(new, text + before, len(after))
-        assert after != greedy(old, text + before, len(after))
+    source = source_of(kind, models[1])
+    cut = 0
+    async with changed_under_trajectories(runtime, pool, "abort_and_resume", source) as (
+        new,
+        batch,
+    ):
+        for ids, versions, start, end in spans_of(batch):
+            old_says, new_says = (choices(network, ids) for network in networks)
+            expected = [
+                (new_says if versions[at] == new else old_says)[at - 1] for at in range(start, end)
+            ]
+            assert ids[start:end] == expected
+            assert sorted(versions[start:end]) == versions[start:end]
+            if versions[start] < new == versions[end - 1]:
+                cut += 1
+                first = versions.index(new, start)
+                assert ids[first:end] != old_says[first - 1 : end - 1]
+                again = await ask(pool, ids[:first], Generation(), max_new_tokens=end - first)
+                assert list(again.ids) == ids[first:end]
+                assert again.versions == [[new, end - first]]
+    assert cut > RUNNING // 2
 
 
-async def test_in_place_every_token_is_of_the_weights_that_its_version_names(
-    models: list[str],
+@pytest.mark.parametrize("kind", ["disk", "tensors"])
+async def test_in_place_tokens_follow_from_old_keys_and_new_weights(
+    kind: str, runtime: Any, pool: EnginePool, models: list[str], networks: list[Any]
 ) -> None:
-    async with changed_while_running(models, "in_place", DiskWeights(models[1])) as (
-        pool,
-        texts,
-        answers,
-    ):
-        late = Generation()
-        await ask(pool, texts[0], late, max_new_tokens=8)
-        assert [version for version, _ in late.versions] == [8]
-        with pytest.raises(EngineError) as caught:
-            await pool.update_weights(9, DiskWeights("/nowhere"))
-        assert str(caught.value) == "engine-0: /nowhere: expected a directory with safetensors"
-        again = Generation()
-        await ask(pool, texts[0], again, max_new_tokens=8)
-        assert (again.ids, again.versions) == (late.ids, late.versions)
-    old = loaded(models[0])
-    for text, generation in list(zip(texts, answers, strict=True))[:3]:
-        (first, before), (second, after) = runs_of(generation)
-        assert (first, second) == (0, 8)
-        assert len(generation.parts) == 1
-        assert before == greedy(old, text, len(before))
-        # The very next token is already another than the old weights would say, or one of the
-        # few after it: the old keys and values stay, so no fresh computation gives the same.
-        assert after != greedy(old, text + before, len(after))
+    source = source_of(kind, models[1])
+    before, after = networks
+    kept = 0
+    async with changed_under_trajectories(runtime, pool, "in_place", source) as (new, batch):
+        for ids, versions, start, end in spans_of(batch):
+            first = versions.index(new, start) if new in versions[start:end] else end
+            assert ids[start:first] == choices(before, ids)[start - 1 : first - 1]
+            if first == start:  # a turn that began later
+                assert ids[start:end] == choices(after, ids)[start - 1 : end - 1]
+            elif first < end:
+                kept += 1
+                cache = keys_and_values(before, ids[: first - 1])
+                said = choices(after, ids[first - 1 : end - 1], cache)
+                assert ids[first:end] == said
+    assert kept > RUNNING // 2
+    assert sum(sample.metrics.get("resumes", 0) for sample in batch.samples) == 0
+    late = await ask(pool, prompts(1)[0], Generation(), max_new_tokens=8)
+    with pytest.raises(EngineError) as caught:
+        await pool.update_weights(new + 1, DiskWeights("/nowhere"))
+    assert str(caught.value) == "engine-0: /nowhere: expected a directory with safetensors"
+    again = await ask(pool, prompts(1)[0], Generation(), max_new_tokens=8)
+    assert (again.ids, again.versions) == (late.ids, late.versions)
 
 
-async def test_wait_lets_requests_end_under_the_old_weights(models: list[str]) -> None:
-    async with changed_while_running(models, "wait", DiskWeights(models[1])) as (
-        pool,
-        texts,
-        answers,
-    ):
-        assert [generation.versions for generation in answers] == [[[0, NEW_TOKENS]]] * RUNNING
-        late = Generation()
-        await ask(pool, texts[0], late, max_new_tokens=8, ignore_eos=True)
-        assert late.versions == [[8, 8]]
-    assert list(late.ids) == greedy(loaded(models[1]), texts[0], 8)
+async def test_wait_lets_requests_end_under_the_old_weights(
+    runtime: Any, pool: EnginePool, models: list[str], networks: list[Any]
+) -> None:
+    source = DiskWeights(models[1])
+    async with changed_under_trajectories(runtime, pool, "wait", source) as (new, batch):
+        for ids, versions, start, end in spans_of(batch):
+            (version,) = set(versions[start:end])
+            says = choices(networks[version == new], ids)
+            assert ids[start:end] == says[start - 1 : end - 1]
+
+
+async def test_broadcast_weights_reach_sglang(
+    pool: EnginePool, models: list[str], networks: list[Any]
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    tensors = load_file(f"{models[1]}/model.safetensors")
+    weights = describe_tensors(tensors, host="127.0.0.1", port=port, world_size=2)
+    version = pool.router.replicas[0].weight_version + 1
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(anyio.to_thread.run_sync, send_weights, tensors, weights)
+        await pool.update_weights(version, weights)
+    text = prompts(1)[0]
+    answer = await ask(pool, text, Generation())
+    ids = text + list(answer.ids)
+    assert ids[len(text) :] == choices(networks[1], ids)[len(text) - 1 : -1]
+    assert answer.versions == [[version, len(answer.ids)]]
 
 
 async def test_sleep_under_requests_they_go_on_with_the_weights_that_come_back(
-    models: list[str],
+    pool: EnginePool, models: list[str], networks: list[Any]
 ) -> None:
-    texts = np.random.default_rng(7).integers(3, VOCABULARY, (4, 24)).tolist()
+    version = pool.router.replicas[0].weight_version
+    texts = prompts(4)
     answers = [Generation() for _ in texts]
-    late = Generation()
-    async with open_engines(sglang(models[0], stream_interval=4)) as pool:
-        async with anyio.create_task_group() as tasks:
-            for text, generation in zip(texts, answers, strict=True):
-                tasks.start_soon(one, pool, text, generation)
-            while not all(generation.ids for generation in answers):
-                await anyio.sleep(0.005)
-            await pool.sleep(2)
-            assert max(len(generation.ids) for generation in answers) < NEW_TOKENS
-            await pool.wake_up(["weights"])
-            await pool.wake_up()
-        assert [generation.versions for generation in answers] == [[[0, NEW_TOKENS]]] * 4
+    async with anyio.create_task_group() as tasks:
+        for text, generation in zip(texts, answers, strict=True):
+            tasks.start_soon(
+                partial(ask, pool, text, generation, max_new_tokens=SLEPT, ignore_eos=True)
+            )
+        while not all(generation.ids for generation in answers):
+            await anyio.sleep(0.002)
         await pool.sleep(2)
-        await pool.update_weights(8, DiskWeights(models[1]))
+        assert max(len(generation.ids) for generation in answers) < SLEPT
+        await pool.wake_up(["weights"])
         await pool.wake_up()
-        await pool.flush_cache()
-        await ask(pool, texts[0], late, max_new_tokens=8, ignore_eos=True)
-    assert list(late.ids) == greedy(loaded(models[1]), texts[0], 8)
-    old = loaded(models[0])
-    for text, generation in zip(texts, answers, strict=True):
-        assert list(generation.ids) == greedy(old, text, NEW_TOKENS)
+    assert [generation.versions for generation in answers] == [[[version, SLEPT]]] * 4
+    await pool.sleep(2)
+    await pool.update_weights(version + 1, DiskWeights(models[1]))
+    await pool.wake_up()
+    await pool.flush_cache()
+    (late,) = await ask_all(pool, texts[:1], max_new_tokens=8, ignore_eos=True)
+    for network, text, answer in [
+        (networks[0], *pair) for pair in zip(texts, answers, strict=True)
+    ]:
+        ids = text + list(answer.ids)
+        assert ids[len(text) :] == choices(network, ids)[len(text) - 1 : -1]
+    ids = texts[0] + list(late.ids)
+    assert ids[len(texts[0]) :] == choices(networks[1], ids)[len(texts[0]) - 1 : -1]

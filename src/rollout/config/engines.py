@@ -80,7 +80,7 @@ class SGLangEngine(EngineConfig):
     device: Literal["cuda", "cpu"] = "cuda"
     #: Compute threads of a replica on the CPU. More than one collapses beside other work.
     threads: Count = 1
-    #: GPUs that one replica spreads its weights over.
+    #: GPUs that one replica spreads its weights over, of all its machines together.
     tensor_parallel: Count = 1
     #: Share of the GPU's memory for weights and KV cache.
     memory_fraction: Share = 0.85
@@ -134,6 +134,9 @@ SGLANG_HOMES: Mapping[str, str] = MappingProxyType(
         "skip_tokenizer_init": "nothing: engines take and give token ids only",
         "incremental_streaming_output": "nothing: the engine reads cumulative answers",
         "enable_priority_scheduling": "nothing: it is always on",
+        "nnodes": "placement.machines_per_replica",
+        "node_rank": "placement.machines_per_replica",
+        "dist_init_addr": "placement.machines_per_replica",
         "weight_version": "nothing: versions come from update_weights",
     }
 )

@@ -116,6 +116,8 @@ def _placement(engine: AnyEngine, placement: AnyPlacement) -> str:
             what = f"an actor each with {gpus:g} GPU and {cpus:g} CPU"
             if placement.colocate:
                 what = f"an actor each on {'; '.join(placement.colocate)}, shared with a trainer"
+            if placement.machines_per_replica > 1:
+                what += f", spread over {placement.machines_per_replica} machines"
             cluster = placement.address or "the running cluster, or one started here"
             machines = f" on {', '.join(placement.nodes)}" if placement.nodes else ""
             by = placement.python or "the interpreter of Ray's workers"

@@ -8,7 +8,7 @@ from typing import ClassVar, get_args
 import attrs
 
 from rollout.config.base import Section, fields_named
-from rollout.config.checks import NonNegative, Seats, Text, Texts
+from rollout.config.checks import Count, NonNegative, Seats, Text, Texts
 from rollout.config.faults import Fault
 
 
@@ -56,10 +56,13 @@ class RayPlacement(PlacementConfig):
     gpus_per_replica: NonNegative | None = None
     #: May be a fraction too.
     cpus_per_replica: NonNegative = 1.0
-    #: Machines by Ray node id or address; replica i lives on the i-th, counted round.
+    #: Machines that one replica spreads over, its GPUs and cores divided among them.
+    machines_per_replica: Count = 1
+    #: Machines by Ray node id or address; replica i lives on the i-th, counted round, or on the
+    #: next `machines_per_replica` of them.
     nodes: Texts = ()
-    #: GPUs that a trainer holds, one ``node:0,1`` for each replica (`rollout.engine.seats_of`
-    #: finds them). The replicas share those GPUs, and ask Ray for none.
+    #: GPUs that a trainer holds, one ``node:0,1`` for each machine of each replica
+    #: (`rollout.engine.seats_of` finds them). The replicas share those GPUs, and ask Ray for none.
     colocate: Seats = ()
 
     def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:

@@ -380,10 +380,15 @@ class RolloutConfig(Section):
             yield Fault("router.weights", problem, list(weights))
         yield from self._gpu_faults()
         seats = getattr(self.placement, "colocate", ())
-        is_sound = isinstance(seats, tuple) and isinstance(replicas, int)
-        if is_sound and seats and len(seats) != replicas:
+        machines = getattr(self.placement, "machines_per_replica", 1)
+        is_sound = isinstance(seats, tuple) and isinstance(machines, int)
+        if is_sound and isinstance(replicas, int) and seats and len(seats) != replicas * machines:
             problem = f"expected one for each of engine.replicas = {replicas}"
+            if machines > 1:
+                problem = f"expected {machines} for each of engine.replicas = {replicas}"
             yield Fault("placement.colocate", problem, list(seats))
+        if isinstance(machines, int) and machines > 1:
+            yield from self._spread_faults(machines)
 
     def _penalty_faults(self) -> Iterator[Fault]:
         """SGLang gives log-probs after penalties, and its repetition penalty is another one."""
@@ -397,6 +402,17 @@ class RolloutConfig(Section):
                         "after penalties"
                     )
                     yield Fault(f"{section}.{name}", problem, value)
+
+    def _spread_faults(self, machines: int) -> Iterator[Fault]:
+        """Only engines that know of node ranks spread over machines, with equal shares."""
+        kind, wanted = getattr(self.engine, "kind", ""), getattr(self.engine, "tensor_parallel", 0)
+        problem = ""
+        if kind not in ("sglang", "custom"):
+            problem = f"expected 1 for engine.kind = {kind!r}"
+        elif isinstance(wanted, int) and wanted % machines:
+            problem = f"expected a divisor of engine.tensor_parallel = {wanted}"
+        if problem:
+            yield Fault("placement.machines_per_replica", problem, machines)
 
     def _gpu_faults(self) -> Iterator[Fault]:
         """An engine that spreads over GPUs is placed on as many."""

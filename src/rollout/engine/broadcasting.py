@@ -1,4 +1,4 @@
-"""Weights over a process group: a trainer's process sends, engines receive. Gloo, on CPUs.
+"""Weights over a process group: a trainer's process sends, engines receive. Gloo or NCCL.
 
 Each change has a group of its own: rank 0 is the sender, and the driver gives the replicas theirs.
 """
@@ -6,7 +6,7 @@ Each change has a group of its own: rank 0 is the sender, and the driver gives t
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rollout.engine.staging import stage
 from rollout.engine.weights import DistributedWeights, TensorWeights
@@ -20,7 +20,12 @@ GROUP_S = 120.0
 
 
 def describe_tensors(
-    tensors: Mapping[str, Any], *, host: str, port: int, world_size: int
+    tensors: Mapping[str, Any],
+    *,
+    host: str,
+    port: int,
+    world_size: int,
+    backend: Literal["gloo", "nccl"] = "gloo",
 ) -> DistributedWeights:
     """What engines must know to receive `tensors`, for `update_weights`.
 
@@ -28,6 +33,7 @@ def describe_tensors(
         host: The sender's address, as the engines reach it.
         port: A free port there.
         world_size: The number of replicas, and one for the sender.
+        backend: "nccl" where sender and engines have a GPU each.
     """
     return DistributedWeights(
         host=host,
@@ -36,6 +42,7 @@ def describe_tensors(
         names=tuple(tensors),
         dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()),
         shapes=tuple(tuple(tensor.shape) for tensor in tensors.values()),
+        backend=backend,
     )
 
 
@@ -46,7 +53,11 @@ def send_weights(tensors: Mapping[str, Any], weights: DistributedWeights) -> Non
     """
     group = _join(weights, rank=0)
     for tensor in tensors.values():
-        _broadcast(group, _bytes_of(tensor.detach().to("cpu").contiguous()))
+        _broadcast(group, _bytes_of(tensor.detach().to(_device_of(weights)).contiguous()))
+    if weights.backend == "nccl":
+        import torch
+
+        torch.cuda.synchronize()  # its broadcasts are only queued
 
 
 def receive_weights(weights: DistributedWeights) -> str:
@@ -66,7 +77,7 @@ def _received(group: Any, weights: DistributedWeights) -> Iterator[tuple[str, An
     import torch
 
     for name, dtype, shape in zip(weights.names, weights.dtypes, weights.shapes, strict=True):
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=_device_of(weights))
         _broadcast(group, _bytes_of(tensor))
         yield name, tensor
 
@@ -76,6 +87,8 @@ def _join(weights: DistributedWeights, rank: int) -> Any:
 
     dist: Any = torch.distributed
     limit = timedelta(seconds=GROUP_S)
+    if weights.backend == "nccl" and not dist.is_nccl_available():
+        raise EngineError("DistributedWeights: backend = 'nccl', and this torch has no NCCL")
     store = dist.TCPStore(
         weights.host,
         weights.port,
@@ -83,11 +96,20 @@ def _join(weights: DistributedWeights, rank: int) -> Any:
         timeout=limit,
         wait_for_workers=False,
     )
+    if weights.backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return dist.ProcessGroupNCCL(store, rank, weights.world_size, options)
     return dist.ProcessGroupGloo(store, rank, weights.world_size, limit)
 
 
+def _device_of(weights: DistributedWeights) -> str:
+    """Where the backend wants its tensors."""
+    return "cuda" if weights.backend == "nccl" else "cpu"
+
+
 def _bytes_of(tensor: Any) -> Any:
-    """Its memory; Gloo knows few types, and all of them are bytes."""
+    """Its memory; the backends know few types, and all of them are bytes."""
     import torch
 
     return tensor.view(-1).view(torch.uint8)

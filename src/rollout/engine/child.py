@@ -15,7 +15,8 @@ import signal
 import sys
 import threading
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
@@ -26,12 +27,21 @@ from rollout.engine.loading import load_core, start_error_text
 from rollout.engine.server import EngineServer
 from rollout.engine.tls import TlsFiles, encrypted_listener
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from rollout.engine.core import EngineCore
+
 #: A driver with many trajectories opens few connections, but may reopen them all at once.
 BACKLOG = 128
 
 
 class ChildSpec(msgspec.Struct, kw_only=True):
-    """What the driver writes to the child's standard input."""
+    """What the driver writes to the child's standard input.
+
+    Attributes:
+        is_follower: It computes a part of what another machine's child serves, and serves nothing.
+    """
 
     core: str
     options: dict[str, Any]
@@ -39,6 +49,7 @@ class ChildSpec(msgspec.Struct, kw_only=True):
     sys_path: list[str] = []
     host: str = "127.0.0.1"
     tls: TlsFiles | None = None
+    is_follower: bool = False
     log_level: int = logging.WARNING
 
 
@@ -75,14 +86,25 @@ def _kill_session() -> None:
 async def _serve(spec: ChildSpec, answer: int, leave: threading.Event) -> None:
     core = load_core(spec.core)(**spec.options)
     await core.start()
+    if spec.is_follower:
+        _say(answer, ChildReady())
+        await _live(core, leave, anyio.sleep_forever)
+        return
     server = EngineServer(core, bytes.fromhex(spec.secret))
     listener = await anyio.create_tcp_listener(local_host=spec.host, local_port=0, backlog=BACKLOG)
     port = listener.extra(anyio.abc.SocketAttribute.local_port)
     serving = listener if spec.tls is None else encrypted_listener(listener, spec.tls)
     _say(answer, ChildReady(port=port))
+    await _live(core, leave, partial(serving.serve, server.serve_connection))
+
+
+async def _live(
+    core: EngineCore, leave: threading.Event, work: Callable[[], Coroutine[Any, Any, Any]]
+) -> None:
+    """Until the driver leaves or the engine is lost."""
     try:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(serving.serve, server.serve_connection)
+            tasks.start_soon(work)
             tasks.start_soon(watch_core, core, leave.set)
             await anyio.to_thread.run_sync(leave.wait, abandon_on_cancel=True)
             tasks.cancel_scope.cancel()

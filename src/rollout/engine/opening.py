@@ -163,6 +163,7 @@ async def open_placement(config: RolloutConfig) -> AsyncIterator[Placement]:
                 resources={"GPU": gpus_of(config.engine, ray), "CPU": ray.cpus_per_replica},
                 nodes=ray.nodes,
                 colocate=ray.colocate,
+                machines=ray.machines_per_replica,
             ) as actors:
                 yield actors
 

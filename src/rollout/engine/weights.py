@@ -37,6 +37,7 @@ class DistributedWeights(
 
     Attributes:
         world_size: The replicas, and one for the sender.
+        backend: "gloo" goes over CPUs; "nccl" from GPU to GPU, the first one that each engine sees.
         dtypes: By torch's names, "bfloat16" for example.
         rank: The driver sets it, for each replica.
     """
@@ -48,6 +49,7 @@ class DistributedWeights(
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     rank: int = 0
+    backend: Literal["gloo", "nccl"] = "gloo"
 
 
 class TensorWeights:

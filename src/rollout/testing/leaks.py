@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 #: Real seconds that threads and children which are ending get to do so.
 PATIENCE_S = 2.0
 _LOOK_AGAIN_S = 0.02
-KINDS = ("threads", "processes", "files")
+KINDS = ("threads", "processes", "files", "tasks")
 
 
 class Belongings:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -76,6 +77,13 @@ class EngineHost:
         )
         return msgspec.json.encode(ChildReady(error=reason))
 
+    def free_port(self) -> int:
+        """One of this machine's, for the engine to listen on."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port: int = free.getsockname()[1]
+            return port
+
     def _keep_last_words(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stderr is not None
         for line in process.stderr:
@@ -114,9 +122,16 @@ def child_spec(
     host: str,
     sys_path: list[str],
     tls: TlsFiles | None = None,
+    is_follower: bool = False,
 ) -> bytes:
     """What `EngineHost.start` passes to the engine's process."""
     spec = ChildSpec(
-        core=core, options=options, secret=secret.hex(), host=host, sys_path=sys_path, tls=tls
+        core=core,
+        options=options,
+        secret=secret.hex(),
+        host=host,
+        sys_path=sys_path,
+        tls=tls,
+        is_follower=is_follower,
     )
     return msgspec.json.encode(spec)

@@ -29,7 +29,7 @@ from rollout.engine.placement.host import EngineHost, child_spec
 from rollout.engine.tls import encrypted
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
-from rollout.scopes import open_task_group
+from rollout.scopes import leaf_of, open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -87,7 +87,10 @@ class RayActors:
         python: Interpreter of the engines; None takes that of Ray's workers.
         resources: What each replica asks of its machine: ``{"GPU": 1.0, "CPU": 1.0}``.
         nodes: Addresses of machines; replica i lives on the i-th, counted round. Empty: anywhere.
-        colocate: One `Seat` text for each replica; nothing is then asked of Ray.
+        colocate: One `Seat` text for each machine of each replica; nothing is then asked of Ray.
+        machines: That each replica spreads over. Each has an actor with its share of `resources`;
+            the first one's engine is connected to, and the cores are told their place by the
+            options ``nodes``, ``node_rank`` and ``rendezvous`` (an address on the first machine).
     """
 
     def __init__(
@@ -97,10 +100,12 @@ class RayActors:
         resources: Mapping[str, float],
         nodes: Sequence[str] = (),
         colocate: Sequence[str] = (),
+        machines: int = 1,
     ) -> None:
         self._ray = _import_ray()
         self._python = python
-        self._resources = {name: amount for name, amount in resources.items() if amount}
+        self._machines = machines
+        self._resources = {name: amount / machines for name, amount in resources.items() if amount}
         self._nodes = tuple(nodes)
         self._seats = [Seat.parse(text) for text in colocate]
         self._run = secrets.token_hex(4)
@@ -115,30 +120,33 @@ class RayActors:
         secret = secrets.token_bytes(32)
         died = anyio.Event()
         async with open_task_group() as tasks:
-            actor = None
+            actors: list[Any] = []
             try:
                 try:
                     with anyio.fail_after(start_timeout_s):
                         node = await self._place(name)
-                        actor = await self._hire(name)
-                        host, port = await self._start(name, actor, spec, secret)
+                        while len(actors) < self._machines:
+                            actors.append(await self._hire(name, len(actors)))
+                        host, port = await self._start(name, actors, spec, secret)
                 except TimeoutError:
                     raise EngineError(await self._lateness(name, start_timeout_s)) from None
                 logger.info("%s serves on %s:%d (Ray node %s)", name, host, port, node)
-                tasks.start_soon(self._watch, actor, died)
+                for actor in actors:
+                    tasks.start_soon(self._watch, actor, died)
 
                 async def connect() -> ByteStream:
                     return await encrypted(await anyio.connect_tcp(host, port), spec.tls)
 
                 yield ReplicaHandle(connect, secret, died)
             finally:
-                if actor is not None:
-                    await self._dismiss(actor)
+                async with anyio.create_task_group() as dismissals:
+                    for actor in actors:
+                        dismissals.start_soon(self._dismiss, actor)
 
     async def _place(self, name: str) -> str:
         """Wait for the replica's resources; the node that has them."""
         if self._seats:
-            return self._node(self._seat(name).node, "NodeID")
+            return self._node(self._seat(name, 0).node, "NodeID")
         if name not in self._groups:
             self._groups[name] = await _in_thread(self._new_group, name)
         group = self._groups[name]
@@ -151,25 +159,30 @@ class RayActors:
         return str(table["bundles_to_node_id"][0])
 
     def _new_group(self, name: str) -> Any:
+        bundles = [self._bundle(name, rank) for rank in range(self._machines)]
+        strategy = "PACK" if self._machines == 1 else "STRICT_SPREAD"
+        return self._ray.util.placement_group(
+            bundles, strategy=strategy, name=f"{self._run}/{name}"
+        )
+
+    def _bundle(self, name: str, rank: int) -> dict[str, float]:
         bundle = dict(self._resources)
         if self._nodes:  # Ray gives each machine one unit of a resource with its address
-            node = self._nodes[_number(name) % len(self._nodes)]
+            node = self._nodes[self._place_number(name, rank) % len(self._nodes)]
             bundle[f"node:{self._node(node, 'NodeManagerAddress')}"] = 0.001
-        # An empty bundle is refused.
-        bundle = bundle or {"CPU": 0.001}
-        return self._ray.util.placement_group([bundle], strategy="PACK", name=f"{self._run}/{name}")
+        return bundle or {"CPU": 0.001}  # an empty one is refused
 
-    async def _hire(self, name: str) -> Any:
+    async def _hire(self, name: str, rank: int) -> Any:
         """An actor on the replica's resources."""
         strategies = self._ray.util.scheduling_strategies
         if self._seats:
-            node = self._node(self._seat(name).node, "NodeID")
+            node = self._node(self._seat(name, rank).node, "NodeID")
             strategy = strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
             asked = {"num_cpus": 0.0, "num_gpus": 0.0}
         else:
             strategy = strategies.PlacementGroupSchedulingStrategy(
                 self._groups[name],
-                placement_group_bundle_index=0,
+                placement_group_bundle_index=rank,
                 placement_group_capture_child_tasks=False,
             )
             asked = {
@@ -185,8 +198,41 @@ class RayActors:
         )
         return await _in_thread(host.remote)
 
-    async def _start(self, name: str, actor: Any, spec: CoreSpec, secret: bytes) -> tuple[str, int]:
-        """Start the engine in its actor; where it listens."""
+    async def _start(
+        self, name: str, actors: Sequence[Any], spec: CoreSpec, secret: bytes
+    ) -> tuple[str, int]:
+        """Start the engine in its actor, or its parts in theirs; where it listens."""
+        if len(actors) == 1:
+            return await self._start_rank(name, 0, actors[0], spec, secret)
+        try:
+            meeting_point = await _answer(actors[0].__ray_call__, _address)
+            port = await _answer(actors[0].free_port)
+        except self._ray.exceptions.RayActorError as error:
+            raise EngineError(f"{name}: its Ray actor died while starting: {error}") from error
+        served: list[tuple[str, int]] = []
+
+        async def start(rank: int) -> None:
+            place = {
+                "nodes": len(actors),
+                "node_rank": rank,
+                "rendezvous": f"{meeting_point}:{port}",
+            }
+            part = attrs.evolve(spec, options={**spec.options, **place})
+            address = await self._start_rank(name, rank, actors[rank], part, secret)
+            if rank == 0:
+                served.append(address)
+
+        try:
+            async with anyio.create_task_group() as tasks:
+                for rank in range(len(actors)):
+                    tasks.start_soon(start, rank)
+        except BaseExceptionGroup as group:
+            raise leaf_of(group) from None
+        return served[0]
+
+    async def _start_rank(
+        self, name: str, rank: int, actor: Any, spec: CoreSpec, secret: bytes
+    ) -> tuple[str, int]:
         exceptions = self._ray.exceptions
         try:
             address = await _answer(actor.__ray_call__, _address)
@@ -194,10 +240,12 @@ class RayActors:
             host = "127.0.0.1" if is_here else address
             # A module that only the driver's search path has is found on the driver's machine.
             sys_path = [p or os.getcwd() for p in sys.path] if is_here and not self._python else []
-            line = child_spec(spec.core, spec.options, secret, host, sys_path, spec.tls)
+            line = child_spec(
+                spec.core, spec.options, secret, host, sys_path, spec.tls, is_follower=rank > 0
+            )
             environment = {}
             if self._seats:
-                environment["CUDA_VISIBLE_DEVICES"] = self._seat(name).gpu_ids
+                environment["CUDA_VISIBLE_DEVICES"] = self._seat(name, rank).gpu_ids
             answer = await _answer(actor.start, line, self._python, environment)
         except exceptions.RayActorError as error:
             raise EngineError(f"{name}: its Ray actor died while starting: {error}") from error
@@ -237,6 +285,8 @@ class RayActors:
         alive = [node["Resources"] for node in await _in_thread(nodes) if node["Alive"]]
         kinds = sorted({"CPU", "GPU", *self._resources}, reverse=True)
         asked = _amounts(self._resources, [kind for kind in kinds if kind in self._resources])
+        if self._machines > 1:
+            asked = f"{asked} on each of {self._machines} machines"
         machines = "; ".join(f"one with {_amounts(each, kinds)}" for each in alive)
         place = f" on one of {', '.join(self._nodes)}" if self._nodes else ""
         return (
@@ -244,8 +294,11 @@ class RayActors:
             f"its machines: {machines}"
         )
 
-    def _seat(self, name: str) -> Seat:
-        number = _number(name)
+    def _place_number(self, name: str, rank: int) -> int:
+        return _number(name) * self._machines + rank
+
+    def _seat(self, name: str, rank: int) -> Seat:
+        number = self._place_number(name, rank)
         if number >= len(self._seats):
             raise EngineError(
                 f"{name}: placement.colocate names {len(self._seats)} places; none is left"
@@ -276,6 +329,7 @@ async def open_ray_actors(
     resources: Mapping[str, float],
     nodes: Sequence[str] = (),
     colocate: Sequence[str] = (),
+    machines: int = 1,
 ) -> AsyncIterator[RayActors]:
     """Join a Ray cluster, or start one here; it is left as it was found.
 
@@ -289,7 +343,13 @@ async def open_ray_actors(
     """
     ray = _import_ray()
     async with _member_of(ray, address):
-        actors = RayActors(python=python, resources=resources, nodes=nodes, colocate=colocate)
+        actors = RayActors(
+            python=python,
+            resources=resources,
+            nodes=nodes,
+            colocate=colocate,
+            machines=machines,
+        )
         try:
             yield actors
         finally:

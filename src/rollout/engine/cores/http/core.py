@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -145,19 +145,11 @@ class HttpCore:
 
         Looks whether the server answers, and sends aborts until they are confirmed.
         """
-        heard = anyio.current_time()
-        while True:
-            self._wake = anyio.Event()
-            with anyio.move_on_after(WATCH_S):
-                await self._wake.wait()
-            try:
-                await self._send_aborts()
-                await self._look()
-                heard = anyio.current_time()
-            except HttpError as error:
-                if anyio.current_time() - heard > SILENCE_S:
-                    self._lose(str(error))
-                    return self._failure
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._keep_aborting)  # a server may think for long about its health
+            await self._look_until_silent()
+            tasks.cancel_scope.cancel()
+        return self._failure
 
     async def aclose(self) -> None:
         """End every request and close the connections."""
@@ -223,6 +215,27 @@ class HttpCore:
             entry.give_up("rejected" if is_full else "error", str(error))
         return [entry.last_chunk()]
 
+    async def _look_until_silent(self) -> None:
+        assert self._client is not None
+        heard = anyio.current_time()
+        while True:
+            await anyio.sleep(WATCH_S)
+            try:
+                await self._client.call("GET", "/health")
+                heard = anyio.current_time()
+            except HttpError as error:
+                if anyio.current_time() - heard > SILENCE_S:
+                    self._lose(str(error))
+                    return
+
+    async def _keep_aborting(self) -> None:
+        while True:
+            with anyio.move_on_after(WATCH_S):
+                await self._wake.wait()
+            self._wake = anyio.Event()
+            with suppress(HttpError):  # whoever looks notices too
+                await self._send_aborts()
+
     async def _send_aborts(self) -> None:
         assert self._client is not None
         now = anyio.current_time()
@@ -233,10 +246,6 @@ class HttpCore:
             if now - asked_at > ABORT_S:
                 entry.give_up("abort")
             await self._api.abort(self._client, request_id)
-
-    async def _look(self) -> None:
-        assert self._client is not None
-        await self._client.call("GET", "/health")
 
     def _lose(self, reason: str) -> None:
         self._failure = reason

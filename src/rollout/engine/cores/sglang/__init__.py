@@ -3,7 +3,7 @@
 `core` faces the server; `host` is the thread that starts SGLang and whose death its processes do
 not survive; `adapter` is the one module that knows SGLang's API; `arguments` turns our options
 into its own, and `answers` its answers into chunks. `plugin` and `cpu_platform` let an unmodified
-SGLang run on a CPU.
+SGLang run on a CPU; `version_hook` corrects its account of weight versions.
 """
 
 from __future__ import annotations

@@ -46,9 +46,13 @@ class SGLang:
     """
 
     def __init__(self, options: Options) -> None:
+        os.environ[plugin.ENGINE_VARIABLE] = "1"
         if options.is_cpu:
             os.environ[plugin.CPU_VARIABLE] = "1"
             os.environ["OMP_NUM_THREADS"] = str(options.threads)
+            # Without it SGLang wants a NUMA node for each rank; it binds nothing on plain torch.
+            cores = "|".join(map(str, range(options.tensor_parallel)))
+            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cores)
             plugin.platform()  # before anything imports torchvision
         model_path = resolve_model(options.model, options.revision)
         try:
@@ -60,6 +64,8 @@ class SGLang:
                 f"engine.kind = 'sglang' needs SGLang in the engine's interpreter: {error}; "
                 "placement.python names another one"
             ) from error
+        if options.is_follower:  # its constructor would not return before SGLang ends
+            os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
         arguments = engine_arguments(options, model_path, fields_of(ServerArgs))
         before = set(multiprocessing.active_children())
         try:
@@ -70,6 +76,8 @@ class SGLang:
         self._tokens: Any = self._engine.tokenizer_manager
         self._stop_own_watchdog()
         self._processes = [p for p in multiprocessing.active_children() if p not in before]
+        if options.is_follower:  # there is nothing to ask: all requests come through rank 0
+            return
         self._request_type = GenerateReqInput
         self._request_fields = fields_of(GenerateReqInput)
         self.info = self._describe(options)

@@ -48,12 +48,20 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: bool = False
     routed_experts: bool = False
     weight_version: int = 0
+    nodes: int = 1
+    node_rank: int = 0
+    rendezvous: str = ""
     server_args: dict[str, Any] = {}
 
     @property
     def is_cpu(self) -> bool:
         """Whether SGLang runs on the CPU, through our platform plugin."""
         return self.device == "cpu"
+
+    @property
+    def is_follower(self) -> bool:
+        """Whether it holds a part of the weights only, and another machine's engine the tokens."""
+        return self.node_rank > 0
 
 
 def engine_arguments(options: Options, model_path: str, known: Collection[str]) -> dict[str, Any]:
@@ -88,6 +96,10 @@ def engine_arguments(options: Options, model_path: str, known: Collection[str]) 
         "enable_return_routed_experts": options.routed_experts or None,
     }
     arguments.update({name: value for name, value in chosen.items() if value is not None})
+    if options.nodes > 1:
+        arguments.update(
+            nnodes=options.nodes, node_rank=options.node_rank, dist_init_addr=options.rendezvous
+        )
     if options.is_cpu:
         arguments.update(CPU_ARGUMENTS)
     arguments.update(options.server_args)

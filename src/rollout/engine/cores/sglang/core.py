@@ -67,6 +67,10 @@ class SGLangCore:
         deterministic: SGLang's deterministic inference, in which a seed fixes the tokens.
         routed_experts: Lets requests ask for the experts that their tokens were routed to.
         weight_version: Of the weights that are loaded at the start.
+        nodes: Machines that the weights are spread over.
+        node_rank: Which of them this is. Only the first one serves; another one's core is
+            started, watched and closed, and nothing else.
+        rendezvous: ``host:port`` on the first machine, where they meet.
         server_args: Further arguments of `sglang.Engine`, by its own names.
     """
 
@@ -75,6 +79,7 @@ class SGLangCore:
         self._host: Host | None = None
         self._sglang: SGLang | None = None
         self._updates = 0
+        self._is_loading = False
         self._weights_path = ""
         self._asleep: frozenset[str] = frozenset()
         self._open: dict[str, OpenRequest] = {}
@@ -116,7 +121,8 @@ class SGLangCore:
         if self._start_error is not None:
             raise self._start_error
         assert self._sglang is not None
-        self._sglang.adopt_loop(self.drain_nowait)
+        if not self._options.is_follower:
+            self._sglang.adopt_loop(self.drain_nowait)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """Chunks of one request; see `EngineCore.generate`.
@@ -128,7 +134,9 @@ class SGLangCore:
             yield refusal
             return
         assert self._sglang is not None
-        entry = self._open[request.request_id] = OpenRequest(AnswerReader(request.request_id))
+        reader = AnswerReader(request.request_id)
+        reader.is_held = self._is_loading
+        entry = self._open[request.request_id] = OpenRequest(reader)
         fields = request_fields(request, self._options, self.info, salt_of(self._updates))
         try:
             async with aclosing(self._sglang.generate(**fields)) as answers:
@@ -205,11 +213,17 @@ class SGLangCore:
 
     async def _load(self, path: str, version: int) -> None:
         sglang = self._serving()
-        self._updates += 1  # before a request can come that is computed with the new ones
         for entry in self._open.values():
             assert isinstance(entry.reader, AnswerReader)
             entry.reader.is_held = True
-        await sglang.upkeep.load_from_disk(path, version)
+        # A request that comes meanwhile is computed with either: nobody else shares its prefix.
+        self._is_loading = True
+        self._updates += 1
+        try:
+            await sglang.upkeep.load_from_disk(path, version)
+        finally:
+            self._updates += 1
+            self._is_loading = False
         self._weights_path = path
         sglang.info = msgspec.structs.replace(sglang.info, weight_version=version)
 
@@ -230,7 +244,8 @@ class SGLangCore:
         """
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch_processes)
-            tasks.start_soon(self._ask_schedulers)
+            if not self._options.is_follower:
+                tasks.start_soon(self._ask_schedulers)
             await self._lost.wait()
             tasks.cancel_scope.cancel()
         return self._failure
@@ -291,7 +306,7 @@ class SGLangCore:
             self._failure = str(started)
         else:
             self._sglang = started
-            self._weights_path = started.model_path
+            self._weights_path = "" if self._options.is_follower else started.model_path
             self._failure = ""
         self._settled.set()
 

@@ -1,8 +1,8 @@
 """Entry points that let an unmodified SGLang run on a CPU, through its own plugin interface.
 
-Every SGLang in the environment sees these entry points, those on GPUs too: both are silent unless
-`CPU_VARIABLE` is "1" in the environment, which `SGLangCore` sets for an engine with
-``device="cpu"`` and which its processes inherit.
+Every SGLang in the environment sees these entry points, those on GPUs too: they are silent unless
+`CPU_VARIABLE` or `ENGINE_VARIABLE` is "1" in the environment. `SGLangCore` sets the latter for all
+its engines and the former for those with ``device="cpu"``; SGLang's processes inherit them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import os
 
 #: Set to "1" to ask for SGLang on the CPU.
 CPU_VARIABLE = "ROLLOUT_SGLANG_CPU"
+#: Set to "1" in engines of ours.
+ENGINE_VARIABLE = "ROLLOUT_SGLANG_ENGINE"
 PLATFORM = "rollout.engine.cores.sglang.cpu_platform.CpuPlatform"
 #: Operators that torchvision declares fake kernels for. Its wheel's own library wants CUDA.
 TORCHVISION_OPERATORS = ("nms", "qnms")
@@ -33,7 +35,11 @@ def platform() -> str | None:
 
 
 def hooks() -> None:
-    """Entry point ``sglang.srt.plugins``: replaces what SGLang does on CUDA only."""
+    """Entry point ``sglang.srt.plugins``: see `version_hook`; and what SGLang can on CUDA only."""
+    if os.environ.get(ENGINE_VARIABLE) == "1":
+        from rollout.engine.cores.sglang import version_hook
+
+        version_hook.register()
     if not is_cpu_wanted():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
