@@ -283,7 +283,7 @@ def test_cli_check_explains_and_starts_nothing(
     def refuse(*_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("rollout.runtime.open_engines", refuse)
+    monkeypatch.setattr("rollout.opening.open_engines", refuse)
     assert main(["check", "config.py", "--set", "sampling.temperature=0.25"]) == 0
     output, errors = capsys.readouterr()
     assert "sampling    temperature 0.25\n" in output

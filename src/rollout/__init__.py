@@ -50,7 +50,8 @@ if TYPE_CHECKING:
         ToolError,
     )
     from rollout.interactions import Interaction, InteractionTurn
-    from rollout.runtime import RolloutRuntime, open_rollout
+    from rollout.opening import open_rollout
+    from rollout.runtime import RolloutRuntime
     from rollout.tools import Tool, ToolResult, ToolSession, function_tool
     from rollout.types import (
         Cause,
@@ -103,7 +104,8 @@ _HOMES = {
         "ToolError",
     ),
     "rollout.interactions": ("Interaction", "InteractionTurn"),
-    "rollout.runtime": ("RolloutRuntime", "open_rollout"),
+    "rollout.opening": ("open_rollout",),
+    "rollout.runtime": ("RolloutRuntime",),
     "rollout.tools": ("Tool", "ToolResult", "ToolSession", "function_tool"),
     "rollout.types": (
         "Cause",

@@ -14,7 +14,7 @@ import anyio
 from rollout.bridge import Post, loop_poster, wait_future
 from rollout.engine.operations import ALL_TAGS
 from rollout.errors import RolloutError
-from rollout.runtime import RolloutRuntime, RuntimeStatistics, open_rollout
+from rollout.opening import open_rollout
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rollout.batch import RolloutBatch
     from rollout.config import RolloutConfig
     from rollout.engine.weights import UpdateMode, WeightSource
+    from rollout.runtime import RolloutRuntime, RuntimeStatistics
     from rollout.scheduling.rewards import RewardFunction
     from rollout.types import Prompt
 

@@ -18,7 +18,7 @@ from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
 from rollout.observe.progress import ProgressDisplay, show_progress
 from rollout.observe.summary import count
-from rollout.runtime import RolloutRuntime, RuntimeStatistics, open_rollout
+from rollout.opening import open_rollout
 from rollout.scheduling.rewards import RewardFunction
 from rollout.scopes import open_task_group
 from rollout.types import Prompt
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from rollout.batch import RolloutBatch
+    from rollout.runtime import RolloutRuntime, RuntimeStatistics
 
 #: From a signal to giving up on trajectories that have not ended by themselves: rewards that are
 #: being computed, say. Closing the engines takes up to a second more.
