@@ -9,6 +9,9 @@ import pytest
 
 from parser_cases.floods import FRAGMENTS, floods
 from rollout.chat import get_tool_parser
+from rollout.chat.parsers.reader import MAX_VALUES
+from rollout.chat.parsers.scan import MAX_CALLS
+from rollout.types import InvalidToolCall, ToolCall
 
 SMALL, TIMES = 20_000, 8
 #: Eight times the text may take this many times longer; quadratic work takes 64 times.
@@ -55,3 +58,40 @@ def test_parser_deep_nesting_does_no_harm(name: str, deep: str) -> None:
     for opening, size in itertools.product(openings, (200, 5_000, 100_000)):
         turn = get_tool_parser(name).parse(opening + deep * size)
         assert turn.content == turn.content.strip()
+
+
+#: How a turn holds calls, and one of them.
+CALLS = {
+    "gemma": ("```tool_code\n{}```", "f()\n"),
+    "gpt_oss": ("{}", "<|channel|>commentary to=f<|message|>{}<|call|>"),
+    "hermes": ("{}", '<tool_call>{"name": "f"}</tool_call>'),
+    "mistral": ("[TOOL_CALLS][{}]", '{"name": "f"},'),
+    "pythonic": ("{}", "[f()]"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_parser_turn_with_too_many_calls_runs_none(name: str) -> None:
+    parser, (turn, one) = get_tool_parser(name), CALLS[name]
+    most = parser.parse(turn.format(one * MAX_CALLS)).calls
+    assert len(most) == MAX_CALLS
+    assert {type(call) for call in most} == {ToolCall}
+    (refused,) = parser.parse(turn.format(one * (MAX_CALLS + 1))).calls
+    assert isinstance(refused, InvalidToolCall)
+    assert refused.reason == "more than 10,000 calls in a turn; none is executed"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pythonic", "[f(x=[{}])]"),
+        ("gemma", "<|tool_call>call:f{{x:[{}]}}<tool_call|>"),
+        ("llama3", "<|python_tag|>f.call(x=[None,{}])"),
+    ],
+)
+def test_parser_call_with_too_many_values_is_invalid(name: str, text: str) -> None:
+    (call,) = get_tool_parser(name).parse(text.format("None," * 9)).calls
+    assert isinstance(call, ToolCall)
+    (call,) = get_tool_parser(name).parse(text.format("None," * MAX_VALUES)).calls
+    assert isinstance(call, InvalidToolCall)
+    assert call.reason.startswith("more than 50,000 values in a turn: 'None,")

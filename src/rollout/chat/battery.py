@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rollout.chat.continuation import END_THINK, THINK
 from rollout.chat.drift import Drift
+from rollout.chat.reasoning import END_THINK, THINK
 from rollout.chat.transcript import Transcript
 from rollout.errors import TemplateError
 from rollout.types import Message
@@ -67,7 +67,9 @@ def _play(template: ChatTemplate, scene: Scene) -> SceneReport:
     transcript, messages, said = Transcript(), list(scene.prompt), {}
     transcript.append_prompt(template.prompt_ids(messages))
     boundary, cut_end = None, ""
-    for text, following in scene.turns:
+    is_reasoning = template.opens_reasoning
+    for words, following in scene.turns:
+        text = _reasoned(words) if is_reasoning and words else words
         ids = _sampled(template, text, following)
         scores = [0.0] * len(ids)
         transcript.append_generated(ids, scores, versions=[(0, len(ids))], finish_reason="stop")
@@ -78,6 +80,7 @@ def _play(template: ChatTemplate, scene: Scene) -> SceneReport:
             whole = template.observation_ids(following, after=None)
             transcript.append_observation(added)
             boundary = _without_contents(template.decode(added), following)
+            is_reasoning = template.opens_reasoning_after(following)
             cut_end = template.decode(whole[: len(whole) - len(added)])
             messages += following
     report = SceneReport(name=scene.name, boundary=boundary, cut_end=cut_end)
@@ -86,6 +89,11 @@ def _play(template: ChatTemplate, scene: Scene) -> SceneReport:
     except TemplateError as error:
         return msgspec.structs.replace(report, drift_refusal=str(error))
     return msgspec.structs.replace(report, drift=drift)
+
+
+def _reasoned(words: str) -> str:
+    """What a model says where the prompt has opened its reasoning."""
+    return words if END_THINK in words else f"Let me see.\n{END_THINK}\n\n{words}"
 
 
 def _sampled(template: ChatTemplate, text: str, following: Sequence[Message]) -> list[int]:

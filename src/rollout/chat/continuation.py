@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Literal
 
 import msgspec
 
@@ -22,6 +23,7 @@ from rollout.chat.content_tests import content_tests
 from rollout.chat.encoding import Place, TextEncoder, WrittenText
 from rollout.chat.look_alikes import render_written
 from rollout.chat.messages import TemplateMessage, template_call
+from rollout.chat.reasoning import opens_reasoning
 from rollout.errors import TemplateError
 
 #: `render(messages, add_generation_prompt)`: what the template makes of a conversation.
@@ -30,7 +32,6 @@ Render = Callable[[Sequence[TemplateMessage], bool], str]
 #: Letters only, so that templates which trim or JSON-encode contents leave them recognisable.
 HISTORY = "rolloutHistoryMarker"
 ANSWER = "rolloutAnswerMarker"
-THINK, END_THINK = "<think>", "</think>"
 
 #: Put around a marker, all that templates are known to treat specially: white space in either
 #: order, quotes, escapes, markup, other alphabets.
@@ -38,6 +39,7 @@ PROBES = (("\n \t", " \\n\"'{}<>&\\ é漢\n\n  x\t\n "), (" \n", "\r\n"))
 #: Stand for contents, names and ids: nine letters or digits, which Mistral's templates ask of ids.
 SLOT = re.compile("(zqSlot[0-9]{3})")
 NAME_PROBE = "zqName{:03d}"
+_TAG = re.compile(r"</?\w+>")
 
 #: How templates write a content down.
 WAYS: Mapping[str, Callable[[str], str]] = MappingProxyType(
@@ -47,6 +49,11 @@ WAYS: Mapping[str, Callable[[str], str]] = MappingProxyType(
         "json": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
     }
 )
+
+
+#: What a made-up assistant says: words; words and calls, since some templates refuse results that
+#: nobody asked for; or calls alone, since some write words behind the results (Gemma 4).
+Answer = Literal["words", "words and calls", "calls"]
 
 
 class TurnEnds(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,9 +73,8 @@ class Continuation(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         turn_end: What ends the assistant's turn, e.g. ``<|im_end|>\\n``; may be empty.
-        opens_reasoning: Whether the next turn's opening ends inside ``<think>``.
-        is_calling: Whether the made-up assistant calls tools: some templates refuse results that
-            nobody asked for.
+        opens_reasoning: Whether the next turn's opening ends inside reasoning.
+        answer: What the made-up assistant says before the messages.
         literals: The text around the slots, one more than there are of them; None where
             the template does more with contents than one of `WAYS`.
         slots: What stands between the literals: position and key of a message.
@@ -77,7 +83,7 @@ class Continuation(msgspec.Struct, frozen=True, kw_only=True):
 
     turn_end: str
     opens_reasoning: bool
-    is_calling: bool
+    answer: Answer
     literals: tuple[str, ...] | None = None
     slots: tuple[tuple[int, str], ...] = ()
     way: str = "verbatim"
@@ -109,7 +115,7 @@ class ContinuationRenderer:
         joined = self._joined(form, messages)
         if joined is None:
             joined = render_written(
-                lambda given, _: self._rendered(form.is_calling, given)[0],
+                lambda given, _: self._rendered(form.answer, given)[0],
                 self._encoder,
                 messages,
                 None,
@@ -143,7 +149,7 @@ class ContinuationRenderer:
         """What ends a turn that calls a tool: as a text ends, or else its last special token."""
         result = {"role": "tool", "content": ""}
         try:
-            calling = self._render(_conversation([result], is_calling=True)[:2], False)
+            calling = self._render(_conversation([result], "words and calls")[:2], False)
         except TemplateError:
             return said
         if calling.endswith(said):
@@ -171,14 +177,14 @@ class ContinuationRenderer:
             length += len(text) + len(literal)
         return WrittenText("".join(pieces), tuple(plain))
 
-    def _rendered(self, is_calling: bool, messages: Sequence[TemplateMessage]) -> tuple[str, str]:
+    def _rendered(self, answer: Answer, messages: Sequence[TemplateMessage]) -> tuple[str, str]:
         """The text after the assistant's content, and the turn end that it starts with."""
         ends = self.turn_ends()
-        whole = self._render(_conversation(messages, is_calling=is_calling), True)
-        if not is_calling:
+        whole = self._render(_conversation(messages, answer), True)
+        if answer == "words":
             after = _after_answer(whole)
             return after, self._end_of(after, ends.said)
-        calling = self._render(_conversation(messages, is_calling=True)[:2], False)
+        calling = self._render(_conversation(messages, answer)[:2], False)
         if ANSWER in calling:  # what stands before it may change, see `_refuse_rewriting`
             calling, whole = _after_answer(calling), _after_answer(whole)
         if not (calling.endswith(ends.called) and whole.startswith(calling)):
@@ -191,34 +197,36 @@ class ContinuationRenderer:
             return said
         places = self._encoder.look_alikes(after)
         if not places or self._encoder.is_plain(said):
-            return _common_prefix(said, after)
+            return common_prefix(said, after, self._encoder)
         end = after[: places[0][1]]
-        return _common_prefix(said, after) if said.startswith(end) else end
+        return common_prefix(said, after, self._encoder) if said.startswith(end) else end
 
     def _find(self, messages: Sequence[TemplateMessage]) -> Continuation:
         if messages[0]["role"] != "tool":
-            return self._examine(messages, is_calling=False)
-        try:
-            return self._examine(messages, is_calling=True)
-        except TemplateError as refusal:
+            return self._examine(messages, "words")
+        answers: tuple[Answer, ...] = ("words and calls", "calls", "words")
+        refusals = []
+        for answer in answers:
             try:
-                return self._examine(messages, is_calling=False)
+                return self._examine(messages, answer)
             except TemplateError as error:
-                if str(error) == str(refusal):
-                    raise
-                raise TemplateError(f"{error}; behind a tool call: {refusal}") from refusal
+                refusals.append(error)
+        called, _, said = refusals
+        if str(called) == str(said):
+            raise said
+        raise TemplateError(f"{said}; behind a tool call: {called}") from called
 
-    def _examine(self, messages: Sequence[TemplateMessage], *, is_calling: bool) -> Continuation:
+    def _examine(self, messages: Sequence[TemplateMessage], answer: Answer) -> Continuation:
         """The form of messages like these, after a look at what the template does with them."""
         markers = [f"rolloutContentMarker{at}x" for at in range(len(messages))]
         marked = _with_contents(messages, markers)
-        self._refuse_rewriting(_conversation(marked, is_calling=is_calling))
-        text, turn_end = self._rendered(is_calling, marked)
+        self._refuse_rewriting(_conversation(marked, answer))
+        text, turn_end = self._rendered(answer, marked)
         literals = _split(text, markers, messages)
         form = Continuation(
             turn_end=turn_end,
             opens_reasoning=opens_reasoning(literals[-1]),
-            is_calling=is_calling,
+            answer=answer,
         )
         return self._remembered(form, messages) or form
 
@@ -239,7 +247,7 @@ class ContinuationRenderer:
         for marker, (at, key) in markers.items():
             marked[at][key] = marker
         try:
-            text, turn_end = self._rendered(form.is_calling, marked)
+            text, turn_end = self._rendered(form.answer, marked)
         except TemplateError:  # it looks at names
             return None
         pieces = SLOT.split(text)
@@ -295,7 +303,7 @@ class ContinuationRenderer:
             way(probed[at][key]) if key == "content" else probed[at][key] for at, key in form.slots
         ]
         try:
-            text, _ = self._rendered(form.is_calling, probed)
+            text, _ = self._rendered(form.answer, probed)
         except TemplateError:
             return False
         return text == _interleave(form.literals, texts)
@@ -306,23 +314,18 @@ _NAMES = ("name", "tool_call_id")
 _KNOWN = frozenset(("role", "content", *_NAMES))
 
 
-def opens_reasoning(text: str) -> bool:
-    """Whether a text that the template wrote ends inside ``<think>``."""
-    return text.rfind(THINK) > text.rfind(END_THINK)
-
-
 def _conversation(
-    messages: Sequence[TemplateMessage] = (), *, is_calling: bool = False
+    messages: Sequence[TemplateMessage] = (), answer: Answer = "words"
 ) -> list[TemplateMessage]:
-    """The made-up exchange, then `messages`; the assistant calls their tools if `is_calling`."""
-    answer: TemplateMessage = {"role": "assistant", "content": ANSWER}
-    if is_calling:
+    """The made-up exchange, then `messages`; where the assistant calls, it calls their tools."""
+    said: TemplateMessage = {"role": "assistant", "content": "" if answer == "calls" else ANSWER}
+    if answer != "words":
         results = itertools.takewhile(lambda message: message["role"] == "tool", messages)
-        answer["tool_calls"] = [
+        said["tool_calls"] = [
             template_call(result.get("tool_call_id", f"call_{at}"), result.get("name", "tool"), {})
             for at, result in enumerate(results)
         ]
-    return [{"role": "user", "content": HISTORY}, answer, *messages]
+    return [{"role": "user", "content": HISTORY}, said, *messages]
 
 
 def _with_contents(
@@ -358,12 +361,13 @@ def _interleave(literals: Sequence[str], contents: Sequence[str]) -> str:
     return "".join(pieces) + literals[-1]
 
 
-def _common_prefix(left: str, right: str) -> str:
-    length = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            break
-        length += 1
+def common_prefix(left: str, right: str, encoder: TextEncoder) -> str:
+    """What both texts begin with, in whole special tokens and whole tags."""
+    pairs = zip(left, right, strict=False)
+    length = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+    for text in (left, right):
+        places = [*encoder.look_alikes(text), *(tag.span() for tag in _TAG.finditer(text))]
+        length = min([length, *(start for start, stop in places if start < length < stop)])
     return left[:length]
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
+from rollout.chat.reasoning import CLOSED
+
 if TYPE_CHECKING:
     from collections.abc import Collection
 
@@ -20,8 +22,6 @@ DRIFT_KINDS: tuple[DriftKind, ...] = get_args(DriftKind)
 #: Characters shown on each side of a difference, most of the difference itself, and how far its end
 #: is searched for.
 CONTEXT, SHOWN, WINDOW = 40, 80, 400
-
-_REASONING = re.compile(r"<think>.*?</think>", re.DOTALL)
 
 
 class Drift(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +98,7 @@ def _kind(
     if _squashed(spelling.sub("", transcript)) == _squashed(spelling.sub("", rendering)):
         return "special_tokens"
     if is_reasoning_stripped:
-        kept = [_REASONING.sub("", text) for text in (transcript, rendering)]
+        kept = [CLOSED.sub("", text) for text in (transcript, rendering)]
         left, right = (_squashed(spelling.sub("", text)) for text in kept)
         if left == right:
             return "reasoning_stripped"

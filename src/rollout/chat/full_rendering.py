@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.chat.continuation import END_THINK, HISTORY, THINK, opens_reasoning
+from rollout.chat.continuation import HISTORY, common_prefix
 from rollout.chat.messages import template_call
+from rollout.chat.reasoning import END_THINK, THINK, lacks_reasoning, opens_reasoning
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rollout.chat.continuation import TurnEnds
+    from rollout.chat.encoding import TextEncoder
     from rollout.chat.look_alikes import Tools
     from rollout.chat.messages import TemplateMessage
 
@@ -36,7 +38,8 @@ class FullRendering(msgspec.Struct, frozen=True):
 
     Attributes:
         text: With the sampled texts in it.
-        is_reasoning_stripped: Whether the template leaves out reasoning that was sampled.
+        is_reasoning_stripped: Whether the template leaves out reasoning that was sampled, or that
+            the prompt had opened.
     """
 
     text: str
@@ -48,18 +51,30 @@ class HistoryRenderer:
 
     Args:
         render: What the template makes of a conversation; raises `TemplateError`.
+        encoder: Knows the special tokens.
         ends: What it puts behind a turn.
         stops: Spellings of tokens that end a turn.
     """
 
-    def __init__(self, render: RenderAll, ends: TurnEnds, stops: Sequence[str]) -> None:
+    def __init__(
+        self, render: RenderAll, encoder: TextEncoder, ends: TurnEnds, stops: Sequence[str]
+    ) -> None:
         self._render = render
+        self._encoder = encoder
         self._ends = ends
         self._stops = stops
         self._opening = render([_QUESTION], True, None).partition(HISTORY)[2]
+        answer = {"role": "assistant", "content": _mark(0)}
+        answered = render([_QUESTION, answer], False, None).partition(HISTORY)[2]
+        self._drops_opening = lacks_reasoning(answered, self._opening)
 
     def render(
-        self, messages: Sequence[TemplateMessage], said: Mapping[int, str], tools: Tools
+        self,
+        messages: Sequence[TemplateMessage],
+        said: Mapping[int, str],
+        tools: Tools,
+        *,
+        with_calls: bool,
     ) -> FullRendering:
         """The conversation, up to where a transcript of it ends.
 
@@ -67,20 +82,14 @@ class HistoryRenderer:
             messages: All of them, those that the model said included.
             said: What the model sampled, by position in `messages`.
             tools: As the prompt was rendered with.
+            with_calls: Whether turns that tools answered call them: some templates ask for that.
 
         Raises:
             TemplateError: The template refuses the conversation.
         """
         is_open = len(messages) - 1 not in said
-        for with_calls in (False, True):
-            marked = _marked(messages, said, with_calls=with_calls)
-            try:
-                text = self._render(marked, is_open, tools)
-            except TemplateError:
-                if with_calls:
-                    raise
-                continue
-            break
+        marked = _marked(messages, said, with_calls=with_calls)
+        text = self._render(marked, is_open, tools)
         dropped = self._without_reasoning(marked, said, is_open, tools)
         for at, sampled in said.items():
             body = self._body(marked[at], at)
@@ -94,7 +103,7 @@ class HistoryRenderer:
                 kept = self._opened(sampled, before)
             is_last = at == len(messages) - 1
             text = before + kept if is_last else before + self._ended(kept) + after
-        return FullRendering(text, bool(dropped))
+        return FullRendering(text, bool(dropped) or self._drops_opening)
 
     def _opened(self, sampled: str, before: str) -> str:
         """`sampled`, behind the tag that the prompt had opened and the history writes anew."""
@@ -112,10 +121,7 @@ class HistoryRenderer:
         """What the template writes of a turn, from where the model takes over to its end."""
         alone = self._render([_QUESTION, turn], False, None).partition(HISTORY)[2]
         body = alone.removesuffix(self._ends.called if "tool_calls" in turn else self._ends.said)
-        common = next(
-            (n for n, (a, b) in enumerate(zip(self._opening, body, strict=False)) if a != b),
-            min(len(self._opening), len(body)),
-        )
+        common = len(common_prefix(self._opening, body, self._encoder))
         return body[common:] if _mark(at) in body[common:] else _mark(at)
 
     def _without_reasoning(

@@ -104,6 +104,17 @@ class Renderer:
                 return dialect
         return as_text
 
+    @cached_property
+    def _no_tools(self) -> list[Any] | None:
+        """What stands for no tools: some templates go through the list unasked (Hermes)."""
+        for nothing in (None, list[Any]()):
+            try:
+                self._apply([_USER], True, nothing)
+            except TemplateError:
+                continue
+            return nothing
+        return None
+
     def _wants_text(self) -> bool:
         call = template_call("abcdefghi", "tool", {"rolloutKey": "rolloutValue"})
         messages = [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -137,10 +148,19 @@ class Renderer:
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
+        offered = [dict(tool) for tool in tools] if tools else self._no_tools
+        return self._apply(messages, add_generation_prompt, offered)
+
+    def _apply(
+        self,
+        messages: Sequence[TemplateMessage],
+        add_generation_prompt: bool,
+        tools: list[Any] | None,
+    ) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages),
-                tools=[dict(tool) for tool in tools] if tools else None,
+                tools=tools,
                 chat_template=self.source,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,

@@ -11,12 +11,13 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from rollout.chat.continuation import HISTORY, ContinuationRenderer, opens_reasoning
-from rollout.chat.drift import Drift, compare
+from rollout.chat.continuation import HISTORY, ContinuationRenderer
+from rollout.chat.drift import DRIFT_KINDS, Drift, compare
 from rollout.chat.encoding import WrittenText, encoder_of
-from rollout.chat.full_rendering import HistoryRenderer
+from rollout.chat.full_rendering import FullRendering, HistoryRenderer
 from rollout.chat.look_alikes import render_written
 from rollout.chat.messages import TemplateMessage, template_messages
+from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.rendering import Renderer
 from rollout.errors import TemplateError
 
@@ -126,7 +127,7 @@ class ChatTemplate:
         return array("i", ids[past:] if past else ids)
 
     def opens_reasoning_after(self, messages: Iterable[Message | Mapping[str, Any]]) -> bool:
-        """Whether the turn behind an observation of `messages` begins inside ``<think>``.
+        """Whether the turn behind an observation of `messages` begins inside reasoning.
 
         Raises:
             TemplateError: As `observation_ids`.
@@ -153,9 +154,23 @@ class ChatTemplate:
         """
         ends = self._continuations.turn_ends()
         names = [self.decode([token]) for token in self._turn_ends or self._next_openings()]
-        history = HistoryRenderer(self._renderer.render, ends, names)
-        full = history.render(template_messages(messages), said, tools)
-        text, rendering = self.decode(transcript.ids()), full.text
+        history = HistoryRenderer(self._renderer.render, self._encoder, ends, names)
+        given, text = template_messages(messages), self.decode(transcript.ids())
+        drifts: list[Drift] = []
+        for with_calls in (False, True):
+            try:
+                full = history.render(given, said, tools, with_calls=with_calls)
+            except TemplateError:
+                if with_calls and not drifts:
+                    raise
+                continue
+            drifts.append(self._compared(text, full))
+            if drifts[-1].kind == "identical":
+                break
+        return min(drifts, key=lambda drift: DRIFT_KINDS.index(drift.kind))
+
+    def _compared(self, text: str, full: FullRendering) -> Drift:
+        rendering = full.text
         if text != rendering:  # the vocabulary may not spell every text (NFC, missing bytes)
             rendering = self.decode(self._encoder.encode(rendering))
         return compare(
@@ -193,8 +208,10 @@ class ChatTemplate:
 
     def end_ids(self, *, is_call: bool = False) -> tuple[int, ...]:
         """The token with which a model ends a turn itself; none where nothing but the next does."""
-        ends = tuple(self._turn_ends)
-        return ends[is_call and len(ends) > 1 :][:1]
+        if not self._turn_ends:
+            return ()
+        ends = self._continuations.turn_ends()
+        return tuple(self._specials_of(ends.called if is_call else ends.said)[:1])
 
     def text_ids(self, text: str) -> list[int]:
         """The ids of a text, special tokens in it recognised."""
@@ -212,7 +229,7 @@ class ChatTemplate:
 
     @cached_property
     def opens_reasoning(self) -> bool:
-        """Whether the opening of the assistant's turn ends inside ``<think>``."""
+        """Whether the opening of the assistant's turn ends inside reasoning (``<think>``)."""
         text = self._renderer.render([{"role": "user", "content": HISTORY}], True)
         return opens_reasoning(text.rpartition(HISTORY)[2])
 

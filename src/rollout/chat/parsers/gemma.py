@@ -58,7 +58,7 @@ class GemmaParser(TaggedParser):
 
 def _read_tagged(scan: TurnScan, opening: re.Match[str]) -> int:
     start, end = opening.start(), _ENDS[opening[0]]
-    reader = GemmaReader(scan.text, opening.end())
+    reader = GemmaReader(scan.text, opening.end(), scan.budget)
     try:
         name, arguments = reader.call()
         if not reader.take(end):
@@ -74,7 +74,7 @@ def _read_tagged(scan: TurnScan, opening: re.Match[str]) -> int:
 
 def _read_fence(scan: TurnScan, opening: re.Match[str]) -> int:
     """The calls of a fence, one or several, bare, printed or in a list."""
-    reader = PythonReader(scan.text, opening.end())
+    reader = PythonReader(scan.text, opening.end(), scan.budget)
     calls: list[PythonCall] = []
     try:
         while not calls or not reader.take(FENCE):
@@ -124,6 +124,7 @@ class GemmaReader(Reader):
         return _written(key).strip()
 
     def _value(self, depth: int) -> Any:
+        self.spend()
         word = _BARE.match(self.text, self.at)
         if word is not None:
             self.at = word.end()

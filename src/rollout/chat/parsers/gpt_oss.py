@@ -50,8 +50,9 @@ class GptOssParser:
     ) -> ParsedTurn:
         """See `ToolParser.parse`; `in_reasoning`: the prompt ended inside an analysis message."""
         scan = TurnScan(text, tools)
-        for message in _messages(text, in_reasoning):
-            _add(scan, message)
+        with scan.reading():
+            for message in _messages(text, in_reasoning):
+                _add(scan, message)
         return scan.turn("\n")
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.chat.parsers.json_calls import MAX_DEPTH, finite, value_at
-from rollout.chat.parsers.reader import Reader
+from rollout.chat.parsers.reader import Reader, ReadingBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,9 +58,9 @@ class PythonCall(msgspec.Struct, frozen=True):
     stop: int
 
 
-def literal(text: str) -> Any:
+def literal(text: str, budget: ReadingBudget | None = None) -> Any:
     """The value that the whole of `text` writes; ValueError where it is no literal."""
-    reader = PythonReader(text, 0)
+    reader = PythonReader(text, 0, budget)
     value = reader.value()
     if reader.skip() < len(text):
         reader.fail("more text follows the literal")
@@ -72,6 +72,7 @@ class PythonReader(Reader):
 
     def call(self) -> PythonCall:
         """A call such as ``f(x=1, y="a")``."""
+        self.spend()
         head = _CALL.match(self.text, self.at)
         if head is None:
             self.skip()
@@ -117,6 +118,7 @@ class PythonReader(Reader):
         return arguments
 
     def _argument(self) -> Any:
+        self.spend()
         atom = _ATOM.match(self.text, self.skip())
         if atom is not None:
             return self._atom(atom)
@@ -132,6 +134,7 @@ class PythonReader(Reader):
 
     def value(self, depth: int = 0) -> Any:
         """One literal."""
+        self.spend()
         atom = _ATOM.match(self.text, self.skip())
         if atom is not None:
             return self._atom(atom)

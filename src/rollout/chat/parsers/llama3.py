@@ -116,7 +116,7 @@ def _read_built_in(scan: TurnScan, start: int, at: int) -> int:
     try:
         if call is None:
             raise ValueError(f"expected a JSON call or NAME.call(…) after {TAG}")
-        reader = PythonReader(scan.text, call.end())
+        reader = PythonReader(scan.text, call.end(), scan.budget)
         arguments = reader.keywords()
     except ValueError as error:
         return scan.add_invalid(start, scan.find(TAG, at), str(error))

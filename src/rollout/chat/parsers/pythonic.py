@@ -47,7 +47,7 @@ def read_call_list(scan: TurnScan, opening: re.Match[str]) -> int:
     if opening["named"] is None and not _is_meant(scan, opening):
         scan.add_content(*opening.span())
         return opening.end()
-    reader = PythonReader(scan.text, start)
+    reader = PythonReader(scan.text, start, scan.budget)
     try:
         calls = reader.call_list()
     except SyntaxFault as fault:

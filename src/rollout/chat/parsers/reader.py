@@ -11,6 +11,20 @@ _SEPARATORS = {
 }
 
 
+#: Values and calls that are read of one turn, outside JSON. No model writes as many: each takes it
+#: two tokens at least.
+MAX_VALUES = 50_000
+
+
+class ReadingBudget:
+    """How many more values may be read; shared by all that reads one turn."""
+
+    __slots__ = ("left",)
+
+    def __init__(self) -> None:
+        self.left = MAX_VALUES
+
+
 class SyntaxFault(ValueError):
     """What stands at `at` is not what the syntax wants there."""
 
@@ -27,13 +41,25 @@ class SyntaxFault(ValueError):
 class Reader:
     """A position in a text; what reads leaves `at` behind what it read.
 
+    Args:
+        text: What is read.
+        at: Where to begin.
+        budget: How many values may be read; one of its own where None.
+
     Raises:
         SyntaxFault: From all that reads, with the position of the fault.
     """
 
-    def __init__(self, text: str, at: int) -> None:
+    def __init__(self, text: str, at: int, budget: ReadingBudget | None = None) -> None:
         self.text = text
         self.at = at
+        self.budget = ReadingBudget() if budget is None else budget
+
+    def spend(self) -> None:
+        """Count one value."""
+        self.budget.left -= 1
+        if self.budget.left < 0:
+            self.fail(f"more than {MAX_VALUES:,} values in a turn")
 
     def skip(self) -> int:
         """Go past white space; the position there."""

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rollout.chat.parsers.reader import ReadingBudget
 from rollout.chat.parsers.registry import ParsedTurn
 from rollout.chat.parsers.schema import ArgumentTypes, function_name
 from rollout.chat.parsers.text import without_end
 from rollout.types import InvalidToolCall, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+#: Calls of one turn, invalid ones included. A model that writes as many has lost its way.
+MAX_CALLS = 10_000
 _SPACE = re.compile(r"\s*")
+
+
+class TooManyCalls(Exception):
+    """The call that begins at `at` is one too many."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
 
 
 class TurnScan:
@@ -24,11 +35,13 @@ class TurnScan:
     Attributes:
         text: The turn without the tokens that end it.
         tools: OpenAI-style function dicts.
+        budget: How many values may still be read.
     """
 
     def __init__(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self.text = text
         self.tools = tools or ()
+        self.budget = ReadingBudget()
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCall | InvalidToolCall] = []
@@ -65,7 +78,7 @@ class TurnScan:
         """What the schema of `function` says of its parameters."""
         if function not in self._types:
             self._types[function] = ArgumentTypes(
-                self.tools, function, untyped_as_json=untyped_as_json
+                self.tools, function, self.budget, untyped_as_json=untyped_as_json
             )
         return self._types[function]
 
@@ -109,13 +122,27 @@ class TurnScan:
             call_id = f"call_{len(self._calls)}"
         self._ids.add(call_id)
         raw = self.text[start:stop]
-        self._calls.append(ToolCall(name=name, arguments=arguments, id=call_id, raw=raw))
+        self._add(start, ToolCall(name=name, arguments=arguments, id=call_id, raw=raw))
         return stop
 
     def add_invalid(self, start: int, stop: int, reason: str) -> int:
         """Record that what stands in the place of a call is none; return `stop`."""
-        self._calls.append(InvalidToolCall(raw=self.text[start:stop], reason=reason))
+        self._add(start, InvalidToolCall(raw=self.text[start:stop], reason=reason))
         return stop
+
+    def _add(self, start: int, call: ToolCall | InvalidToolCall) -> None:
+        if len(self._calls) == MAX_CALLS:
+            raise TooManyCalls(start)
+        self._calls.append(call)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """What is read inside ends at a call too many; then none of the turn's calls remains."""
+        try:
+            yield
+        except TooManyCalls as error:
+            reason = f"more than {MAX_CALLS:,} calls in a turn; none is executed"
+            self._calls = [InvalidToolCall(raw=self.text[error.at :], reason=reason)]
 
 
 class TaggedParser(ABC):
@@ -151,12 +178,13 @@ class TaggedParser(ABC):
     ) -> ParsedTurn:
         """See `ToolParser.parse`."""
         scan = TurnScan(without_end(text), tools)
-        at = self._read_reasoning(scan, 0, self.reasoning_tags) if in_reasoning else 0
-        while (tag := self._tag.search(scan.text, at)) is not None:
-            scan.add_content(at, tag.start())
-            is_call = tag["reasoning"] is None
-            at = self.read_call(scan, tag) if is_call else self._read_tag(scan, tag)
-        scan.add_content(at, len(scan.text))
+        with scan.reading():
+            at = self._read_reasoning(scan, 0, self.reasoning_tags) if in_reasoning else 0
+            while (tag := self._tag.search(scan.text, at)) is not None:
+                scan.add_content(at, tag.start())
+                is_call = tag["reasoning"] is None
+                at = self.read_call(scan, tag) if is_call else self._read_tag(scan, tag)
+            scan.add_content(at, len(scan.text))
         return scan.turn()
 
     @abstractmethod

@@ -11,10 +11,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout.chat.parsers.json_calls import finite, whole_value
 from rollout.chat.parsers.literals import literal
+
+if TYPE_CHECKING:
+    from rollout.chat.parsers.reader import ReadingBudget
 
 _ORDER = ("null", "boolean", "integer", "number", "object", "array")
 _ALL = frozenset((*_ORDER, "string"))
@@ -44,13 +47,20 @@ class ArgumentTypes:
     Args:
         tools: OpenAI-style function dicts; malformed ones declare nothing.
         function: Its name.
+        budget: How much of literals may be read.
         untyped_as_json: What a parameter without a declared type is: whatever JSON other than a
             string the text writes, or always the text.
     """
 
     def __init__(
-        self, tools: Sequence[Mapping[str, Any]], function: str, *, untyped_as_json: bool = False
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        function: str,
+        budget: ReadingBudget,
+        *,
+        untyped_as_json: bool = False,
     ) -> None:
+        self._budget = budget
         self._root = _parameters(tools, function)
         self._properties = _properties(self._root, self._root)
         self._untyped = _ALL if untyped_as_json else frozenset(("string",))
@@ -66,7 +76,7 @@ class ArgumentTypes:
         for choice in choices:
             if _is_written(choice, text.strip()):
                 return choice
-        return _converted(text, types)
+        return _converted(text, types, self._budget)
 
 
 def function_name(tool: Mapping[str, Any]) -> str | None:
@@ -144,12 +154,14 @@ def _is_written(choice: Any, text: str) -> bool:
         return False
 
 
-def _converted(text: str, types: frozenset[str]) -> Any:
+def _converted(text: str, types: frozenset[str], budget: ReadingBudget) -> Any:
     body = text.strip()
     for name in _ORDER:
         if name in types:
             try:
-                return _READERS[name](body)
+                if name in _STRUCTURES:
+                    return _structure(body, *_STRUCTURES[name], budget)
+                return _SCALARS[name](body)
             except ValueError:
                 continue
     return text
@@ -178,37 +190,26 @@ def _number(body: str) -> float:
     return finite(body) if any(sign in body for sign in ".eE") else int(body)
 
 
-def _object(body: str) -> dict[str, Any]:
-    value = _structure(body, "{")
-    if not isinstance(value, dict):
-        raise ValueError
-    return value
-
-
-def _array(body: str) -> list[Any]:
-    value = _structure(body, "[(")
-    if not isinstance(value, list):
-        raise ValueError
-    return value
-
-
-def _structure(body: str, openings: str) -> Any:
+def _structure(body: str, openings: str, kind: type, budget: ReadingBudget) -> Any:
     if body[:1] not in tuple(openings):
         raise ValueError
     try:
-        return whole_value(body)
+        value = whole_value(body)
     except ValueError:
-        return literal(body)
+        value = literal(body, budget)
+    if not isinstance(value, kind):
+        raise ValueError
+    return value
 
 
-_READERS: dict[str, Callable[[str], Any]] = {
+_SCALARS: dict[str, Callable[[str], Any]] = {
     "null": _null,
     "boolean": _boolean,
     "integer": _integer,
     "number": _number,
-    "object": _object,
-    "array": _array,
 }
+#: How they begin, and what they are then.
+_STRUCTURES: dict[str, tuple[str, type]] = {"object": ("{", dict), "array": ("[(", list)}
 
 
 def _type_of(value: Any) -> str:
