@@ -44,6 +44,8 @@ SPECIALS = {
     "minimax_m2": "[e~[ ]~!b[ ]~b] <think> </think> <minimax:tool_call> </minimax:tool_call>",
     "gpt_oss": "<|return|> <|start|> <|end|> <|message|> <|channel|> <|constrain|> <|call|>",
     "gemma": "<end_of_turn> <bos> <start_of_turn>",
+    "gemma4": "<turn|> <|turn> <bos> <|tool_call> <tool_call|> <|tool_response> <tool_response|> "
+    '<|channel> <channel|> <|"|>',
 }
 SPECIALS["deepseek_r1"] = (
     SPECIALS["deepseek_v3"] + " <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜>"
@@ -53,6 +55,7 @@ BEGINNINGS = {
     "llama3": "<|begin_of_text|>",
     "mistral": "<s>",
     "gemma": "<bos>",
+    "gemma4": "<bos>",
     "deepseek_v3": "<｜begin▁of▁sentence｜>",
     "deepseek_r1": "<｜begin▁of▁sentence｜>",
 }

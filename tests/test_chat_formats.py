@@ -102,6 +102,12 @@ ADDED = {
         '<end_of_turn>\n<start_of_turn>user\n```tool_output\n "7" °C\n\n```\n```tool_output\nwet\n'
         "```<end_of_turn>\n<start_of_turn>model\n",
     ),
+    "gemma4": (
+        "<turn|>\n<|turn>user\ngo on<turn|>\n<|turn>model\n<|channel>thought\n<channel|>",
+        '<|tool_response>response:weather{value:<|"|> "7" °C\n<|"|>}<tool_response|>',
+        '<|tool_response>response:weather{value:<|"|> "7" °C\n<|"|>}<tool_response|>'
+        '<|tool_response>response:rain{value:<|"|>wet<|"|>}<tool_response|>',
+    ),
 }
 #: The tokens that end a turn, the tokenizer's own left out; those that open the next in GLM.
 STOPS = {
@@ -113,6 +119,7 @@ STOPS = {
     "minimax_m2": ("[e~[",),
     "gpt_oss": ("<|return|>", "<|call|>"),
     "gemma": ("<end_of_turn>",),
+    "gemma4": ("<turn|>", "<|tool_response>"),
 }
 VOCABULARY = "smollm2"
 
@@ -141,7 +148,7 @@ def test_format_turn_that_was_cut_gets_its_end_and_what_follows(family: str) -> 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_format_turn_that_ended_itself_gets_only_what_it_lacks(family: str) -> None:
-    called = "<|call|>" if family == "gpt_oss" else STOPS[family][-1]
+    called = STOPS[family][-1]
     for messages, whole, end in (
         (USER, ADDED[family][0], STOPS[family][0]),
         (BOTH, ADDED[family][2], called),

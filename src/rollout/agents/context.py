@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -17,7 +17,13 @@ from rollout.agents.turn import AssistantTurn, answer
 from rollout.chat.messages import as_messages, template_messages
 from rollout.chat.transcript import Transcript
 from rollout.engine.generation import Generation
-from rollout.errors import AgentError, ConfigError, LimitExceeded, TemplateError
+from rollout.errors import (
+    AgentError,
+    ConfigError,
+    EngineError,
+    LimitExceeded,
+    TemplateError,
+)
 from rollout.interactions import Interaction, InteractionContext, InteractionTurn
 from rollout.limits import Deadline, HeldDeadline, fail_at_deadline
 from rollout.tools.attempt import CallError, attempt
@@ -53,7 +59,7 @@ class AgentContext:
         assistant_turns, user_turns: Generations so far; answers of tools or users so far.
         deadline: The trajectory's own.
         ending: The outcome, where it is settled already.
-        cut_by: Path of the length that cut the last generation, else None.
+        cut_by: As `AssistantTurn.cut_by`, of the last generation.
         generation_s: Seconds spent waiting for engines, queueing included.
         resumes: How often a generation went on elsewhere because its replica was lost.
         restarts: Why generations began anew then, each time one did.
@@ -165,7 +171,8 @@ class AgentContext:
         )
         generation = Generation()
         generation.held = (self.deadline, turn_deadline, deadline)
-        started = anyio.current_time()
+        started, bounded_by = anyio.current_time(), ""
+        is_over = False
         try:
             with self._settling_limits(), deadline.failing():
                 self._render_anew()
@@ -178,14 +185,17 @@ class AgentContext:
                     group_id=f"{self.identity.step}/{self.identity.uid}",
                     deadline=deadline.now.at,
                 )
-                if generation.finish_reason == "abort" and anyio.current_time() >= deadline.now.at:
-                    raise deadline.now.error()  # the engine kept the deadline before we could
+                if generation.finish_reason == "abort":
+                    raise self._abort(deadline.now)
+            is_over = True
         finally:
             self._turn_deadline = turn_deadline.now
             self.generation_s += anyio.current_time() - started
             self._note_recovery(generation)
-            self._take(generation)
-        return self._parse(generation, bounded_by)
+            if self._take(generation, bounded_by, deadline.now) and not is_over:
+                with suppress(Exception):  # a parser must not hide what ended the wait
+                    self._parse(generation)
+        return self._parse(generation)
 
     async def call_tools(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
         """Run the calls side by side and append what they answer; results in the order of calls.
@@ -252,20 +262,32 @@ class AgentContext:
     def observe(self, messages: Sequence[Message | Mapping[str, Any]]) -> None:
         """Append messages that the model reads and did not write.
 
+        Give all that come before the next turn at once: where nothing was generated since the last
+        ones, a turn without words stands between.
+
         Raises:
             LimitExceeded: They would leave no room for one more token; nothing is appended.
         """
         last = self.transcript.spans[-1]
-        after = self.transcript.span_ids(last) if last.kind == "generated" else None
+        is_silent = last.kind != "generated"
+        after = None if is_silent else self.transcript.span_ids(last)
         ids = self._services.template.observation_ids(messages, after=after)
         room, source = self._room()
         if len(ids) >= room:
             with self._settling_limits():
                 raise length_error(source, f"an observation of {len(ids)} tokens does not fit")
+        if is_silent:
+            self._note_silence()
         self.transcript.append_observation(ids)
         self._in_reasoning = self._services.template.opens_reasoning_after(messages)
         self.messages += as_messages(messages)
         self._history.add(messages)
+
+    def _note_silence(self) -> None:
+        """The template's opening of a turn stands there and ends at once: a turn without words."""
+        self._said[len(self.messages)] = ""
+        self.messages.append(Message(role="assistant", content=""))
+        self._history.add([{"role": "assistant", "content": ""}])
 
     def check_tokens(self) -> Drift | None:
         """How the transcript differs from its conversation rendered anew.
@@ -381,27 +403,39 @@ class AgentContext:
         self.earlier.append(self.transcript)
         self.transcript = row
 
-    def _take(self, generation: Generation) -> None:
-        """Append what arrived, whatever became of the wait for it."""
+    def _abort(self, deadline: Deadline) -> Exception:
+        """Why a generation was aborted that we had not ended."""
+        if anyio.current_time() >= deadline.at:
+            return deadline.error()  # the engine kept the deadline before we could
+        return EngineError(f"{self.identity.session_id}: the engine aborted the generation")
+
+    def _take(self, generation: Generation, bounded_by: str, deadline: Deadline) -> bool:
+        """Append what arrived, whatever became of the wait for it; False where nothing did."""
         if not self.transcript.spans or not (generation.ids or generation.finish_reason):
-            return
+            return False
+        reason: str = generation.finish_reason or "abort"
+        if reason == "abort" and anyio.current_time() >= deadline.at:
+            reason = "deadline"
         self.transcript.append_generated(
             generation.ids,
             generation.log_probs,
             versions=[(version, count) for version, count in generation.versions],
-            finish_reason=generation.finish_reason or "abort",
+            finish_reason=reason,
         )
         self.cached_tokens += generation.cached_tokens
         self._services.tally.generated_tokens += len(generation.ids)
         self.assistant_turns += 1
+        sources = {"stop": None, "length": bounded_by, "deadline": deadline.source}
+        self.cut_by = sources.get(reason, reason)
+        return True
 
-    def _parse(self, generation: Generation, bounded_by: str) -> AssistantTurn:
+    def _parse(self, generation: Generation) -> AssistantTurn:
+        """Record what was said; the calls of a turn that was cut are dropped."""
         text = self._services.template.decode(generation.ids)
         parsed = self._services.parser.parse(
             text, self._tools.schemas, in_reasoning=self._in_reasoning
         )
-        self.cut_by = None if generation.finish_reason == "stop" else bounded_by
-        calls = () if self.cut_by else parsed.calls
+        calls = () if self.cut_by is not None else parsed.calls
         self._said[len(self.messages)] = text
         self.messages.append(
             Message(

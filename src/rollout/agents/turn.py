@@ -20,7 +20,9 @@ class AssistantTurn(msgspec.Struct, frozen=True, kw_only=True):
         reasoning: Its reasoning, where the format has any.
         calls: Tool calls and what stood in their place, in order; empty where the turn was cut.
         text: Everything it sampled, decoded, special tokens included.
-        cut_by: Path of the length that ended the generation before the model did, else None.
+        cut_by: What ended the generation before the model did: the path of a length
+            (``lengths.turn``) or of a deadline (``limits.generation_s``), "abort" or "error";
+            else None.
     """
 
     content: str

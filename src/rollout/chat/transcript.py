@@ -31,7 +31,8 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     """One piece of a transcript: ids ``[start, stop)`` from one author.
 
     Attributes:
-        finish_reason: Of a generated span: "stop", "length", "abort" or "error".
+        finish_reason: Of a generated span: "stop", or what cut it: "length", "deadline", "abort"
+            or "error".
         versions: Of a generated span: runs ``(weight version, number of ids)`` in order.
     """
 

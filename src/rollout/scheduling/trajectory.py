@@ -233,7 +233,8 @@ def _ending_of_cancelled(member: Member, deadline: Deadline) -> Ending:
 
 
 def _natural_ending(context: AgentContext) -> Ending:
-    if context.cut_by is None:
+    ends = [span.finish_reason for span in context.transcript.generated_spans()]
+    if context.cut_by is None or ends[-1] != "length":  # another cut is the agent's own
         return Ending(outcome=Outcome.COMPLETED, reason="")
     reason = context.cut_by.rpartition(".")[2]
     return Ending(outcome=Outcome.LENGTH, reason=reason, limit_source=context.cut_by)

@@ -168,7 +168,8 @@ def _answer_anomalies(
         yield f"{where} has {len(ids)} ids that are not the {len(generation.ids)} of its engine"
     if answer.prompt_ids != transcript.ids_bytes()[: 4 * span.start]:
         yield f"{where}: its engine was asked about something else than what is before it"
-    if span.finish_reason != (generation.finish_reason or "abort"):
+    ends = generation.finish_reason or "abort"
+    if span.finish_reason != ends and (span.finish_reason, ends) != ("deadline", "abort"):
         yield f"{where} ends with {span.finish_reason}; its engine said {generation.finish_reason}"
     if facts.is_simulated and generation.log_probs != log_probs_of(generation.ids, span.start):
         yield f"{where}: its log-probs are not those of the simulated model at these positions"
