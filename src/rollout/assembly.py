@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.agents import get_agent
 from rollout.chat import ChatTemplate, get_tool_parser, load_chat_template, tool_parser_names
+from rollout.chat.loading import with_template
 from rollout.engine.model_files import resolve_model
 from rollout.errors import AgentError, ConfigError, EngineError
 from rollout.tools import ToolExecutor
@@ -78,8 +79,10 @@ async def load_template(config: RolloutConfig, threads: WorkerThreads) -> ChatTe
         TemplateError, EngineError: They cannot be loaded.
     """
     model = config.model
-    if model.path == SIMULATED_MODEL:
-        return _simulated_template()  # inline: a thread would let virtual time run away from it
+    if model.path == SIMULATED_MODEL:  # inline: a thread would let virtual time run away from it
+        if model.chat_template is None and not model.chat_template_kwargs:
+            return _simulated_template()
+        return _other_simulated_template(model)
     return await threads.run("tokenizer", _load_tokenizer, model)
 
 
@@ -89,6 +92,16 @@ def _simulated_template() -> ChatTemplate:
     from rollout.testing import simulated_tokenizer
 
     return ChatTemplate(simulated_tokenizer())
+
+
+def _other_simulated_template(model: ModelConfig) -> ChatTemplate:
+    from rollout.testing import simulated_tokenizer
+
+    return with_template(
+        simulated_tokenizer(),
+        chat_template_path=model.chat_template,
+        chat_template_kwargs=model.chat_template_kwargs,
+    )
 
 
 def _load_tokenizer(model: ModelConfig) -> ChatTemplate:

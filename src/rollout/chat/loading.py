@@ -37,8 +37,27 @@ def load_chat_template(
     Raises:
         TemplateError: The tokenizer or the file cannot be loaded, or there is no template.
     """
+    if chat_template_path is not None:
+        _read_template(Path(chat_template_path))  # a wrong path costs no download
+    return with_template(
+        _load_tokenizer(model, revision=revision, trust_remote_code=trust_remote_code),
+        chat_template_path=chat_template_path,
+        chat_template_kwargs=chat_template_kwargs,
+    )
+
+
+def with_template(
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat_template_path: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> ChatTemplate:
+    """The chat template of a tokenizer, or that of a file on it.
+
+    Raises:
+        TemplateError: The file cannot be read, or there is no template.
+    """
     source = None if chat_template_path is None else _read_template(Path(chat_template_path))
-    tokenizer = _load_tokenizer(model, revision=revision, trust_remote_code=trust_remote_code)
     if source is not None:
         _check_syntax(tokenizer, source, chat_template_path)
     return ChatTemplate(tokenizer, chat_template=source, chat_template_kwargs=chat_template_kwargs)
