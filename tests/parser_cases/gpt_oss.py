@@ -57,6 +57,12 @@ CASES = [
         "<|channel|>analysis to=functions.now<|message|>{}",
         reasoning="{}",
     ),
+    Case(
+        "call_drafted_in_open_analysis",
+        "<|channel|>analysis<|message|>As in <|channel|>commentary to=functions.now<|message|>{}"
+        "<|call|>",
+        reasoning="As in <|channel|>commentary to=functions.now<|message|>{}",
+    ),
     Case("cut_in_analysis", "<|channel|>analysis<|message|>Let me", reasoning="Let me"),
     Case(
         "analysis_opened_by_the_prompt",

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 _TOKEN = re.compile(r"<\|(start|channel|constrain|message|end|call|return)\|>")
 _RECIPIENT = re.compile(r"(?<!\S)to=([^\s<]*)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*([A-Za-z]*)")
+#: Tokens that end no message. A header inside analysis that nothing closed is a draft.
+_IN_BODY = ("message", "constrain")
+_IN_ANALYSIS = (*_IN_BODY, "channel")
 #: Recipients that are no tools.
 _PEOPLE = ("", "assistant", "user", "all")
 
@@ -34,7 +37,8 @@ class _Message(NamedTuple):
 class GptOssParser:
     """Analysis is reasoning; a message with a recipient is a call; all else is content.
 
-    The text goes on where the prompt stopped, behind ``<|start|>assistant``. A call on the
+    The text goes on where the prompt stopped, behind ``<|start|>assistant``. Only ``<|end|>``,
+    ``<|start|>`` and tokens that end the turn close a message of analysis. A call on the
     analysis channel is reasoning too and never executed; where it asks for an answer
     (``<|call|>``) it is an invalid call.
     """
@@ -64,7 +68,7 @@ def _messages(text: str, in_reasoning: bool) -> Iterator[_Message]:
         if body < 0 and kind == "message":
             body = token.end()
             channel, recipient = _header(text[start : token.start()])
-        elif body >= 0 and kind not in ("message", "constrain"):
+        elif body >= 0 and kind not in (_IN_ANALYSIS if channel == "analysis" else _IN_BODY):
             yield _Message(start, body, token.start(), kind, channel, recipient)
             start, body = (token.start() if kind in ("start", "channel") else token.end()), -1
         elif body < 0 and kind in ("start", "end", "call", "return"):
