@@ -576,3 +576,23 @@ def test_load_chat_template_embedded_model_appends_what_it_would_render() -> Non
     assert ids == chat.prompt_ids(conversation)
     assert chat.stop_token_ids == (chat.eos_token_id,)
     assert not chat.opens_reasoning
+
+
+QUESTION = Message(role="user", content="q")
+
+
+def test_template_that_goes_through_its_tools_unasked_gets_an_empty_list() -> None:
+    chat = template("{% for tool in tools %}<tool>{{ tool.function.name }}{% endfor %}" + CHATML)
+    plain = template(CHATML)
+    assert chat.prompt_ids([QUESTION]) == plain.prompt_ids([QUESTION])
+    assert chat.observation_ids([QUESTION], after=None) == plain.observation_ids(
+        [QUESTION], after=None
+    )
+    offered = [{"type": "function", "function": {"name": "look"}}]
+    assert chat.decode(chat.prompt_ids([QUESTION], offered)).startswith("<tool>look")
+
+
+def test_template_that_makes_no_text_is_an_error() -> None:
+    with pytest.raises(TemplateError) as caught:
+        template("{# nothing #}").prompt_ids([QUESTION])
+    assert str(caught.value) == "the chat template makes no text of [user]"

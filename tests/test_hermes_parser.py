@@ -273,3 +273,10 @@ def test_registry_unknown_format_lists_the_known_ones() -> None:
 def test_registry_taken_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="'hermes' is registered already"):
         register_tool_parser("hermes")(type(get_tool_parser("hermes")))
+
+
+def test_hermes_brackets_in_strings_are_no_nesting() -> None:
+    text = "[{" * 500
+    for arguments in ({"x": text}, json.dumps({"x": text})):
+        turn = parse(block(json.dumps({"name": "f", "arguments": arguments})))
+        assert [(made.name, made.arguments) for made in turn.calls] == [("f", {"x": text})]

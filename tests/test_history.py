@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import rollout
-from rollout import Outcome, Prompt, function_tool
+from rollout import AgentLoop, Outcome, Prompt, function_tool
+from rollout.agents import register_agent
 from rollout.batch import RolloutBatch
-from rollout.config import AgentConfig, LengthsConfig
-from rollout.testing import Scenario
+from rollout.chat import ChatTemplate
+from rollout.config import AgentConfig, LengthsConfig, ModelConfig
+from rollout.testing import Scenario, simulated_tokenizer
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from rollout.agents import AgentContext
 
 pytestmark = pytest.mark.anyio
 
@@ -46,6 +49,78 @@ def text(ids: Any) -> str:
     decoded = simulated_tokenizer().decode(list(ids), clean_up_tokenization_spaces=False)
     assert isinstance(decoded, str)
     return decoded
+
+
+@register_agent("asks_again")
+class AsksAgain(AgentLoop):
+    """A tool's turn, an answer, and another question."""
+
+    async def run(self, context: AgentContext) -> None:
+        turn = await context.generate()
+        await context.call_tools(turn.calls)
+        await context.generate()
+        context.observe([{"role": "user", "content": "And the sea?"}])
+        await context.generate()
+
+
+QUESTION = {"role": "user", "content": "Which colour has the sky?"}
+#: What was said, as a server would send it back.
+CONVERSATION: list[dict[str, Any]] = [
+    QUESTION,
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "I must look.",
+        "tool_calls": [
+            {
+                "id": "call_0",
+                "type": "function",
+                "function": {"name": "look", "arguments": {"at": "sky"}},
+            }
+        ],
+    },
+    {"role": "tool", "content": "sky: blue", "name": "look", "tool_call_id": "call_0"},
+    {"role": "assistant", "content": "It is blue.", "reasoning_content": "Seen."},
+    {"role": "user", "content": "And the sea?"},
+]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_r1", "minimax_m2", "glm4"])
+async def test_history_each_generation_stands_behind_what_its_template_renders(
+    family: str,
+) -> None:
+    path = Path(__file__).parent / "chat_formats" / f"{family}.jinja"
+    template = ChatTemplate(simulated_tokenizer(), chat_template=path.read_text("utf-8"))
+    opening = "" if template.opens_reasoning else "<think>\n"
+    behind = opening and "<think>\n"
+    said = (
+        f"{opening}I must look.\n</think>\n\n{CALL}",
+        f"{behind}Seen.\n</think>\n\nIt is blue.",
+        f"{opening}Hm.\n</think>\n\nTeal.",
+    )
+    scenario = Scenario(seed=1).reply("sea?", said[2]).reply("sky: blue", said[1])
+    scenario = scenario.reply("colour", said[0])
+    config = scenario.config(
+        agent=AgentConfig(history="inference_template", name="asks_again"),
+        model=ModelConfig(path="simulated", chat_template=str(path)),
+    )
+    async with rollout.open_rollout(config, [look]) as runtime:
+        batch = await runtime.generate([Prompt(messages=[QUESTION])])
+    (trajectory,) = batch.trajectories
+    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
+    found = [
+        (text(row.ids()[: span.start]), text(row.span_ids(span)))
+        for row in trajectory.transcripts
+        for span in row.generated_spans()
+    ]
+    schemas = [look.schema]
+    assert found == [
+        (text(template.prompt_ids(CONVERSATION[:length], schemas)), f"{sampled}<|im_end|>")
+        for length, sampled in zip((1, 3, 5), said, strict=True)
+    ]
+    for row in trajectory.transcripts:
+        generated = sum(len(span) for span in row.generated_spans())
+        assert int(row.mask().sum()) == generated
 
 
 async def test_history_append_only_is_one_row_with_everything_sampled() -> None:

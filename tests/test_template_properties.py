@@ -325,6 +325,17 @@ def test_transcript_holds_the_prompt_what_was_sampled_and_what_was_added(
     check()
 
 
+def called(vocabulary: str, said: str, results: Sequence[Message]) -> tuple[Message, str]:
+    """A turn of Mistral that asks for `results`, and how it is sampled."""
+    calls = [
+        ToolCall(name="weather", arguments={"city": said}, id=result.tool_call_id or "")
+        for result in results
+    ]
+    turn = Message(role="assistant", content="", tool_calls=calls)
+    text = rendered(vocabulary, "mistral", [Message(role="user", content="q"), turn], prompts=False)
+    return turn, text.partition("[/INST]")[2]
+
+
 def check_rendering(
     vocabulary: str, family: str, turns: Sequence[tuple[str, list[Message]]]
 ) -> None:
@@ -332,12 +343,13 @@ def check_rendering(
     messages = [Message(role="user", content="What now?")]
     ids = template.prompt_ids(messages, TOOLS)
     for said, following in turns:
-        if family == "mistral" and following[0].role == "tool":
-            continue  # it takes results of calls only, and writes those with ids of its own
-        sampled = SAMPLED[family].format(said.strip())
+        turn = Message(role="assistant", content=said.strip())
+        sampled = SAMPLED[family].format(turn.content)
+        if family == "mistral" and following[0].role == "tool":  # it takes results of calls only
+            turn, sampled = called(vocabulary, said, following)
         ids.extend(tokenizer(vocabulary).encode(sampled, add_special_tokens=False))
         ids.extend(template.observation_ids(following, after=ids))
-        messages += [Message(role="assistant", content=said.strip()), *following]
+        messages += [turn, *following]
     texts = template.decode(ids), normalized(vocabulary, rendered(vocabulary, family, messages))
     if family == "mistral":  # it lists its tools before the last question
         tools = re.compile(r"\[AVAILABLE_TOOLS\].*?\[/AVAILABLE_TOOLS\]", re.DOTALL)

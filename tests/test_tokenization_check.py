@@ -11,7 +11,7 @@ import rollout
 from chat_material import chat, tokenizer
 from rollout import AgentLoop, Outcome, Prompt
 from rollout.agents import register_agent
-from rollout.chat import Transcript
+from rollout.chat import ChatTemplate, Transcript
 from rollout.chat.drift import compare
 from rollout.config import AgentConfig
 from rollout.errors import TemplateError
@@ -68,6 +68,49 @@ def test_drift_shows_the_first_difference_with_what_stands_around_it() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("transcript", "rendering", "kind", "shown"),
+    [
+        (
+            "ab\ncd",
+            "ab cd",
+            "whitespace",
+            "2: 'ab[\\n]cd' in the transcript, 'ab[ ]cd' in the rendering",
+        ),
+        (
+            "a<|im_end|>b",
+            "a<|im_start|>b",
+            "special_tokens",
+            "1: 'a[<|im_end|>]b' in the transcript, 'a[<|im_start|>]b' in the rendering",
+        ),
+        (
+            "q<think>x</think>a",
+            "qa",
+            "reasoning_stripped",
+            "1: 'q[<think>x</think>]a' in the transcript, 'q[]a' in the rendering",
+        ),
+        (
+            "It is 7.",
+            "It is 8.",
+            "content",
+            "6: 'It is [7].' in the transcript, 'It is [8].' in the rendering",
+        ),
+    ],
+)
+def test_drift_message_of_each_kind_is_exact(
+    transcript: str, rendering: str, kind: str, shown: str
+) -> None:
+    drift = compare(transcript, rendering, SPECIALS, is_reasoning_stripped=True)
+    assert str(drift) == (
+        f"the transcript differs from its full rendering ({kind}) at character {shown}"
+    )
+
+
+def test_drift_message_of_none_is_exact() -> None:
+    drift = compare("a", "a", SPECIALS)
+    assert str(drift) == "the transcript and its full rendering are identical"
+
+
 def spoken(family: str, turns: tuple[str, str, str]) -> Drift:
     """The drift of a call with its result, an answer with a question behind it, and an answer."""
     template, transcript = chat("qwen", family), Transcript()
@@ -119,6 +162,37 @@ def test_drift_of_reasoning_that_the_prompt_opened_is_named_too(family: str) -> 
     turns = (f"hm\n</think>\n\na{end}", f"{opened}hm</think>b{end}", f"hm</think>c{end}")
     drift = spoken(family, turns)
     assert drift.kind == "reasoning_stripped"
+
+
+#: Opens its turns inside ``<think>``, and writes the history without what was thought (GLM-4.7).
+OPENS_THINKING = """{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' }}
+{%- if m.role == 'assistant' %}{{ '</think>' ~ m.content.split('</think>')[-1] }}
+{%- else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"""
+
+
+def test_drift_of_a_history_that_shares_half_a_tag_with_the_prompt_shows_whole_tags() -> None:
+    template = ChatTemplate(tokenizer("qwen"), chat_template=OPENS_THINKING)
+    transcript = Transcript()
+    question = Message(role="user", content="q")
+    transcript.append_prompt(template.prompt_ids([question]))
+    text = "hm</think>a<|im_end|>"
+    ids = template.text_ids(text)
+    transcript.append_generated(
+        ids, [0.0] * len(ids), versions=[(0, len(ids))], finish_reason="stop"
+    )
+    messages = [question, Message(role="assistant", content="a")]
+    drift = template.drift(transcript, messages, {1: text})
+    assert drift.kind == "reasoning_stripped"
+    assert drift.transcript.endswith("assistant\n[<think>hm</think>]a<|im_end|>")
+    assert drift.rendering.endswith("assistant\n[]a<|im_end|>")
+
+
+def test_drift_of_results_written_behind_calls_only_is_judged_with_the_calls() -> None:
+    drift = spoken("gemma4", ("call<|tool_response>", "answer<turn|>", "over<turn|>"))
+    assert drift.kind == "reasoning_stripped"  # the empty thought that the prompt had opened
+    assert "model\n[<|channel>thought\n<channel|>]call<|tool_response>" in drift.transcript
+    assert "model\n[]call<|tool_response>" in drift.rendering
 
 
 def test_drift_of_an_end_token_that_the_template_replaces_is_one_of_special_tokens() -> None:

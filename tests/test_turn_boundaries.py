@@ -217,3 +217,21 @@ async def test_turn_that_ended_itself_is_followed_by_its_newline_and_look_alikes
     ]
     observed = trajectory.transcript.span_ids(spans[2])
     assert [token for token in observed if token >= 256] == [257, 258, 257]
+
+
+@pytest.mark.parametrize("spare", [1, 20, len(CALL) + 1])
+async def test_turn_fills_the_context_and_never_more(spare: int) -> None:
+    scenario = Scenario(seed=1).reply("go", f"{CALL}").then("x" * 200)
+    (whole,) = (await run(scenario)).trajectories
+    prompt = whole.transcript.prompt_length
+    batch = await run(scenario.capacity(context_length=prompt + spare))
+    (trajectory,) = batch.trajectories
+    assert (trajectory.outcome, trajectory.limit_source) == (
+        Outcome.LENGTH,
+        "engine.context_length",
+    )
+    assert len(trajectory.transcript) <= prompt + spare
+    assert trajectory.transcript.response_length == min(spare, len(CALL) + 1)
+    is_call_whole = spare > len(CALL)  # its result then leaves no room for another token
+    assert ran == (["sky"] if is_call_whole else [])
+    assert trajectory.transcript.spans[-1].finish_reason == ("stop" if is_call_whole else "length")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
+from rollout.assembly import SIMULATED_MODEL
 from rollout.chat import load_chat_template
 from rollout.chat.battery import SceneReport, play_battery
 from rollout.chat.drift import DRIFT_KINDS
+from rollout.chat.loading import with_template
 from rollout.engine.model_files import resolve_model
 
 if TYPE_CHECKING:
@@ -39,9 +41,8 @@ def check_template(
     Raises:
         TemplateError, EngineError: The tokenizer or template cannot be loaded.
     """
-    is_local = Path(model).is_dir()  # a tokenizer's files are enough
-    template = load_chat_template(
-        model if is_local else resolve_model(model, revision),
+    template = _loaded(
+        model,
         revision=revision,
         trust_remote_code=trust_remote_code,
         chat_template_path=chat_template,
@@ -54,6 +55,18 @@ def check_template(
     for line in _notes(reports):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     return all(report.refusal is None for report in reports)
+
+
+def _loaded(model: str, *, revision: str | None, **options: Any) -> ChatTemplate:
+    if model == SIMULATED_MODEL:
+        from rollout.testing import simulated_tokenizer
+
+        return with_template(
+            simulated_tokenizer(), chat_template_path=options["chat_template_path"]
+        )
+    is_local = Path(model).is_dir()  # a tokenizer's files are enough
+    path = model if is_local else resolve_model(model, revision)
+    return load_chat_template(path, revision=revision, **options)
 
 
 def _facts(model: str, template: ChatTemplate) -> Iterator[tuple[str, str]]:

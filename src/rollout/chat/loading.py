@@ -85,7 +85,19 @@ def _check_syntax(tokenizer: PreTrainedTokenizerBase, source: str, path: str | N
         logger.debug("the chat template %s refuses an empty message: %r", path, error)
 
 
+#: What the names of a tokenizer's files hold.
+_FILE_NAMES = ("token", "vocab", "merges", ".model", ".gguf")
+
+
 def _load_tokenizer(model: str, **options: Any) -> PreTrainedTokenizerBase:
+    folder = Path(model)
+    if folder.is_dir() and not any(
+        name in file.name for file in folder.iterdir() for name in _FILE_NAMES
+    ):
+        raise TemplateError(
+            f"the tokenizer of {model} cannot be loaded: the directory holds none "
+            "(tokenizer.json, tokenizer_config.json)"
+        )
     from transformers import AutoTokenizer
     from transformers.utils import logging as transformers_logging
 

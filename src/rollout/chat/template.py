@@ -77,10 +77,16 @@ class ChatTemplate:
             tools: OpenAI-style function dicts that the model may call.
 
         Raises:
-            TemplateError: The messages are malformed or the template refuses them.
+            TemplateError: The messages are malformed, or the template refuses them or makes no
+                text of them.
         """
-        written = self.written(template_messages(messages), tools, add_generation_prompt=True)
-        return array("i", self._encoder.encode_written(written))
+        given = template_messages(messages)
+        written = self.written(given, tools, add_generation_prompt=True)
+        ids = self._encoder.encode_written(written)
+        if not ids:
+            roles = ", ".join(message["role"] for message in given)
+            raise TemplateError(f"the chat template makes no text of [{roles}]")
+        return array("i", ids)
 
     def written(
         self,

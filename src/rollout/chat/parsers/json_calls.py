@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any, NamedTuple
+
+import numpy as np
 
 #: Nesting past this is no argument of a sane call; it also bounds Python's own stack.
 MAX_DEPTH = 100
@@ -16,6 +19,10 @@ MAX_DEPTH = 100
 _WINDOW = 256
 #: A fault this close to the end of a window may be the window's: ``\ud83d\ude00`` is cut there.
 _LONGEST_ATOM = 16
+_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+#: How much deeper each byte leads.
+_STEPS = np.zeros(256, dtype=np.int8)
+_STEPS[[ord("["), ord("{")]], _STEPS[[ord("]"), ord("}")]] = 1, -1
 
 
 def _refuse_constant(name: str) -> None:
@@ -67,25 +74,19 @@ def value_at(text: str, at: int) -> tuple[Any, int]:
             raise ValueError(f"malformed JSON: {error}") from None
         else:
             if is_all or length < len(piece):
-                _check_depth(value, piece[:length])
+                _check_depth(piece[:length])
                 return value, at + length
         window *= 4
 
 
-def _check_depth(value: Any, text: str) -> None:
+def _check_depth(text: str) -> None:
     """Refuse what JSON's own limit lets pass here and code deeper in the stack could not walk."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return
-    level, depth = [value], 0
-    while level := [
-        inner
-        for outer in level
-        if isinstance(outer, dict | list)
-        for inner in (outer.values() if isinstance(outer, dict) else outer)
-    ]:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise ValueError("malformed JSON: nested too deeply")
+    signs = _STRING.sub("", text).encode("ascii", "replace")
+    depths = np.cumsum(_STEPS[np.frombuffer(signs, dtype=np.uint8)], dtype=np.int32)
+    if depths.max(initial=0) > MAX_DEPTH:
+        raise ValueError("malformed JSON: nested too deeply")
 
 
 def whole_value(text: str) -> Any:
