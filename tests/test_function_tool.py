@@ -355,6 +355,21 @@ def unannotated(a):  # type: ignore[no-untyped-def]
     """
 
 
+def undescribed(a: int) -> None:
+    """
+    Args:
+        a: A.
+    """
+
+
+def with_field(a: int = pydantic.Field(3, description="A.")) -> None:
+    """Do it.
+
+    Args:
+        a: A.
+    """
+
+
 def recursive(a: Node) -> None:
     """Do it.
 
@@ -390,6 +405,16 @@ def yielding():  # type: ignore[no-untyped-def]
         (
             unannotated,
             "function tool 'unannotated': parameter 'a' has no type: write `a: str` or what it is",
+        ),
+        (
+            undescribed,
+            "function tool 'undescribed': its docstring does not tell the model what the tool "
+            "does: begin with that",
+        ),
+        (
+            with_field,
+            "function tool 'with_field': parameter 'a' has a pydantic Field as its default: write "
+            "`a: Annotated[..., Field(...)] = ...`",
         ),
         (
             recursive,

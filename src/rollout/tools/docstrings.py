@@ -24,7 +24,8 @@ def parse_docstring(text: str | None) -> Docstring:
     """The description and the documented parameters, in Google, NumPy or reST style."""
     clean = inspect.cleandoc(text or "")
     try:
-        parsed = docstring_parser.parse(clean)
+        # It takes a section in the first line for prose.
+        parsed = docstring_parser.parse(f"\n{clean}")
     except docstring_parser.ParseError:  # prose that looks like a section and is none
         return Docstring(clean, {})
     parameters = {

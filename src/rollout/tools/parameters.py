@@ -13,7 +13,7 @@ from rollout.errors import ToolError
 from rollout.tools.annotations import description_in, with_meta
 from rollout.tools.arguments import MAX_EXPECTED, ArgumentsError, quoted, shown
 from rollout.tools.docstrings import Docstring, parse_docstring
-from rollout.tools.pydantic_types import joined_models, of_joined, plain_data, to_model
+from rollout.tools.pydantic_types import is_field, joined_models, of_joined, plain_data, to_model
 from rollout.tools.schema import schema_of
 from rollout.tools.tool import ToolContext
 
@@ -163,7 +163,9 @@ def inspect_parameters(
     docstring = parse_docstring(function.__doc__)
     hints = _hints(function, tool)
     faults: list[str] = []
-    if is_documented and not docstring.description:
+    if is_documented and not docstring.description and docstring.parameters:
+        faults.append("its docstring does not tell the model what the tool does: begin with that")
+    elif is_documented and not docstring.description:
         faults.append("it has no docstring: write one that tells the model what the tool does")
     found: list[Parameter] = []
     context_name = None
@@ -211,6 +213,11 @@ def _faults_of(
     if raw.kind is raw.POSITIONAL_ONLY:
         return [f"{name} is positional-only, and calls name their arguments: remove the `/`"]
     faults = []
+    if is_field(raw.default):
+        faults.append(
+            f"parameter {name!r} has a pydantic Field as its default: write "
+            f"`{name}: Annotated[..., Field(...)] = ...`"
+        )
     if is_documented and raw.annotation is raw.empty:
         faults.append(f"parameter {name!r} has no type: write `{name}: str` or what it is")
     elif is_documented or raw.annotation is not raw.empty:

@@ -16,6 +16,12 @@ def is_model(kind: Any) -> bool:
     return pydantic is not None and isinstance(kind, type) and issubclass(kind, pydantic.BaseModel)
 
 
+def is_field(value: Any) -> bool:
+    """Whether `value` is what pydantic's `Field` gives back."""
+    fields = sys.modules.get("pydantic.fields")
+    return fields is not None and isinstance(value, fields.FieldInfo)
+
+
 def joined_models(annotation: Any) -> Any:
     """A root model of an annotation with a union of models and others, which msgspec has no way to.
 
