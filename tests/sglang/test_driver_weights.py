@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from rollout.engine.generation import Generation
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import Iterator
 
     from rollout.batch import RolloutBatch
     from rollout.engine.pool import EnginePool
@@ -31,6 +30,7 @@ pytestmark = [pytest.mark.anyio, shares_an_engine]
 RUNNING = 32
 #: Tokens of each when the weights change, on average: its first turn has just begun.
 STARTED = 16
+ATTEMPTS = 5
 #: Tokens of requests under which the engine sleeps.
 SLEPT = 1200
 
@@ -52,11 +52,33 @@ def keys_and_values(network: Any, ids: list[int]) -> Any:
         return network(torch.tensor([ids]), use_cache=True).past_key_values
 
 
-@asynccontextmanager
 async def changed_under_trajectories(
+    runtime: Any, pool: EnginePool, mode: Any, source: WeightSource, first: str
+) -> tuple[int, RolloutBatch]:
+    """The version that came, and what the trajectories became that were running.
+
+    On a machine that is busy the driver may be late, and find few requests under way: then again.
+    """
+    for _ in range(ATTEMPTS):
+        version, batch = await change(runtime, pool, mode, source)
+        spans = [set(versions[start:end]) for _, versions, start, end in spans_of(batch)]
+        if sum(span == {version - 1, version} for span in spans) > RUNNING // 2:
+            break
+        if mode == "wait" and {version - 1} in spans and {version} in spans:
+            break
+        await pool.update_weights(version + 1, DiskWeights(first))
+    else:
+        pytest.fail(f"the weights never changed amid {RUNNING} trajectories")
+    assert [sample.num_turns for sample in batch.samples] == [2 * TURNS] * RUNNING
+    assert set(batch.tensors["weight_versions"].unique().tolist()) == {-1, version - 1, version}
+    # The last turn is cut at its length, which is an outcome of its own.
+    assert {sample.outcome for sample in batch.samples} <= {"completed", "length"}
+    return version, batch
+
+
+async def change(
     runtime: Any, pool: EnginePool, mode: Any, source: WeightSource
-) -> AsyncIterator[tuple[int, RolloutBatch]]:
-    """The version that came, and what the trajectories became that were running."""
+) -> tuple[int, RolloutBatch]:
     version = pool.router.replicas[0].weight_version + 1
     arrived = pool.statistics()[0].tokens.arrived
     batches = []
@@ -66,17 +88,11 @@ async def changed_under_trajectories(
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(generate)
-        while pool.statistics()[0].tokens.arrived - arrived < RUNNING * STARTED:
-            assert not batches
+        while pool.statistics()[0].tokens.arrived - arrived < RUNNING * STARTED and not batches:
             await anyio.sleep(0.002)
-        assert pool.statistics()[0].in_flight == RUNNING
         await pool.update_weights(version, source, mode)
     (batch,) = batches
-    # The last turn of most is cut at lengths.turn, which is an outcome of its own.
-    assert {sample.outcome for sample in batch.samples} <= {"completed", "length"}
-    assert [sample.num_turns for sample in batch.samples] == [2 * TURNS] * RUNNING
-    assert set(batch.tensors["weight_versions"].unique().tolist()) == {-1, version - 1, version}
-    yield version, batch
+    return version, batch
 
 
 def spans_of(batch: RolloutBatch) -> Iterator[tuple[list[int], list[int], int, int]]:
@@ -100,26 +116,22 @@ async def test_abort_and_resume_goes_on_as_a_fresh_prefill_under_the_new_weights
     kind: str, runtime: Any, pool: EnginePool, models: list[str], networks: list[Any]
 ) -> None:
     source = source_of(kind, models[1])
-    cut = 0
-    async with changed_under_trajectories(runtime, pool, "abort_and_resume", source) as (
-        new,
-        batch,
-    ):
-        for ids, versions, start, end in spans_of(batch):
-            old_says, new_says = (choices(network, ids) for network in networks)
-            expected = [
-                (new_says if versions[at] == new else old_says)[at - 1] for at in range(start, end)
-            ]
-            assert ids[start:end] == expected
-            assert sorted(versions[start:end]) == versions[start:end]
-            if versions[start] < new == versions[end - 1]:
-                cut += 1
-                first = versions.index(new, start)
-                assert ids[first:end] != old_says[first - 1 : end - 1]
-                again = await ask(pool, ids[:first], Generation(), max_new_tokens=end - first)
-                assert list(again.ids) == ids[first:end]
-                assert again.versions == [[new, end - first]]
-    assert cut > RUNNING // 2
+    new, batch = await changed_under_trajectories(
+        runtime, pool, "abort_and_resume", source, models[0]
+    )
+    for ids, versions, start, end in spans_of(batch):
+        old_says, new_says = (choices(network, ids) for network in networks)
+        expected = [
+            (new_says if versions[at] == new else old_says)[at - 1] for at in range(start, end)
+        ]
+        assert ids[start:end] == expected
+        assert sorted(versions[start:end]) == versions[start:end]
+        if versions[start] < new == versions[end - 1]:
+            first = versions.index(new, start)
+            assert ids[first:end] != old_says[first - 1 : end - 1]
+            again = await ask(pool, ids[:first], Generation(), max_new_tokens=end - first)
+            assert list(again.ids) == ids[first:end]
+            assert again.versions == [[new, end - first]]
 
 
 @pytest.mark.parametrize("kind", ["disk", "tensors"])
@@ -128,19 +140,16 @@ async def test_in_place_tokens_follow_from_old_keys_and_new_weights(
 ) -> None:
     source = source_of(kind, models[1])
     before, after = networks
-    kept = 0
-    async with changed_under_trajectories(runtime, pool, "in_place", source) as (new, batch):
-        for ids, versions, start, end in spans_of(batch):
-            first = versions.index(new, start) if new in versions[start:end] else end
-            assert ids[start:first] == choices(before, ids)[start - 1 : first - 1]
-            if first == start:  # a turn that began later
-                assert ids[start:end] == choices(after, ids)[start - 1 : end - 1]
-            elif first < end:
-                kept += 1
-                cache = keys_and_values(before, ids[: first - 1])
-                said = choices(after, ids[first - 1 : end - 1], cache)
-                assert ids[first:end] == said
-    assert kept > RUNNING // 2
+    new, batch = await changed_under_trajectories(runtime, pool, "in_place", source, models[0])
+    for ids, versions, start, end in spans_of(batch):
+        first = versions.index(new, start) if new in versions[start:end] else end
+        assert ids[start:first] == choices(before, ids)[start - 1 : first - 1]
+        if first == start:  # a turn that began later
+            assert ids[start:end] == choices(after, ids)[start - 1 : end - 1]
+        elif first < end:
+            cache = keys_and_values(before, ids[: first - 1])
+            said = choices(after, ids[first - 1 : end - 1], cache)
+            assert ids[first:end] == said
     assert sum(sample.metrics.get("resumes", 0) for sample in batch.samples) == 0
     late = await ask(pool, prompts(1)[0], Generation(), max_new_tokens=8)
     with pytest.raises(EngineError) as caught:
@@ -154,11 +163,11 @@ async def test_wait_lets_requests_end_under_the_old_weights(
     runtime: Any, pool: EnginePool, models: list[str], networks: list[Any]
 ) -> None:
     source = DiskWeights(models[1])
-    async with changed_under_trajectories(runtime, pool, "wait", source) as (new, batch):
-        for ids, versions, start, end in spans_of(batch):
-            (version,) = set(versions[start:end])
-            says = choices(networks[version == new], ids)
-            assert ids[start:end] == says[start - 1 : end - 1]
+    new, batch = await changed_under_trajectories(runtime, pool, "wait", source, models[0])
+    for ids, versions, start, end in spans_of(batch):
+        (version,) = set(versions[start:end])
+        says = choices(networks[version == new], ids)
+        assert ids[start:end] == says[start - 1 : end - 1]
 
 
 async def test_broadcast_weights_reach_sglang(

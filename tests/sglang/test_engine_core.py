@@ -19,6 +19,7 @@ from models import CONTEXT, EOS, VOCABULARY, save_model
 
 from rollout.engine.cores.sglang import SGLangCore
 from rollout.engine.cores.sglang import core as core_module
+from rollout.engine.weights import DiskWeights
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -303,6 +304,28 @@ async def test_core_prefix_cache_is_keyed_by_the_weights(
     assert (first.last.cached_tokens, again.last.cached_tokens) == (0, 99)
     monkeypatch.setattr(core, "_updates", core._updates + 1)
     assert (await collect(core, asked(text))).last.cached_tokens == 0
+
+
+async def test_core_request_amid_a_change_of_weights_leaves_no_prefix_to_later_ones(
+    core: SGLangCore, llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = prompts(4, 100)[3]
+    upkeep = core._sglang.upkeep
+    load = upkeep.load_from_disk
+    amid: list[Answer] = []
+
+    async def load_late(path: str, version: int) -> None:
+        amid.append(await collect(core, asked(text)))  # SGLang has not been paused yet
+        await load(path, version)
+
+    monkeypatch.setattr(upkeep, "load_from_disk", load_late)
+    await core.update_weights(1, DiskWeights(llama))
+    after = await collect(core, asked(text))
+    monkeypatch.undo()
+    await core.update_weights(0, DiskWeights(llama))
+    assert [answer.last.cached_tokens for answer in (*amid, after)] == [0, 0]
+    assert {chunk.weight_version for chunk in amid[0].chunks} == {0}
+    assert {chunk.weight_version for chunk in after.chunks} == {1}
 
 
 async def test_core_larger_priority_leaves_the_queue_first(core: SGLangCore) -> None:
