@@ -88,13 +88,15 @@ class ClientSession:
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
-                tasks.start_soon(self._keep_time)
-                tasks.start_soon(self.serve, first, frames)
-                await connected.wait()
-                await self._until_over()
-                tasks.cancel_scope.cancel()
+                try:
+                    tasks.start_soon(self._keep_time)
+                    tasks.start_soon(self.serve, first, frames)
+                    await connected.wait()
+                    await self._until_over()
+                finally:  # the other connection is served elsewhere: it must ask for no work now
+                    self._tasks = None
+                    tasks.cancel_scope.cancel()
         finally:
-            self._tasks = None
             self._histories.drop_client(self.key)
             for scope, _ in self._connections.values():  # those that other tasks serve
                 scope.cancel()
