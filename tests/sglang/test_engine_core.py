@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
     from rollout.engine.core import Chunk, GenerationRequest
 
-pytestmark = pytest.mark.anyio
+#: SGLang is written for a process that ends with it: its loop's tasks and its sockets stay.
+has_sglang = pytest.mark.rollout(allow_leaks=("files", "processes", "tasks"))
+pytestmark = [pytest.mark.anyio, has_sglang]
 
 #: SGLang keeps these tokens of the context to itself.
 RESERVED = 6
-#: SGLang is written for a process that ends with it: its loop's tasks and its sockets stay.
-ends_an_engine = pytest.mark.rollout(allow_leaks=("files", "processes", "tasks"))
 
 
 @pytest.fixture(scope="module")
@@ -358,7 +358,6 @@ async def test_core_queue_that_is_full_rejects(
     )
 
 
-@ends_an_engine
 async def test_core_routed_experts_are_those_of_transformers(tmp_path: Any) -> None:
     model = save_model("qwen3_moe", tmp_path)
     text = prompts(1)[0]
@@ -376,7 +375,6 @@ async def test_core_routed_experts_are_those_of_transformers(tmp_path: Any) -> N
     np.testing.assert_array_equal(np.sort(routed), np.sort(expected.numpy()))
 
 
-@ends_an_engine
 async def test_core_process_that_is_frozen_is_lost_by_name(
     llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -407,7 +405,6 @@ async def test_core_process_that_is_frozen_is_lost_by_name(
     assert not scheduler.is_alive()
 
 
-@ends_an_engine
 async def test_core_start_that_is_cancelled_leaves_no_process(llama: str) -> None:
     core = SGLangCore(model=llama, device="cpu")
     with anyio.move_on_after(2) as scope:

@@ -190,5 +190,8 @@ class SGLang:
 
 def kill_children() -> None:
     """Kill what a start that was given up has begun: it then fails instead of going on."""
-    for process in multiprocessing.active_children():
+    children = multiprocessing.active_children()
+    for process in children:
         process.kill()
+    for process in children:
+        process.join()

@@ -59,6 +59,8 @@ class Host:
             engine = SGLang(self._options)
         except Exception as error:
             failure = error  # `error` itself is gone after this block
+            if self._leave.is_set():
+                kill_children()  # it may have begun another before it noticed
             self._post(lambda: self._on_started(failure))
             return
         self._is_up = True
