@@ -107,6 +107,20 @@ def choices(network: Any, ids: list[int], cache: Any = None) -> list[int]:
     return logits[0].argmax(-1).tolist()
 
 
+def is_greedy(network: Any, ids: list[int], start: int, end: int, cache: Any = None) -> bool:
+    """Whether it would say `ids[start:end]`; of two that are as good as equal, either.
+
+    Args:
+        cache: Keys and values of the tokens before `start - 1`; None computes them.
+    """
+    known = start - 1 if cache is not None else 0
+    with torch.inference_mode():
+        logits = network(torch.tensor([ids[known:end]]), past_key_values=cache).logits[0]
+    logits = logits[start - 1 - known : end - 1 - known]
+    said = logits.gather(1, torch.tensor(ids[start:end]).unsqueeze(1))[:, 0]
+    return bool((logits.amax(1) - said < 1e-3).all())
+
+
 @function_tool
 async def clock(city: str) -> str:
     """What time it is.
