@@ -120,7 +120,7 @@ def cases(scale: float) -> Iterator[tuple[int, int, int, int]]:
         for in_flight in IN_FLIGHT:
             many = 12800 if tokens == TOKENS[0] else 1536
             count = 400 if in_flight == 1 else max(in_flight, int(many * scale))
-            yield tokens, in_flight, count, 3
+            yield tokens, in_flight, count, 5
 
 
 def slower(case: tuple[int, int, int, int]) -> tuple[int, int, int, int]:

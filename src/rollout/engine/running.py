@@ -6,15 +6,13 @@ Loaded in engine processes: imports msgspec only.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import msgspec
 
-if TYPE_CHECKING:
-    from rollout.engine.core import Chunk, GenerationRequest
+from rollout.engine.core import Chunk, GenerationRequest
 
 
-class Running:
+class Running(msgspec.Struct, eq=False):
     """A request that the core works on, or that waits for its turn to be given to it.
 
     Attributes:
@@ -24,25 +22,14 @@ class Running:
         deadline: Clock time at which it is aborted.
     """
 
-    __slots__ = (
-        "answered",
-        "deadline",
-        "has_history",
-        "held",
-        "held_until",
-        "is_aborted",
-        "is_started",
-        "request",
-    )
-
-    def __init__(self, request: GenerationRequest, deadline: float, has_history: bool) -> None:
-        self.request = request
-        self.deadline = deadline
-        self.has_history = has_history
-        self.is_aborted = self.is_started = False
-        self.answered = 0
-        self.held: list[Chunk] = []
-        self.held_until = math.inf
+    request: GenerationRequest
+    deadline: float
+    has_history: bool
+    is_aborted: bool = False
+    is_started: bool = False
+    answered: int = 0
+    held: list[Chunk] = []
+    held_until: float = math.inf
 
     def gather(self, chunk: Chunk, interval: int) -> tuple[Chunk, ...]:
         """What is to be sent now that this chunk has come; the rest is held.
