@@ -30,9 +30,6 @@ from rollout.errors import ConfigError, EngineError
 pytestmark = [pytest.mark.anyio, pytest.mark.rollout(allow_leaks=("files", "processes"))]
 
 
-both_backends = pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
-
-
 @pytest.fixture
 def anyio_backend() -> str:
     """Real time; starting engines takes seconds, so only the first test runs on both."""
@@ -100,7 +97,6 @@ async def ask_until_it_serves(pool: EnginePool, name: str) -> None:
             await anyio.sleep(0.05)
 
 
-@both_backends
 async def test_three_replicas_serve_and_one_that_is_killed_serves_again(cluster: Any) -> None:
     before = {process.pid for process in engines()}
     async with opened(config(replicas=3)) as pool:
@@ -302,8 +298,15 @@ async def driver(address: str) -> AsyncIterator[tuple[Process, list[psutil.Proce
         yield process, [engine for engine in engines() if engine.pid not in before]
 
 
-@pytest.mark.parametrize("address", ["cluster", "local"])
-@pytest.mark.parametrize("end", ["kill", "leave"])
+@pytest.mark.parametrize(
+    ("address", "end"),
+    [
+        ("cluster", "kill"),
+        ("local", "leave"),
+        pytest.param("cluster", "leave", marks=pytest.mark.full),
+        pytest.param("local", "kill", marks=pytest.mark.full),
+    ],
+)
 async def test_driver_that_ends_leaves_no_engine(cluster: Any, address: str, end: str) -> None:
     where = cluster.address if address == "cluster" else address
     async with driver(where) as (process, engines):
