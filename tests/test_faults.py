@@ -244,8 +244,9 @@ def embedded(replicas: int, response: int = 64) -> RolloutConfig:
 STORY = Prompt(messages=[{"role": "user", "content": "Tell me a story about a lighthouse."}])
 
 
+@pytest.mark.full
 @pytest.mark.model
-@pytest.mark.parametrize("how", ["kill", pytest.param("suspend", marks=pytest.mark.full)])
+@pytest.mark.parametrize("how", ["kill", "suspend"])
 def test_embedded_engine_killed_or_frozen_its_requests_go_on_with_the_same_tokens(
     how: str,
 ) -> None:

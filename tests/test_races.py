@@ -16,7 +16,7 @@ from rollout.testing.witness import Witness
 SHARE = dict.fromkeys(SITUATIONS, 0.03) | {
     "slow consumer": 0.008,
     "changing fleet": 0.015,
-    "close during start-up": 0.1,
+    "close during start-up": 0.06,
 }
 
 

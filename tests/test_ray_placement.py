@@ -302,7 +302,7 @@ async def driver(address: str) -> AsyncIterator[tuple[Process, list[psutil.Proce
     ("address", "end"),
     [
         ("cluster", "kill"),
-        ("local", "leave"),
+        pytest.param("local", "leave", marks=pytest.mark.full),
         pytest.param("cluster", "leave", marks=pytest.mark.full),
         pytest.param("local", "kill", marks=pytest.mark.full),
     ],

@@ -45,6 +45,7 @@ def over_best(workload: str, seeds: int) -> float:
     return means[DEFAULT] / min(means.values())
 
 
+@pytest.mark.full
 def test_default_policy_is_the_best_of_all() -> None:
     assert over_best("bimodal", seeds=1) == 1.0
 
@@ -55,6 +56,7 @@ def test_default_policy_is_within_a_hundredth_of_the_best(workload: str) -> None
     assert over_best(workload, seeds=8) <= 1.01
 
 
+@pytest.mark.full
 def test_json_of_a_workload_has_what_is_reported_of_each_policy() -> None:
     runs = [benchmark.run_all(("lognormal_turns", 2, seed))[2] for seed in range(2)]
     rows = benchmark.table({name: [run[name] for run in runs] for name in runs[0]})

@@ -7,6 +7,7 @@ back afterwards: where they are put back is text.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,11 +44,11 @@ def render_written(
     word = "rolloutLookAlike"  # letters, which templates leave as they are
     while word in text:
         word += "a"
-    replaced = _Marking(encoder, word, is_kept=False).render(render, messages, tools)
+    replaced = _Marking(encoder, word, text, is_kept=False).render(render, messages, tools)
     if replaced.text == text:
         return replaced
     try:  # the template looks for tokens in contents: it must find them there
-        kept = _Marking(encoder, word, is_kept=True).render(render, messages, tools)
+        kept = _Marking(encoder, word, text, is_kept=True).render(render, messages, tools)
     except TemplateError:
         return replaced
     return kept if kept.text == text else replaced
@@ -71,13 +72,15 @@ class _Marking:
     Args:
         encoder: Knows what looks like a special token.
         word: What marks begin with; stands nowhere else.
+        truth: The text without marks, which says how a token was quoted.
         is_kept: Whether the look-alike stays beside its mark, for templates that look for it at
             the start or end of a content; else the mark stands in its place.
     """
 
-    def __init__(self, encoder: TextEncoder, word: str, *, is_kept: bool) -> None:
+    def __init__(self, encoder: TextEncoder, word: str, truth: str, *, is_kept: bool) -> None:
         self._encoder = encoder
         self._word = word
+        self._truth = truth
         self._is_kept = is_kept
         self._originals: dict[str, str] = {}
 
@@ -129,9 +132,17 @@ class _Marking:
         plain: list[Place] = []
         at = length = 0
         for match in re.finditer("|".join(map(re.escape, self._originals)), text):
-            before, token = text[at : match.start()], self._originals[match[0]]
+            before = text[at : match.start()]
+            length += len(before)
+            token = self._as_written(self._originals[match[0]], length)
             pieces += (before, token)
-            length += len(before) + len(token)
+            length += len(token)
             plain.append((length - len(token), length))
             at = match.end()
         return WrittenText("".join((*pieces, text[at:])), tuple(plain))
+
+    def _as_written(self, token: str, at: int) -> str:
+        """The token as the template wrote it: within JSON, quotation marks have backslashes."""
+        quoted = json.dumps(token, ensure_ascii=False)[1:-1]
+        is_quoted = quoted != token and self._truth.startswith(quoted, at)
+        return quoted if is_quoted else token
