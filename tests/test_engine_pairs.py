@@ -40,6 +40,7 @@ ENGINES: dict[str, Any] = {
 MARKS: dict[tuple[str, str], Any] = {
     ("transformers", "local_process"): [pytest.mark.model, pytest.mark.full],
     ("transformers", "ray"): [pytest.mark.model, pytest.mark.full],
+    ("custom", "ray"): [pytest.mark.full],
 }
 PAIRS = [
     pytest.param(engine, place, marks=MARKS.get((engine, place), ()))

@@ -203,7 +203,8 @@ def test_engines_that_say_everything_twice_and_talk_to_nobody_lose_nothing(
     check(batch, statistics, undisturbed)
 
 
-@pytest.mark.parametrize("blocked_s", [7.5, pytest.param(60.0, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("blocked_s", [7.5, 60.0])
 def test_trainer_that_blocks_its_own_loop_loses_no_replica(
     blocked_s: float, network: list[FaultyProcesses], undisturbed: Any
 ) -> None:

@@ -172,6 +172,7 @@ send_weights(load_file(sys.argv[1]), weights)
 """
 
 
+@pytest.mark.full
 @pytest.mark.anyio
 async def test_broadcast_from_another_process_reaches_every_replica(models: list[str]) -> None:
     file = f"{models[1]}/model.safetensors"

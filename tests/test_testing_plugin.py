@@ -399,6 +399,7 @@ def test_ending_thread_is_given_a_moment() -> None:
 # --- the guide ---------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_first_example_of_the_guide_passes(pytester: pytest.Pytester) -> None:
     guide = Path(__file__).parents[1] / "docs" / "testing.md"
     example, *others = re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
