@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from rollout.bridge import loop_clock
 from rollout.engine.connecting import connect_channel
 from rollout.engine.core import SamplingParams
 from rollout.engine.generation import Generation
-from rollout.engine.native import clock
 from rollout.engine.protocol import Submit
 from rollout.seeds import RequestIds
 from rollout.token_history import TokenHistory
@@ -38,7 +38,7 @@ class Asker:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._ids, self._now = RequestIds(), clock()
+        self._ids, self._now = RequestIds(), loop_clock()
 
     async def ask(
         self, prompt: bytes, history: TokenHistory | None = None, session_id: str = ""

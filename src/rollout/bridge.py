@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import anyio
 from anyio.lowlevel import current_token
@@ -63,6 +63,27 @@ def runs_on_trio() -> bool:
     """Whether the current event loop is trio's."""
     trio = sys.modules.get("trio")
     return trio is not None and trio.lowlevel.in_trio_run()
+
+
+def loop_clock() -> Callable[[], float]:
+    """`anyio.current_time` of this event loop; of no use in another one.
+
+    For those who ask often: anyio finds its backend anew at every call.
+    """
+    if not runs_on_trio():
+        return anyio.current_time
+    import trio
+
+    return trio.lowlevel.current_clock().current_time
+
+
+def event_type() -> type[anyio.Event]:
+    """The class of this event loop's events, for those who make many: as `loop_clock`."""
+    if not runs_on_trio():
+        return type(anyio.Event())
+    import trio
+
+    return cast("type[anyio.Event]", trio.Event)
 
 
 def native_cancellations() -> int:

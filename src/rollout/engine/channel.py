@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from rollout.bridge import event_type, loop_clock
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad
 from rollout.engine.frames import IDLE_ACK_BYTES, FrameStream
 from rollout.engine.generation import ChunkFault, Generation, TokenCounts
 from rollout.engine.handshake import RefusedError
 from rollout.engine.heartbeat import Heartbeat
-from rollout.engine.native import clock, event_type
 from rollout.engine.orders import Orders
 from rollout.engine.pending import PendingRequest
 from rollout.engine.protocol import (
@@ -91,7 +91,7 @@ class Channel:
         self._zombies: dict[str, PendingRequest] = {}
         self._orders = Orders()
         self._heartbeat = Heartbeat(frames, greeter.terms)
-        self._new_event, self._now = event_type(), clock()
+        self._new_event, self._now = event_type(), loop_clock()
 
     @property
     def in_flight(self) -> int:
@@ -168,17 +168,18 @@ class Channel:
             self._data.send_nowait(message)
         except FrameTooLongError as error:
             raise ChannelError(f"{self.name}: the request does not fit: {error}") from None
+        if pending.history is not None:
+            pending.history.held_by[self._greeter.session] = pending.sent_tokens
 
     def _what_it_lacks(
         self, pending: PendingRequest, history: TokenHistory, *, whole: bool
     ) -> tuple[int, int, bytes]:
         """How much of the prompt the replica has, the sum of that, and the ids that follow."""
-        session, length = self._greeter.session, pending.sent_tokens
-        kept = 0 if whole else history.held_by.get(session, 0)
+        length = pending.sent_tokens
+        kept = 0 if whole else history.held_by.get(self._greeter.session, 0)
         kept_sum = history.sum_of(kept) if kept < length else None
         if kept_sum is None:
             kept = kept_sum = 0
-        history.held_by[session] = length
         return kept, kept_sum, history.packed(kept, length)
 
     def abandon_nowait(self, pending: PendingRequest) -> None:
