@@ -328,8 +328,7 @@ class ClientSession:
         except Exception as error:
             logger.exception("the core failed on request %s", request_id)
             self._release(running)
-            is_fatal = isinstance(error, EngineBroken | MemoryError)
-            text = str(error) if isinstance(error, EngineBroken) else start_error_text(error)
+            text, is_fatal = _told(error)
             self._refuse(request_id, text, is_fatal=is_fatal)
         finally:
             del self.requests[request_id]
@@ -372,8 +371,7 @@ class ClientSession:
             await carry_out(self._core, command.operation)
         except Exception as failure:
             logger.exception("%s failed", command.operation)
-            is_fatal = isinstance(failure, EngineBroken | MemoryError)
-            error = str(failure) if isinstance(failure, EngineBroken) else start_error_text(failure)
+            error, is_fatal = _told(failure)
         frames.send_nowait(CommandDone(command.number, error, is_fatal))
 
     # --- time
@@ -407,3 +405,10 @@ class ClientSession:
             self._earlier = anyio.Event()
             with anyio.CancelScope(deadline=min(beat, self._due)):
                 await self._earlier.wait()
+
+
+def _told(error: Exception) -> tuple[str, bool]:
+    """What a client is told of a core's failure, and whether the engine is of no more use."""
+    if isinstance(error, EngineBroken):
+        return str(error), True
+    return start_error_text(error), isinstance(error, MemoryError)
