@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -70,6 +71,13 @@ else:
     os.environ[plugin.CPU_VARIABLE] = "1"
     plugin.platform()  # without it nothing that imports torchvision can be imported here
 
+    import zmq
+
+    # Found as garbage, a context waits for sockets of the same garbage to close, for ever if it is
+    # found first. Engines of users are processes, which end with it.
+    zmq.Context.__del__ = lambda _: None
+
     def pytest_configure(config: pytest.Config) -> None:
         """SGLang and what it imports warn of much that is not ours to mend."""
         config.addinivalue_line("filterwarnings", "default")
+        warnings.simplefilter("default")  # for what is collected after the last test

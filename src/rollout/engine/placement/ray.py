@@ -287,6 +287,7 @@ class RayActors:
         asked = _amounts(self._resources, [kind for kind in kinds if kind in self._resources])
         if self._machines > 1:
             asked = f"{asked} on each of {self._machines} machines"
+        alive.sort(key=lambda has: [has.get(kind, 0) for kind in kinds], reverse=True)
         machines = "; ".join(f"one with {_amounts(each, kinds)}" for each in alive)
         place = f" on one of {', '.join(self._nodes)}" if self._nodes else ""
         return (
