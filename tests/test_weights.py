@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
+import attrs
 import pytest
+import torch
 
 import faulty_cores
 import rollout
 from rollout.config import SchedulingConfig, SimulatedEngine
 from rollout.engine.core import SamplingParams
 from rollout.engine.generation import Generation
-from rollout.engine.placement.base import CoreSpec
+from rollout.engine.placement.base import CoreSpec, ReplicaHandle
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.pool import EnginePool, open_pool
 from rollout.engine.routing import Router
-from rollout.engine.weights import UPDATE_MODES, DiskWeights
+from rollout.engine.weights import UPDATE_MODES, DiskWeights, DistributedWeights, TensorWeights
 from rollout.errors import EngineError
-from rollout.testing import Scenario, Witness
+from rollout.testing import Scenario, Witness, hold_clock
 
 pytestmark = [pytest.mark.anyio, pytest.mark.rollout(ceiling_s=3000)]
 
@@ -42,11 +46,11 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     assert all(not core._aborted for core in made if core.is_closed), "requests were left"
 
 
-def pool_of(replicas: int = 2, **options: Any) -> EnginePool:
+def pool_of(replicas: int = 2, placement: InProcess | None = None, **options: Any) -> EnginePool:
     """A token a second, and seconds of loading."""
     spec = CoreSpec("faulty_cores:UpdatableCore", {"token_s": 1.0, "load_s": 2.25, **options})
     return EnginePool(
-        placement=InProcess(max_read=11),
+        placement=placement or InProcess(max_read=11),
         specs=[spec] * replicas,
         router=Router(),
         start_timeout_s=5,
@@ -266,6 +270,73 @@ async def test_update_wrong_argument_nothing_changes(
             await pool.update_weights(*arguments)
         assert str(caught.value) == message
         assert cores[0].loaded == []
+
+
+class Elsewhere(InProcess):
+    """As if the engines were not on the driver's machine, or each on several."""
+
+    machines = 1
+    is_here = False
+
+    @asynccontextmanager
+    async def open_replica(
+        self, name: str, spec: CoreSpec, start_timeout_s: float
+    ) -> AsyncIterator[ReplicaHandle]:
+        async with super().open_replica(name, spec, start_timeout_s) as handle:
+            yield attrs.evolve(handle, machines=self.machines, is_here=self.is_here)
+
+
+async def test_update_with_tensors_of_a_replica_elsewhere_is_refused_before_they_are_copied(
+    cores: list[Any], tmp_path: Path
+) -> None:
+    async with open_pool(pool_of(1, placement=Elsewhere())) as pool:
+        with pytest.raises(EngineError) as caught:
+            await pool.update_weights(8, TensorWeights({}, directory=str(tmp_path)))
+        assert str(caught.value) == (
+            "engine-0 is on another machine than the driver, where TensorWeights do not reach; "
+            "expected DiskWeights in a directory that every machine sees"
+        )
+        await pool.update_weights(8, W8)
+        assert cores[0].loaded == ["w8"]
+
+
+async def test_update_by_broadcast_of_a_replica_over_two_machines_is_refused(
+    cores: list[Any],
+) -> None:
+    placement = Elsewhere()
+    placement.machines = 2
+    sent = DistributedWeights(host="10.0.0.1", port=1, world_size=2, names=(), dtypes=(), shapes=())
+    async with open_pool(pool_of(1, placement=placement)) as pool:
+        with pytest.raises(EngineError) as caught:
+            await pool.update_weights(8, sent)
+        assert str(caught.value) == (
+            "engine-0 is spread over 2 machines, where DistributedWeights do not reach; "
+            "expected DiskWeights in a directory that every machine sees"
+        )
+        assert cores[0].loaded == []
+
+
+async def test_update_with_tensors_replica_that_moves_away_waits_for_the_next_weights(
+    cores: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    placement = Elsewhere()
+    placement.is_here = True
+    async with open_pool(pool_of(2, placement=placement, load_s=0.0)) as pool:
+        with hold_clock():  # they are copied in a thread, and loaded at once
+            await pool.update_weights(
+                8, TensorWeights({"w": torch.ones(1)}, directory=str(tmp_path))
+            )
+        placement.is_here = False
+        cores[0].on_death()
+        await anyio.sleep(60)
+        assert [replica.state for replica in pool.statistics()] == ["restarting", "serving"]
+        assert (
+            "engine-0 waits for the next weights: the current ones were sent once, or are in the "
+            "memory of the driver's machine"
+        ) in caplog.messages
+        await pool.update_weights(9, W8)
+        await comes_back(pool)
+        assert [core.loaded[-1:] for core in cores[1:]] == [["w8"], ["w8"]]
 
 
 @pytest.mark.parametrize("mode", UPDATE_MODES)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -38,6 +36,8 @@ from rollout.errors import EngineError
 pytestmark = [pytest.mark.anyio, shares_an_engine]
 BATCH = 48
 ATTEMPTS = 5
+#: Of the weights under which engines are lost.
+VERSION = 8
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def engines() -> list[psutil.Process]:
     return [
         process
         for process in processes()
-        if "rollout.engine.child" in command(process) and "raylet" not in command(process)
+        if "rollout.engine.child" in command(process) and _actor_above(process)
     ]
 
 
@@ -134,39 +134,41 @@ async def test_ray_three_replicas_serve_as_every_engine_does(pool: EnginePool) -
     await check_pair(pool)
 
 
-async def test_ray_replicas_killed_in_mid_batch_come_back_with_the_current_weights(
-    runtime: Any, pool: EnginePool, models: list[str]
-) -> None:
-    """Of one the scheduler, of another the actor; the third serves on."""
-    await pool.update_weights(8, DiskWeights(models[1]))
-    starts = [replica.starts for replica in pool.statistics()]
-
-    def kill() -> None:
-        first, second = schedulers()[:2]
-        os.kill(first.pid, signal.SIGKILL)
-        os.kill(_actor_above(second).pid, signal.SIGKILL)
-
-    await batch_survives(runtime, pool, kill)
-    await until_all_serve(pool)
-    now = [replica.starts for replica in pool.statistics()]
-    assert sum(after > before for before, after in zip(starts, now, strict=True)) >= 2
-    await everyone_says_what_the_new_weights_say(pool, models[1])
-
-
-async def test_ray_raylet_killed_in_mid_batch_its_replica_moves_to_another_machine(
+async def test_ray_actor_and_raylet_killed_in_mid_batch_replicas_come_back_with_the_weights(
     runtime: Any, pool: EnginePool, cluster: Any, models: list[str]
 ) -> None:
-    if pool.router.replicas[0].weight_version != 8:
-        await pool.update_weights(8, DiskWeights(models[1]))
-    lost = cluster.second
+    """Of one replica the actor, of another the machine; the third serves on."""
 
     def kill() -> None:
-        cluster.remove_node(lost, allow_graceful=False)
+        actors = [actor for engine in engines() if (actor := _actor_above(engine))]
+        raylet = cluster.second.all_processes["raylet"][0].process.pid
+        next(actor for actor in actors if actor.ppid() != raylet).kill()
+        cluster.remove_node(cluster.second, allow_graceful=False)
         cluster.second = cluster.add_node(num_cpus=1)
 
+    await killed_in_mid_batch(runtime, pool, models[1], kill, deaths=2)
+
+
+@pytest.mark.full
+async def test_ray_scheduler_killed_in_mid_batch_its_replica_comes_back_with_the_weights(
+    runtime: Any, pool: EnginePool, models: list[str]
+) -> None:
+    def kill() -> None:
+        next(process for process in schedulers() if _actor_above(process)).kill()
+
+    await killed_in_mid_batch(runtime, pool, models[1], kill, deaths=1)
+
+
+async def killed_in_mid_batch(
+    runtime: Any, pool: EnginePool, model: str, kill: Any, *, deaths: int
+) -> None:
+    if pool.router.replicas[0].weight_version != VERSION:
+        await pool.update_weights(VERSION, DiskWeights(model))
+    starts = sum(replica.starts for replica in pool.statistics())
     await batch_survives(runtime, pool, kill)
     await until_all_serve(pool)
-    await everyone_says_what_the_new_weights_say(pool, models[1])
+    assert sum(replica.starts for replica in pool.statistics()) >= starts + deaths
+    await everyone_says_what_the_new_weights_say(pool, model)
 
 
 async def batch_survives(runtime: Any, pool: EnginePool, kill: Any) -> None:
@@ -190,7 +192,7 @@ async def batch_survives(runtime: Any, pool: EnginePool, kill: Any) -> None:
         (batch,) = batches
         assert {sample.outcome for sample in batch.samples} <= {"completed", "length"}
         assert [sample.num_turns for sample in batch.samples] == [2 * TURNS] * BATCH
-        assert batch.tensors["weight_versions"].unique().tolist() == [-1, 8]
+        assert batch.tensors["weight_versions"].unique().tolist() == [-1, VERSION]
         if is_killed:
             return
     pytest.fail("no batch had requests under way on every replica")
@@ -206,10 +208,10 @@ async def everyone_says_what_the_new_weights_say(pool: EnginePool, model: str) -
         for text, answer in zip(prompts(4), await ask_all(pool, prompts(4)), strict=True):
             ids = text + list(answer.ids)
             assert ids[len(text) :] == choices(network, ids)[len(text) - 1 : -1]
-            assert answer.versions == [[8, len(answer.ids)]]
+            assert answer.versions == [[VERSION, len(answer.ids)]]
         for name in others:
             pool.resume(name)
 
 
-def _actor_above(process: psutil.Process) -> psutil.Process:
-    return next(above for above in process.parents() if "ray::" in command(above))
+def _actor_above(process: psutil.Process) -> psutil.Process | None:
+    return next((above for above in process.parents() if "ray::" in command(above)), None)

@@ -45,6 +45,7 @@ class Replica:
         starts: How often it has come to serve.
         channel, routed: While it serves.
         weights: What it was given last since it started; None: what it starts with.
+        machines, is_here: Of where it lives; see `ReplicaHandle`.
         running: Generations whose request is in flight there.
         lost: Those that were when it was lost last, and how many requests were in flight in all.
         judged: Fires when it is known whether that was a death.
@@ -63,6 +64,8 @@ class Replica:
     channel: Channel | None = None
     routed: ReplicaState | None = None
     weights: Weights | None = None
+    machines: int = 1
+    is_here: bool = True
     tokens: TokenCounts = attrs.field(factory=TokenCounts)
     running: dict[Attempt, None] = attrs.field(factory=dict)
     lost: tuple[tuple[Attempt, ...], int] = ((), 0)
@@ -155,6 +158,7 @@ class Keeper:
                 name, handle.connect, handle.secret, replica.tokens, terms=self.terms
             ) as channel,
         ):
+            replica.machines, replica.is_here = handle.machines, handle.is_here
             yield channel, handle.died
 
     async def _serve(

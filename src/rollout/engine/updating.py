@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import anyio
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from rollout.engine.routing import Router
     from rollout.engine.weights import UpdateMode, WeightSource
 
+logger = logging.getLogger("rollout.engine")
+
+#: Why a replica that started waits.
+UNREACHED = "the current ones were sent once, or are in the memory of the driver's machine"
 #: What the router takes a replica's version for while it gets other weights: nobody asks for it.
 NO_WEIGHTS = -1
 
@@ -49,6 +54,12 @@ class Weights:
             return self.source
         rank = self.ranks.pop(replica, None)
         return None if rank is None else msgspec.structs.replace(self.source, rank=rank)
+
+    def can_reach(self, replica: Replica) -> bool:
+        """Whether a replica that has just started can still get them."""
+        if isinstance(self.source, DistributedWeights):
+            return False
+        return replica.is_here or not self.is_staged
 
     def discard(self) -> None:
         """They are not needed any more; harmless when called again."""
@@ -98,8 +109,9 @@ class Updating:
             if wanted is None:
                 raise EngineError(f"{replica.name}: the weights that it has were taken back")
             try:
-                if isinstance(wanted.source, DistributedWeights):
-                    await self._changed_again.wait()  # they are not sent a second time
+                if not wanted.can_reach(replica):
+                    logger.warning("%s waits for the next weights: %s", replica.name, UNREACHED)
+                    await self._changed_again.wait()
                 else:
                     await self._load(replica, channel, wanted)
             except EngineError:
@@ -114,21 +126,34 @@ class Updating:
         Raises:
             EngineError: None of them could; all have the weights that they had.
         """
+        self._check_reach(source)
         weights = await _staged(version, source)
-        self._check_world(source)
         self._requests.hold(running=mode != "wait")
         try:
             await self._change(weights, mode)
         finally:
             self._requests.release()
 
-    def _check_world(self, source: WeightSource) -> None:
-        count = sum(replica.is_serving for replica in self._replicas)
+    def _check_reach(self, source: WeightSource) -> None:
+        """Raise an `EngineError` where a replica that serves could not load them."""
+        serving = [replica for replica in self._replicas if replica.is_serving]
+        count = len(serving)
         if isinstance(source, DistributedWeights) and source.world_size != count + 1:
             raise EngineError(
                 f"world_size = {source.world_size}; expected {count + 1}: the sender and "
                 f"{count} replicas that serve"
             )
+        for replica in serving:
+            place = None
+            if isinstance(source, DistributedWeights) and replica.machines > 1:
+                place = f"spread over {replica.machines} machines"
+            elif isinstance(source, TensorWeights) and not replica.is_here:
+                place = "on another machine than the driver"
+            if place is not None:
+                raise EngineError(
+                    f"{replica.name} is {place}, where {type(source).__name__} do not reach; "
+                    "expected DiskWeights in a directory that every machine sees"
+                )
 
     async def _change(self, weights: Weights, mode: UpdateMode) -> None:
         self._kept.append(weights)

@@ -37,11 +37,15 @@ class ReplicaHandle:
         connect: Opens a byte stream to its server.
         secret: What both sides of the hello must prove to hold.
         died: Fires when the engine is known to be gone, e.g. its process has ended.
+        machines: That it is spread over.
+        is_here: All of it is on the driver's machine, and sees the files that it has in memory.
     """
 
     connect: Connect
     secret: bytes
     died: anyio.Event
+    machines: int = 1
+    is_here: bool = True
 
 
 class Placement(Protocol):

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.engine")
 
+#: Where an engine on the driver's machine listens.
+LOOPBACK = "127.0.0.1"
 #: Our actors are named within it: ``<run>/engine-0``.
 NAMESPACE = "rollout"
 #: Seconds between two lines that say what a replica waits for.
@@ -137,7 +139,8 @@ class RayActors:
                 async def connect() -> ByteStream:
                     return await encrypted(await anyio.connect_tcp(host, port), spec.tls)
 
-                yield ReplicaHandle(connect, secret, died)
+                is_here = host == LOOPBACK and self._machines == 1
+                yield ReplicaHandle(connect, secret, died, self._machines, is_here)
             finally:
                 async with anyio.create_task_group() as dismissals:
                     for actor in actors:
@@ -237,7 +240,7 @@ class RayActors:
         try:
             address = await _answer(actor.__ray_call__, _address)
             is_here = address == self._here
-            host = "127.0.0.1" if is_here else address
+            host = LOOPBACK if is_here else address
             # A module that only the driver's search path has is found on the driver's machine.
             sys_path = [p or os.getcwd() for p in sys.path] if is_here and not self._python else []
             line = child_spec(
