@@ -60,8 +60,9 @@ if TYPE_CHECKING:
 TRAJECTORIES = 64
 TURNS, TURN_TOKENS = 4, 48
 TOOL_S = 0.05
-#: The first round of each warms up and does not count.
-ROUNDS = {"slow": 3, "fast": 12}
+ROUNDS = {"slow": 2, "fast": 12}
+#: Trajectories of the round before, which does not count.
+WARM_UP = 4
 EMBEDDED = "embedded:smollm2-135m-instruct"
 #: Without the tools' signatures: SGLang's attention on a CPU is slow on long contexts.
 SHORT_TEMPLATE = (
@@ -186,9 +187,9 @@ async def run_work(work: Work, python: str) -> list[Round]:
     rounds = []
     try:
         async with rollout.open_rollout(work.config, [calculator], keep) as runtime:
-            for index in range(ROUNDS[work.name]):
+            for index in range(ROUNDS[work.name] + 1):
                 finished.clear()
-                prompts = work.prompts(index)
+                prompts = work.prompts(index)[: None if index else WARM_UP]
                 cpu, begun = time.process_time(), time.perf_counter()
                 await runtime.generate(prompts)
                 seconds = time.perf_counter() - begun
@@ -205,8 +206,8 @@ async def run_work(work: Work, python: str) -> list[Round]:
 def measured(plan: Plan, seconds: float, cpu: float, again: dict[str, Any]) -> Round:
     """One round; both sides must have generated the same number of tokens."""
     tokens = sum(count for turns in plan for _, count, _ in turns)
-    if len(plan) != TRAJECTORIES or again["tokens"] != tokens:
-        raise SystemExit(f"{len(plan)} trajectories of {tokens} tokens, replayed {again}")
+    if again["tokens"] != tokens:
+        raise SystemExit(f"{tokens} tokens, replayed {again}")
     return Round(
         tokens=tokens,
         turns=sum(map(len, plan)),
@@ -227,8 +228,10 @@ def report(name: str, done: Round) -> None:
     )
 
 
-def config_for(model: str, device: str, python: str, dtype: str, **sections: Any) -> RolloutConfig:
+def config_for(model: str, device: str, python: str, **sections: Any) -> RolloutConfig:
     """What both kinds of work share."""
+    # Plain torch decodes faster in float32 on a CPU.
+    dtype = "float32" if device == "cpu" else "bfloat16"
     return RolloutConfig(
         model=ModelConfig(path=model),
         engine=SGLangEngine(device=device, dtype=dtype, max_running=TRAJECTORIES),
@@ -245,7 +248,6 @@ def slow_work(model: str, device: str, python: str) -> Work:
         model,
         device,
         python,
-        "bfloat16",
         sampling=SamplingConfig(temperature=0.8),
         lengths=LengthsConfig(prompt=768, response=256, turn=96),
         agent=AgentConfig(max_assistant_turns=4),
@@ -260,7 +262,6 @@ def fast_work(directory: str, device: str, python: str) -> Work:
         directory,
         device,
         python,
-        "float32" if device == "cpu" else "bfloat16",
         lengths=LengthsConfig(prompt=256, response=768, turn=TURN_TOKENS),
         agent=AgentConfig(name="fixed_calls"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 import rollout
 from rollout import Prompt, function_tool
+from rollout.observe.clocks import monotonic
 from rollout.observe.loop_lag import LoopLag
 from rollout.testing import Scenario, tool_call
 
@@ -51,6 +53,24 @@ async def test_virtual_clock_has_no_watchdog_and_no_figure() -> None:
         names = {thread.name for thread in threading.enumerate()}
     assert "rollout-watchdog" not in names
     assert "loop_lag_s/max" not in batch.metrics
+
+
+def test_blocked_by_garbage_collections_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(LoopLag().watch)
+            await anyio.sleep(0.05)
+            begun = monotonic()
+            while monotonic() - begun < 0.4:
+                gc.collect()
+            await anyio.sleep(0.05)
+            tasks.cancel_scope.cancel()
+
+    with caplog.at_level(logging.WARNING, logger="rollout.observe"):
+        anyio.run(main, backend="asyncio")
+    (message,) = caplog.messages
+    assert message.startswith("the event loop is blocked: Python collected garbage for 0.")
+    assert message.endswith(" s (scheduling.freeze_heap makes that rare)")
 
 
 def test_watch_cancelled_ends_its_thread() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rollout.agents.services import Services
@@ -12,6 +12,7 @@ from rollout.chat.parsers import stop_token_ids
 from rollout.config import RolloutConfig
 from rollout.engine.opening import open_engines
 from rollout.errors import ConfigError
+from rollout.heap import frozen_heap
 from rollout.interactions import InteractionRegistry
 from rollout.observe.tally import Tally
 from rollout.runtime import SLEEP_BETWEEN_BATCHES_LEVEL, RolloutRuntime
@@ -58,7 +59,8 @@ async def open_rollout(
         open_tools([*builtin, *tools]) as opened,
         _open_runtime(config, opened, reward, registry, parser) as runtime,
     ):
-        yield runtime
+        with frozen_heap() if config.scheduling.freeze_heap else nullcontext():
+            yield runtime
 
 
 @asynccontextmanager

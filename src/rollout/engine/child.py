@@ -9,6 +9,7 @@ Loaded in engine processes: imports msgspec, anyio and its core only.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -86,6 +87,8 @@ def _kill_session() -> None:
 async def _serve(spec: ChildSpec, answer: int, leave: threading.Event) -> None:
     core = load_core(spec.core)(**spec.options)
     await core.start()
+    gc.collect()
+    gc.freeze()  # a full collection would stop the engine for a fifth of a second
     if spec.is_follower:
         _say(answer, ChildReady())
         await _live(core, leave, anyio.sleep_forever)

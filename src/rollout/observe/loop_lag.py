@@ -6,6 +6,7 @@ samples the stack of the loop's thread and logs who is in the way: every engine 
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import threading
@@ -26,6 +27,8 @@ logger = logging.getLogger("rollout.observe")
 #: A loop that does not come round for this long is blocked.
 BLOCKED_S = 0.1
 TICK_S = 0.025
+#: What blocked it where nobody's code did.
+GARBAGE = "Python collected garbage for %.2f s (scheduling.freeze_heap makes that rare)"
 #: Functions on the way to user code hold what they are doing in a local variable of this name.
 ACTIVITY = "activity"
 
@@ -44,6 +47,8 @@ class LoopLag:
         self.max_s = 0.0
         self._windows: set[LagWindow] = set()
         self._last_tick = monotonic()
+        self._collecting_since: float | None = None
+        self._collected_s = 0.0
         self._stop = threading.Event()
 
     @contextmanager
@@ -63,14 +68,29 @@ class LoopLag:
         threading.Thread(
             target=self._guard, args=(loop_thread,), name="rollout-watchdog", daemon=True
         ).start()
+        gc.callbacks.append(self._note_collection)
         try:
             while True:
                 await anyio.sleep(TICK_S)
                 now = monotonic()
                 self._record(max(0.0, now - self._last_tick - TICK_S))
-                self._last_tick = now
+                self._last_tick, self._collected_s = now, 0.0
         finally:
+            gc.callbacks.remove(self._note_collection)
             self._stop.set()
+
+    def _note_collection(self, phase: str, _info: object) -> None:
+        """Python's garbage collector stops every thread, the watchdog's too."""
+        if phase == "start":
+            self._collecting_since = monotonic()
+        else:
+            self._collected_s = self._garbage_s()
+            self._collecting_since = None
+
+    def _garbage_s(self) -> float:
+        """What collections have taken since the last tick; finalizers let other threads run."""
+        since = self._collecting_since
+        return self._collected_s + (0.0 if since is None else monotonic() - since)
 
     def _record(self, lag_s: float) -> None:
         self.max_s = max(self.max_s, lag_s)
@@ -83,8 +103,11 @@ class LoopLag:
             tick = self._last_tick
             if monotonic() - tick > BLOCKED_S and tick != reported:
                 reported = tick
+                collected_s = self._garbage_s()
                 frame = sys._current_frames().get(loop_thread)
-                if frame is not None:
+                if collected_s > BLOCKED_S / 2:
+                    logger.warning("the event loop is blocked: %s", GARBAGE % collected_s)
+                elif frame is not None:
                     logger.warning("the event loop is blocked: %s", describe(frame))
 
 
