@@ -228,13 +228,21 @@ def report(name: str, done: Round) -> None:
     )
 
 
-def config_for(model: str, device: str, python: str, **sections: Any) -> RolloutConfig:
+def config_for(
+    model: str,
+    device: str,
+    python: str,
+    server_args: dict[str, Any] | None = None,
+    **sections: Any,
+) -> RolloutConfig:
     """What both kinds of work share."""
     # Plain torch decodes faster in float32 on a CPU.
     dtype = "float32" if device == "cpu" else "bfloat16"
     return RolloutConfig(
         model=ModelConfig(path=model),
-        engine=SGLangEngine(device=device, dtype=dtype, max_running=TRAJECTORIES),
+        engine=SGLangEngine(
+            device=device, dtype=dtype, max_running=TRAJECTORIES, server_args=server_args or {}
+        ),
         placement=LocalProcessPlacement(python=python),
         scheduling=SchedulingConfig(samples_per_prompt=1, max_in_flight=TRAJECTORIES),
         seed=0,
@@ -262,6 +270,8 @@ def fast_work(directory: str, device: str, python: str) -> Work:
         directory,
         device,
         python,
+        # A step on a CPU is short by default, for the sake of larger models.
+        {"chunked_prefill_size": 4096},
         lengths=LengthsConfig(prompt=256, response=768, turn=TURN_TOKENS),
         agent=AgentConfig(name="fixed_calls"),
     )
