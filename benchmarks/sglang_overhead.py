@@ -3,11 +3,11 @@
 64 tool-using trajectories run through `open_rollout` on a real SGLang: agent, template, parser,
 tool, router, channel, tensors. Their requests are then replayed on an `sglang.Engine` in a process
 of its own: the same prompts and numbers of tokens, the next turn after the same tool delay, all
-trajectories at once. Both engines have the same arguments and see the same requests in the same
-order, so their prefix caches hit alike. Rounds of either take turns.
+trajectories at once. Both engines have the same arguments and answer greedily, so that both say the
+same and their prefix caches hit alike. Rounds of either take turns.
 
     slow    the embedded model solves sums with a calculator
-    fast    a random model of two layers, four turns of up to 48 tokens; a tool call after each
+    fast    a random model of two layers, four turns of 16 to 64 tokens; a tool call after each
 
 It finds SGLang in the environment that `make sglang-cpu` made, and a GPU if that environment has
 one. Progress goes to stderr; the last line of stdout is the result as JSON.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random  # noqa: TID251  (lengths of turns; no seed of the library's)
 import statistics
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import attrs
+import msgspec
 import torch
 import transformers
 
@@ -58,9 +60,9 @@ if TYPE_CHECKING:
     from rollout.types import Trajectory
 
 TRAJECTORIES = 64
-TURNS, TURN_TOKENS = 4, 48
+TURNS, TURN_TOKENS = 4, (16, 64)
 TOOL_S = 0.05
-ROUNDS = {"slow": 2, "fast": 12}
+ROUNDS = {"slow": 2, "fast": 20}
 #: Trajectories of the round before, which does not count.
 WARM_UP = 4
 EMBEDDED = "embedded:smollm2-135m-instruct"
@@ -87,13 +89,17 @@ async def calculator(expression: str) -> str:
 
 @register_agent("fixed_calls")
 class FixedCalls(AgentLoop):
-    """Calls the tool after every turn but the last, whatever the model says."""
+    """Calls the tool after every turn but the last, whatever the model says.
+
+    The prompt's ``extra`` names the tokens of each turn.
+    """
 
     async def run(self, context: AgentContext) -> None:
         """The turns."""
-        for turn in range(TURNS):
+        for turn, tokens in enumerate(context.prompt.extra["turns"], start=1):
+            context.sampling = msgspec.structs.replace(context.sampling, max_new_tokens=tokens)
             await context.generate()
-            if turn < TURNS - 1:
+            if turn < TURNS:
                 call = ToolCall(name="calculator", arguments={"expression": f"{turn} + 1"})
                 await context.call_tools([call])
 
@@ -244,6 +250,7 @@ def config_for(
             device=device, dtype=dtype, max_running=TRAJECTORIES, server_args=server_args or {}
         ),
         placement=LocalProcessPlacement(python=python),
+        sampling=SamplingConfig(temperature=0.0),
         scheduling=SchedulingConfig(samples_per_prompt=1, max_in_flight=TRAJECTORIES),
         seed=0,
         **sections,
@@ -256,7 +263,6 @@ def slow_work(model: str, device: str, python: str) -> Work:
         model,
         device,
         python,
-        sampling=SamplingConfig(temperature=0.8),
         lengths=LengthsConfig(prompt=768, response=256, turn=96),
         agent=AgentConfig(max_assistant_turns=4),
     )
@@ -272,13 +278,17 @@ def fast_work(directory: str, device: str, python: str) -> Work:
         python,
         # A step on a CPU is short by default, for the sake of larger models.
         {"chunked_prefill_size": 4096},
-        lengths=LengthsConfig(prompt=256, response=768, turn=TURN_TOKENS),
+        lengths=LengthsConfig(prompt=256, response=768),
         agent=AgentConfig(name="fixed_calls"),
     )
 
     def prompts(index: int) -> list[Prompt]:
+        draw = random.Random(index)
         return [
-            Prompt(messages=[Message(role="user", content=f"{index} {member}")])
+            Prompt(
+                messages=[Message(role="user", content=f"{index} {member}")],
+                extra={"turns": [draw.randint(*TURN_TOKENS) for _ in range(TURNS)]},
+            )
             for member in range(TRAJECTORIES)
         ]
 
@@ -301,7 +311,10 @@ def save_fast_model(directory: str) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(directory)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        model.lm_head.weight[tokenizer.eos_token_id] = 0  # no turn ends before its length
+    model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 

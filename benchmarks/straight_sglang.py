@@ -25,7 +25,7 @@ async def one_trajectory(engine: Any, turns: list[tuple[list[int], int, float]])
     for prompt, count, pause_s in turns:
         answer = await engine.async_generate(
             input_ids=prompt,
-            sampling_params={"max_new_tokens": count, "temperature": 1.0, "ignore_eos": True},
+            sampling_params={"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True},
             return_logprob=True,
         )
         tokens += len(answer["output_ids"])

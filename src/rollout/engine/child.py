@@ -17,6 +17,7 @@ import sys
 import threading
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -141,7 +142,9 @@ def main() -> None:
     leave = threading.Event()
     threading.Thread(target=_end_with_driver, args=(leave,), daemon=True).start()
     try:
-        anyio.run(_serve, spec, answer, leave)
+        # SGLang brings it; other cores do without.
+        options = {"use_uvloop": find_spec("uvloop") is not None}
+        anyio.run(_serve, spec, answer, leave, backend_options=options)
     except BaseException as error:
         logging.getLogger("rollout.engine").exception("the engine failed")
         with suppress(OSError):  # it had answered before
