@@ -155,3 +155,9 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":
+    # SGLang's processes begin with this module; up to 0.5.20 they import torchvision before they
+    # look for plugins.
+    from rollout.engine.cores.sglang import plugin
+
+    plugin.platform()

@@ -178,11 +178,18 @@ class SGLangCore:
         Their tokens from now on wait for their final answer, which says what sampled each.
 
         Raises:
-            EngineError: There are no such weights, or they are of another model.
+            EngineError: There are no such weights, they are of another model, or requests run of
+                which this version of SGLang could not say what sampled their tokens.
             EngineBroken: SGLang did not load them.
         """
         sglang = self._serving()
         check_checkpoint(source.path, sglang.model_path)
+        are_running = not all(entry.is_over for entry in self._open.values())
+        if are_running and not sglang.upkeep.names_versions:
+            raise EngineError(
+                "mode = 'in_place': this version of SGLang does not say which weights sampled "
+                "which token; expected 'wait' or 'abort_and_resume', or SGLang 0.5.20 or later"
+            )
         await self._take_back(("weights",))
         await self._load(source.path, version)
 

@@ -25,6 +25,9 @@ class SGLangUpkeep:
 
     Args:
         tokens: SGLang's tokenizer manager.
+
+    Attributes:
+        names_versions: Final answers name the weights that sampled each token: from 0.5.20 on.
     """
 
     def __init__(self, tokens: Any) -> None:
@@ -32,6 +35,7 @@ class SGLangUpkeep:
 
         self._tokens = tokens
         self._types = io_struct
+        self.names_versions = hasattr(io_struct, "WeightVersionSpans")
 
     async def load_from_disk(self, path: str, version: int) -> None:
         """Load the safetensors of a directory; requests stand still meanwhile and then go on.
