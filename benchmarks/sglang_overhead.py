@@ -202,6 +202,8 @@ async def run_work(work: Work, python: str) -> list[Round]:
                 cpu = time.process_time() - cpu
                 plan = plan_of(finished)
                 again = await anyio.to_thread.run_sync(straight.ask, plan)
+                if len(plan) != len(prompts):
+                    raise SystemExit(f"{len(plan)} of {len(prompts)} trajectories ended")
                 rounds.append(measured(plan, seconds, cpu, again))
                 report(work.name, rounds[-1])
     finally:
@@ -277,7 +279,7 @@ def fast_work(directory: str, device: str, python: str) -> Work:
         device,
         python,
         # A step on a CPU is short by default, for the sake of larger models.
-        {"chunked_prefill_size": 4096},
+        {"chunked_prefill_size": 4096} if device == "cpu" else None,
         lengths=LengthsConfig(prompt=256, response=768),
         agent=AgentConfig(name="fixed_calls"),
     )

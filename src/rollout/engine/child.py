@@ -142,7 +142,7 @@ def main() -> None:
     leave = threading.Event()
     threading.Thread(target=_end_with_driver, args=(leave,), daemon=True).start()
     try:
-        # SGLang brings it; other cores do without.
+        # SGLang brings it; other cores use it where it is installed.
         options = {"use_uvloop": find_spec("uvloop") is not None}
         anyio.run(_serve, spec, answer, leave, backend_options=options)
     except BaseException as error:
