@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from rollout.agents.long_texts import LongTexts
 from rollout.agents.services import Services
 from rollout.assembly import builtin_tools, check_fit, load_template, tool_executor, tool_parser
 from rollout.bridge import WorkerThreads
@@ -75,6 +76,7 @@ async def _open_runtime(
         max_threads=config.tools.max_threads, max_abandoned=config.tools.max_abandoned_threads
     )
     executor = tool_executor(config, tools, threads)
+    texts = LongTexts(executor.schemas())
     tally = Tally()
     try:
         await executor.prepare()
@@ -97,6 +99,7 @@ async def _open_runtime(
                     interactions=registry,
                     tally=tally,
                     threads=threads,
+                    texts=texts,
                 )
                 runner = TrajectoryRunner(
                     services=services,
@@ -113,3 +116,4 @@ async def _open_runtime(
     finally:
         await executor.close()
         threads.close()
+        texts.close()

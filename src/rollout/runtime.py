@@ -59,7 +59,8 @@ class RuntimeStatistics:
         replicas: The engines.
         zombies: Cancelled requests whose end no engine has confirmed, over all of them.
         recoveries: What was done about requests whose replica was lost.
-        abandoned_threads: Threads of sync tools left behind at a deadline and still running.
+        abandoned_threads: Threads left behind at a deadline and still running, by the name of
+            their tool, or ``rollout.chat`` where they work on a long text.
         max_running: Trajectories that may run at once now; 0 while admission is paused.
         loop_lag_s: Longest delay of the event loop since the start.
     """
@@ -270,7 +271,7 @@ class RolloutRuntime:
             replicas=replicas,
             zombies=sum(replica.zombies for replica in replicas),
             recoveries=attrs.evolve(engines.recoveries),
-            abandoned_threads=self._threads.abandoned,
+            abandoned_threads=self._threads.abandoned | self._runner.services.texts.abandoned,
             max_running=self.admission.allowed,
             loop_lag_s=self._lag.max_s,
         )

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 
-from rollout.agents.budget import generation_budget, length_error, remaining
+from rollout.agents.budget import generation_budget
 from rollout.agents.history import History, said_again
 from rollout.agents.identity import Ending, Identity, RejectedPrompt
 from rollout.agents.turn import AssistantTurn, answer
-from rollout.chat.messages import as_messages, template_messages
+from rollout.agents.wording import Wording
+from rollout.chat.messages import template_messages
 from rollout.chat.transcript import Transcript
 from rollout.engine.generation import Generation
 from rollout.errors import (
@@ -22,7 +23,6 @@ from rollout.errors import (
     ConfigError,
     EngineError,
     LimitExceeded,
-    TemplateError,
 )
 from rollout.interactions import Interaction, InteractionContext, InteractionTurn
 from rollout.limits import Deadline, HeldDeadline, fail_at_deadline
@@ -30,6 +30,7 @@ from rollout.tools.attempt import CallError, attempt
 from rollout.types import InvalidToolCall, Message, Outcome, Prompt, ToolCall
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Iterator, Sequence
 
     from rollout.agents.services import Services
@@ -105,6 +106,8 @@ class AgentContext:
         self._in_reasoning = False
         self._said: dict[int, str] = {}
         self._history = History()
+        self._wording = Wording(services, tools)
+        self._unsettled: list[Sequence[Message | Mapping[str, Any]]] = []
         self.earlier: list[Transcript] = []
 
     @property
@@ -136,16 +139,7 @@ class AgentContext:
         if self.transcript.spans:
             raise AgentError("begin: the trajectory has begun already")
         given = self.prompt.messages if messages is None else messages
-        try:
-            self.messages = as_messages(given)
-            ids = self._services.template.prompt_ids(given, self._tools.schemas or None)
-        except TemplateError as error:
-            raise RejectedPrompt("bad_message", str(error)) from error
-        longest = self._services.config.lengths.prompt
-        if len(ids) > longest:
-            raise RejectedPrompt(
-                "prompt_length", f"the prompt has {len(ids)} tokens; lengths.prompt = {longest}"
-            )
+        ids, self.messages = await self._wording.prompt(given)
         if self._interaction_name is not None:
             self._interaction = self._new_interaction(self._interaction_name)
         self.transcript.append_prompt(ids)
@@ -163,6 +157,7 @@ class AgentContext:
         """
         if not self.transcript.spans:
             await self.begin()
+        await self.settle()
         limits = self._services.config.limits
         turn = Deadline.after(limits.turn_s, "limits.turn_s", self.deadline.now)
         turn_deadline = HeldDeadline(turn, self._outermost)
@@ -175,7 +170,7 @@ class AgentContext:
         is_over = False
         try:
             with self._settling_limits(), deadline.failing():
-                self._render_anew()
+                await self._render_anew()
                 budget, bounded_by = self._budget()
                 await self._services.engines.generate(
                     generation,
@@ -203,6 +198,7 @@ class AgentContext:
         Raises:
             LimitExceeded: A deadline fired, or the answers leave no room for another token.
         """
+        await self.settle()
         with self._settling_limits():
             self._check_calls(len(calls))
             results = await self._tools.run(calls, turn_deadline=self._turn_deadline)
@@ -210,7 +206,7 @@ class AgentContext:
             self._services.tally.tool_calls += len(calls)
             self._check_errors(results)
         self.user_turns += 1
-        self.observe([answer(call, r) for call, r in zip(calls, results, strict=True)])
+        await self._observe([answer(call, r) for call, r in zip(calls, results, strict=True)])
         return results
 
     def _check_calls(self, count: int) -> None:
@@ -249,6 +245,7 @@ class AgentContext:
         """
         if self._interaction is None:
             raise AgentError("ask_user: no interaction takes part in this trajectory")
+        await self.settle()
         with self._settling_limits(), fail_at_deadline(self._turn_deadline):
             turn = await self._interaction.respond(template_messages(self.messages))
         if turn.score is not None:
@@ -256,32 +253,61 @@ class AgentContext:
         self.extra.update(turn.extra)
         if not turn.is_done:
             self.user_turns += 1
-            self.observe([Message(role="user", content=turn.text)])
+            await self._observe([Message(role="user", content=turn.text)])
         return turn
 
     def observe(self, messages: Sequence[Message | Mapping[str, Any]]) -> None:
         """Append messages that the model reads and did not write.
 
         Give all that come before the next turn at once: where nothing was generated since the last
-        ones, a turn without words stands between.
+        ones, a turn without words stands between. A text of more than 16,000 characters is encoded
+        beside the event loop: `settle` and whatever else of the context is awaited append it.
 
         Raises:
-            LimitExceeded: They would leave no room for one more token; nothing is appended.
+            LimitExceeded: They would leave no room for one more token; nothing is appended. Of a
+                long text `settle` may find that out.
         """
-        last = self.transcript.spans[-1]
-        is_silent = last.kind != "generated"
-        after = None if is_silent else self.transcript.span_ids(last)
-        ids = self._services.template.observation_ids(messages, after=after)
-        room, source = self._room()
-        if len(ids) >= room:
+        worded = None
+        if not self._unsettled:
             with self._settling_limits():
-                raise length_error(source, f"an observation of {len(ids)} tokens does not fit")
-        if is_silent:
+                worded = self._wording.observation_now(
+                    messages, self.transcript, self._last_generated()
+                )
+        if worded is None:
+            self._unsettled.append(messages)
+        else:
+            self._append(messages, *worded)
+
+    async def settle(self) -> None:
+        """Append what `observe` has left to be encoded.
+
+        Raises:
+            LimitExceeded: It would leave no room for one more token, and is dropped.
+        """
+        while self._unsettled:
+            await self._observe(self._unsettled.pop(0))
+
+    async def _observe(self, messages: Sequence[Message | Mapping[str, Any]]) -> None:
+        after = self._last_generated()
+        with self._settling_limits():
+            worded = await self._wording.observation(messages, self.transcript, after)
+        self._append(messages, *worded)
+
+    def _last_generated(self) -> array[int] | None:
+        """The ids of the last turn; None where something was observed since."""
+        last = self.transcript.spans[-1]
+        return self.transcript.span_ids(last) if last.kind == "generated" else None
+
+    def _append(
+        self, given: Sequence[Message | Mapping[str, Any]], ids: array[int], plain: list[Message]
+    ) -> None:
+        """Append an observation that has room."""
+        if self.transcript.spans[-1].kind != "generated":
             self._note_silence()
         self.transcript.append_observation(ids)
-        self._in_reasoning = self._services.template.opens_reasoning_after(messages)
-        self.messages += as_messages(messages)
-        self._history.add(messages)
+        self._in_reasoning = self._services.template.opens_reasoning_after(given)
+        self.messages += plain
+        self._history.add(given)
 
     def _note_silence(self) -> None:
         """The template's opening of a turn stands there and ends at once: a turn without words."""
@@ -289,7 +315,7 @@ class AgentContext:
         self.messages.append(Message(role="assistant", content=""))
         self._history.add([{"role": "assistant", "content": ""}])
 
-    def check_tokens(self) -> Drift | None:
+    async def check_tokens(self) -> Drift | None:
         """How the transcript differs from its conversation rendered anew.
 
         None if nothing was said, and where the history is rendered anew in any case.
@@ -299,11 +325,15 @@ class AgentContext:
         """
         if not self._said or self.config.history != "append_only":
             return None
-        template, tools = self._services.template, self._tools.schemas or None
-        return template.drift(self.transcript, self.messages, self._said, tools)
+        return await self._wording.drift(self.transcript, self.messages, self._said)
 
     async def score(self) -> None:
-        """Ask the tools for their final rewards."""
+        """Ask the tools for their final rewards, once all is said.
+
+        Raises:
+            LimitExceeded: As `settle`.
+        """
+        await self.settle()
         self.tool_rewards += await self._tools.calc_rewards()
 
     async def close(self) -> None:
@@ -354,13 +384,6 @@ class AgentContext:
             threads=self._services.threads,
         )
 
-    def _room(self) -> tuple[int, str]:
-        return remaining(
-            self.transcript,
-            self._services.config.lengths,
-            self._services.engines.info.context_length,
-        )
-
     def _budget(self) -> tuple[int, str]:
         return generation_budget(
             self.transcript,
@@ -383,7 +406,7 @@ class AgentContext:
         self.restarts += generation.restarts
         self.discarded_tokens += generation.discarded_tokens
 
-    def _render_anew(self) -> None:
+    async def _render_anew(self) -> None:
         """Open another row where the template writes the history otherwise than the row has it.
 
         Raises:
@@ -391,17 +414,10 @@ class AgentContext:
         """
         if self.config.history == "append_only" or not self.assistant_turns:
             return
-        services = self._services
-        row = self._history.row(
-            services.template, self._tools.schemas or None, services.config.lengths.prompt
-        )
-        if row.ids_bytes() == self.transcript.ids_bytes():
-            return
-        room, source = remaining(row, services.config.lengths, services.engines.info.context_length)
-        if room < 1:
-            raise length_error(source, "the conversation rendered anew leaves no room for a token")
-        self.earlier.append(self.transcript)
-        self.transcript = row
+        row = await self._wording.row(self._history)
+        if row.ids_bytes() != self.transcript.ids_bytes():
+            self.earlier.append(self.transcript)
+            self.transcript = row
 
     def _abort(self, deadline: Deadline) -> Exception:
         """Why a generation was aborted that we had not ended."""

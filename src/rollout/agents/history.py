@@ -15,23 +15,31 @@ if TYPE_CHECKING:
 
 
 class History:
-    """The messages of a trajectory, and the prompt that it began with."""
+    """The messages of a trajectory, and the prompt that it began with.
+
+    Attributes:
+        messages: As they were given, and as the model's turns were parsed.
+    """
 
     def __init__(self) -> None:
-        self._messages: list[Message | Mapping[str, Any]] = []
+        self.messages: list[Message | Mapping[str, Any]] = []
         self._prompt: Sequence[int] = ()
 
     def begin(self, messages: Iterable[Message | Mapping[str, Any]], ids: Sequence[int]) -> None:
         """The prompt, and its tokens."""
-        self._messages = list(messages)
+        self.messages = list(messages)
         self._prompt = ids
 
     def add(self, messages: Iterable[Message | Mapping[str, Any]]) -> None:
         """What was said since."""
-        self._messages += messages
+        self.messages += messages
 
     def row(
-        self, template: ChatTemplate, tools: Sequence[Mapping[str, Any]] | None, longest: int
+        self,
+        template: ChatTemplate,
+        tools: Sequence[Mapping[str, Any]] | None,
+        longest: int,
+        most: int,
     ) -> Transcript:
         """A transcript that begins with the whole conversation rendered anew.
 
@@ -40,8 +48,9 @@ class History:
 
         Raises:
             TemplateError: The template refuses the conversation.
+            TooManyTokens: It certainly has more than `most`.
         """
-        ids = template.prompt_ids(self._messages, tools)
+        ids = template.prompt_ids(self.messages, tools, most=most)
         shared = next(
             (at for at, (a, b) in enumerate(zip(ids, self._prompt, strict=False)) if a != b),
             min(len(ids), len(self._prompt)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 
+from rollout.agents.long_texts import LongTexts
 from rollout.bridge import WorkerThreads
 from rollout.chat import ChatTemplate, ToolParser
 from rollout.config import RolloutConfig
@@ -29,3 +30,4 @@ class Services:
     interactions: InteractionRegistry
     tally: Tally
     threads: WorkerThreads
+    texts: LongTexts

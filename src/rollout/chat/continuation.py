@@ -15,23 +15,27 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal
 
 import msgspec
 
 from rollout.chat.content_tests import content_tests
 from rollout.chat.encoding import Place, TextEncoder, WrittenText
 from rollout.chat.look_alikes import render_written
-from rollout.chat.messages import TemplateMessage, template_call
+from rollout.chat.made_up import (
+    ANSWER,
+    HISTORY,
+    Answer,
+    after_answer,
+    conversation,
+    unusable,
+    with_contents,
+)
+from rollout.chat.messages import TemplateMessage
 from rollout.chat.reasoning import opens_reasoning
 from rollout.errors import TemplateError
 
 #: `render(messages, add_generation_prompt)`: what the template makes of a conversation.
 Render = Callable[[Sequence[TemplateMessage], bool], str]
-
-#: Letters only, so that templates which trim or JSON-encode contents leave them recognisable.
-HISTORY = "rolloutHistoryMarker"
-ANSWER = "rolloutAnswerMarker"
 
 #: Put around a marker, all that templates are known to treat specially: white space in either
 #: order, quotes, escapes, markup, other alphabets.
@@ -49,11 +53,6 @@ WAYS: Mapping[str, Callable[[str], str]] = MappingProxyType(
         "json": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
     }
 )
-
-
-#: What a made-up assistant says: words; words and calls, since some templates refuse results that
-#: nobody asked for; or calls alone, since some write words behind the results (Gemma 4).
-Answer = Literal["words", "words and calls", "calls"]
 
 
 class TurnEnds(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,22 +104,46 @@ class ContinuationRenderer:
         self._ends: TurnEnds | None = None
         self._tests = content_tests(source)
 
-    def render(self, messages: Sequence[TemplateMessage]) -> tuple[WrittenText, str]:
+    def render(
+        self, messages: Sequence[TemplateMessage], most: int | None = None
+    ) -> tuple[WrittenText, str]:
         """The text after the assistant's content, and the turn end that it starts with.
+
+        Args:
+            messages: As they follow a turn.
+            most: Tokens that there is room for behind the turn end; None for any number.
 
         Raises:
             TemplateError: The template refuses such messages or cannot be used append-only.
+            TooManyTokens: They certainly have more than `most`.
         """
         form = self.form(messages)
-        joined = self._joined(form, messages)
+        if most is not None:
+            most += len(form.turn_end.encode())  # it may have been sampled: then it needs no room
+        joined = self._joined(form, messages, most)
         if joined is None:
             joined = render_written(
                 lambda given, _: self._rendered(form.answer, given)[0],
                 self._encoder,
                 messages,
                 None,
+                most,
             )
         return joined, form.turn_end
+
+    def refuse_beyond(self, most: int, messages: Sequence[TemplateMessage]) -> None:
+        """Raise where the lengths of contents, which are not rendered, say that there is no room.
+
+        Raises:
+            TemplateError: The template refuses such messages or cannot be used append-only.
+            TooManyTokens: They certainly have more than `most`.
+        """
+        form = self.form(messages)
+        if form.way == "json":  # which only makes them longer
+            form = msgspec.structs.replace(form, way="verbatim")
+        contents = self._contents(form, messages)
+        if contents is not None:
+            self._encoder.refuse_beyond(most + len(form.turn_end.encode()), "".join(contents))
 
     def form(self, messages: Sequence[TemplateMessage]) -> Continuation:
         """How messages like these follow a turn.
@@ -141,7 +164,7 @@ class ContinuationRenderer:
             TemplateError: It refuses such a conversation.
         """
         if self._ends is None:
-            said = _after_answer(self._render(_conversation(), False))
+            said = after_answer(self._render(conversation(), False))
             self._ends = TurnEnds(said=said, called=self._call_end(said))
         return self._ends
 
@@ -149,7 +172,7 @@ class ContinuationRenderer:
         """What ends a turn that calls a tool: as a text ends, or else its last special token."""
         result = {"role": "tool", "content": ""}
         try:
-            calling = self._render(_conversation([result], "words and calls")[:2], False)
+            calling = self._render(conversation([result], "words and calls")[:2], False)
         except TemplateError:
             return said
         if calling.endswith(said):
@@ -158,37 +181,47 @@ class ContinuationRenderer:
         return calling[places[-1][0] :] if places else said
 
     def _joined(
-        self, form: Continuation, messages: Sequence[TemplateMessage]
+        self, form: Continuation, messages: Sequence[TemplateMessage], most: int | None
     ) -> WrittenText | None:
         """The text without rendering; None where a content might be treated specially."""
+        contents = self._contents(form, messages)
+        if contents is None or form.literals is None:
+            return None
+        joined = _interleave(form.literals, contents)
+        self._encoder.refuse_beyond(most, joined)
+        plain, length = list[Place](), len(form.literals[0])
+        for text, literal in zip(contents, form.literals[1:], strict=True):
+            if not self._encoder.is_plain(text):
+                plain += self._encoder.look_alikes(text, length)
+            length += len(text) + len(literal)
+        return WrittenText(joined, tuple(plain))
+
+    def _contents(
+        self, form: Continuation, messages: Sequence[TemplateMessage]
+    ) -> list[str] | None:
+        """What stands in the slots; None where it might be treated specially."""
         if form.literals is None or self._tests is None:
             return None
-        pieces, plain, length = [form.literals[0]], list[Place](), len(form.literals[0])
-        way = WAYS[form.way]
-        for (at, key), literal in zip(form.slots, form.literals[1:], strict=True):
+        contents, way = [], WAYS[form.way]
+        for at, key in form.slots:
             text = str(messages[at][key])
             if not text or any(test in text for test in self._tests):
                 return None
-            if key == "content":
-                text = way(text)
-            if not self._encoder.is_plain(text):
-                plain += self._encoder.look_alikes(text, length)
-            pieces += (text, literal)
-            length += len(text) + len(literal)
-        return WrittenText("".join(pieces), tuple(plain))
+            contents.append(way(text) if key == "content" else text)
+        return contents
 
     def _rendered(self, answer: Answer, messages: Sequence[TemplateMessage]) -> tuple[str, str]:
         """The text after the assistant's content, and the turn end that it starts with."""
         ends = self.turn_ends()
-        whole = self._render(_conversation(messages, answer), True)
+        whole = self._render(conversation(messages, answer), True)
         if answer == "words":
-            after = _after_answer(whole)
+            after = after_answer(whole)
             return after, self._end_of(after, ends.said)
-        calling = self._render(_conversation(messages, answer)[:2], False)
+        calling = self._render(conversation(messages, answer)[:2], False)
         if ANSWER in calling:  # what stands before it may change, see `_refuse_rewriting`
-            calling, whole = _after_answer(calling), _after_answer(whole)
+            calling, whole = after_answer(calling), after_answer(whole)
         if not (calling.endswith(ends.called) and whole.startswith(calling)):
-            raise _unusable("it writes a call in another way once it is answered")
+            raise unusable("it writes a call in another way once it is answered")
         return ends.called + whole[len(calling) :], ends.called
 
     def _end_of(self, after: str, said: str) -> str:
@@ -219,8 +252,8 @@ class ContinuationRenderer:
     def _examine(self, messages: Sequence[TemplateMessage], answer: Answer) -> Continuation:
         """The form of messages like these, after a look at what the template does with them."""
         markers = [f"rolloutContentMarker{at}x" for at in range(len(messages))]
-        marked = _with_contents(messages, markers)
-        self._refuse_rewriting(_conversation(marked, answer))
+        marked = with_contents(messages, markers)
+        self._refuse_rewriting(conversation(marked, answer))
         text, turn_end = self._rendered(answer, marked)
         literals = _split(text, markers, messages)
         form = Continuation(
@@ -264,26 +297,26 @@ class ContinuationRenderer:
                 return known
         return None
 
-    def _refuse_rewriting(self, conversation: Sequence[TemplateMessage]) -> None:
+    def _refuse_rewriting(self, exchange: Sequence[TemplateMessage]) -> None:
         """Refuse a template under which new messages change what stands before them.
 
         The opening of the assistant's turn may change: templates of reasoning models leave out the
         reasoning of earlier turns, and an append-only transcript keeps what was sampled. Contents
         beside a call are left out by some, and nothing of ours follows them.
         """
-        text = self._render(conversation, True)
-        is_calling = "tool_calls" in conversation[1]
+        text = self._render(exchange, True)
+        is_calling = "tool_calls" in exchange[1]
         if not is_calling:
-            _after_answer(text)
+            after_answer(text)
         for marker, what in ((HISTORY, "user"), (ANSWER, "assistant")):
             times = text.count(marker)
             if times != 1 and not (marker == ANSWER and is_calling and times == 0):
-                raise _unusable(f"it writes an earlier {what} message {times} times")
+                raise unusable(f"it writes an earlier {what} message {times} times")
         head = text.partition(HISTORY)[0]
         if ANSWER in head:
-            raise _unusable("it changes the order of messages")
-        if head != self._render(_conversation(), False).partition(HISTORY)[0]:
-            raise _unusable("new messages change the text before the first message")
+            raise unusable("it changes the order of messages")
+        if head != self._render(conversation(), False).partition(HISTORY)[0]:
+            raise unusable("new messages change the text before the first message")
 
     def _is_foretold(
         self, form: Continuation, messages: Sequence[TemplateMessage], probe: tuple[str, str]
@@ -314,35 +347,6 @@ _NAMES = ("name", "tool_call_id")
 _KNOWN = frozenset(("role", "content", *_NAMES))
 
 
-def _conversation(
-    messages: Sequence[TemplateMessage] = (), answer: Answer = "words"
-) -> list[TemplateMessage]:
-    """The made-up exchange, then `messages`; where the assistant calls, it calls their tools."""
-    said: TemplateMessage = {"role": "assistant", "content": "" if answer == "calls" else ANSWER}
-    if answer != "words":
-        results = itertools.takewhile(lambda message: message["role"] == "tool", messages)
-        said["tool_calls"] = [
-            template_call(result.get("tool_call_id", f"call_{at}"), result.get("name", "tool"), {})
-            for at, result in enumerate(results)
-        ]
-    return [{"role": "user", "content": HISTORY}, said, *messages]
-
-
-def _with_contents(
-    messages: Sequence[TemplateMessage], contents: Sequence[str]
-) -> list[TemplateMessage]:
-    return [
-        {**message, "content": content} for message, content in zip(messages, contents, strict=True)
-    ]
-
-
-def _after_answer(text: str) -> str:
-    _, marker, after = text.partition(ANSWER)
-    if not marker:
-        raise _unusable("it leaves out the assistant's content")
-    return after
-
-
 def _split(
     text: str, markers: Sequence[str], messages: Sequence[TemplateMessage]
 ) -> tuple[str, ...]:
@@ -351,7 +355,7 @@ def _split(
         literal, found, text = text.partition(marker)
         if not found or marker in text:
             times = "in another place or not at all" if not found else "more than once"
-            raise _unusable(f"it writes the content of {message['role']!r} messages {times}")
+            raise unusable(f"it writes the content of {message['role']!r} messages {times}")
         literals.append(literal)
     return (*literals, text)
 
@@ -369,7 +373,3 @@ def common_prefix(left: str, right: str, encoder: TextEncoder) -> str:
         places = [*encoder.look_alikes(text), *(tag.span() for tag in _TAG.finditer(text))]
         length = min([length, *(start for start, stop in places if start < length < stop)])
     return left[:length]
-
-
-def _unusable(why: str) -> TemplateError:
-    return TemplateError(f"the chat template cannot be used append-only: {why}")

@@ -3,6 +3,9 @@
 A tokenizer recognises its special tokens by their spelling, wherever they stand. Here a text comes
 with the places that its author and not the template wrote: nothing in them is recognised. The text
 between two special tokens is encoded as one piece, whoever wrote which part of it.
+
+Whoever has room for so many tokens says so (`most`): a text that certainly has more is refused
+before it is encoded, or once its beginning was.
 """
 
 from __future__ import annotations
@@ -10,9 +13,13 @@ from __future__ import annotations
 import itertools
 import re
 import weakref
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+from rollout.chat.ids import FastIds, Ids, SlowIds
+from rollout.chat.token_bounds import TokenBound, TooManyTokens, token_bound
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -52,7 +59,6 @@ class TextEncoder:
     Attributes:
         specials: Spelling and id of each token that a template may write: those marked special,
             and the other added ones that are neither white space nor markup.
-        encode: Text to ids, special tokens recognised wherever they stand.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -62,22 +68,54 @@ class TextEncoder:
         self._added = {token.content: token for _, token in added}
         self._pattern = _any_of(self.specials) if self.specials else None
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._bounded = None if backend is None else _BoundedEncoder(backend, self.specials)
+        self._backend = backend
+        self._ids: Ids
+        self._bounded: _BoundedEncoder | None = None
         if backend is None:
-            self._encode_piece: Any = tokenizer.encode
-            self.encode = self._encode_unserialized
+            self._ids = SlowIds(tokenizer)
+            self._split_ids = SlowIds(tokenizer, split_special_tokens=True)
         else:
-            self._encode_piece = _copy(backend).encode
-            self.encode = self._encode_fast
+            self._ids = FastIds(_copy(backend))
+            self._bounded = _BoundedEncoder(backend, self.specials)
 
-    def encode_written(self, written: WrittenText) -> list[int]:
-        """The ids; special tokens are recognised outside the plain places only."""
+    def encode(self, text: str, most: int | None = None) -> list[int]:
+        """The ids of a text, special tokens recognised wherever they stand.
+
+        Raises:
+            TooManyTokens: They are certainly more than `most`.
+        """
+        self.refuse_beyond(most, text)
+        return self._ids(text, most)
+
+    def encode_written(self, written: WrittenText, most: int | None = None) -> list[int]:
+        """The ids; special tokens are recognised outside the plain places only.
+
+        Raises:
+            TooManyTokens: They are certainly more than `most`.
+        """
         if not written.plain:
-            return self.encode(written.text)
+            return self.encode(written.text, most)
+        self.refuse_beyond(most, written.text)
         pieces, tokens = self._split(written)
         if self._bounded is None or BOUNDARY in written.text:
-            return self._piecewise(pieces, tokens)
-        return self._bounded.encode(pieces, [self._added[token] for token in tokens])
+            return self._piecewise(pieces, tokens, most)
+        return self._bounded.encode(pieces, [self._added[token] for token in tokens], most)
+
+    def refuse_beyond(self, most: int | None, text: str) -> None:
+        """Raise where the length of `text` says that it has more than `most` tokens.
+
+        Raises:
+            TooManyTokens: It has.
+        """
+        if most is None or len(text) <= most or self._bound is None:
+            return
+        least = self._bound.least(text, most)
+        if least > most:
+            raise TooManyTokens(least, most)
+
+    @cached_property
+    def _bound(self) -> TokenBound | None:
+        return None if self._backend is None else token_bound(self._backend)
 
     def is_plain(self, text: str) -> bool:
         """Whether nothing in `text` looks like a special token."""
@@ -103,26 +141,22 @@ class TextEncoder:
             start = plain_stop
         return [*pieces, text[at:]], tokens
 
-    def _piecewise(self, pieces: Sequence[str], tokens: Sequence[str]) -> list[int]:
+    def _piecewise(
+        self, pieces: Sequence[str], tokens: Sequence[str], most: int | None
+    ) -> list[int]:
         ids: list[int] = []
         for piece, token in itertools.zip_longest(pieces, tokens):
-            ids += self._encode_plain(piece)
+            ids += self._encode_plain(piece, most)
             if token is not None:
                 ids.append(self.specials[token])
+            if most is not None and len(ids) > most:
+                raise TooManyTokens(len(ids), most)
         return ids
 
-    def _encode_plain(self, text: str) -> list[int]:
+    def _encode_plain(self, text: str, most: int | None) -> list[int]:
         if self._bounded is not None:
-            return self._bounded.encode_plain(text)
-        ids = self._encode_piece(text, add_special_tokens=False, split_special_tokens=True)
-        return list(ids)
-
-    def _encode_fast(self, text: str) -> list[int]:
-        ids: list[int] = self._encode_piece(text, add_special_tokens=False).ids
-        return ids
-
-    def _encode_unserialized(self, text: str) -> list[int]:
-        return list(self._encode_piece(text, add_special_tokens=False))
+            return self._bounded.encode_plain(text, most)
+        return self._split_ids(text, most)
 
 
 class _BoundedEncoder:
@@ -138,7 +172,6 @@ class _BoundedEncoder:
         own = _copy(backend)
         own.add_special_tokens(list(specials))  # known already: they become special, ids stay
         own.encode_special_tokens = True
-        self._plain = own.encode
         self._marks = {
             (left, right): f"{BOUNDARY}{int(left)}{int(right)}{BOUNDARY}"
             for left, right in itertools.product((False, True), repeat=2)
@@ -149,22 +182,23 @@ class _BoundedEncoder:
                 for (left, right), name in self._marks.items()
             ]
         )
+        self._plain = FastIds(own)
         self._ids = frozenset(own.token_to_id(name) for name in self._marks.values())
         self._specials = specials
 
-    def encode_plain(self, text: str) -> list[int]:
+    def encode_plain(self, text: str, most: int | None) -> list[int]:
         """The ids of a text in which nothing is special; boundaries in it are lost."""
-        ids = self._plain(text, add_special_tokens=False).ids
+        ids = self._plain(text, most)
         return [token_id for token_id in ids if token_id not in self._ids]
 
-    def encode(self, pieces: Sequence[str], tokens: Sequence[Any]) -> list[int]:
+    def encode(self, pieces: Sequence[str], tokens: Sequence[Any], most: int | None) -> list[int]:
         """The ids of texts with special tokens between them."""
         marks = [self._marks[token.lstrip, token.rstrip] for token in tokens]
         text = "".join(itertools.chain.from_iterable(zip(pieces, marks, strict=False)))
         written = iter([self._specials[token.content] for token in tokens])
         return [
             next(written) if token_id in self._ids else token_id
-            for token_id in self._plain(text + pieces[-1], add_special_tokens=False).ids
+            for token_id in self._plain(text + pieces[-1], most)
         ]
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.chat.continuation import HISTORY, common_prefix
+from rollout.chat.continuation import common_prefix
+from rollout.chat.made_up import HISTORY
 from rollout.chat.messages import template_call
 from rollout.chat.reasoning import END_THINK, THINK, lacks_reasoning, opens_reasoning
 from rollout.errors import TemplateError

@@ -28,19 +28,31 @@ _TAG = re.compile(r"</?\w+>")
 
 
 def render_written(
-    render: RenderAll, encoder: TextEncoder, messages: Sequence[TemplateMessage], tools: Tools
+    render: RenderAll,
+    encoder: TextEncoder,
+    messages: Sequence[TemplateMessage],
+    tools: Tools,
+    most: int | None = None,
 ) -> WrittenText:
     """The rendered text with the places in it that must stay plain.
 
     Of an assistant's message, tags like ``<think>`` are left to the template and the tokenizer:
     templates look for them.
 
+    Args:
+        render: Renders messages and tools.
+        encoder: Knows what looks like a special token.
+        messages, tools: What is rendered.
+        most: Tokens that there is room for; None for any number.
+
     Raises:
         TemplateError: The template refuses the messages.
+        TooManyTokens: The text certainly has more than `most`.
     """
-    if _are_plain(encoder, [messages, tools]):
-        return WrittenText(render(messages, tools))
     text = render(messages, tools)
+    encoder.refuse_beyond(most, text)
+    if _are_plain(encoder, [messages, tools]):
+        return WrittenText(text)
     word = "rolloutLookAlike"  # letters, which templates leave as they are
     while word in text:
         word += "a"

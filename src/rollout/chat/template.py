@@ -11,11 +11,12 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from rollout.chat.continuation import HISTORY, ContinuationRenderer
+from rollout.chat.continuation import ContinuationRenderer
 from rollout.chat.drift import DRIFT_KINDS, Drift, compare
 from rollout.chat.encoding import WrittenText, encoder_of
 from rollout.chat.full_rendering import FullRendering, HistoryRenderer
 from rollout.chat.look_alikes import render_written
+from rollout.chat.made_up import HISTORY
 from rollout.chat.messages import TemplateMessage, template_messages
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.rendering import Renderer
@@ -69,20 +70,25 @@ class ChatTemplate:
         self,
         messages: Iterable[Message | Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        most: int | None = None,
     ) -> array[int]:
         """(T,) the whole conversation and the opening of the assistant's turn.
 
         Args:
             messages: At least one.
             tools: OpenAI-style function dicts that the model may call.
+            most: Tokens that there is room for; None for any number. What has a few more may be
+                encoded all the same.
 
         Raises:
             TemplateError: The messages are malformed, or the template refuses them or makes no
                 text of them.
+            TooManyTokens: They certainly have more than `most`.
         """
         given = template_messages(messages)
-        written = self.written(given, tools, add_generation_prompt=True)
-        ids = self._encoder.encode_written(written)
+        written = self.written(given, tools, add_generation_prompt=True, most=most)
+        ids = self._encoder.encode_written(written, most)
         if not ids:
             roles = ", ".join(message["role"] for message in given)
             raise TemplateError(f"the chat template makes no text of [{roles}]")
@@ -94,17 +100,20 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         add_generation_prompt: bool,
+        most: int | None = None,
     ) -> WrittenText:
         """What the template makes of a whole conversation.
 
         Raises:
             TemplateError: The template refuses the messages.
+            TooManyTokens: They certainly have more than `most`.
         """
         return render_written(
             lambda given, offered: self._renderer.render(given, add_generation_prompt, offered),
             self._encoder,
             messages,
             tools,
+            most,
         )
 
     def observation_ids(
@@ -112,6 +121,7 @@ class ChatTemplate:
         messages: Iterable[Message | Mapping[str, Any]],
         *,
         after: Sequence[int] | None,
+        most: int | None = None,
     ) -> array[int]:
         """(T,) what `messages` add behind a generated turn, up to the next assistant's opening.
 
@@ -122,15 +132,30 @@ class ChatTemplate:
             messages: Tool results or user messages, all of them that come before the next turn.
             after: The ids so far, or only the last turn's; None where they are unknown, which
                 counts as cut.
+            most: As in `prompt_ids`.
 
         Raises:
             TemplateError: The messages are malformed, the template refuses them, or it cannot be
                 used append-only.
+            TooManyTokens: They certainly have more than `most`.
         """
-        written, turn_end = self._continuations.render(self._adapted(messages))
-        ids = self._encoder.encode_written(written)
+        written, turn_end = self._continuations.render(self._adapted(messages), most)
+        if most is not None:
+            most += len(turn_end.encode())  # which may have been sampled
+        ids = self._encoder.encode_written(written, most)
         past = self._past(ids, turn_end, after) if after is not None and len(after) else 0
         return array("i", ids[past:] if past else ids)
+
+    def refuse_beyond(self, most: int, messages: Iterable[Message | Mapping[str, Any]]) -> None:
+        """Raise where messages are so long that an observation of them has more than `most` tokens.
+
+        Costs little for any text; says nothing where a template treats contents specially.
+
+        Raises:
+            TemplateError: As `observation_ids`.
+            TooManyTokens: They certainly have more.
+        """
+        self._continuations.refuse_beyond(most, self._adapted(messages))
 
     def opens_reasoning_after(self, messages: Iterable[Message | Mapping[str, Any]]) -> bool:
         """Whether the turn behind an observation of `messages` begins inside reasoning.

@@ -34,14 +34,14 @@ class TokenizationCheck:
         self._ignored = frozenset(ignored)
         self._logged: set[str] = set()
 
-    def judge(self, context: AgentContext) -> tuple[str | None, str | None]:
+    async def judge(self, context: AgentContext) -> tuple[str | None, str | None]:
         """The kind of drift, and why the trajectory must fail for it; None where there is none.
 
         The kind is None where nothing was compared.
         """
         if self._mode == "off":
             return None, None
-        kind, message = self._compare(context)
+        kind, message = await self._compare(context)
         if kind is None or kind == "identical":
             return kind, None
         if self._mode == "strict":
@@ -55,9 +55,9 @@ class TokenizationCheck:
             )
         return kind, None
 
-    def _compare(self, context: AgentContext) -> tuple[str | None, str]:
+    async def _compare(self, context: AgentContext) -> tuple[str | None, str]:
         try:
-            drift = context.check_tokens()
+            drift = await context.check_tokens()
         except TemplateError as error:
             return REFUSED, f"the conversation cannot be rendered as a whole: {error}"
         if drift is None:

@@ -73,7 +73,7 @@ class TrajectoryRunner:
             discarded += sum(own.generated_length for own in (*context.earlier, context.transcript))
         drift = None
         if ending.outcome in COMPARED:
-            drift, fault = self.tokens.judge(context)
+            drift, fault = await self.tokens.judge(context)
             if fault is not None:
                 ending = Ending(outcome=Outcome.FAILED, reason="tokenization")
                 cause = Cause(type=TemplateError.__qualname__, message=fault)

@@ -5,14 +5,11 @@ from __future__ import annotations
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from rollout.chat.token_bounds import byte_letters
 from rollout.testing.vocabulary import SPECIAL_TOKENS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-#: Bytes that byte-level vocabularies (GPT-2) write as themselves; the others, in their order, are
-#: written as U+0100 and up.
-_PRINTABLE = (range(0x21, 0x7F), range(0xA1, 0xAD), range(0xAE, 0x100))
 
 
 def simulated_tokenizer() -> PreTrainedTokenizerFast:
@@ -24,7 +21,8 @@ def simulated_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
+    vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
@@ -39,12 +37,3 @@ def simulated_tokenizer() -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
     )
     return tokenizer
-
-
-def _byte_vocabulary() -> dict[str, int]:
-    """The character that stands for each byte, and the byte as its id."""
-    printable = {byte for part in _PRINTABLE for byte in part}
-    others = (byte for byte in range(256) if byte not in printable)
-    vocabulary = {chr(byte): byte for byte in printable}
-    vocabulary |= {chr(0x100 + index): byte for index, byte in enumerate(others)}
-    return vocabulary

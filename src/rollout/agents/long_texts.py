@@ -1,0 +1,82 @@
+"""Work on texts: short ones where they stand, long ones in threads beside the event loop."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from rollout.bridge import WorkerThreads, has_virtual_clock
+from rollout.chat.ids import LONG
+
+T = TypeVar("T")
+
+#: Threads that work on texts; further ones wait. They share the machine with the event loop.
+MAX_THREADS = 2
+#: A message, or part of one, takes as long as so many characters at least.
+_OVERHEAD = 16
+#: Tokens that may be more than `LONG` characters.
+LONG_TOKENS = LONG // 4
+#: By what threads that were left behind are counted.
+NAME = "rollout.chat"
+
+
+class LongTexts:
+    """Threads of their own, so that long texts wait for no tool; `close` ends them.
+
+    Rendering and encoding a megabyte takes half a second. In virtual time nothing runs in threads:
+    time would run away from them.
+
+    Args:
+        schemas: The tools, which prompts may offer.
+
+    Attributes:
+        prompt_room: Characters of messages that make a short prompt beside the tools.
+    """
+
+    def __init__(self, schemas: Sequence[Mapping[str, Any]]) -> None:
+        self.prompt_room = max(0, _room_beside(schemas, LONG))
+        self._threads = WorkerThreads(max_threads=MAX_THREADS, max_abandoned=sys.maxsize)
+
+    @property
+    def abandoned(self) -> dict[str, int]:
+        """Threads that were left behind at a deadline and still work, by what they do."""
+        return self._threads.abandoned
+
+    async def run(self, is_long: bool, function: Callable[..., T], *args: object) -> T:
+        """``function(*args)``, in a thread where it is long work; cancellation leaves it behind.
+
+        What is left behind is bounded, as texts for which there is no room are given up early.
+        """
+        if not is_long or has_virtual_clock():
+            return function(*args)
+        return await self._threads.run(NAME, function, *args)
+
+    def close(self) -> None:
+        """End the threads; one that works ends by itself."""
+        self._threads.close()
+
+
+def is_long(value: object, room: int = LONG) -> bool:
+    """Whether the texts in `value` have more than `room` characters; looks at no more of them."""
+    return _room_beside(value, room) < 0
+
+
+def _room_beside(value: object, room: int) -> int:
+    """Characters of `room` that the texts in `value` leave; negative where they are more."""
+    waiting = [value]
+    while waiting and room >= 0:
+        item = waiting.pop()
+        if isinstance(item, str | bytes | bytearray):
+            room -= len(item)
+            continue
+        if isinstance(item, msgspec.Struct):
+            item = [getattr(item, name) for name in item.__struct_fields__]
+        room -= _OVERHEAD
+        if isinstance(item, Collection):
+            room -= _OVERHEAD * len(item)
+            if room >= 0:
+                waiting += (*item.keys(), *item.values()) if isinstance(item, Mapping) else item
+    return room
