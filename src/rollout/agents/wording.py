@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollout.agents.budget import length_error, remaining
@@ -12,19 +10,22 @@ from rollout.agents.long_texts import LONG_TOKENS, is_long
 from rollout.chat.messages import as_messages
 from rollout.chat.token_bounds import TooManyTokens
 from rollout.errors import LimitExceeded, TemplateError
-from rollout.types import Message
 
 if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Mapping, Sequence
+
     from rollout.agents.history import History
     from rollout.agents.services import Services
     from rollout.chat.drift import Drift
     from rollout.chat.transcript import Transcript
     from rollout.tools import TrajectoryTools
+    from rollout.types import Message
 
-#: Messages as agents give them.
-Given = Sequence[Message | Mapping[str, Any]]
-#: Ids, and the messages that they are of.
-Worded = tuple[array[int], list[Message]]
+    #: Messages as agents give them.
+    Given = Sequence[Message | Mapping[str, Any]]
+    #: Ids, and the messages that they are of.
+    Worded = tuple[array[int], list[Message]]
 
 #: Messages of an observation whose lengths are looked at before it is rendered.
 _LOOKED_AT = 64
