@@ -46,14 +46,17 @@ def check(name: str, text: str, *, in_reasoning: bool) -> None:
     assert turn.content == turn.content.strip()
     ids = [call.id for call in turn.calls if isinstance(call, ToolCall)]
     assert len(set(ids)) == len(ids)
+    texts: list[object] = [turn.content, turn.reasoning, ids]
     at = 0
     for call in turn.calls:
         at = text.index(call.raw, at)
         if isinstance(call, InvalidToolCall):
             assert call.reason
+            texts.append(call.reason)
         else:
             assert call.name == call.name.strip() != ""
-            json.dumps(call.arguments, allow_nan=False)
+            texts += [call.name, call.arguments]
+    json.dumps(texts, allow_nan=False, ensure_ascii=False).encode()
 
 
 def fuzz(name: str, count: int, seed: int) -> None:

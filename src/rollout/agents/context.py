@@ -28,6 +28,7 @@ from rollout.interactions import Interaction, InteractionContext, InteractionTur
 from rollout.limits import Deadline, HeldDeadline, fail_at_deadline
 from rollout.tools.attempt import CallError, attempt
 from rollout.types import InvalidToolCall, Message, Outcome, Prompt, ToolCall
+from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
     from array import array
@@ -253,7 +254,8 @@ class AgentContext:
         self.extra.update(turn.extra)
         if not turn.is_done:
             self.user_turns += 1
-            await self._observe([Message(role="user", content=turn.text)])
+            text = encodable(turn.text) if isinstance(turn.text, str) else turn.text
+            await self._observe([Message(role="user", content=text)])
         return turn
 
     def observe(self, messages: Sequence[Message | Mapping[str, Any]]) -> None:
@@ -313,7 +315,7 @@ class AgentContext:
         """The template's opening of a turn stands there and ends at once: a turn without words."""
         self._said[len(self.messages)] = ""
         self.messages.append(Message(role="assistant", content=""))
-        self._history.add([{"role": "assistant", "content": ""}])
+        self._history.say({"role": "assistant", "content": ""})
 
     async def check_tokens(self) -> Drift | None:
         """How the transcript differs from its conversation rendered anew.
@@ -460,7 +462,7 @@ class AgentContext:
                 tool_calls=tuple(call for call in calls if isinstance(call, ToolCall)),
             )
         )
-        self._history.add([said_again(parsed, calls)])
+        self._history.say(said_again(parsed, calls))
         return AssistantTurn(
             content=parsed.content,
             reasoning=parsed.reasoning,

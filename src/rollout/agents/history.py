@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from rollout.chat.messages import template_messages, with_results_as_user
+from rollout.chat.token_bounds import TooManyTokens
 from rollout.chat.transcript import Transcript
+from rollout.errors import TemplateError
 from rollout.types import InvalidToolCall, ToolCall
+from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from array import array
+    from collections.abc import Iterable, Sequence
 
     from rollout.chat import ChatTemplate, ParsedTurn
     from rollout.types import Message
@@ -23,15 +29,22 @@ class History:
 
     def __init__(self) -> None:
         self.messages: list[Message | Mapping[str, Any]] = []
+        self._start = self._turn = 0
         self._prompt: Sequence[int] = ()
 
     def begin(self, messages: Iterable[Message | Mapping[str, Any]], ids: Sequence[int]) -> None:
         """The prompt, and its tokens."""
         self.messages = list(messages)
+        self._start = len(self.messages)
         self._prompt = ids
 
+    def say(self, turn: Mapping[str, Any]) -> None:
+        """What the model said."""
+        self._turn = len(self.messages)
+        self.messages.append(turn)
+
     def add(self, messages: Iterable[Message | Mapping[str, Any]]) -> None:
-        """What was said since."""
+        """What was said to it since."""
         self.messages += messages
 
     def row(
@@ -50,7 +63,7 @@ class History:
             TemplateError: The template refuses the conversation.
             TooManyTokens: It certainly has more than `most`.
         """
-        ids = template.prompt_ids(self.messages, tools, most=most)
+        ids = self._ids(template, tools, most)
         shared = next(
             (at for at, (a, b) in enumerate(zip(ids, self._prompt, strict=False)) if a != b),
             min(len(ids), len(self._prompt)),
@@ -60,6 +73,46 @@ class History:
         row.append_prompt(ids[:shared])
         row.append_observation(ids[shared:])
         return row
+
+    def _ids(
+        self, template: ChatTemplate, tools: Sequence[Mapping[str, Any]] | None, most: int
+    ) -> array[int]:
+        """The ids of all messages; the last turn or all, and what answered, plain if they must be.
+
+        Some templates refuse two calls in a turn, or an answer that no call precedes: what a
+        model can write must not fail its trajectory.
+        """
+        try:
+            return template.prompt_ids(self.messages, tools, most=most)
+        except TooManyTokens:
+            raise
+        except TemplateError as refusal:
+            for at in (self._turn, self._start):
+                plain = [*self.messages[:at], *in_plain_words(self.messages[at:])]
+                try:
+                    ids = template.prompt_ids(plain, tools, most=most)
+                except TooManyTokens:
+                    raise
+                except TemplateError:
+                    continue
+                self.messages = plain
+                return ids
+            raise refusal
+
+
+def in_plain_words(
+    messages: Iterable[Message | Mapping[str, Any]],
+) -> list[Message | Mapping[str, Any]]:
+    """The messages with calls as the text that they are, and tools' answers as a user's words."""
+    return list(with_results_as_user(template_messages(map(_in_plain_words, messages))))
+
+
+def _in_plain_words(message: Message | Mapping[str, Any]) -> Message | Mapping[str, Any]:
+    if not isinstance(message, Mapping) or not message.get("tool_calls"):
+        return message
+    calls = [call.raw for call in message["tool_calls"] if isinstance(call, ToolCall)]
+    words = [message["content"], *calls]
+    return {**message, "content": encodable("\n".join(filter(None, words))), "tool_calls": ()}
 
 
 def said_again(
@@ -72,7 +125,7 @@ def said_again(
     invalid = [call.raw for call in calls if isinstance(call, InvalidToolCall)]
     return {
         "role": "assistant",
-        "content": "\n".join([parsed.content, *invalid] if parsed.content else invalid),
+        "content": encodable("\n".join(filter(None, [parsed.content, *invalid]))),
         "reasoning_content": parsed.reasoning,
         "tool_calls": [call for call in calls if isinstance(call, ToolCall)],
     }

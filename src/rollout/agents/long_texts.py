@@ -72,11 +72,12 @@ def _room_beside(value: object, room: int) -> int:
         if isinstance(item, str | bytes | bytearray):
             room -= len(item)
             continue
+        room -= _OVERHEAD
         if isinstance(item, msgspec.Struct):
             item = [getattr(item, name) for name in item.__struct_fields__]
-        room -= _OVERHEAD
-        if isinstance(item, Collection):
+        if isinstance(item, Collection) and getattr(item, "shape", None) != ():
             room -= _OVERHEAD * len(item)
             if room >= 0:
-                waiting += (*item.keys(), *item.values()) if isinstance(item, Mapping) else item
+                waiting.extend(item)
+                waiting.extend(item.values() if isinstance(item, Mapping) else ())
     return room

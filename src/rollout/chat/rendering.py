@@ -178,6 +178,8 @@ _USER: TemplateMessage = {"role": "user", "content": "q"}
 
 def _check_encodable(text: str) -> None:
     """JSON and Python can spell half of a surrogate pair, which no tokenizer takes."""
+    if text.isascii():  # costs nothing, unlike a copy of a long text
+        return
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -167,14 +167,3 @@ def add_metrics(sums: dict[str, float], tool: str, metrics: Mapping[str, Any]) -
         if number is not None:
             key = f"tools/{tool}/{name}"
             sums[key] = sums.get(key, 0.0) + number
-
-
-def encodable(text: str) -> str:
-    """`text` as UTF-8 can carry it: half a surrogate pair would fail in every tokenizer."""
-    if text.isascii():
-        return text
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text

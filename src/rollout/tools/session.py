@@ -21,12 +21,12 @@ from rollout.tools.open_sessions import OpenFailure, OpenSessions, timed_out
 from rollout.tools.results import (
     ToolResult,
     add_metrics,
-    encodable,
     error_result,
     normalise_result,
 )
 from rollout.tools.truncate import TruncateSide, truncate_text
 from rollout.types import InvalidToolCall, ToolCall
+from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -6,13 +6,14 @@ import re
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from rollout.chat.parsers.reader import ReadingBudget
 from rollout.chat.parsers.registry import ParsedTurn
 from rollout.chat.parsers.schema import ArgumentTypes, function_name
 from rollout.chat.parsers.text import without_end
 from rollout.types import InvalidToolCall, ToolCall
+from rollout.utf8 import encodable, is_encodable, unencodable_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -51,9 +52,10 @@ class TurnScan:
 
     def turn(self, between: str = "") -> ParsedTurn:
         """The result, with pieces of content joined by `between`."""
+        reasoning = encodable("\n".join(self._reasoning)) if self._reasoning else None
         return ParsedTurn(
-            content=between.join(self._content).strip(),
-            reasoning="\n".join(self._reasoning) if self._reasoning else None,
+            content=encodable(between.join(self._content)).strip(),
+            reasoning=reasoning,
             calls=tuple(self._calls),
         )
 
@@ -117,17 +119,24 @@ class TurnScan:
     def add_call(
         self, start: int, stop: int, name: str, arguments: Mapping[str, Any], call_id: object = None
     ) -> int:
-        """Record a call and return `stop`; an id of the model's own is kept where it is new."""
-        if not isinstance(call_id, str) or not call_id.strip() or call_id in self._ids:
+        """Record a call and return `stop`; an id of the model's own is kept where it is new.
+
+        A call with what cannot be encoded is none: it could be rendered no more.
+        """
+        raw = self.text[start:stop]
+        if "\\" in raw or not raw.isascii():  # no other spelling of what is no text
+            half = unencodable_text([name, arguments])
+            if half is not None:
+                return self.add_invalid(start, stop, f"half of a character in {half!r:.80}")
+        if not _is_id(call_id) or call_id in self._ids:
             call_id = f"call_{len(self._calls)}"
         self._ids.add(call_id)
-        raw = self.text[start:stop]
         self._add(start, ToolCall(name=name, arguments=arguments, id=call_id, raw=raw))
         return stop
 
     def add_invalid(self, start: int, stop: int, reason: str) -> int:
         """Record that what stands in the place of a call is none; return `stop`."""
-        self._add(start, InvalidToolCall(raw=self.text[start:stop], reason=reason))
+        self._add(start, InvalidToolCall(raw=self.text[start:stop], reason=encodable(reason)))
         return stop
 
     def _add(self, start: int, call: ToolCall | InvalidToolCall) -> None:
@@ -143,6 +152,10 @@ class TurnScan:
         except TooManyCalls as error:
             reason = f"more than {MAX_CALLS:,} calls in a turn; none is executed"
             self._calls = [InvalidToolCall(raw=self.text[error.at :], reason=reason)]
+
+
+def _is_id(value: object) -> TypeGuard[str]:
+    return isinstance(value, str) and bool(value.strip()) and is_encodable(value)
 
 
 class TaggedParser(ABC):

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from rollout.tools.results import NO_OUTPUT, ToolResult, encodable, error_result
+from rollout.tools.results import NO_OUTPUT, ToolResult, error_result
 from rollout.tools.sandbox.process import SandboxProcess
+from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
     from rollout.tools.sandbox.process import Language, SandboxAnswer, SandboxSpec

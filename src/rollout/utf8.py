@@ -1,0 +1,35 @@
+"""Strings that are no text: JSON and Python can spell half of a character, UTF-8 cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def encodable(text: str) -> str:
+    """`text` as UTF-8 can carry it: half a surrogate pair would fail in every tokenizer."""
+    if is_encodable(text):
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def is_encodable(text: str) -> bool:
+    """Whether UTF-8 can carry `text`: JSON and Python can spell half of a character."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def unencodable_text(value: object) -> str | None:
+    """The first text in plain data that UTF-8 cannot carry, names of its objects included."""
+    if isinstance(value, str):
+        return None if is_encodable(value) else value
+    inner: list[object] = []
+    if isinstance(value, Mapping):
+        inner = [*value, *value.values()]
+    elif isinstance(value, list | tuple):
+        inner = list(value)
+    return next((text for item in inner if (text := unencodable_text(item)) is not None), None)

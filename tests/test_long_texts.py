@@ -1,0 +1,413 @@
+"""Texts without bound: what is known of them before they are encoded, and who waits for them."""
+
+from __future__ import annotations
+
+import threading
+import unicodedata
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import rollout
+from chat_material import VOCABULARIES, chat, tokenizer
+from rollout import AgentLoop, Outcome, Prompt, register_agent
+from rollout.agents.long_texts import LongTexts, is_long
+from rollout.chat.encoding import TextEncoder, WrittenText, encoder_of
+from rollout.chat.ids import LONG
+from rollout.chat.token_bounds import (
+    COMPOSED_PER_BYTE,
+    COMPOSED_PER_CHARACTER,
+    TokenBound,
+    TooManyTokens,
+    token_bound,
+)
+from rollout.config import AgentConfig, LengthsConfig
+from rollout.errors import LimitExceeded
+from rollout.interactions import ScriptedUser
+from rollout.testing import Scenario, encode_text, simulated_tokenizer
+from rollout.types import Message
+
+if TYPE_CHECKING:
+    from rollout.agents import AgentContext
+
+both_backends = pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+
+#: Where a bound could be wrong: runs that vocabularies have as one token, characters that compose,
+#: that lack bytes in a vocabulary, that tokenizers look for.
+AWKWARD = st.sampled_from(
+    [
+        *(" ", "\n", "\t", "-", "=", "a", "é", "e\u0301", "\u1f82", "\u0390", "\u0958", "한", "🙂"),
+        *("\x04", "\x1d", "漢", "<|im_end|>", "<think>", "\u2029", "1", "\U000fffff", "\u0301"),
+    ]
+)
+LONG_RUNS = st.lists(st.tuples(AWKWARD, st.integers(1, 300)), max_size=8).map(
+    lambda runs: "".join(text * count for text, count in runs)
+)
+
+
+def whole(vocabulary: str) -> TextEncoder:
+    return encoder_of(tokenizer(vocabulary))
+
+
+def bound_of(vocabulary: str) -> TokenBound:
+    bound = token_bound(tokenizer(vocabulary).backend_tokenizer)
+    assert bound is not None
+    return bound
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@given(text=LONG_RUNS | st.text(max_size=300))
+@settings(deadline=None, max_examples=20)
+def test_token_bound_any_text_has_at_least_so_many_tokens(vocabulary: str, text: str) -> None:
+    text = text.encode("utf-8", "ignore").decode()
+    ids, plain = whole(vocabulary).encode(text), WrittenText(text, ((0, len(text)),))
+    fewest = min(len(ids), len(whole(vocabulary).encode_written(plain)))
+    assert bound_of(vocabulary).least(text, 0) <= fewest
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_token_bound_text_of_longest_tokens_is_encoded_where_it_just_fits(vocabulary: str) -> None:
+    entries = tokenizer(vocabulary).get_vocab()
+    token = max((name for name in entries if "\u0120" * len(name) == name), key=len)
+    text = " " * len(token) * 40
+    ids = whole(vocabulary).encode(text)
+    assert whole(vocabulary).encode(text, len(ids)) == ids
+    with pytest.raises(TooManyTokens) as refused:
+        whole(vocabulary).encode(text * 100, len(ids))
+    assert len(ids) < refused.value.least <= 100 * len(ids)
+
+
+def test_token_bound_composition_shortens_no_more_than_assumed() -> None:
+    per_byte = per_character = 0.0
+    for code in (*range(0xD800), *range(0xE000, 0x110000)):
+        letter = chr(code)
+        if unicodedata.is_normalized("NFC", letter):
+            length = len(unicodedata.normalize("NFD", letter))
+            per_byte = max(per_byte, length / len(letter.encode()))
+            per_character = max(per_character, length)
+    assert (per_byte, per_character) == (COMPOSED_PER_BYTE, COMPOSED_PER_CHARACTER)
+
+
+def _bpe(**options: Any) -> Tokenizer:
+    letters = {letter: at for at, letter in enumerate("abcd▁?")}
+    return Tokenizer(models.BPE({**letters, "abcd": 6}, [], **options))
+
+
+def _made(
+    backend: Tokenizer, normalizer: Any = None, divider: Any = None, **added: bool
+) -> TokenBound | None:
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    if divider is not None:
+        backend.pre_tokenizer = divider
+    if added:
+        backend.add_special_tokens([AddedToken("<x>", **added)])
+    return token_bound(backend)
+
+
+def test_token_bound_tokenizer_that_may_swallow_text_has_none() -> None:
+    unknown = {"unk_token": "?"}
+    assert _made(_bpe(**unknown)) == TokenBound(4)
+    assert _made(_bpe()) is None  # drops what it does not know
+    assert _made(_bpe(**unknown, fuse_unk=True)) is None
+    assert _made(Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))) is None
+    assert _made(Tokenizer(models.WordPiece({"?": 0}, unk_token="?"))) is None
+    removed = pre_tokenizers.Split(Regex("a"), behavior="removed")
+    assert _made(_bpe(**unknown), divider=removed) is None
+    assert _made(_bpe(**unknown), divider=pre_tokenizers.Whitespace()) is None
+    assert _made(_bpe(**unknown), normalizers.Replace(Regex("a+"), "a")) is None
+    assert _made(_bpe(**unknown), normalizers.Replace("a", "")) is None
+    assert _made(_bpe(**unknown), normalizers.Replace("dd", "d")) == TokenBound(8)
+    assert _made(_bpe(**unknown), normalizers.NFC()) == TokenBound(16)
+    for bound in (
+        _made(_bpe(**unknown), normalizers.Strip()),
+        _made(_bpe(**unknown), rstrip=True),
+    ):
+        assert bound is not None
+        assert bound.least(" \n\u2003" * 1000 + "abcd" * 3, 1) == 3
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@given(unit=st.text(min_size=1, max_size=12), most=st.integers(0, 3000), filler=LONG_RUNS)
+@settings(deadline=None, max_examples=8)
+def test_encode_text_refused_by_its_beginning_has_as_many_tokens(
+    vocabulary: str, unit: str, most: int, filler: str
+) -> None:
+    unit = unit.encode("utf-8", "ignore").decode() or "x"
+    text = unit * (4 * LONG // len(unit)) + filler
+    ids = whole(vocabulary).encode(text)
+    for written in (WrittenText(text), WrittenText(text, ((0, 1),))):
+        found, least = ids, 0
+        try:
+            found = whole(vocabulary).encode_written(written, most)
+        except TooManyTokens as error:
+            least = error.least
+        assert found == ids
+        assert least == 0 or most < least <= len(ids)
+
+
+def test_encode_long_text_by_a_tokenizer_in_python_stops_at_its_beginning() -> None:
+    from rollout.chat.ids import SlowIds
+
+    lengths = []
+
+    class Letters:
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            lengths.append(len(text))
+            return [1] * len(text)
+
+    ids = SlowIds(Letters())  # type: ignore[arg-type]
+    with pytest.raises(TooManyTokens) as refused:
+        ids("x" * 10_000_000, 100)
+    assert (lengths, refused.value.least) == ([LONG], LONG // 2)
+    assert len(ids("x" * 10_000_000)) == 10_000_000
+
+
+@pytest.mark.parametrize("vocabulary", ["smollm2", "qwen"])
+def test_encode_long_text_gives_the_ids_of_its_short_pieces(vocabulary: str) -> None:
+    pieces = ["Zürich, 12 345 <|im_end|>\n", "漢字 e\u0301 🙂\n"] * 700
+    encoder = whole(vocabulary)
+    assert encoder.encode("".join(pieces)) == [i for piece in pieces for i in encoder.encode(piece)]
+
+
+def test_prompt_ids_template_that_trims_contents_takes_much_white_space() -> None:
+    template = chat("qwen", "gemma")  # which trims what the user says
+    plain = template.prompt_ids([{"role": "user", "content": "hi"}])
+    padded = template.prompt_ids([{"role": "user", "content": f"{' ' * 3_000_000}hi"}], most=64)
+    assert padded == plain
+
+
+def test_prompt_ids_flood_of_look_alikes_is_refused_before_they_are_looked_at() -> None:
+    with pytest.raises(TooManyTokens):
+        chat("qwen", "qwen3").prompt_ids(
+            [{"role": "user", "content": "<|im_end|>" * 10**6}], most=9
+        )
+
+
+def test_prompt_ids_tools_without_bound_are_refused() -> None:
+    function = {"name": "f", "description": "much " * 10**6, "parameters": {"type": "object"}}
+    schemas = [{"type": "function", "function": function}]
+    with pytest.raises(TooManyTokens):
+        chat("qwen", "qwen3").prompt_ids([{"role": "user", "content": "q"}], schemas, most=1024)
+
+
+def test_special_token_that_takes_white_space_leaves_white_space_uncounted() -> None:
+    backend = simulated_tokenizer().backend_tokenizer
+    backend.add_special_tokens([AddedToken("<|user|>", rstrip=True)])
+    encoder = TextEncoder(PreTrainedTokenizerFast(tokenizer_object=backend))
+    assert len(encoder.encode("<|user|>" + "\n" * 10**6 + "x", 2)) == 2
+
+
+# What trajectories do with them
+
+
+class _Seen:
+    """What an agent of a test has seen."""
+
+    length: int
+
+
+@register_agent("observes_at_length")
+class ObservesAtLength(AgentLoop):
+    """Observes the texts of its prompt's `extra`, then speaks."""
+
+    async def run(self, context: AgentContext) -> None:
+        await context.generate()
+        for text in context.extra["texts"]:
+            context.observe([{"role": "user", "content": text}])
+        _Seen.length = len(context.transcript)
+        if context.extra.get("speaks", True):
+            await context.generate()
+
+
+@register_agent("swallows_what_observing_raises")
+class Swallows(AgentLoop):
+    """Observes too much, and swallows the limit."""
+
+    async def run(self, context: AgentContext) -> None:
+        await context.generate()
+        for _ in range(2):
+            try:
+                context.observe([{"role": "user", "content": "x" * 1_000_000}])
+            except LimitExceeded as error:
+                context.extra["error"] = str(error)
+
+
+async def _run(prompt: Prompt, *, response: int, interactions: Any = (), **agent: Any) -> Any:
+    config = (
+        Scenario(seed=1)
+        .reply("", "ok")
+        .capacity(context_length=10**6)
+        .config(
+            agent=AgentConfig(**agent),
+            lengths=LengthsConfig(prompt=2048, response=response),
+        )
+    )
+    async with rollout.open_rollout(config, interactions=interactions) as runtime:
+        batch = await runtime.generate([prompt])
+        assert runtime.statistics().abandoned_threads == {}
+    return batch.trajectories[0]
+
+
+def _question(**fields: Any) -> Prompt:
+    return Prompt(messages=[{"role": "user", "content": "q"}], **fields)
+
+
+@both_backends
+@pytest.mark.anyio
+async def test_prompt_certainly_too_long_is_rejected(anyio_backend: Any) -> None:
+    prompt = Prompt(messages=[{"role": "user", "content": "word " * 200_000}])
+    trajectory = await _run(prompt, response=64)
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.REJECTED, "prompt_length")
+    least = -(-1_000_000 // len("<|endoftext|>"))
+    said = trajectory.cause.message
+    assert said.startswith("the prompt has at least ")
+    assert least <= int(said.split()[5]) < least + 100
+    assert said.endswith(" tokens; lengths.prompt = 2048")
+
+
+@both_backends
+@pytest.mark.anyio
+async def test_prompt_of_a_million_messages_is_rejected(anyio_backend: Any) -> None:
+    turn = ({"role": "user", "content": ""}, {"role": "assistant", "content": ""})
+    trajectory = await _run(Prompt(messages=[*turn * 20_000, turn[0]]), response=64)
+    assert trajectory.reason == "prompt_length"
+
+
+@both_backends
+@pytest.mark.anyio
+async def test_observe_long_texts_join_in_order_with_the_next_turn(anyio_backend: Any) -> None:
+    texts = ["short", "a" * (LONG + 1), "between", "b" * (2 * LONG)]
+    trajectory = await _run(
+        _question(extra={"texts": texts}), response=10 * LONG, name="observes_at_length"
+    )
+    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
+    observed = [m.content for m in trajectory.messages if m.role == "user"][1:]
+    assert observed == texts
+    assert len(trajectory.transcript) > _Seen.length + 3 * LONG
+    expected = encode_text(f"<|im_start|>user\n{texts[1]}<|im_end|>")
+    assert expected.tobytes() in trajectory.transcript.ids_bytes()
+
+
+@pytest.mark.anyio
+async def test_observe_long_text_is_kept_where_the_agent_returns() -> None:
+    trajectory = await _run(
+        _question(extra={"texts": ["a" * (LONG + 1)], "speaks": False}),
+        response=10 * LONG,
+        name="observes_at_length",
+    )
+    assert trajectory.outcome is Outcome.COMPLETED
+    assert trajectory.transcript.trailing_observation_length > LONG
+
+
+@pytest.mark.anyio
+async def test_observe_long_text_that_turns_out_too_long_ends_the_trajectory() -> None:
+    trajectory = await _run(
+        _question(extra={"texts": ["a" * (LONG + 1)]}),
+        response=LONG,  # in which 13 characters a token would fit
+        name="observes_at_length",
+    )
+    assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LENGTH, "lengths.response")
+    assert not trajectory.transcript.ends_with_observation
+    assert [message.role for message in trajectory.messages] == ["user", "assistant"]
+
+
+@pytest.mark.anyio
+async def test_observe_text_certainly_too_long_is_refused_at_once() -> None:
+    trajectory = await _run(_question(), response=64, name="swallows_what_observing_raises")
+    assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LENGTH, "lengths.response")
+    assert trajectory.extra["error"] == (
+        f"lengths.response: an observation of at least {-(-(10**6) // 13)} tokens does not fit"
+    )
+
+
+@both_backends
+@pytest.mark.anyio
+async def test_user_who_says_megabytes_ends_by_length(anyio_backend: Any) -> None:
+    trajectory = await _run(
+        _question(),
+        response=64,
+        interactions=[ScriptedUser(["word " * 1_000_000])],
+        interaction="scripted",
+    )
+    assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LENGTH, "lengths.response")
+    assert not trajectory.transcript.ends_with_observation
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.anyio
+async def test_long_work_leaves_the_loop_to_others(anyio_backend: Any) -> None:
+    texts, was_seen = LongTexts([]), threading.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(anyio.to_thread.run_sync, was_seen.set)  # by a turn of the loop
+        assert await texts.run(True, was_seen.wait, 60)
+    texts.close()
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.anyio
+async def test_long_work_is_left_behind_and_counted_where_its_trajectory_ends(
+    anyio_backend: Any,
+) -> None:
+    texts, may_end = LongTexts([]), threading.Event()
+    with anyio.move_on_after(0.01):
+        await texts.run(True, may_end.wait)
+    assert texts.abandoned == {"rollout.chat": 1}
+    may_end.set()
+    while texts.abandoned:
+        await anyio.lowlevel.checkpoint()
+    texts.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("a" * LONG, False),
+        ("a" * (LONG + 1), True),
+        ([{"role": "user", "content": "a" * (LONG - 200)}], False),
+        ([{"role": "user", "content": [{"text": "a" * LONG}]}], True),
+        ([Message(role="user", content="a" * LONG)], True),
+        ([{"role": "user", "content": ""}] * LONG, True),
+        ([{"x" * LONG: None}], True),
+        (np.array([{"text": "a" * (LONG + 1)}]), True),
+        (np.zeros(LONG), True),
+        ([None, 3, object()], False),
+    ],
+)
+def test_is_long_counts_texts_and_parts(value: Any, expected: bool) -> None:
+    assert is_long(value) is expected
+
+
+@both_backends
+@pytest.mark.anyio
+async def test_history_rendered_anew_without_room_ends_by_length(anyio_backend: Any) -> None:
+    trajectory = await _run(
+        _question(extra={"texts": ["a" * (LONG + 1)]}),
+        response=LONG + 100,
+        name="observes_at_length",
+        history="inference_template",
+    )
+    assert trajectory.outcome in (Outcome.COMPLETED, Outcome.LENGTH)
+
+
+@both_backends
+@pytest.mark.anyio
+async def test_tokenization_check_of_a_long_transcript_finds_no_difference(
+    anyio_backend: Any,
+) -> None:
+    trajectory = await _run(
+        _question(extra={"texts": ["a" * (LONG + 1)]}),
+        response=10 * LONG,
+        name="observes_at_length",
+        tokenization_check="strict",
+    )
+    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
+    assert trajectory.metrics["tokenization/identical"] == 1

@@ -1,0 +1,187 @@
+"""Calls that no template could render again: the model is told, and its trajectory has a reward."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rollout
+from rollout import InvalidToolCall, Outcome, Prompt, Trajectory, function_tool
+from rollout.chat import get_tool_parser, tool_parser_names
+from rollout.config import AgentConfig, LengthsConfig, ModelConfig
+from rollout.testing import Scenario
+from rollout.tools import ToolResult
+
+FORMATS = Path(__file__).parent / "chat_formats"
+
+#: A call of NAME with the argument x, which is written as JSON that is Python too.
+WRITTEN = {
+    "hermes": '<tool_call>{"name": "NAME", "arguments": {"x": VALUE}}</tool_call>',
+    "llama3": '{"name": "NAME", "parameters": {"x": VALUE}}',
+    "mistral": '[TOOL_CALLS][{"name": "NAME", "arguments": {"x": VALUE}}]',
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>"
+        '{"x": VALUE}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0"
+        '<|tool_call_argument_begin|>{"x": VALUE}<|tool_call_end|><|tool_calls_section_end|>'
+    ),
+    "gpt_oss": '<|channel|>commentary to=functions.NAME<|message|>{"x": VALUE}<|call|>',
+    "gemma": '{"name": "NAME", "parameters": {"x": VALUE}}',
+    "pythonic": "[NAME(x=VALUE)]",
+    "qwen3_coder": (
+        "<tool_call><function=NAME><parameter=x>VALUE</parameter></function></tool_call>"
+    ),
+    "seed_oss": (
+        "<seed:tool_call><function=NAME><parameter=x>VALUE</parameter></function></seed:tool_call>"
+    ),
+    "glm4": "<tool_call>NAME<arg_key>x</arg_key><arg_value>VALUE</arg_value></tool_call>",
+    "minimax_m2": (
+        '<minimax:tool_call><invoke name="NAME"><parameter name="x">VALUE</parameter></invoke>'
+        "</minimax:tool_call>"
+    ),
+}
+TYPED = {"type": "object", "properties": {"x": {"type": ["object", "array"]}}}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": TYPED}}
+
+VALUES = ['["\\ud800"]', '{"y": [{"z": "a\\udfffb"}]}', '{"\\udbff": 1}', '["\ud800"]']
+
+
+def test_every_format_has_its_calls_here() -> None:
+    assert set(WRITTEN) == set(tool_parser_names())
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("value", VALUES)
+def test_parser_argument_with_half_of_a_character_is_an_invalid_call(name: str, value: str) -> None:
+    text = WRITTEN[name].replace("NAME", "look").replace("VALUE", value)
+    (call,) = get_tool_parser(name).parse(text, [TOOL]).calls
+    assert isinstance(call, InvalidToolCall)
+    assert call.raw in text
+    half = json.dumps(json.loads(value)).partition("\\u")[2][:4]
+    assert call.reason.startswith("half of a character in '")
+    assert f"\\u{half}" in call.reason
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_parser_pair_of_halves_that_json_joins_is_a_call(name: str) -> None:
+    text = WRITTEN[name].replace("NAME", "look").replace("VALUE", '["\\ud83d\\ude00"]')
+    (call,) = get_tool_parser(name).parse(text, [TOOL]).calls
+    if name == "pythonic":  # where they are two characters, as in Python
+        call = get_tool_parser(name).parse(text.replace("\\ud83d\\ude00", "\\U0001f600")).calls[0]
+    assert not isinstance(call, InvalidToolCall)
+    assert call.arguments == {"x": ["😀"]}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_parser_name_with_half_of_a_character_is_an_invalid_call(name: str) -> None:
+    text = WRITTEN[name].replace("NAME", "lo\ud800ok").replace("VALUE", "[]")
+    turn = get_tool_parser(name).parse(text, [TOOL])
+    assert all(isinstance(call, InvalidToolCall) for call in turn.calls)
+    turn.content.encode()
+
+
+def test_parser_half_of_a_character_in_content_is_replaced() -> None:
+    turn = get_tool_parser("hermes").parse("<think>a\ud800</think>b\udfff")
+    assert (turn.reasoning, turn.content) == ("a\ufffd", "b\ufffd")
+
+
+def test_parser_id_with_half_of_a_character_is_replaced() -> None:
+    text = '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "\\ud800"}]'
+    (call,) = get_tool_parser("mistral").parse(text).calls
+    assert not isinstance(call, InvalidToolCall)
+    assert call.id == "call_0"
+
+
+@function_tool
+async def look(x: list[Any] | dict[str, Any] | int | float | str) -> ToolResult:
+    """Look.
+
+    Args:
+        x: At what.
+    """
+    return ToolResult("seen")
+
+
+async def play(said: str, *, family: str = "", **agent: Any) -> Trajectory:
+    """The model says this, is answered, and says that it is done."""
+    scenario = Scenario(seed=1)
+    for answered in ("seen", "invalid tool call", "invalid arguments"):
+        scenario = scenario.reply(answered, "It is done.")
+    scenario = scenario.reply("done?", said)
+    path = str(FORMATS / f"{family}.jinja") if family else None
+    config = scenario.config(
+        agent=AgentConfig(history="inference_template", **agent),
+        model=ModelConfig(path="simulated", chat_template=path),
+        lengths=LengthsConfig(prompt=4096, response=20_000),
+    )
+    prompt = Prompt(messages=[{"role": "user", "content": "done?"}])
+    async with rollout.open_rollout(config, [look], reward=lambda trajectory: 0.5) as runtime:
+        (trajectory,) = (await runtime.generate([prompt])).trajectories
+    return trajectory
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", WRITTEN)
+async def test_trajectory_with_a_call_that_cannot_be_encoded_gets_its_reward(
+    name: str,
+) -> None:
+    said = WRITTEN[name].replace("NAME", "look").replace("VALUE", '["\\ud800"]')
+    trajectory = await play(said, tool_format=name)
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 0.5)
+    answer = next(message for message in trajectory.messages if message.role == "tool")
+    assert answer.content == r"invalid tool call: half of a character in '\ud800'"
+
+
+#: What a model may write as an argument, to be read, checked, answered, rendered and saved.
+ODD_VALUES = [
+    *("NaN", "-Infinity", "1e999", "9" * 5000, "9" * 4200, "-0.0", "1e-999", '"\\u0000"', "null"),
+    *("[" * 99 + "]" * 99, "[" * 5000, '{"items": {"get": null}}', '{"": {"": []}}', '"</think>"'),
+    *('"{{ x }}{% raw %}"', '"<tool_response>"', "true", '{"x": 1, "x": 2}', '"\\ud83d\\ude00"'),
+]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("value", ODD_VALUES, ids=lambda value: value[:20])
+async def test_trajectory_with_odd_arguments_gets_its_reward(value: str) -> None:
+    said = WRITTEN["hermes"].replace("NAME", "look").replace("VALUE", value)
+    trajectory = await play(said)
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 0.5)
+
+
+ONE = WRITTEN["hermes"].replace("NAME", "look").replace("VALUE", "[1]")
+TURNS = {
+    "two calls": f"{ONE}\n{ONE}",
+    "no call": "<tool_call>{</tool_call>",
+    "a call and none": f"Well.\n{ONE}<tool_call>{{</tool_call>",
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("said", TURNS.values(), ids=TURNS)
+@pytest.mark.parametrize(
+    "family", ["llama3", "mistral", "qwen3", "deepseek_v3", "glm4", "kimi_k2", "minimax_m2"]
+)
+async def test_trajectory_whose_template_refuses_what_was_said_gets_its_reward(
+    family: str, said: str
+) -> None:
+    trajectory = await play(said, family=family)
+    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
+    assert trajectory.reward == 0.5
+
+
+@pytest.mark.anyio
+async def test_history_refused_by_its_template_is_rendered_in_plain_words() -> None:
+    from rollout.testing import decode_ids
+
+    trajectory = await play(f"Look.\n{ONE}\n{ONE}", family="llama3")
+    seen = decode_ids(trajectory.transcript.ids().astype("<i4").tobytes())
+    assert f"Look.\n{ONE}\n{ONE}" in seen
+    assert seen.count("```tool_output\nseen\n```") == 2
+    assert [message.role for message in trajectory.messages] == [
+        *("user", "assistant", "tool", "tool", "assistant")
+    ]
