@@ -89,19 +89,6 @@ def test_run_prompt_line_of_50_megabytes_leaves_sigterm_answered(tmp_path: Path)
     assert command.process.returncode == 128 + signal.SIGTERM
 
 
-def config(**sections: Any) -> RolloutConfig:
-    return RolloutConfig(
-        **{
-            "sampling": SamplingConfig(temperature=0.7),
-            "lengths": LengthsConfig(prompt=256, response=256, turn=16),
-            "limits": LimitsConfig(trajectory_s=20),
-            "scheduling": SchedulingConfig(samples_per_prompt=1),
-            "seed": 7,
-            **sections,
-        }
-    )
-
-
 @rollout.register_agent("chats")
 class Chats(rollout.AgentLoop):
     """Lets the model and the user speak in turns, whatever they say."""
