@@ -201,7 +201,6 @@ def test_executor_unknown_names_are_refused_with_the_known_ones(executor: Open) 
     for refused in (
         lambda: built.schemas(["x", "wait", "y"]),
         lambda: opened(built, names=["x", "y"]),
-        lambda: opened(built, tools_kwargs={"x": {}, "y": {}}),
     ):
         with pytest.raises(ToolError) as caught:
             refused()

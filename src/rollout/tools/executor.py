@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from rollout.tools.policy import ToolPolicy
 from rollout.tools.processes import ToolProcesses
 from rollout.tools.session import ArgumentCheck, CallLimits, TrajectoryTools
 from rollout.tools.tool import Tool, ToolContext
+
+logger = logging.getLogger("rollout.tools")
 
 if TYPE_CHECKING:
     from rollout.bridge import WorkerThreads
@@ -53,6 +56,7 @@ class ToolExecutor:
         self._tools = _by_name([_as_tool(tool) for tool in tools])
         self._checks = {name: _check_of(tool) for name, tool in self._tools.items()}
         self._gates = {name: ToolGate(name, tool.policy) for name, tool in self._tools.items()}
+        self._warned: set[tuple[str, object]] = set()
         self._threads = threads
         self._processes = ToolProcesses(max_processes=max_processes, cleanup_s=cleanup_s)
         self._limits = CallLimits(
@@ -96,15 +100,13 @@ class ToolExecutor:
     ) -> TrajectoryTools:
         """The tools of one trajectory; each is opened at its first call. The caller closes them.
 
+        Of `tools_kwargs`, what no tool here takes is ignored; a warning says so, once.
+
         Raises:
-            ToolError: `names` or `tools_kwargs` name an unknown tool, or the kwargs are no mapping.
+            ToolError: `names` name an unknown tool, or the kwargs of one are no mapping.
         """
-        kwargs = dict(tools_kwargs or {})
         tools = self._offered(names)
-        self._offered(tuple(kwargs))
-        for name, value in kwargs.items():
-            if not isinstance(value, Mapping):
-                raise ToolError(f"tools_kwargs[{name!r}] = {value!r:.80}; expected a mapping")
+        kwargs = self._useful(tools_kwargs or {}, tools)
         state: dict[str, Any] = {}
         contexts = {
             name: ToolContext(
@@ -119,6 +121,29 @@ class ToolExecutor:
             for name in tools
         }
         return TrajectoryTools(tools, contexts, self._checks, self._gates, self._limits)
+
+    def _useful(
+        self, tools_kwargs: Mapping[str, Mapping[str, Any]], tools: Mapping[str, Tool]
+    ) -> dict[str, Mapping[str, Any]]:
+        """Those of the kwargs that are for one of `tools`."""
+        useful = {name: value for name, value in tools_kwargs.items() if name in tools}
+        for name in [name for name in tools_kwargs if name not in tools]:
+            is_known = name in self._tools
+            known = f"known: {_listed(self._tools)}"
+            why = "is not offered to their prompt" if is_known else f"is no tool here; {known}"
+            self._warn_once((name, is_known), f"tools_kwargs[{name!r}] are ignored: it {why}")
+        for name, value in useful.items():
+            if not isinstance(value, Mapping):
+                raise ToolError(f"tools_kwargs[{name!r}] = {value!r:.80}; expected a mapping")
+            for key in tools[name].unused_kwargs(value):
+                text = f"tools_kwargs[{name!r}][{key!r}] is ignored: this tool has no use for it"
+                self._warn_once((name, key), text)
+        return useful
+
+    def _warn_once(self, what: tuple[str, object], text: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning("%s (said once, whatever the number of prompts)", text)
 
     async def close(self) -> None:
         """End the processes of isolated tools; shielded, bounded."""

@@ -13,7 +13,7 @@ from rollout.tools.docstrings import parse_docstring
 from rollout.tools.isolation import FunctionRef, function_ref
 from rollout.tools.parameters import inspect_parameters
 from rollout.tools.schema import as_openai_schema
-from rollout.tools.tool import Tool, ToolContext, ToolSession
+from rollout.tools.tool import METHOD_KWARGS, Tool, ToolContext, ToolSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,6 +86,12 @@ class FunctionTool(Tool, Generic[P, R]):
     def __repr__(self) -> str:
         return f"<FunctionTool {self.name}>"
 
+    def unused_kwargs(self, kwargs: Mapping[str, Any]) -> list[str]:
+        """What trainers give tools with verl's protocol, unless the function can look for it."""
+        if self.parameters.context_name is not None:
+            return []
+        return sorted(METHOD_KWARGS.intersection(kwargs) - self._known)
+
     async def open(self, context: ToolContext) -> ToolSession:
         """A session that calls the function; the prompt's kwargs override the model's arguments."""
         return self.session(context)
@@ -96,12 +102,11 @@ class FunctionTool(Tool, Generic[P, R]):
         Raises:
             ToolError: The prompt's kwargs name no parameter.
         """
-        known = {parameter.name for parameter in self.parameters}
-        unknown = sorted(set(context.kwargs) - known)
+        unknown = sorted(set(context.kwargs) - self._known - METHOD_KWARGS)
         if unknown:
             raise ToolError(
                 f"tools_kwargs of {self.name!r} name no parameter of it: {', '.join(unknown)}; "
-                f"expected some of: {', '.join(sorted(known)) or 'none'}"
+                f"expected some of: {', '.join(sorted(self._known)) or 'none'}"
             )
         return _FunctionSession(self, context)
 
@@ -113,11 +118,19 @@ class FunctionTool(Tool, Generic[P, R]):
         """
         if not isinstance(arguments, Mapping):
             SchemaCheck(self.name, None).check(arguments)
-        fixed = {p.name: kwargs[p.name] for p in self.parameters if p.name in kwargs}
+        fixed = self.fixed(kwargs)
         if self._schema_check is not None:
             shown = {name: fixed[name] for name in self._schema_check.names if name in fixed}
             self._schema_check.check({**arguments, **shown})
         self.parameters.check({**arguments, **fixed})
+
+    def fixed(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments that a prompt's kwargs give."""
+        return {p.name: kwargs[p.name] for p in self.parameters if p.name in kwargs}
+
+    @functools.cached_property
+    def _known(self) -> set[str]:
+        return {parameter.name for parameter in self.parameters}
 
     async def run(self, arguments: dict[str, Any], context: ToolContext) -> Any:
         """What the function returns for checked arguments; cancellation abandons its thread."""
@@ -164,7 +177,7 @@ class _FunctionSession(ToolSession):
         self._context = context
 
     async def execute(self, call: ToolCall) -> Any:
-        arguments = {**call.arguments, **self._context.kwargs}
+        arguments = {**call.arguments, **self._tool.fixed(self._context.kwargs)}
         if self._tool.function_ref is not None:
             return await self._run_in_process(self._tool.function_ref, arguments)
         return await self._tool.run(self._tool.parameters.check(arguments), self._context)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from rollout.errors import ToolError
 from rollout.tools.results import MediaError, ToolResult
 from rollout.tools.schema import inline_references
-from rollout.tools.tool import Tool, ToolContext, ToolSession
+from rollout.tools.tool import METHOD_KWARGS, Tool, ToolContext, ToolSession
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from rollout.types import ToolCall
 
@@ -49,6 +49,10 @@ class LangChainTool(Tool):
             type(tool)._arun is not BaseTool._arun and not hasattr(tool, "coroutine")
         )
 
+    def unused_kwargs(self, kwargs: Mapping[str, Any]) -> list[str]:
+        """What trainers give tools with verl's protocol."""
+        return sorted(METHOD_KWARGS.intersection(kwargs) - set(self.tool.args))
+
     async def open(self, context: ToolContext) -> ToolSession:
         """A session; the tool itself is shared by all trajectories."""
         return _LangChainSession(self, context)
@@ -60,7 +64,8 @@ class _LangChainSession(ToolSession):
         self._context = context
 
     async def execute(self, call: ToolCall) -> Any:
-        arguments = {**call.arguments, **self._context.kwargs}
+        kwargs, unused = self._context.kwargs, self._tool.unused_kwargs(self._context.kwargs)
+        arguments = {**call.arguments, **{k: v for k, v in kwargs.items() if k not in unused}}
         # In this form the tool answers with a message, which has its artifact and its status.
         request = {
             "type": "tool_call",

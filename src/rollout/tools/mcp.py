@@ -118,6 +118,10 @@ class _McpTool(Tool):
     their_name: str
     may_repeat: bool
 
+    def unused_kwargs(self, kwargs: Mapping[str, Any]) -> list[str]:
+        """All: a server takes what the model gives."""
+        return sorted(kwargs)
+
     async def open(self, context: ToolContext) -> ToolSession:
         link = min(self.links, key=lambda link: link.users)
         link.users += 1

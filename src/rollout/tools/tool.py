@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from rollout.types import ToolCall
 
 
+#: Keys of ``tools_kwargs[name]`` that are for tools with verl's protocol: arguments of its methods.
+METHOD_KWARGS = frozenset(
+    ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+)
+
+
 class ToolContext(msgspec.Struct, frozen=True, kw_only=True):
     """The trajectory that a tool is opened for.
 
@@ -96,6 +102,10 @@ class Tool(ABC):
         Raises:
             ToolError: They cannot; nothing is started then.
         """
+
+    def unused_kwargs(self, kwargs: Mapping[str, Any]) -> list[str]:
+        """Those of a prompt's kwargs that this tool has no use for; a warning names them once."""
+        return []
 
     @abstractmethod
     async def open(self, context: ToolContext) -> ToolSession:

@@ -1,0 +1,174 @@
+"""`tools_kwargs` that nothing here takes: ignored, with one warning for a runtime."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from langchain_core.tools import tool as langchain_tool
+
+import rollout
+from executors import call, executor_of, run
+from rollout import Outcome, Prompt, function_tool
+from rollout.bridge import WorkerThreads
+from rollout.config import SchedulingConfig
+from rollout.errors import ToolError
+from rollout.testing import Scenario
+from rollout.testing import tool_call as said_call
+from rollout.tools import Tool, ToolContext, ToolExecutor, ToolResult, ToolSession
+from rollout.types import ToolCall
+
+pytestmark = pytest.mark.anyio
+VERL = {
+    "create_kwargs": {"ground_truth": "4"},
+    "execute_kwargs": {},
+    "calc_reward_kwargs": {},
+    "release_kwargs": {},
+}
+ONCE = " (said once, whatever the number of prompts)"
+
+
+@function_tool
+async def add(a: int, b: int = 1) -> int:
+    """Add.
+
+    Args:
+        a: A number.
+        b: Another.
+    """
+    return a + b
+
+
+@function_tool
+async def peek(context: ToolContext) -> str:
+    """Tell what it was made with."""
+    return str(dict(context.create_kwargs))
+
+
+@function_tool
+async def made(create_kwargs: dict[str, str]) -> str:
+    """Tell what it was given.
+
+    Args:
+        create_kwargs: It is given this.
+    """
+    return str(create_kwargs)
+
+
+class Keeper(Tool):
+    """Tells what it was made with."""
+
+    name = "keep"
+    schema = {"type": "function", "function": {"name": "keep"}}  # noqa: RUF012
+
+    async def open(self, context: ToolContext) -> ToolSession:
+        return Kept(context)
+
+
+class Kept(ToolSession):
+    def __init__(self, context: ToolContext) -> None:
+        self.context = context
+
+    async def execute(self, call: ToolCall) -> Any:
+        return dict(self.context.create_kwargs)
+
+
+async def answers(executor: ToolExecutor, *calls: ToolCall, **options: Any) -> list[ToolResult]:
+    session = executor.open_session(uid="p", member=0, **options)
+    try:
+        return await run(session, *calls)
+    finally:
+        await session.close()
+
+
+async def test_kwargs_of_a_tool_that_nobody_has_are_ignored_with_one_warning(
+    threads: WorkerThreads, caplog: pytest.LogCaptureFixture
+) -> None:
+    built = executor_of([add], threads)
+    for _ in range(3):
+        kwargs = {"grade": VERL, "add": {"b": 2}}
+        (sum_,) = await answers(built, call("add", a=1), tools_kwargs=kwargs)
+        assert sum_.text == "3"
+    assert caplog.messages == [
+        f"tools_kwargs['grade'] are ignored: it is no tool here; known: 'add'{ONCE}"
+    ]
+
+
+async def test_kwargs_of_a_tool_that_is_not_offered_are_ignored_with_one_warning(
+    threads: WorkerThreads, caplog: pytest.LogCaptureFixture
+) -> None:
+    built = executor_of([add, peek], threads)
+    for _ in range(3):
+        (sum_,) = await answers(
+            built, call("add", a=1), names=["add"], tools_kwargs={"peek": VERL, "add": {"b": 2}}
+        )
+        assert sum_.text == "3"
+    assert caplog.messages == [
+        f"tools_kwargs['peek'] are ignored: it is not offered to their prompt{ONCE}"
+    ]
+
+
+async def test_create_kwargs_of_a_function_are_ignored_with_one_warning(
+    threads: WorkerThreads, caplog: pytest.LogCaptureFixture
+) -> None:
+    built = executor_of([add], threads)
+    for _ in range(3):
+        kwargs = {"add": {"create_kwargs": {}, "b": 5}}
+        assert (await answers(built, call("add", a=1), tools_kwargs=kwargs))[0].text == "6"
+    assert caplog.messages == [
+        f"tools_kwargs['add']['create_kwargs'] is ignored: this tool has no use for it{ONCE}"
+    ]
+    await answers(built, call("add", a=1), tools_kwargs={"add": VERL})
+    assert len(caplog.messages) == len(VERL)
+
+
+async def test_create_kwargs_of_a_langchain_tool_are_ignored(
+    threads: WorkerThreads, caplog: pytest.LogCaptureFixture
+) -> None:
+    @langchain_tool
+    def double(x: int) -> int:
+        """Double a number."""
+        return 2 * x
+
+    built = executor_of([double], threads)
+    (answer,) = await answers(built, call("double", x=4), tools_kwargs={"double": VERL})
+    assert (answer.text, answer.is_error) == ("8", False)
+    assert len(caplog.messages) == len(VERL)
+
+
+async def test_create_kwargs_that_a_tool_takes_reach_it_without_a_warning(
+    threads: WorkerThreads, caplog: pytest.LogCaptureFixture
+) -> None:
+    built = executor_of([peek, made, Keeper()], threads)
+    kwargs = {name: {"create_kwargs": {"k": "v"}} for name in built.names}
+    peeked, given, kept = await answers(
+        built, call("peek"), call("made"), call("keep"), tools_kwargs=kwargs
+    )
+    assert (peeked.text, given.text, kept.text) == ("{'k': 'v'}", "{'k': 'v'}", '{"k": "v"}')
+    assert caplog.messages == []
+
+
+async def test_kwargs_with_another_name_are_still_an_error(threads: WorkerThreads) -> None:
+    built = executor_of([add], threads)
+    (answer,) = await answers(built, call("add", a=1), tools_kwargs={"add": {"bb": 1, **VERL}})
+    assert answer.text == (
+        "could not open 'add': tools_kwargs of 'add' name no parameter of it: bb; expected some "
+        "of: a, b"
+    )
+    with pytest.raises(ToolError, match="expected a mapping"):
+        built.open_session(uid="p", member=0, tools_kwargs={"add": 3})  # type: ignore[dict-item]
+
+
+async def test_rows_with_kwargs_of_tools_that_are_not_there_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scenario = Scenario(seed=1).reply("sum", said_call("add", a=2, b=2)).then("4")
+    config = scenario.config(scheduling=SchedulingConfig(samples_per_prompt=2))
+    asked = [{"role": "user", "content": "sum"}]
+    kwargs = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "4"}}, "add": VERL}
+    prompts = [Prompt(messages=asked, tools_kwargs=kwargs) for _ in range(50)]
+    async with rollout.open_rollout(config, [add]) as runtime:
+        batch = await runtime.generate(prompts)
+    assert {sample.outcome for sample in batch.samples} == {Outcome.COMPLETED}
+    assert all(sample.metrics["tool_errors"] == 0 for sample in batch.samples)
+    assert len(caplog.messages) == 1 + len(VERL)
