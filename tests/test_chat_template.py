@@ -376,7 +376,8 @@ def test_template_unknown_keys_of_messages_reach_the_template() -> None:
         ([{"role": "user"}], "messages[0] (user): content must be a string, not None"),
         (
             [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image"}]}],
-            "messages[0] (user): content[1]: only parts of type 'text' are understood, not 'image'",
+            "messages[0] (user): content[1]: only parts of type 'text' are understood, not "
+            "'image': transcripts cannot hold images, videos or audio yet",
         ),
         (
             [{"role": "user", "content": ["x", 3]}],

@@ -59,6 +59,13 @@ class TemplateError(RolloutError):
     """A chat template cannot render the messages given, or cannot be used append-only."""
 
 
+class MediaError(ToolError, TemplateError):
+    """An image, a video or audio stands where only text can stand yet.
+
+    In a message, or in what a tool or a simulated user answered.
+    """
+
+
 class AgentError(RolloutError):
     """An agent loop is unknown, registered twice or used in the wrong order."""
 

@@ -15,7 +15,7 @@ from rollout.agents.history import History, said_again
 from rollout.agents.identity import Ending, Identity, RejectedPrompt
 from rollout.agents.turn import AssistantTurn, answer
 from rollout.agents.wording import Wording
-from rollout.chat.messages import template_messages
+from rollout.chat.messages import template_messages, text_of_content
 from rollout.chat.transcript import Transcript
 from rollout.engine.generation import Generation
 from rollout.errors import (
@@ -254,8 +254,8 @@ class AgentContext:
         self.extra.update(turn.extra)
         if not turn.is_done:
             self.user_turns += 1
-            text = encodable(turn.text) if isinstance(turn.text, str) else turn.text
-            await self._observe([Message(role="user", content=text)])
+            text = text_of_content(f"interaction {self._interaction_name!r}", turn.text)
+            await self._observe([Message(role="user", content=encodable(text))])
         return turn
 
     def observe(self, messages: Sequence[Message | Mapping[str, Any]]) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any, TypeGuard
 
-from rollout.errors import TemplateError
+from rollout import media
+from rollout.errors import MediaError, TemplateError
 from rollout.types import Message, ToolCall
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+#: What messages have as a rule; other keys travel along.
+_KNOWN = frozenset(("role", "content", "tool_calls", "tool_call_id", "name"))
 
 #: A message in the form that chat templates read; `content` is always a string.
 TemplateMessage = dict[str, Any]
@@ -44,17 +48,24 @@ def _template_message(index: int, message: object) -> TemplateMessage:
         raise TemplateError(f"{where} has no role; expected one of {', '.join(ROLES)}")
     if not isinstance(role, str) or role not in ROLES:
         raise TemplateError(f"{where}: unknown role {role!r}; expected one of {', '.join(ROLES)}")
+    for name in fields.keys() - _KNOWN:
+        _refuse_media(f"{where}.{name}", fields[name], is_media=name in media.FIELDS)
     if calls := _template_calls(where, fields.pop("tool_calls", ())):
         fields["tool_calls"] = calls
         fields.setdefault("content", "")
-    fields["content"] = _text(f"{where} ({role})", fields.get("content"))
+    fields["content"] = text_of_content(f"{where} ({role})", fields.get("content"))
     return fields
 
 
-def _text(where: str, content: object) -> str:
-    """A content as one string; text parts are joined as they are."""
+def text_of_content(where: str, content: object) -> str:
+    """A content as one string; text parts are joined as they are.
+
+    Raises:
+        TemplateError: It is neither text nor parts of text; a `MediaError` where it holds media.
+    """
     if isinstance(content, str):
         return content
+    _refuse_media(f"{where}: content", content)
     if not _is_sequence(content):
         raise TemplateError(f"{where}: content must be a string, not {_kind(content)}")
     return "".join(_part(f"{where}: content[{at}]", part) for at, part in enumerate(content))
@@ -63,12 +74,28 @@ def _text(where: str, content: object) -> str:
 def _part(where: str, part: object) -> str:
     if isinstance(part, str):
         return part
+    _refuse_media(where, part)
     if not isinstance(part, Mapping):
         raise TemplateError(f"{where} must be a text part, not {_kind(part)}")
     kind, text = part.get("type", "text"), part.get("text")
-    if kind != "text" or not isinstance(text, str):
-        raise TemplateError(f"{where}: only parts of type 'text' are understood, not {kind!r}")
-    return text
+    if kind == "text" and isinstance(text, str):
+        return text
+    problem = f"{where}: only parts of type 'text' are understood, not {kind!r:.80}"
+    if isinstance(kind, str) and kind in media.PART_TYPES:
+        raise MediaError(f"{problem}: {media.NOT_YET}")
+    raise TemplateError(problem)
+
+
+def _refuse_media(where: str, value: object, *, is_media: bool = False) -> None:
+    """Raise a `MediaError` where `value` is media, or has them by its name and is not empty."""
+    kind = media.kind_of_media(value)
+    dtype = getattr(value, "dtype", None)
+    if dtype is not None and getattr(dtype, "kind", "") != "O":  # arrays of objects hold parts
+        kind = f"an array of {dtype}"
+    if kind is None and is_media and not (isinstance(value, Sized) and not len(value)):
+        kind = _kind(value)
+    if kind is not None:
+        raise MediaError(f"{where} is {kind}; expected text: {media.NOT_YET}")
 
 
 def _fields(where: str, message: object) -> TemplateMessage:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from rollout.chat.messages import template_messages
+from rollout.chat.messages import template_messages, text_of_content
 from rollout.errors import ConfigError, RolloutError
 from rollout.interactions.interaction import Interaction, InteractionContext, InteractionTurn
 
@@ -24,6 +25,8 @@ DONE = "###DONE###"
 _TRANSIENT = frozenset({408, 409, 429, 500, 502, 503, 504})
 #: Seconds before the second try; doubled at each further one.
 _BACKOFF_S = 0.5
+#: Bytes of an answer that are read: a thousand times what a user says.
+MAX_BYTES = 4 * 2**20
 #: Characters of a refusal that its error quotes.
 _QUOTED = 200
 
@@ -144,28 +147,42 @@ class _Endpoint:
         backoff_s = _BACKOFF_S
         for left in reversed(range(self._max_tries)):
             try:
-                response = await client.post(
-                    "chat/completions", json={**self._fields, "messages": messages}
-                )
+                status, body = await self._post(client, {**self._fields, "messages": messages})
             except self._httpx.TransportError as error:
                 fault = f"no answer ({type(error).__name__}: {error})"
             else:
-                if response.status_code == 200:
-                    return self._text_of(response)
-                fault = f"HTTP {response.status_code}: {response.text[:_QUOTED]}"
-                if response.status_code not in _TRANSIENT:
+                if status == 200:
+                    return self._text_of(body)
+                fault = f"HTTP {status}: {_start_of(body)}"
+                if status not in _TRANSIENT:
                     break
             if left:
                 await anyio.sleep(backoff_s)
                 backoff_s *= 2
         raise RolloutError(f"{self._label}: {fault}")
 
-    def _text_of(self, response: httpx.Response) -> str:
+    async def _post(
+        self, client: httpx.AsyncClient, request: Mapping[str, Any]
+    ) -> tuple[int, bytes]:
+        """The status and the body of an answer, of which no more than `MAX_BYTES` are read."""
+        body = bytearray()
+        async with client.stream("POST", "chat/completions", json=request) as response:
+            async for piece in response.aiter_bytes():
+                body += piece
+                if len(body) > MAX_BYTES:
+                    raise RolloutError(f"{self._label}: an answer of more than {MAX_BYTES} bytes")
+        return response.status_code, bytes(body)
+
+    def _text_of(self, body: bytes) -> str:
         try:
-            return str(response.json()["choices"][0]["message"]["content"] or "")
-        except (ValueError, LookupError, TypeError):
-            words = response.text[:_QUOTED]
-            raise RolloutError(f"{self._label}: not a chat completion: {words}") from None
+            content = json.loads(body)["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            raise RolloutError(f"{self._label}: not a chat completion: {_start_of(body)}") from None
+        return text_of_content(self._label, content or "")
+
+
+def _start_of(body: bytes) -> str:
+    return body[: 4 * _QUOTED].decode(errors="replace")[:_QUOTED]
 
 
 class _Speaker(Interaction):

@@ -11,7 +11,7 @@ import inspect
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from rollout.chat.messages import template_messages
+from rollout.chat.messages import template_messages, text_of_content
 from rollout.errors import ConfigError, RolloutError
 from rollout.interactions.interaction import Interaction, InteractionContext, InteractionTurn
 
@@ -76,9 +76,10 @@ class _Instance(Interaction):
                 f"interaction {self.name!r}: generate_response returned {answer!r:.200}; expected "
                 "(should_terminate, response, score, data)"
             )
-        is_done, text, score, data = answer
+        is_done, said, score, data = answer
+        text = str(said) if said is None or isinstance(said, int | float) else said
         return InteractionTurn(
-            str(text),
+            text_of_content(f"interaction {self.name!r}", text),
             is_done=bool(is_done),
             score=None if score is None else float(score),
             extra=dict(data or {}),

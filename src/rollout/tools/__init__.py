@@ -1,5 +1,6 @@
 """Tools: what models can call, and the executor that runs the calls."""
 
+from rollout.errors import MediaError
 from rollout.tools.calculator import calculator
 from rollout.tools.executor import ToolExecutor
 from rollout.tools.finish_tool import finish, submit
@@ -9,7 +10,7 @@ from rollout.tools.loading import load_tools
 from rollout.tools.mcp import connect_mcp
 from rollout.tools.policy import ToolPolicy, TransientError
 from rollout.tools.program_tools import PythonTool, ShellTool
-from rollout.tools.results import MediaError, ToolResult, normalise_result
+from rollout.tools.results import ToolResult, normalise_result
 from rollout.tools.sandbox.limits import SandboxLimits
 from rollout.tools.search_tool import SearchTool
 from rollout.tools.session import TrajectoryTools

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from rollout.errors import ToolError
-from rollout.tools.results import MediaError, ToolResult
+from rollout.errors import MediaError, ToolError
+from rollout.tools.results import ToolResult
 from rollout.tools.schema import inline_references
 from rollout.tools.tool import METHOD_KWARGS, Tool, ToolContext, ToolSession
 

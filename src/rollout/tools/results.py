@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import msgspec
 
-from rollout.errors import ToolError
+from rollout.errors import MediaError
+from rollout.media import NOT_YET, check_answer, is_media_file
 from rollout.tools.pydantic_types import plain_data
 
 #: What the model reads where a tool answers None.
 NO_OUTPUT = "(no output)"
 
 _EXPECTED = "return text, a number, a dict or list of JSON values, None or a ToolResult"
-
-
-class MediaError(ToolError):
-    """A tool answered with images, videos or audio, which transcripts cannot hold yet."""
 
 
 class _Text(msgspec.Struct, frozen=True):
@@ -65,10 +62,8 @@ def refuse_media(where: str, media: Any) -> None:
     Raises:
         MediaError: `media` is neither None nor empty.
     """
-    if media is not None and len(media):
-        raise MediaError(
-            f"{where}: transcripts cannot hold images, videos or audio yet; return text"
-        )
+    if media is not None and (not isinstance(media, Sized) or len(media)):
+        raise MediaError(f"{where}: {NOT_YET}; return text")
 
 
 def error_result(text: str) -> ToolResult:
@@ -83,6 +78,9 @@ def normalise_result(value: Any) -> ToolResult:
     "(no output)", dicts, lists, arrays and records (dataclasses, attrs, Structs, pydantic models)
     become JSON and are kept as `data`. A tuple is ``(value, reward)`` or ``(value, reward,
     metrics)``, as in verl; so a tool that means a pair of values returns a list.
+
+    Raises:
+        MediaError: It is or holds an image, a video or audio, or bytes within other values.
     """
     if isinstance(value, tuple):
         return _from_tuple(value)
@@ -94,7 +92,7 @@ def normalise_result(value: Any) -> ToolResult:
         return ToolResult(NO_OUTPUT)
     if isinstance(value, numbers.Number):  # bool and NumPy scalars included
         return _from_number(value)
-    if isinstance(value, bytes | bytearray):
+    if isinstance(value, bytes | bytearray) and not is_media_file(value):
         return ToolResult(value.decode(errors="replace"))
     return _from_json(value)
 
@@ -108,13 +106,22 @@ def _from_number(value: Any) -> ToolResult:
 
 def _from_json(value: Any) -> ToolResult:
     try:
-        text = msgspec.json.format(
-            msgspec.json.encode(value, enc_hook=plain_data), indent=0
-        ).decode()
+        check_answer("the tool's answer", value)
+        text = msgspec.json.format(msgspec.json.encode(value, enc_hook=_plain), indent=0).decode()
+    except MediaError:
+        raise
     except Exception as error:  # an iterator or a property of the value may raise anything
         kind = type(value).__name__
         return error_result(f"the tool returned {kind}, which is not JSON ({error}); {_EXPECTED}")
     return ToolResult(text, data=value)
+
+
+def _plain(value: Any) -> Any:
+    """`plain_data` without media in it."""
+    check_answer("the tool's answer", value)
+    plain = plain_data(value)
+    check_answer("the tool's answer", plain)
+    return plain
 
 
 def _from_tuple(value: tuple[Any, ...]) -> ToolResult:
@@ -133,6 +140,7 @@ def _from_tuple(value: tuple[Any, ...]) -> ToolResult:
 
 def _checked(result: ToolResult) -> ToolResult:
     if not isinstance(result.text, str):
+        check_answer("ToolResult.text", result.text)
         kind = type(result.text).__name__
         return error_result(f"the tool returned a ToolResult whose text is {kind}; expected str")
     if not isinstance(result.metrics, Mapping):

@@ -1,0 +1,245 @@
+"""Images, video and audio where only text can stand yet: refused, wherever they come from."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pydantic
+import pytest
+from PIL import Image
+
+import rollout
+from executors import call, executor_of, run
+from rollout import (
+    AgentLoop,
+    Interaction,
+    InteractionTurn,
+    MediaError,
+    Outcome,
+    Prompt,
+    TemplateError,
+    ToolError,
+    Trajectory,
+    function_tool,
+    register_agent,
+)
+from rollout.bridge import WorkerThreads
+from rollout.chat.messages import template_messages
+from rollout.config import AgentConfig
+from rollout.interactions import VerlInteraction
+from rollout.testing import Scenario
+from rollout.tools import ToolResult, normalise_result
+
+NOT_YET = "transcripts cannot hold images, videos or audio yet"
+
+
+def picture() -> Image.Image:
+    return Image.new("RGB", (4, 4))
+
+
+def png() -> bytes:
+    file = io.BytesIO()
+    picture().save(file, "png")
+    return file.getvalue()
+
+
+URL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+#: Contents of a message, and what is said of them behind its place.
+CONTENTS: dict[str, tuple[Any, str]] = {
+    "image_url": (
+        [{"type": "text", "text": "Look:"}, URL],
+        f": content[1]: only parts of type 'text' are understood, not 'image_url': {NOT_YET}",
+    ),
+    "audio": (
+        [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}],
+        f": content[0]: only parts of type 'text' are understood, not 'input_audio': {NOT_YET}",
+    ),
+    "bytes": (png(), f": content is bytes; expected text: {NOT_YET}"),
+    "PIL": (picture(), f": content is a PIL Image; expected text: {NOT_YET}"),
+    "array": (
+        np.zeros((4, 4, 3), np.uint8),
+        f": content is an array of uint8; expected text: {NOT_YET}",
+    ),
+    "PIL part": (["Look:", picture()], f": content[1] is a PIL Image; expected text: {NOT_YET}"),
+    "bytes part": ((b"\x89PNG",), f": content[0] is bytes; expected text: {NOT_YET}"),
+}
+both = pytest.mark.parametrize(("content", "said"), CONTENTS.values(), ids=CONTENTS)
+
+
+@both
+def test_message_with_media_is_refused_by_place_and_kind(content: Any, said: str) -> None:
+    with pytest.raises(MediaError) as caught:
+        template_messages(
+            [{"role": "system", "content": "x"}, {"role": "user", "content": content}]
+        )
+    assert str(caught.value) == f"messages[1] (user){said}"
+    assert isinstance(caught.value, TemplateError)
+    assert isinstance(caught.value, ToolError)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind"),
+    [
+        ("images", [picture()], "list"),
+        ("image", "http://host/a.png", "str"),
+        ("thumbnail", png(), "bytes"),
+        ("pixels", np.zeros(3), "an array of float64"),
+    ],
+)
+def test_message_with_media_beside_its_content_is_refused(
+    field: str, value: Any, kind: str
+) -> None:
+    with pytest.raises(MediaError) as caught:
+        template_messages([{"role": "user", "content": "x", field: value}])
+    assert str(caught.value) == f"messages[0].{field} is {kind}; expected text: {NOT_YET}"
+
+
+def test_message_with_text_parts_and_empty_lists_of_media_is_text() -> None:
+    parts = np.array([{"type": "text", "text": "a"}, "b"], dtype=object)
+    (message,) = template_messages([{"role": "user", "content": parts, "images": []}])
+    assert message["content"] == "ab"
+
+
+@register_agent("shows")
+class Shows(AgentLoop):
+    """Observes what the prompt's `extra` has."""
+
+    async def run(self, context: rollout.AgentContext) -> None:
+        await context.generate()
+        context.observe([{"role": "user", "content": context.extra["content"]}])
+        await context.generate()
+
+
+async def play(prompt: Prompt, *, interactions: Any = (), **agent: Any) -> Trajectory:
+    config = Scenario(seed=1).reply("", "ok").config(agent=AgentConfig(**agent))
+    async with rollout.open_rollout(config, interactions=interactions) as runtime:
+        (trajectory,) = (await runtime.generate([prompt])).trajectories
+    return trajectory
+
+
+@pytest.mark.anyio
+@both
+async def test_prompt_with_media_is_rejected(content: Any, said: str) -> None:
+    trajectory = await play(Prompt(messages=[{"role": "user", "content": content}]))
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.REJECTED, "bad_message")
+    assert trajectory.cause is not None
+    assert (trajectory.cause.type, trajectory.cause.message) == (
+        "MediaError",
+        f"messages[0] (user){said}",
+    )
+
+
+@pytest.mark.anyio
+@both
+async def test_agent_that_observes_media_fails(content: Any, said: str) -> None:
+    asked = [{"role": "user", "content": "q"}]
+    trajectory = await play(Prompt(messages=asked, extra={"content": content}), name="shows")
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "agent")
+    assert trajectory.cause is not None
+    assert (trajectory.cause.type, trajectory.cause.message) == (
+        "MediaError",
+        f"messages[0] (user){said}",
+    )
+
+
+@pytest.mark.anyio
+@both
+@pytest.mark.parametrize("is_verl", [False, True])
+async def test_user_who_shows_media_fails_the_trajectory(
+    content: Any, said: str, is_verl: bool
+) -> None:
+    class Shower(Interaction):
+        name = "shower"
+
+        async def respond(self, messages: Any) -> InteractionTurn:
+            return InteractionTurn(content)
+
+    class VerlShower:
+        async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
+            return False, content, 0.0, {}
+
+    user = VerlInteraction(VerlShower(), name="shower") if is_verl else Shower
+    trajectory = await play(
+        Prompt(messages=[{"role": "user", "content": "q"}]),
+        interactions=[user],
+        interaction="shower",
+    )
+    assert trajectory.outcome is Outcome.FAILED
+    assert trajectory.cause is not None
+    assert (trajectory.cause.type, trajectory.cause.message) == (
+        "MediaError",
+        f"interaction 'shower'{said}",
+    )
+
+
+class Block(pydantic.BaseModel):
+    type: str
+    data: str
+
+
+@dataclass
+class Shot:
+    title: str
+    pixels: Image.Image
+
+
+#: What tools answer, and what of it is no text.
+ANSWERS: dict[str, tuple[Any, str]] = {
+    "PIL": (picture(), "a PIL Image"),
+    "png": (png(), "bytes"),
+    "parts": ([{"type": "text", "text": "a"}, URL], "a part of type 'image_url'"),
+    "nested": ({"screen": {"parts": (URL,)}}, "a part of type 'image_url'"),
+    "source": (
+        [{"type": "image", "source": {"type": "base64", "data": "iVBO"}}],
+        "a part of type 'image'",
+    ),
+    "model": ([Block(type="image", data="iVBO")], "a part of type 'image'"),
+    "bytes within": ({"file": b"abc"}, "bytes"),
+    "record": (Shot("a", picture()), "a PIL Image"),
+    "with a reward": ((picture(), 1.0), "a PIL Image"),
+    "text": (ToolResult([URL]), "a part of type 'image_url'"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("value", "kind"), ANSWERS.values(), ids=ANSWERS)
+async def test_tool_that_answers_with_media_is_an_error_observation(
+    value: Any, kind: str, threads: WorkerThreads
+) -> None:
+    @function_tool
+    async def show() -> Any:
+        """Show."""
+        return value
+
+    session = executor_of([show], threads).open_session(uid="p", member=0)
+    (result,) = await run(session, call("show"))
+    place = "ToolResult.text" if isinstance(value, ToolResult) else "the tool's answer"
+    assert result == ToolResult(f"{place} holds {kind}: {NOT_YET}; return text", is_error=True)
+    with pytest.raises(MediaError):
+        normalise_result(value)
+    await session.close()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [{"type": "image", "title": "A photo of a lake", "url": "https://host/lake"}],
+        {"type": "file", "name": "a.txt", "size": 3},
+        {"type": ["image_url"], "image_url": 1},
+        np.arange(4),
+        {"board": np.zeros((2, 2), np.uint8)},
+        b"BMW and RIFF are words",
+        b"caf\xc3\xa9",
+    ],
+    ids=str,
+)
+def test_tool_that_answers_about_media_is_understood(value: Any) -> None:
+    assert not normalise_result(value).is_error
+
+
+def test_tool_result_with_one_picture_in_the_place_of_many_is_refused() -> None:
+    with pytest.raises(MediaError, match=r"^ToolResult.images: "):
+        ToolResult("see", images=picture())  # type: ignore[arg-type]
