@@ -1,13 +1,14 @@
 """Tools of any MCP server, offered as ours.
 
-A server is shared by all trajectories over a few connections; each lives in a task of its own,
-which starts it again when it ends. A trajectory stays on one connection while that lasts, because
-servers keep state.
+A server is shared by all trajectories over a few connections, or each trajectory has one of its
+own. A connection lives in a task of its own, which starts the server again when it ends or freezes.
+A trajectory stays on one connection while that lasts, because servers keep state.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import anyio
 from rollout.errors import ToolError
 from rollout.scopes import open_task_group
 from rollout.tools.mcp_link import McpLink
+from rollout.tools.mcp_links import McpLinks, OwnLinks, SharedLinks
 from rollout.tools.mcp_sdk import import_sdk
 from rollout.tools.results import ToolResult, error_result
 from rollout.tools.tool import Tool, ToolContext, ToolSession
@@ -33,10 +35,13 @@ async def connect_mcp(
     tools: Sequence[str] | None = None,
     prefix: str = "",
     connections: int = 1,
+    per_trajectory: bool = False,
     env: Mapping[str, str] | None = None,
     cwd: str | None = None,
     headers: Mapping[str, str] | None = None,
     start_timeout_s: float = 30.0,
+    ping_s: float | None = 10.0,
+    max_answer_bytes: int = 2**20,
 ) -> AsyncIterator[list[Tool]]:
     """The tools of an MCP server, for `open_rollout`; the server is let go at the block's end.
 
@@ -46,26 +51,51 @@ async def connect_mcp(
         tools: Names of those wanted, as the server calls them; None takes all.
         prefix: Put before each name, where servers have tools of equal names.
         connections: For a command, processes; trajectories are spread over them.
+        per_trajectory: Each trajectory has a connection (for a command, a process) of its own,
+            from its first call of one of the tools to its end.
         env, cwd: Of the command: variables added to a small safe set, and its directory.
         headers: Sent with each HTTP request.
         start_timeout_s: From starting a connection to its list of tools.
+        ping_s: A server that says nothing for so long while a call waits is pinged; where it is
+            silent for as long again, it is frozen, and started again. So is one that does not
+            answer the ping after a call that was given up. To be longer than the longest call of
+            a server that does nothing else meanwhile; None never pings.
+        max_answer_bytes: Longest answer that is read; an error takes the place of a longer one.
 
     Raises:
-        ToolError: The extra is missing, the server does not answer in time, or lacks a tool.
+        ToolError: The extra is missing, an argument is wrong, the server does not answer in time,
+            or lacks a tool.
     """
-    if connections < 1:
-        raise ToolError(f"connect_mcp: connections = {connections}: expected at least 1")
     label = server if isinstance(server, str) else " ".join(server)
     _check(server)
+    _check_numbers(connections, per_trajectory, ping_s, max_answer_bytes)
     sdk = await anyio.to_thread.run_sync(import_sdk)  # it takes seconds
-    new_transport = sdk.transport(server, env=env, cwd=cwd, headers=headers)
-    links = [McpLink(label, sdk, new_transport, start_timeout_s) for _ in range(connections)]
+    new_transport = sdk.transport(
+        server, env=env, cwd=cwd, headers=headers, max_bytes=max_answer_bytes
+    )
+
+    def new_link() -> McpLink:
+        return McpLink(
+            label,
+            sdk,
+            new_transport,
+            start_timeout_s=start_timeout_s,
+            ping_s=math.inf if ping_s is None else ping_s,
+            max_bytes=max_answer_bytes,
+        )
+
     async with open_task_group() as tasks:
+        links = [new_link() for _ in range(connections)]
         async with open_task_group() as starting:
             handles = [starting.start_soon(tasks.start, link.keep) for link in links]
             for handle in handles:
                 await handle.wait()
-        yield [_tool(links, tool, prefix) for tool in _wanted(label, links[0].tools, tools)]
+        wanted = _wanted(label, links[0].tools, tools)
+        server_links: McpLinks = SharedLinks(links)
+        if per_trajectory:
+            await links[0].leave()
+            server_links = OwnLinks(tasks, new_link)
+        yield [_tool(server_links, tool, prefix) for tool in wanted]
 
 
 def _wanted(label: str, offered: Sequence[Any], names: Sequence[str] | None) -> list[Any]:
@@ -89,7 +119,23 @@ def _check(server: str | Sequence[str]) -> None:
         raise ToolError("connect_mcp: server = []: expected a command with its arguments")
 
 
-def _tool(links: Sequence[McpLink], theirs: Any, prefix: str) -> Tool:
+def _check_numbers(
+    connections: int, per_trajectory: bool, ping_s: float | None, max_answer_bytes: int
+) -> None:
+    faults = []
+    if connections < 1:
+        faults.append(f"connections = {connections}: expected at least 1")
+    if per_trajectory and connections > 1:
+        faults.append(f"connections = {connections}: expected 1 with per_trajectory = True")
+    if ping_s is not None and not 0 < ping_s < math.inf:
+        faults.append(f"ping_s = {ping_s}: expected a number > 0 or None")
+    if max_answer_bytes < 1:
+        faults.append(f"max_answer_bytes = {max_answer_bytes}: expected at least 1")
+    if faults:
+        raise ToolError(f"connect_mcp: {'; '.join(faults)}")
+
+
+def _tool(links: McpLinks, theirs: Any, prefix: str) -> Tool:
     tool = _McpTool()
     tool.name = prefix + theirs.name
     tool.schema = {
@@ -114,7 +160,7 @@ class _McpTool(Tool):
         may_repeat: The server says that a second call changes nothing more.
     """
 
-    links: Sequence[McpLink]
+    links: McpLinks
     their_name: str
     may_repeat: bool
 
@@ -123,9 +169,7 @@ class _McpTool(Tool):
         return sorted(kwargs)
 
     async def open(self, context: ToolContext) -> ToolSession:
-        link = min(self.links, key=lambda link: link.users)
-        link.users += 1
-        return _McpSession(link, self)
+        return _McpSession(await self.links.take(context), self)
 
 
 class _McpSession(ToolSession):
@@ -139,7 +183,7 @@ class _McpSession(ToolSession):
         return answer if isinstance(answer, ToolResult) else _result(tool.name, answer)
 
     async def close(self) -> None:
-        self._link.users -= 1
+        await self._tool.links.give_back(self._link)
 
 
 def _result(name: str, answer: Any) -> ToolResult:
