@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollout.errors import ConfigError, RolloutError
+from rollout.errors import ConfigError, MediaError, RolloutError
 from rollout.interactions import Interaction, InteractionContext, InteractionTurn, ModelUser
 from rollout.interactions.model_user import DONE
 
@@ -185,3 +185,33 @@ def test_arguments_that_cannot_be_used_are_refused(arguments: Any, error: str) -
             **{"base_url": "http://x/v1", "model": "m", "persona": "", "name": "u", **arguments}
         )
     assert str(failure.value) == error
+
+
+async def test_answer_in_parts_of_text_is_what_the_user_says() -> None:
+    parts = [{"type": "text", "text": "Tea, "}, {"type": "text", "text": "please."}]
+    body = json.dumps({"choices": [{"message": {"content": parts}}]})
+    with serving(Endpoint((200, body))) as endpoint:
+        speaker = await started(user_of(endpoint))
+        assert await speaker.respond(TALK) == InteractionTurn("Tea, please.")
+        await speaker.finish()
+
+
+async def test_answer_with_an_image_is_refused() -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "http://host/a.png"}}]
+    body = json.dumps({"choices": [{"message": {"content": parts}}]})
+    with serving(Endpoint((200, body))) as endpoint:
+        speaker = await started(user_of(endpoint))
+        with pytest.raises(
+            MediaError, match=r"^interaction 'model_user': content\[0\]: only parts"
+        ):
+            await speaker.respond(TALK)
+        await speaker.finish()
+
+
+async def test_answer_without_bound_is_not_read_to_its_end() -> None:
+    with serving(Endpoint("x" * 5_000_000)) as endpoint:
+        speaker = await started(user_of(endpoint))
+        with pytest.raises(RolloutError) as failure:
+            await speaker.respond(TALK)
+        await speaker.finish()
+    assert str(failure.value) == "interaction 'model_user': an answer of more than 4194304 bytes"

@@ -167,10 +167,16 @@ class _Endpoint:
         """The status and the body of an answer, of which no more than `MAX_BYTES` are read."""
         body = bytearray()
         async with client.stream("POST", "chat/completions", json=request) as response:
-            async for piece in response.aiter_bytes():
-                body += piece
-                if len(body) > MAX_BYTES:
-                    raise RolloutError(f"{self._label}: an answer of more than {MAX_BYTES} bytes")
+            try:
+                async for piece in response.aiter_bytes():
+                    body += piece
+                    if len(body) > MAX_BYTES:
+                        await response.aclose()  # what reads on below ends by that
+            except (self._httpx.StreamError, self._httpx.TransportError, anyio.ClosedResourceError):
+                if len(body) <= MAX_BYTES:
+                    raise
+        if len(body) > MAX_BYTES:
+            raise RolloutError(f"{self._label}: an answer of more than {MAX_BYTES} bytes")
         return response.status_code, bytes(body)
 
     def _text_of(self, body: bytes) -> str:
