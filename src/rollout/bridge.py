@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio  # noqa: TID251  (this is the module that may)
 import queue
-import sys
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -18,6 +17,7 @@ from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import anyio
+import sniffio
 from anyio.lowlevel import current_token
 
 from rollout.errors import ToolError
@@ -60,9 +60,15 @@ def has_virtual_clock() -> bool:
 
 
 def runs_on_trio() -> bool:
-    """Whether the current event loop is trio's."""
-    trio = sys.modules.get("trio")
-    return trio is not None and trio.lowlevel.in_trio_run()
+    """Whether the current event loop is trio's.
+
+    The loop itself is asked: while another thread imports trio, its module can be found and is
+    not whole yet.
+    """
+    try:
+        return sniffio.current_async_library() == "trio"
+    except sniffio.AsyncLibraryNotFoundError:  # a callback of asyncio, in no task
+        return False
 
 
 def loop_clock() -> Callable[[], float]:
