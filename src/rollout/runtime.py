@@ -233,9 +233,9 @@ class RolloutRuntime:
                     logger.error(STREAM_DROPPED)
                     self._misuse = STREAM_DROPPED
                     raise
-                except anyio.ClosedResourceError:  # its receiver is closed with the runtime
-                    if streamed.failure is None:
-                        raise
+                except anyio.ClosedResourceError:
+                    if not streamed.is_closed:
+                        raise  # else its receiver was closed with the runtime
                 finally:
                     del self._streams[streamed]
                     await streamed.end()

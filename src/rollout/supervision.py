@@ -276,7 +276,8 @@ class Supervised(Generic[T]):
             with anyio.CancelScope(deadline=due) as self._alarm:
                 await self._ended.wait()
                 return
-            self._give_up([duty for duty in self._duties if duty.at + self._cleanup_s <= due])
+            now = anyio.current_time()
+            self._give_up([duty for duty in self._duties if duty.at + self._cleanup_s <= now])
             if drive.is_given_up:
                 with anyio.move_on_after(LEAVE_S):
                     await self._ended.wait()

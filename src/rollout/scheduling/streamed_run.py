@@ -21,6 +21,7 @@ class StreamedRun:
 
     Attributes:
         received: Where its trajectories come out.
+        is_closed: Whether it was ended because the runtime is being closed.
         failure: What the run ended with; None where it ended well, or has not ended.
     """
 
@@ -29,6 +30,7 @@ class StreamedRun:
         self._send, self.received = anyio.create_memory_object_stream[Trajectory](STREAM_BUFFER)
         self._scope = anyio.CancelScope()
         self._ended = anyio.Event()
+        self.is_closed = False
         self._finished: dict[int, weakref.ref[Trajectory]] = {}
         self._kept: list[Trajectory] = []
         self.failure: BaseException | None = None
@@ -50,13 +52,15 @@ class StreamedRun:
         return [trajectory for trajectory in found if trajectory is not None]
 
     def close(self) -> None:
-        """End every trajectory and deliver no more of them."""
+        """End every trajectory and deliver no more of them; `failure` says so in the end."""
+        self.is_closed = True
         self._run.close()
         self.received.close()
 
     async def end(self) -> None:
         """Cancel what still runs, and wait for it; shielded."""
-        self._scope.cancel()
+        if not self.is_closed:  # else it ends by itself, and keeps what there was
+            self._scope.cancel()
         self.received.close()
         with anyio.CancelScope(shield=True):
             await self._ended.wait()

@@ -270,8 +270,8 @@ async def _run_guarded(loop: type[AgentLoop], context: AgentContext) -> Cause | 
         if isinstance(leaf, LimitExceeded):
             context.end(leaf.outcome, leaf.reason, limit_source=leaf.source)
             return None
-        if context.ending is not None:
-            return None  # the agent's own words for a limit that had fired
+        if context.ending is not None or isinstance(leaf, UnresponsiveError):
+            return None  # the agent's own words for a limit that had fired, or the verdict's
         if isinstance(leaf, RejectedPrompt):
             context.end(Outcome.REJECTED, leaf.reason)
         else:
