@@ -49,8 +49,6 @@ class AgentContext:
     """One trajectory from the inside.
 
     Attributes:
-        prompt: What it started from.
-        identity: Which trajectory it is.
         transcript: The exact tokens so far; with `agent.history` "inference_template" those of the
             row that is being written.
         earlier: The rows before it.
@@ -80,8 +78,8 @@ class AgentContext:
         extra: dict[str, Any],
         outermost: Deadline,
     ) -> None:
-        self.prompt = prompt
-        self.identity = identity
+        self._prompt = prompt
+        self._identity = identity
         self.sampling = sampling
         self.transcript = Transcript()
         self.messages: list[Message] = []
@@ -114,6 +112,16 @@ class AgentContext:
     def config(self) -> AgentConfig:
         """The `agent` section of the configuration."""
         return self._services.config.agent
+
+    @property
+    def prompt(self) -> Prompt:
+        """What it started from."""
+        return self._prompt
+
+    @property
+    def identity(self) -> Identity:
+        """Which trajectory it is."""
+        return self._identity
 
     @property
     def deadline(self) -> HeldDeadline:

@@ -156,24 +156,25 @@ class TrajectoryRunner:
     ) -> tuple[Ending, Cause | None]:
         work = self._supervised(f"agent {loop.__name__}", Cause)
         deadline.govern(work)
+        failure: BaseException | None = None
+        cause: Cause | None = None
         try:
             with _ended_by(member, work):
                 cause = await work.run(partial(_run_guarded, loop, context), context.close)
         except BaseException as error:
             if passing_of(error) is not None:
                 raise
-            return Ending(outcome=Outcome.FAILED, reason="agent"), self._note(member, error)
+            failure = error
         finally:
             if work.verdict is not None:
                 await self._close(member, context)
         fault = restore(context)
-        if work.verdict is not None:
-            cause = self._note(member, work.verdict)
-            return Ending(outcome=Outcome.FAILED, reason=UNRESPONSIVE), cause
         if fault:
-            return Ending(outcome=Outcome.FAILED, reason="agent"), self._note(
-                member, AgentError(fault)
-            )
+            failure = AgentError(fault)
+        failure = work.verdict or failure
+        if failure is not None:
+            reason = "agent" if work.verdict is None else UNRESPONSIVE
+            return Ending(outcome=Outcome.FAILED, reason=reason), self._note(member, failure)
         if work.was_cancelled:
             return _ending_of_cancelled(member, deadline.now), None
         return context.ending or _natural_ending(context), cause
@@ -221,6 +222,8 @@ class TrajectoryRunner:
         failure = work.verdict or failure
         if failure is not None:
             _spoil(trajectory, Outcome.FAILED, None, self._note(member, failure))
+            if work.verdict is not None:
+                trajectory.reason = UNRESPONSIVE
         elif reward is not None:
             trajectory.reward = reward.value
             trajectory.extra.update(reward.extra)
