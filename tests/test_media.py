@@ -58,12 +58,12 @@ CONTENTS: dict[str, tuple[Any, str]] = {
         f": content[0]: only parts of type 'text' are understood, not 'input_audio': {NOT_YET}",
     ),
     "bytes": (png(), f": content is bytes; expected text: {NOT_YET}"),
-    "PIL": (picture(), f": content is a PIL Image; expected text: {NOT_YET}"),
+    "PIL": (picture(), f": content is a PIL image; expected text: {NOT_YET}"),
     "array": (
         np.zeros((4, 4, 3), np.uint8),
         f": content is an array of uint8; expected text: {NOT_YET}",
     ),
-    "PIL part": (["Look:", picture()], f": content[1] is a PIL Image; expected text: {NOT_YET}"),
+    "PIL part": (["Look:", picture()], f": content[1] is a PIL image; expected text: {NOT_YET}"),
     "bytes part": ((b"\x89PNG",), f": content[0] is bytes; expected text: {NOT_YET}"),
 }
 both = pytest.mark.parametrize(("content", "said"), CONTENTS.values(), ids=CONTENTS)
@@ -188,7 +188,7 @@ class Shot:
 
 #: What tools answer, and what of it is no text.
 ANSWERS: dict[str, tuple[Any, str]] = {
-    "PIL": (picture(), "a PIL Image"),
+    "PIL": (picture(), "a PIL image"),
     "png": (png(), "bytes"),
     "parts": ([{"type": "text", "text": "a"}, URL], "a part of type 'image_url'"),
     "nested": ({"screen": {"parts": (URL,)}}, "a part of type 'image_url'"),
@@ -198,8 +198,8 @@ ANSWERS: dict[str, tuple[Any, str]] = {
     ),
     "model": ([Block(type="image", data="iVBO")], "a part of type 'image'"),
     "bytes within": ({"file": b"abc"}, "bytes"),
-    "record": (Shot("a", picture()), "a PIL Image"),
-    "with a reward": ((picture(), 1.0), "a PIL Image"),
+    "record": (Shot("a", picture()), "a PIL image"),
+    "with a reward": ((picture(), 1.0), "a PIL image"),
     "text": (ToolResult([URL]), "a part of type 'image_url'"),  # type: ignore[arg-type]
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rollout.errors import MediaError
+from rollout.lazy import derives_from
 
 #: Types of the parts of a content that are no text, as OpenAI, Anthropic, MCP and chat templates
 #: call them.
@@ -35,8 +36,8 @@ def kind_of_media(value: object) -> str | None:
     """What `value` is, where no text can stand for it; None of anything else."""
     if isinstance(value, bytes | bytearray | memoryview):
         return "bytes"
-    if type(value).__module__.partition(".")[0] == "PIL":
-        return f"a PIL {type(value).__name__}"
+    if derives_from(type(value), "PIL.Image", "Image"):
+        return "a PIL image"
     return None
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import MediaError, ToolError
+from rollout.lazy import derives_from
 from rollout.tools.results import ToolResult
 from rollout.tools.schema import inline_references
 from rollout.tools.tool import METHOD_KWARGS, Tool, ToolContext, ToolSession
@@ -112,8 +112,7 @@ def _block_text(block: Any) -> str:
 
 def is_langchain_tool(value: Any) -> bool:
     """Whether `value` is a tool of LangChain; nothing is imported to find out."""
-    module = sys.modules.get("langchain_core.tools")
-    return module is not None and isinstance(value, module.BaseTool)
+    return derives_from(type(value), "langchain_core.tools.base", "BaseTool")
 
 
 def langchain_tools(tools: Iterable[Any]) -> list[Tool]:

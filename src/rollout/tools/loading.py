@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,11 +51,21 @@ def tools_of(module: ModuleType) -> list[Tool]:
 
 
 def _registered_in_verl(module: ModuleType) -> Iterator[Tool]:
-    """Functions of the module in verl's registry, where the module has imported verl."""
-    registry = getattr(sys.modules.get("verl.tools.function_tool"), "FUNCTION_TOOL_REGISTRY", {})
-    for name, entry in registry.items():
+    """Functions of the module in verl's registry, where the module uses verl."""
+    if not any(_home(value).split(".")[0] == "verl" for value in vars(module).values()):
+        return
+    try:
+        from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:  # a version without such functions
+        return
+    for name, entry in FUNCTION_TOOL_REGISTRY.items():
         if entry.fn.__module__ == module.__name__:
             yield _function_of_verl(entry.fn, name)
+
+
+def _home(value: Any) -> str:
+    """The module that something at the top level of a module comes from, or is."""
+    return str(getattr(value, "__module__", None) or getattr(value, "__name__", None) or "")
 
 
 def _function_of_verl(function: Callable[..., Any], name: str) -> Tool:
