@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import unicodedata
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,14 @@ if TYPE_CHECKING:
     from rollout.agents import AgentContext
 
 both_backends = pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+#: Vocabularies; the larger half of them with the full counts.
+each_vocabulary = pytest.mark.parametrize(
+    "vocabulary",
+    [
+        pytest.param(name, marks=() if name in ("smollm2", "qwen") else pytest.mark.full)
+        for name in VOCABULARIES
+    ],
+)
 
 #: Where a bound could be wrong: runs that vocabularies have as one token, characters that compose,
 #: that lack bytes in a vocabulary, that tokenizers look for.
@@ -57,13 +66,14 @@ def whole(vocabulary: str) -> TextEncoder:
     return encoder_of(tokenizer(vocabulary))
 
 
+@functools.cache
 def bound_of(vocabulary: str) -> TokenBound:
     bound = token_bound(tokenizer(vocabulary).backend_tokenizer)
     assert bound is not None
     return bound
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@each_vocabulary
 @given(text=LONG_RUNS | st.text(max_size=300))
 @settings(deadline=None, max_examples=20)
 def test_token_bound_any_text_has_at_least_so_many_tokens(vocabulary: str, text: str) -> None:
@@ -73,7 +83,7 @@ def test_token_bound_any_text_has_at_least_so_many_tokens(vocabulary: str, text:
     assert bound_of(vocabulary).least(text, 0) <= fewest
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@each_vocabulary
 def test_token_bound_text_of_longest_tokens_is_encoded_where_it_just_fits(vocabulary: str) -> None:
     entries = tokenizer(vocabulary).get_vocab()
     token = max((name for name in entries if "\u0120" * len(name) == name), key=len)
@@ -135,7 +145,7 @@ def test_token_bound_tokenizer_that_may_swallow_text_has_none() -> None:
         assert bound.least(" \n\u2003" * 1000 + "abcd" * 3, 1) == 3
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@each_vocabulary
 @given(unit=st.text(min_size=1, max_size=12), most=st.integers(0, 3000), filler=LONG_RUNS)
 @settings(deadline=None, max_examples=8)
 def test_encode_text_refused_by_its_beginning_has_as_many_tokens(
