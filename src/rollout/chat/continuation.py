@@ -189,10 +189,11 @@ class ContinuationRenderer:
             return None
         joined = _interleave(form.literals, contents)
         self._encoder.refuse_beyond(most, joined)
+        if all(map(self._encoder.is_plain, contents)):
+            return WrittenText(joined)
         plain, length = list[Place](), len(form.literals[0])
         for text, literal in zip(contents, form.literals[1:], strict=True):
-            if not self._encoder.is_plain(text):
-                plain += self._encoder.look_alikes(text, length)
+            plain += self._encoder.look_alikes(text, length)
             length += len(text) + len(literal)
         return WrittenText(joined, tuple(plain))
 

@@ -84,7 +84,8 @@ class TextEncoder:
         Raises:
             TooManyTokens: They are certainly more than `most`.
         """
-        self.refuse_beyond(most, text)
+        if most is not None:
+            self.refuse_beyond(most, text)
         return self._ids(text, most)
 
     def encode_written(self, written: WrittenText, most: int | None = None) -> list[int]:
