@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio  # noqa: TID251
 import gc
 import logging
+import queue
 import threading
 import warnings
 from collections.abc import Callable
@@ -632,24 +633,33 @@ async def test_threads_of_one_name_are_abandoned_up_to_the_cap_also_of_calls_tha
     anyio_backend: str,
 ) -> None:
     threads = WorkerThreads(max_threads=1, max_abandoned=3)
+    scopes = [anyio.CancelScope() for _ in range(50)]
+    running: queue.SimpleQueue[int] = queue.SimpleQueue()
     release = threading.Event()
     refused = []
 
-    async def call(seconds: float) -> None:
+    def hang(number: int) -> None:
+        running.put(number)
+        release.wait()
+
+    async def call(number: int) -> None:
         try:
-            with anyio.move_on_after(seconds):
-                await threads.run("stuck", release.wait)
+            with scopes[number]:
+                await threads.run("stuck", hang, number)
         except ToolError as error:
             refused.append(str(error))
 
     async with anyio.create_task_group() as tasks:
         for number in range(50):
-            tasks.start_soon(call, 0.02 * number)
+            tasks.start_soon(call, number)
+        for _ in range(3):
+            while running.empty():
+                await anyio.sleep(0.001)
+            scopes[running.get()].cancel()
     assert threads.abandoned == {"stuck": 3}
-    assert len(refused) > 40
-    assert set(refused) == {
+    assert refused == 47 * [
         "stuck: 3 abandoned threads are still running (tools.max_abandoned_threads = 3); not called"
-    }
+    ]
     release.set()
     threads.close()
 

@@ -41,7 +41,7 @@ UNDISTURBED = {
     "scripted user": [(2, {"completed"})],
     "slow consumer": [(22, {"completed"})],
     "consumer that leaves": [(1, {"completed"}), (2, {"completed"})],
-    "close during start-up": [(0, set())],
+    "close during start-up": [(2, {"cancelled"})],
     "changing fleet": [(6, {"completed"}), (3, {"completed"})],
 }
 

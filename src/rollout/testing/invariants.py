@@ -16,6 +16,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from rollout.engine.core import CORE_CLOSE_S
+from rollout.scheduling.batch_run import CLOSED
 from rollout.testing.tensor_checks import batch_anomalies
 from rollout.testing.token_books import book_anomalies
 from rollout.testing.transcript_checks import EPSILON_S, Facts, trajectory_anomalies
@@ -55,11 +56,12 @@ def _anomalies(watched: WatchedRuntime) -> Iterator[str]:
 
 def _facts(watched: WatchedRuntime) -> Facts:
     info = watched.cores[0].info if watched.cores else None
+    is_closed = watched.closed_in_s is not None
     return Facts(
         config=watched.config,
         context_length=info.context_length if info else 0,
         is_simulated=info is not None and info.fingerprint == "simulated",
-        reasons=watched.reasons,
+        reasons={*watched.reasons, CLOSED} if is_closed else watched.reasons,
         has_reward=watched.has_reward,
     )
 
