@@ -22,6 +22,9 @@ class RolloutError(Exception):
 
     partial: RolloutBatch | None = None
 
+    def __init__(self, *args: object) -> None:  # a signature, which `Exception` has none of
+        super().__init__(*args)
+
 
 class ConfigError(RolloutError):
     """A configuration is wrong; every fault is listed, each with path, value and expectation."""
