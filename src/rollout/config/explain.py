@@ -32,7 +32,7 @@ _LABEL_WIDTH = 12
 _BYTES_IN_PROMPT = 8  # prompts
 _BYTES_IN_RESPONSE = 8 + 8 + 4 + 4  # responses, response_mask, rollout_log_probs, weight_versions
 _BYTES_IN_ROW = 8 + 8 + 8  # input_ids, attention_mask, position_ids
-_BYTES_PER_ROW = 1  # trainable
+_BYTES_PER_ROW = 1 + 4 + 8  # trainable, rewards, groups
 
 
 def describe_config(config: RolloutConfig) -> list[str]:
