@@ -61,7 +61,9 @@ def test_config_explained_row_holds_the_bytes_of_the_layout() -> None:
         + 2 * response * int64  # responses, response_mask
         + 3 * (prompt + response) * int64  # input_ids, attention_mask, position_ids
         + 2 * response * four  # rollout_log_probs, weight_versions
-        + boolean + four + int64  # trainable, rewards, groups
+        + boolean
+        + four
+        + int64  # trainable, rewards, groups
     )
     assert row_bytes(LengthsConfig(prompt=prompt, response=response)) == expected
 

@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 #: Exit codes; a signal adds its number to 128, as shells do.
-OK, SOME_FAILED, BAD_INPUT, ENGINE_LOST = 0, 1, 2, 3
+OK, SOME_FAILED, BAD_INPUT, ENGINE_LOST, NOT_SAVED = 0, 1, 2, 3, 4
 
 EXIT_CODES = """\
 exit codes:
   0    every trajectory ended in an outcome other than failed or rejected
-  1    some trajectories failed or were rejected, or the results could not be written
+  1    some trajectories failed or were rejected
   2    bad usage, configuration, prompts or tools; nothing was started
   3    an engine did not start or was lost
+  4    the results could not be saved; what was written as trajectories ended is kept
   130  interrupted (Ctrl-C); 143: terminated. What had been started is saved
 """
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rollout.check import builtin_programs, config_faults, look_at_tools
-from rollout.cli import BAD_INPUT, ENGINE_LOST, OK, SOME_FAILED
+from rollout.cli import BAD_INPUT, ENGINE_LOST, NOT_SAVED, OK, SOME_FAILED
 from rollout.config import describe_config, load_config
 from rollout.errors import (
     ConfigError,
@@ -25,6 +25,7 @@ from rollout.errors import (
     ToolError,
 )
 from rollout.foreground import INTERRUPTED, Job, JobResult, run_job
+from rollout.observe.summary import count
 from rollout.scheduling.prompt_files import read_prompts
 from rollout.sizing import sizing_lines
 from rollout.types import Outcome
@@ -119,8 +120,7 @@ def _run(arguments: argparse.Namespace, output: Console, errors: Console) -> int
         validate=arguments.validate,
     )
     result = anyio.run(run_job, job, errors, backend=arguments.backend)
-    _print_summary(result, job, output)
-    return _exit_code(result, errors)
+    return _finished(result, job, output, errors)
 
 
 def _demo(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
@@ -144,8 +144,7 @@ def _demo(arguments: argparse.Namespace, output: Console, errors: Console) -> in
     result = anyio.run(run_job, job, errors, backend=arguments.backend)
     if result.batch is not None:
         _print_demo(result.batch, output)
-    _print_summary(result, job, output)
-    return _exit_code(result, errors)
+    return _finished(result, job, output, errors)
 
 
 def _check(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
@@ -232,13 +231,28 @@ def _print_demo(batch: RolloutBatch, output: Console) -> None:
     )
 
 
-def _print_summary(result: JobResult, job: Job, output: Console) -> None:
+def _finished(result: JobResult, job: Job, output: Console, errors: Console) -> int:
+    """Say what became of a job; its exit code."""
+    from rollout.batch.storage import TRAJECTORIES
     from rollout.observe.summary import summary_lines
 
-    if result.batch is None:
-        return
-    for line in summary_lines(result.batch, result.seconds, job.directory):
-        _print_line(output, line)
+    if result.batch is not None:
+        kept = [TRAJECTORIES] if result.appended else []
+        files = None if result.fault is None else kept
+        for line in summary_lines(result.batch, result.seconds, job.directory, files):
+            _print_line(output, line)
+    if result.fault is not None:
+        return _tell(errors, _loss(result, job.directory / TRAJECTORIES), NOT_SAVED)
+    return _exit_code(result, errors)
+
+
+def _loss(result: JobResult, path: Path) -> str:
+    """What could not be saved, and what there is in its place."""
+    assert result.batch is not None
+    ended = count(len(result.batch.trajectories), "trajectory")
+    kept = f"kept is {path} with {result.appended:,} of {ended}, as they ended; "
+    hint = "rollout.batch.load_trajectories reads it"
+    return f"{result.fault}\n  {kept + hint if result.appended else f'none of {ended} is saved'}"
 
 
 def _exit_code(result: JobResult, errors: Console) -> int:
@@ -256,9 +270,10 @@ def _exit_code(result: JobResult, errors: Console) -> int:
 def _interruption(result: JobResult) -> str:
     if result.batch is None:
         return "interrupted before a trajectory had started; nothing is saved"
-    ended = sum(row.reason != INTERRUPTED for row in result.batch.samples)
+    rows = result.batch.trajectories
+    ended = sum(row.reason != INTERRUPTED for row in rows)
     lost = f"; {result.lost} more had no time to end and are lost" if result.lost else ""
     return (
-        f"interrupted: {ended} of {len(result.batch)} saved trajectories had ended by themselves, "
+        f"interrupted: {ended} of {len(rows)} saved trajectories had ended by themselves, "
         f"the others are saved as far as they had come{lost}"
     )

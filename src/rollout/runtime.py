@@ -25,7 +25,7 @@ from rollout.seeds import fresh_seed
 from rollout.types import Trajectory
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
     from anyio.streams.memory import MemoryObjectReceiveStream
 
@@ -87,6 +87,9 @@ class RolloutRuntime:
     Attributes:
         config: What it was opened with.
         admission: `pause` and `resume` hold back trajectories that have not started.
+        on_trajectory: Called on the loop with each trajectory of `generate` as it ends, in the
+            order in which they do; None calls nothing. It must return at once; what it raises is
+            logged.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class RolloutRuntime:
         self._idle = anyio.Event()
         self._is_closing = False
         self._batches = 0
+        self.on_trajectory: Callable[[Trajectory], object] | None = None
 
     @property
     def template(self) -> ChatTemplate:
@@ -184,6 +188,7 @@ class RolloutRuntime:
 
         async def keep(row: int, trajectory: Trajectory) -> None:
             rows[row] = trajectory
+            self._tell(trajectory)
 
         def collated() -> RolloutBatch:
             lag_s = window.max_s
@@ -299,6 +304,14 @@ class RolloutRuntime:
             config=scheduling,
             tally=self._tally,
         )
+
+    def _tell(self, trajectory: Trajectory) -> None:
+        if self.on_trajectory is None:
+            return
+        try:
+            self.on_trajectory(trajectory)
+        except Exception:
+            logger.exception("on_trajectory raised at %s/%s", trajectory.uid, trajectory.member)
 
     @asynccontextmanager
     async def _awake(self) -> AsyncIterator[None]:

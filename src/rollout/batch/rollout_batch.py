@@ -85,7 +85,9 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
         nested lists); one that JSON cannot hold is kept as its ``repr`` and logged.
 
         Raises:
-            RolloutError: The directory cannot be written; names the file.
+            RolloutError: The directory cannot be written; names the file, and where room lacks,
+                what is needed and what there is. Nothing is left of the attempt: make room and
+                call it again.
         """
         from rollout.batch.storage import write_batch
 
