@@ -490,6 +490,52 @@ def test_cli_signal_saves_what_there_is(folder: Path, signum: signal.Signals, ba
     assert (slow.outcome, slow.reason) == (Outcome.CANCELLED, "interrupted")
 
 
+#: What takes its time once everything is saved: engines that close, and a process that exits.
+LATE = {
+    "closing": """
+import contextlib, anyio, rollout.opening
+real = rollout.opening.open_engines
+
+@contextlib.asynccontextmanager
+async def slow_to_close(config):
+    async with real(config) as engines:
+        yield engines
+        print("here", file=sys.stderr, flush=True)
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(1)
+
+rollout.opening.open_engines = slow_to_close
+""",
+    "exiting": """
+import atexit, threading
+
+def linger():
+    print("here", file=sys.stderr, flush=True)
+    threading.Event().wait()
+
+atexit.register(linger)
+""",
+}
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["closing", "exiting"])
+def test_cli_signal_after_saving_ends_without_a_traceback(
+    folder: Path, signum: signal.Signals, moment: str
+) -> None:
+    (folder / "tools.py").write_text(TOOLS + LATE[moment])
+    arguments = ["run", "config.py", "--prompts", "prompts.jsonl", "--out", "out", *CODE]
+    with rollout_process(folder, *arguments) as process:
+        wait_for(process, "here")
+        process.send_signal(signum)
+        output, errors = process.communicate(timeout=END_S)
+        assert process.returncode == 128 + signum
+    assert "Traceback" not in errors
+    assert errors.splitlines()[-1].startswith("interrupted")
+    assert "files     out: tensors.safetensors" in output
+    assert len(RolloutBatch.load(folder / "out")) == 1
+
+
 def test_cli_signal_while_a_reward_hangs_saves_what_had_ended(folder: Path) -> None:
     write_config(folder)
     hang = "\n    if trajectory.member:\n        import threading; threading.Event().wait()\n"

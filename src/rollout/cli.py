@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
+import os
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from rollout import __version__
@@ -62,17 +63,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     It owns SIGINT and SIGTERM meanwhile, so it must be called on the main thread.
 
     Args:
-        argv: Arguments without the program's name; None takes those of the process.
+        argv: Arguments without the program's name; None takes those of the process, which is about
+            to end then: a signal that comes later ends it at once.
 
     Raises:
         SystemExit: ``--help``, ``--version``, or bad usage (code 2).
     """
     arguments = _parser().parse_args(argv)
     try:
-        with _terminable():
-            from rollout.commands import run_command
+        try:
+            with _terminable():
+                from rollout.commands import run_command
 
-            code = run_command(arguments)
+                code = run_command(arguments)
+        finally:
+            if argv is None:
+                _leave_at_signals()
     except KeyboardInterrupt:
         code = _interrupted(signal.SIGINT)
     except _Terminated:
@@ -82,9 +88,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _interrupted(signum: signal.Signals) -> int:
+def _interrupted(signum: int) -> int:
     print("interrupted", file=sys.stderr)
     return 128 + signum
+
+
+def _leave_at_signals() -> None:
+    """From now on a signal ends the process at once: all that it still does is to end.
+
+    Python would show a traceback of whatever it tears down just then, and exit with any code.
+    """
+
+    def leave(signum: int, frame: FrameType | None) -> NoReturn:
+        with suppress(Exception):  # what is being written, or nobody reads
+            _interrupted(signum)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(128 + signum)
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, leave)
 
 
 class _Terminated(BaseException):

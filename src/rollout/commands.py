@@ -273,6 +273,8 @@ def _interruption(result: JobResult) -> str:
     rows = result.batch.trajectories
     ended = sum(row.reason != INTERRUPTED for row in rows)
     lost = f"; {result.lost} more had no time to end and are lost" if result.lost else ""
+    if ended == len(rows):
+        return f"interrupted: all {len(rows)} saved trajectories had ended by themselves{lost}"
     return (
         f"interrupted: {ended} of {len(rows)} saved trajectories had ended by themselves, "
         f"the others are saved as far as they had come{lost}"

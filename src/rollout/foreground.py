@@ -188,8 +188,7 @@ class _Run:
         """End the job at a signal; once it does, further signals change nothing."""
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             task_status.started()
-            received = await anext(signals)
-            self.signal = None if self.saved.is_set() else received
+            self.signal = await anext(signals)
             if self.runtime is None:
                 self.starting.cancel()
             else:
