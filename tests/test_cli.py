@@ -115,6 +115,10 @@ def test_cli_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         ([], "the following arguments are required: COMMAND"),
         (["run", "c.py"], "the following arguments are required: --prompts, --out"),
         (["demo", "--samples", "0"], "argument --samples: '0': expected an integer ≥ 1"),
+        (
+            ["run", "c.py", "--prompts", "p", "--out", "o", "--step", str(2**63)],
+            f"argument --step: '{2**63}': expected an integer from 0 to {2**63 - 1}",
+        ),
         (["demo", "--seed", "x"], "argument --seed: 'x': expected an integer ≥ 0"),
     ],
 )

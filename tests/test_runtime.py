@@ -64,6 +64,66 @@ ADDING = (
 )
 
 
+BAD_CALLS: list[tuple[dict[str, Any], str]] = [
+    ({"step": "x"}, "step = 'x': expected an integer from 0 to 9223372036854775807, or None"),
+    ({"step": -1}, "step = -1: expected an integer from 0 to 9223372036854775807, or None"),
+    ({"step": 1.5}, "step = 1.5: expected an integer from 0 to 9223372036854775807, or None"),
+    (
+        {"step": 2**70},
+        "step = 1180591620717411303424: expected an integer from 0 to 9223372036854775807, or None",
+    ),
+    ({"step": True}, "step = True: expected an integer from 0 to 9223372036854775807, or None"),
+    ({"validate": "no"}, "validate = 'no': expected True or False"),
+    ({"validate": None}, "validate = None: expected True or False"),
+]
+BAD_TARGETS: list[tuple[dict[str, Any], str]] = [
+    ({"member": "a"}, "member = 'a': expected an integer ≥ 0, or None for every one"),
+    ({"member": -1}, "member = -1: expected an integer ≥ 0, or None for every one"),
+    ({"member": True}, "member = True: expected an integer ≥ 0, or None for every one"),
+    ({"uid": 3}, "uid = 3: expected a string, or None for every prompt"),
+    ({"reason": ""}, "reason = '': expected a non-empty string"),
+    ({"reason": None}, "reason = None: expected a non-empty string"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), BAD_CALLS)
+async def test_runtime_bad_argument_of_a_call_starts_nothing(
+    arguments: dict[str, Any], said: str
+) -> None:
+    async with rollout.open_rollout(ADDING.config()) as runtime:
+        with pytest.raises(rollout.PromptError) as caught:
+            await runtime.generate([user("2 + 3")], **arguments)
+        assert str(caught.value) == said
+        with pytest.raises(rollout.PromptError) as caught:
+            async with runtime.stream([user("2 + 3")], **arguments):
+                pass
+        assert str(caught.value) == said
+        assert runtime.statistics().admitted == 0
+
+
+async def test_runtime_bad_arguments_of_a_call_are_named_at_once() -> None:
+    async with rollout.open_rollout(ADDING.config()) as runtime:
+        with pytest.raises(rollout.PromptError, match=r"^step = -1: .*\nvalidate = 1: "):
+            await runtime.generate([user("2 + 3")], step=-1, validate=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("arguments", "said"), BAD_TARGETS)
+async def test_runtime_cancel_with_a_bad_argument_cancels_nothing(
+    arguments: dict[str, Any], said: str
+) -> None:
+    async with rollout.open_rollout(ADDING.config()) as runtime:
+        with pytest.raises(rollout.PromptError) as caught:
+            runtime.cancel(**arguments)
+        assert str(caught.value) == said
+
+
+@pytest.mark.parametrize("step", [0, 2**63 - 1, np.int64(7)])
+async def test_runtime_steps_of_trainers_are_taken(step: Any) -> None:
+    async with rollout.open_rollout(ADDING.config()) as runtime:
+        batch = await runtime.generate([user("2 + 3")], step=step)
+        assert batch.trajectories[0].outcome is Outcome.COMPLETED
+
+
 async def generate(
     scenario: Scenario,
     prompts: Sequence[Prompt],

@@ -7,10 +7,12 @@ import logging
 import math
 import threading
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import anyio
 
+from rollout.blocking_views import BlockingEngines, BlockingTrajectories
 from rollout.bridge import Post, loop_poster, wait_future
 from rollout.engine.operations import ALL_TAGS
 from rollout.errors import RolloutError
@@ -18,18 +20,21 @@ from rollout.opening import open_rollout
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
     from types import TracebackType
 
     from anyio.abc import TaskGroup
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
     from rollout.batch import RolloutBatch
+    from rollout.chat import ChatTemplate
     from rollout.config import RolloutConfig
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.runtime import RolloutRuntime, RuntimeStatistics
     from rollout.scheduling.rewards import RewardFunction
-    from rollout.types import Prompt
+    from rollout.types import Prompt, Trajectory
+
+T = TypeVar("T")
 
 logger = logging.getLogger("rollout")
 
@@ -99,19 +104,21 @@ class BlockingRollout:
     ) -> None:
         self.close()
 
+    @property
+    def template(self) -> ChatTemplate:
+        """The model's tokenizer and chat format."""
+        return self._runtime.template
+
+    @property
+    def engines(self) -> BlockingEngines:
+        """The engines: replicas can be added, removed and drained there while calls run."""
+        return BlockingEngines(self._runtime.engines, self._wait)
+
     def generate(
         self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
     ) -> RolloutBatch:
         """`RolloutRuntime.generate`, waited for in this thread."""
-        call = self._start(lambda: self._runtime.generate(prompts, step=step, validate=validate))
-        try:
-            batch: RolloutBatch = call.future.result()
-        except BaseException:
-            if not call.future.done():  # the exception is the waiting thread's own
-                self._post(call.cancel)
-                call.future.exception()
-            raise
-        return batch
+        return self._wait(lambda: self._runtime.generate(prompts, step=step, validate=validate))
 
     async def agenerate(
         self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
@@ -130,6 +137,37 @@ class BlockingRollout:
             raise
         return batch
 
+    @contextmanager
+    def stream(
+        self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
+    ) -> Iterator[BlockingTrajectories]:
+        """`RolloutRuntime.stream`: ``with … as trajectories``, an iterator of any thread.
+
+        Leaving the block cancels the rest and waits for its end.
+        """
+        opened: Future[tuple[MemoryObjectReceiveStream[Trajectory], anyio.Event]] = Future()
+
+        async def hold() -> None:
+            async with self._runtime.stream(prompts, step=step, validate=validate) as received:
+                leave = anyio.Event()
+                opened.set_result((received, leave))
+                await leave.wait()
+
+        def give_up(ended: Future[None]) -> None:
+            if not opened.done():
+                opened.set_exception(ended.exception() or RolloutError("the runtime is closed"))
+
+        call = self._start(hold)
+        call.future.add_done_callback(give_up)
+        try:
+            received, leave = opened.result()
+            yield BlockingTrajectories(received, self._wait, call.future)
+        except BaseException:
+            self._abandon(call)
+            raise
+        self._post(leave.set)
+        self._finish(call)
+
     def cancel(
         self, uid: str | None = None, member: int | None = None, *, reason: str = "cancelled"
     ) -> int:
@@ -138,8 +176,7 @@ class BlockingRollout:
         async def cancel() -> int:
             return self._runtime.cancel(uid, member, reason=reason)
 
-        count: int = self._start(cancel).future.result()
-        return count
+        return self._wait(cancel)
 
     def update_weights(
         self, *, version: int, source: WeightSource, mode: UpdateMode = "abort_and_resume"
@@ -167,8 +204,11 @@ class BlockingRollout:
         async def statistics() -> RuntimeStatistics:
             return self._runtime.statistics()
 
-        snapshot: RuntimeStatistics = self._start(statistics).future.result()
-        return snapshot
+        return self._wait(statistics)
+
+    def flush_cache(self) -> None:
+        """`RolloutRuntime.flush_cache`, waited for in this thread."""
+        self._start(self._runtime.flush_cache).future.result()
 
     def close(self) -> None:
         """End the runtime and its thread; calls of other threads fail. Idempotent.
@@ -182,6 +222,27 @@ class BlockingRollout:
         self._is_ready.wait()
         self._post(self._leave.set)
         self._thread.join()
+
+    def _wait(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What a call returns; an exception that reaches this thread meanwhile ends the call."""
+        call = self._start(function)
+        self._finish(call)
+        result: T = call.future.result()
+        return result
+
+    def _finish(self, call: _Call) -> None:
+        """Wait for the end of a call; an exception that reaches this thread brings it about."""
+        try:
+            call.future.result()
+        except BaseException:
+            self._abandon(call)
+            raise
+
+    def _abandon(self, call: _Call) -> None:
+        """End a call, and wait until it has."""
+        if not call.future.done():
+            self._post(call.cancel)
+            call.future.exception()
 
     def _start(self, function: Callable[[], Awaitable[Any]]) -> _Call:
         call = _Call(function)

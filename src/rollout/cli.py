@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Exit codes; a signal adds its number to 128, as shells do.
 OK, SOME_FAILED, BAD_INPUT, ENGINE_LOST, NOT_SAVED = 0, 1, 2, 3, 4
+#: Of a trainer; see `rollout.scheduling.call_arguments`, which takes longer to import.
+MAX_STEP = 2**63 - 1
 
 EXIT_CODES = """\
 exit codes:
@@ -158,7 +160,7 @@ def _add_run(commands: Commands) -> None:
     parser.add_argument(
         "--samples", type=_positive, metavar="N", help="trajectories for each prompt"
     )
-    parser.add_argument("--step", type=_natural, metavar="N", help="part of every seed")
+    parser.add_argument("--step", type=_step, metavar="N", help="part of every seed")
     parser.add_argument(
         "--validate", action="store_true", help="sample as validation_sampling says"
     )
@@ -283,6 +285,13 @@ def _positive(text: str) -> int:
 
 def _natural(text: str) -> int:
     return _at_least(0, text)
+
+
+def _step(text: str) -> int:
+    number = _at_least(0, text)
+    if number > MAX_STEP:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer from 0 to {MAX_STEP}")
+    return number
 
 
 def _at_least(least: int, text: str) -> int:

@@ -35,7 +35,7 @@ class ConfigError(RolloutError):
 
 
 class PromptError(RolloutError):
-    """The prompts of a call are unusable as a whole: unreadable file, wrong types, equal uids."""
+    """The arguments of a call are unusable: unreadable file, wrong types, equal uids, no step."""
 
 
 class EngineError(RolloutError):

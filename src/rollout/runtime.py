@@ -19,6 +19,7 @@ from rollout.limits import Deadline
 from rollout.observe.loop_lag import LoopLag
 from rollout.scheduling.admission import Admission
 from rollout.scheduling.batch_run import BatchRun
+from rollout.scheduling.call_arguments import check_call, check_target
 from rollout.scheduling.prompts import check_prompts, members_of
 from rollout.scopes import open_task_group
 from rollout.seeds import fresh_seed
@@ -170,11 +171,11 @@ class RolloutRuntime:
 
         Args:
             prompts: What the groups start from.
-            step: The trainer's step: part of every seed. None counts the calls.
+            step: The trainer's step, 0 … 2**63 - 1: part of every seed. None counts the calls.
             validate: Sample as `validation_sampling` says.
 
         Raises:
-            PromptError: The prompts are unusable; nothing has been started.
+            PromptError: The prompts or another argument are unusable; nothing has been started.
             LimitExceeded: More members failed than `scheduling.max_failures` allows, or
                 `scheduling.on_deadline` is "raise" and the time is over.
             RolloutError: The runtime was closed meanwhile.
@@ -219,7 +220,7 @@ class RolloutRuntime:
         A slow consumer slows the admission of further members.
 
         Raises:
-            PromptError: The prompts are unusable; nothing has been started.
+            PromptError: The prompts or another argument are unusable; nothing has been started.
             LimitExceeded: As `generate`, at the end of the block, when all have been received.
         """
         run = self._new_run(prompts, step, validate)
@@ -258,7 +259,11 @@ class RolloutRuntime:
 
         Returns:
             How many were cancelled.
+
+        Raises:
+            PromptError: An argument is none; nothing has been cancelled.
         """
+        check_target(uid, member, reason)
         return sum(run.cancel(uid, member, reason) for run in self._calls)
 
     def statistics(self) -> RuntimeStatistics:
@@ -283,6 +288,7 @@ class RolloutRuntime:
     def _new_run(self, prompts: Sequence[Prompt], step: int | None, validate: bool) -> BatchRun:
         if self._is_closing:
             raise RolloutError("the runtime is closed")
+        step = check_call(step, validate)
         deadline = Deadline.after(self.config.limits.batch_s, "limits.batch_s")
         scheduling = self.config.scheduling
         members = members_of(
