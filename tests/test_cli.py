@@ -244,6 +244,11 @@ def test_cli_run_with_engine_that_does_not_start_exits_with_3(
         ),
         (("--reward", "tools.py:no"), "--reward tools.py:no: no such function in tools.py"),
         (("--reward", "tools.py:number"), "--reward tools.py:number: number cannot be called in"),
+        (
+            ("--reward", "judge.py:two"),
+            "--reward judge.py:two = two(question, answer): cannot be called with one trajectory; "
+            "expected reward(trajectory) -> float | Reward, or verl's compute_score(",
+        ),
         (("--reward", "no.such:f"), "--reward no.such:f: ModuleNotFoundError: No module named 'no"),
         (("--set", "seed"), "1 fault in the configuration config.py with overrides:\n  override ="),
     ],
@@ -253,6 +258,7 @@ def test_cli_run_with_bad_code_names_the_option(
 ) -> None:
     (folder / "broken.py").write_text("x = 0\n1 / x\n")
     (folder / "syntax.py").write_text("def\n")
+    (folder / "judge.py").write_text("def two(question, answer):\n    return 0\n")
     assert run(*options) == 2
     assert capsys.readouterr().err.startswith(f"error: {said}")
     assert not (folder / "out").exists()
@@ -262,6 +268,34 @@ def test_cli_reward_of_a_module_is_found_in_the_working_directory(folder: Path) 
     (folder / "cli_judges.py").write_text("def half(trajectory):\n    return 0.5\n")
     assert run("--tools", "tools.py", "--reward", "cli_judges:half") == 0
     assert RolloutBatch.load(folder / "out").samples[0].reward == 0.5
+
+
+def test_cli_reward_written_for_verl_is_called_as_verl_does(folder: Path) -> None:
+    (folder / "verl_reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    right = f'It is {ground_truth}.' in solution_str\n"
+        "    return {'score': right, 'data_source': data_source, 'index': extra_info['index']}\n"
+    )
+    prompt = {
+        "prompt": "the sum of 2 and 3?",
+        "data_source": "sums",
+        "reward_model": {"ground_truth": "5"},
+        "extra_info": {"index": 7},
+    }
+    (folder / "prompts.jsonl").write_text(json.dumps(prompt))
+    assert main(["check", "config.py", "--reward", "verl_reward.py:compute_score"]) == 0
+    assert run("--tools", "tools.py", "--reward", "verl_reward.py:compute_score") == 0
+    (sample,) = RolloutBatch.load(folder / "out").samples
+    assert sample.reward == 1.0
+    assert (sample.extra["data_source"], sample.extra["index"]) == ("sums", 7)
+
+
+def test_cli_check_refuses_a_reward_of_a_wrong_signature(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "judge.py").write_text("def two(question, answer):\n    return 0\n")
+    assert main(["check", "config.py", "--reward", "judge.py:two"]) == 2
+    assert "--reward judge.py:two = two(question, answer): cannot be" in capsys.readouterr().err
 
 
 def test_cli_verbose_shows_the_log_and_leaves_it_as_it_was(

@@ -442,7 +442,11 @@ async def test_reward_async_is_computed_while_others_generate() -> None:
         (None, "the reward function returned None; expected a number or a Reward"),
         ("high", "the reward function returned 'high'; expected a number or a Reward"),
         (float("nan"), "the reward function returned nan; expected a finite number"),
-        (True, "the reward function returned True; expected a number or a Reward"),
+        (1e39, "the reward function returned 1e+39; expected a number that float32 can hold"),
+        (
+            {"points": 1},
+            "the reward function returned {'points': 1}; expected a mapping to have a score",
+        ),
         (
             rollout.Reward(value=1.0, extra=[1]),  # type: ignore[arg-type]
             "the reward function returned the extra [1]; expected a mapping",
@@ -471,6 +475,23 @@ async def test_reward_with_extra_reaches_the_sample(value: Any) -> None:
     batch = await generate(ADDING, [user("What is 2 + 3?")], tools=[add], reward=reward)
     assert batch.samples[0].reward == 0.5
     assert batch.samples[0].extra["style"] == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [(True, 1.0), (False, 0.0), (np.bool_(True), 1.0), ({"score": True, "style": 2}, 1.0)],
+)
+async def test_reward_bool_is_a_number_and_a_mapping_has_it_as_its_score(
+    value: Any, number: float
+) -> None:
+    async def reward(trajectory: Trajectory) -> Any:
+        return value
+
+    batch = await generate(ADDING, [user("What is 2 + 3?")], tools=[add], reward=reward)
+    assert batch.samples[0].reward == number
+    assert type(batch.samples[0].reward) is float
+    assert batch.samples[0].extra == ({"style": 2} if isinstance(value, dict) else {})
+    assert batch.tensors["rewards"].tolist() == [number]
 
 
 async def test_agent_raises_only_its_trajectory_fails() -> None:

@@ -165,11 +165,6 @@ def _add_run(commands: Commands) -> None:
         "--validate", action="store_true", help="sample as validation_sampling says"
     )
     _add_code(parser)
-    parser.add_argument(
-        "--reward",
-        metavar="REF",
-        help="path.py:function or package.module:function, called with each trajectory",
-    )
     _add_engine_options(parser)
 
 
@@ -251,6 +246,12 @@ def _add_code(parser: argparse.ArgumentParser) -> None:
         help="Python file with tools (@rollout.function_tool functions, Tool objects); agents and "
         "interactions that it defines are known too. Or names of shipped tools, such as "
         "python,shell,finish",
+    )
+    parser.add_argument(
+        "--reward",
+        metavar="REF",
+        help="path.py:function or package.module:function, called with each trajectory, or with "
+        "data_source, solution_str, ground_truth and extra_info, as verl does",
     )
 
 

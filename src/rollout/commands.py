@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rollout.batch import RolloutBatch
+    from rollout.scheduling.rewards import RewardFunction
 
 DEMO_DIRECTORY = "rollout-output/demo"
 #: Columns of output that nobody's terminal wraps.
@@ -103,8 +104,7 @@ def _run(arguments: argparse.Namespace, output: Console, errors: Console) -> int
         overrides.append(f"scheduling.{key}={arguments.samples}")
     config = load_config(arguments.config, overrides)
     code = UserCode()
-    tools, interactions = _code_of(arguments, code)
-    reward = None if arguments.reward is None else code.reward(arguments.reward)
+    tools, interactions, reward = _code_of(arguments, code)
     faults = config_faults(config, interactions)
     if faults:
         raise _cannot_run("the configuration", faults)
@@ -149,7 +149,7 @@ def _demo(arguments: argparse.Namespace, output: Console, errors: Console) -> in
 
 def _check(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
     config = load_config(arguments.config, arguments.overrides)
-    tools, interactions = _code_of(arguments, UserCode())
+    tools, interactions, _ = _code_of(arguments, UserCode())
     for line in describe_config(config):
         _print_line(output, line)
     for label, text in sizing_lines(config):
@@ -180,10 +180,14 @@ def _check_template(arguments: argparse.Namespace, output: Console, errors: Cons
 _COMMANDS = {"run": _run, "demo": _demo, "check": _check, "check-template": _check_template}
 
 
-def _code_of(arguments: argparse.Namespace, code: UserCode) -> tuple[list[Any], list[Any]]:
+def _code_of(
+    arguments: argparse.Namespace, code: UserCode
+) -> tuple[list[Any], list[Any], RewardFunction | None]:
+    """Tools, simulated users and the reward that the options name."""
+    reward = None if arguments.reward is None else code.reward(arguments.reward)
     if arguments.tools is None:
-        return [], []
-    return list(code.tools(arguments.tools)), list(code.interactions(arguments.tools))
+        return [], [], reward
+    return list(code.tools(arguments.tools)), list(code.interactions(arguments.tools)), reward
 
 
 def _cannot_run(what: str, faults: Sequence[str]) -> ConfigError:
