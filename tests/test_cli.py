@@ -172,6 +172,21 @@ def test_cli_run_with_rejected_and_failed_trajectories_exits_with_1(
     assert outcomes == [Outcome.FAILED, Outcome.REJECTED]
 
 
+def test_cli_run_whose_every_prompt_names_an_unknown_agent_starts_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [{"prompt": "sum?", "agent_name": "tool_agnet"}] * 100
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    assert run(*CODE) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: no prompt can run, since nobody registered:",
+        "  prompts[0].agent_name = 'tool_agnet': no agent is registered as 'tool_agnet'; known: "
+        + ", ".join(agent_names())
+        + " (and 99 further prompts)",
+    ]
+    assert not (folder / "out").exists()
+
+
 def test_cli_run_with_full_directory_starts_nothing(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -308,10 +323,12 @@ def test_cli_verbose_shows_the_log_and_leaves_it_as_it_was(
     (folder / "tools.py").write_text(
         TOOLS.replace("return float(", "raise OSError('no judge')  # ")
     )
-    assert run(*CODE, "-v") == 1
-    assert "WARNING rollout.scheduling: reward of prompt-0 failed: OSError(" in (
-        capsys.readouterr().err
-    )
+    assert run(*CODE, "-v", "--samples", "3") == 1
+    errors = capsys.readouterr().err
+    what = "rollout.scheduling: reward of prompt-0 failed: OSError('no judge')"
+    assert f"INFO {what}; others of this cause are counted\n" in errors
+    assert f"WARNING {what} (3 trajectories)\n" in errors
+    assert errors.count("WARNING") == 1
     assert (logger.handlers, logger.propagate, logger.level) == before
 
 

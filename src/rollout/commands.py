@@ -25,8 +25,10 @@ from rollout.errors import (
     ToolError,
 )
 from rollout.foreground import INTERRUPTED, Job, JobResult, run_job
+from rollout.interactions import InteractionRegistry
 from rollout.observe.summary import count
 from rollout.scheduling.prompt_files import read_prompts
+from rollout.scheduling.prompt_names import check_names
 from rollout.sizing import sizing_lines
 from rollout.types import Outcome
 from rollout.user_code import UserCode
@@ -109,6 +111,8 @@ def _run(arguments: argparse.Namespace, output: Console, errors: Console) -> int
     if faults:
         raise _cannot_run("the configuration", faults)
     prompts = read_prompts(arguments.prompts)
+    known = [*config.tools.builtin, *(tool.name for tool in tools)]
+    check_names(prompts, config.agent, known, InteractionRegistry(interactions))
     job = Job(
         config=config,
         prompts=prompts,

@@ -20,6 +20,7 @@ from rollout.observe.loop_lag import LoopLag
 from rollout.scheduling.admission import Admission
 from rollout.scheduling.batch_run import BatchRun
 from rollout.scheduling.call_arguments import check_call, check_target
+from rollout.scheduling.prompt_names import check_names
 from rollout.scheduling.prompts import check_prompts, members_of
 from rollout.scopes import open_task_group
 from rollout.seeds import fresh_seed
@@ -289,10 +290,13 @@ class RolloutRuntime:
         if self._is_closing:
             raise RolloutError("the runtime is closed")
         step = check_call(step, validate)
+        prompts = check_prompts(prompts)
+        services = self._runner.services
+        check_names(prompts, self.config.agent, services.tools.names, services.interactions)
         deadline = Deadline.after(self.config.limits.batch_s, "limits.batch_s")
         scheduling = self.config.scheduling
         members = members_of(
-            check_prompts(prompts),
+            prompts,
             samples=(
                 scheduling.validation_samples_per_prompt
                 if validate

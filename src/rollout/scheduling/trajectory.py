@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from typing import TYPE_CHECKING
 
 import anyio
@@ -31,8 +30,6 @@ from rollout.types import DRIFT, Cause, Outcome, Trajectory
 
 if TYPE_CHECKING:
     from rollout.scheduling.prompts import Member
-
-logger = logging.getLogger("rollout.scheduling")
 
 #: Reason of a failure that is the engine's, not the agent's, even where it passed through its code.
 ENGINE = "engine"
@@ -175,7 +172,6 @@ class TrajectoryRunner:
             except BaseException as error:
                 if not _is_own(error):
                     raise
-                logger.warning("reward of %s failed: %r", trajectory.uid, error)
                 _spoil(trajectory, Outcome.FAILED, None, Cause.of(error))
             else:
                 trajectory.reward = reward.value
@@ -220,7 +216,6 @@ async def _run_guarded(loop: type[AgentLoop], context: AgentContext) -> Cause | 
             context.end(Outcome.REJECTED, leaf.reason)
         else:
             context.end(Outcome.FAILED, leaf.reason if isinstance(leaf, EngineError) else "agent")
-            logger.warning("%s failed: %r", context.identity.session_id, leaf)
         return Cause.of(leaf)
     return None
 

@@ -60,7 +60,7 @@ def _expected(
         "weight_versions": np.full(response, NO_VERSION, dtype=np.int32),
         "trainable": np.array([t.trainable for t in batch.trajectories], dtype=np.bool_),
         # NumPy makes None NaN.
-        "rewards": np.array([t.reward for t in batch.trajectories], dtype=np.float32),
+        "rewards": np.array([sample.reward for sample in batch.samples], dtype=np.float32),
         "groups": np.array([t.group for t in batch.trajectories], dtype=np.int64),
     }
     for at, trajectory in enumerate(batch.trajectories):
