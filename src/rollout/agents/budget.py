@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rollout.agents.identity import RejectedPrompt
 from rollout.errors import LimitExceeded
 from rollout.types import Outcome
 
@@ -20,6 +21,25 @@ def length_error(source: str, what: str) -> LimitExceeded:
         reason=source.rpartition(".")[2],
         outcome=Outcome.LENGTH,
     )
+
+
+def longest_prompt(lengths: LengthsConfig, context_length: int) -> tuple[int, str]:
+    """Most tokens of a prompt that can be answered, and the path of the length that bounds it."""
+    return min((lengths.prompt, "lengths.prompt"), (context_length - 1, "engine.context_length"))
+
+
+def prompt_fault(tokens: int, lengths: LengthsConfig, context_length: int) -> RejectedPrompt | None:
+    """Why a prompt of so many tokens cannot be run; None where it can."""
+    longest, source = longest_prompt(lengths, context_length)
+    if tokens <= longest:
+        return None
+    if source == "lengths.prompt":
+        text = f"the prompt has {tokens} tokens; lengths.prompt = {longest}"
+        return RejectedPrompt("prompt_length", text)
+    text = (
+        f"the prompt has {tokens} tokens; the engine's context of {context_length} leaves no room"
+    )
+    return RejectedPrompt("context_length", text)
 
 
 def remaining(

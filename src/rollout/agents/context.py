@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 
-from rollout.agents.budget import generation_budget, length_error, remaining
+from rollout.agents.budget import generation_budget, length_error, prompt_fault, remaining
 from rollout.agents.history import History, said_again
 from rollout.agents.identity import Ending, Identity, RejectedPrompt
 from rollout.agents.turn import AssistantTurn, answer
@@ -141,11 +141,10 @@ class AgentContext:
             ids = self._services.template.prompt_ids(given, self._tools.schemas or None)
         except TemplateError as error:
             raise RejectedPrompt("bad_message", str(error)) from error
-        longest = self._services.config.lengths.prompt
-        if len(ids) > longest:
-            raise RejectedPrompt(
-                "prompt_length", f"the prompt has {len(ids)} tokens; lengths.prompt = {longest}"
-            )
+        context_length = self._services.engines.info.context_length
+        fault = prompt_fault(len(ids), self._services.config.lengths, context_length)
+        if fault is not None:
+            raise fault
         if self._interaction_name is not None:
             self._interaction = self._new_interaction(self._interaction_name)
         self.transcript.append_prompt(ids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import attrs
 
 from rollout.config.engines import (
@@ -17,13 +19,12 @@ from rollout.config.placements import (
     RayPlacement,
     gpus_of,
 )
-from rollout.config.sections import (
-    LengthsConfig,
-    LimitsConfig,
-    RolloutConfig,
-    SamplingConfig,
-    SchedulingConfig,
-)
+from rollout.config.sampling import SamplingConfig
+from rollout.config.sections import RolloutConfig
+
+if TYPE_CHECKING:
+    from rollout.config.limits import LimitsConfig
+    from rollout.config.sections import LengthsConfig, SchedulingConfig
 
 _LABEL_WIDTH = 12
 
