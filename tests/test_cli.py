@@ -400,6 +400,101 @@ def test_cli_check_names_an_engine_that_cannot_run(
     assert capsys.readouterr().err == f"error: {said}\n"
 
 
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    """A model's directory with figures and no weights."""
+    facts = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "hidden_size": 64,
+        "max_position_embeddings": 2048,
+    }
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(facts))
+    return str(tmp_path / "tiny")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "said"),
+    [
+        (0, ["engine.device=cuda"], "engine.device = 'cuda': expected a GPU on this machine; "),
+        (1, ["engine.device=cuda"], ""),
+        (None, ["engine.device=cuda"], ""),
+        (2, ["engine.device=cuda:2"], "engine.device = 'cuda:2': expected 3 GPUs on this machine"),
+        (0, ["engine.device=cpu"], ""),
+        (
+            3,
+            ["engine.kind=sglang", "engine.replicas=2", "engine.tensor_parallel=2"],
+            "engine.device = 'cuda': expected 4 GPUs on this machine; there are 3",
+        ),
+        (0, ["engine.kind=sglang", "engine.device=cpu"], ""),
+        (
+            0,
+            ["engine.kind=sglang", "placement.kind=ray", "placement.address=local"],
+            "engine.device = 'cuda': expected a GPU on this machine for a Ray cluster started "
+            "here; there is none",
+        ),
+        (0, ["engine.kind=sglang", "placement.kind=ray", "placement.address=10.0.0.1:6379"], ""),
+        (
+            0,
+            ["lengths.prompt=2048"],
+            "lengths.prompt = 2048: expected less than the engine's context of 2048 tokens, which "
+            "an answer must fit into as well",
+        ),
+        (0, ["lengths.prompt=2047"], ""),
+        (
+            0,
+            ["lengths.prompt=600", "engine.context_length=512"],
+            "lengths.prompt = 600: expected less than the engine's context of 512 tokens, ",
+        ),
+    ],
+)
+def test_cli_check_refuses_gpus_that_are_not_there_and_prompts_beyond_the_context(
+    folder: Path,
+    tiny: str,
+    gpus: int | None,
+    options: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollout.gpus.count_gpus", lambda _: gpus)
+    monkeypatch.setattr("rollout.check.is_importable", lambda _: True)
+    (folder / "mine.toml").write_text("")
+    overrides = [f"model.path={tiny}", *options]
+    arguments = [text for option in overrides for text in ("--set", option)]
+    code = main(["check", "mine.toml", *arguments])
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"error: {said}" if said else "")
+    assert (code, len(errors.splitlines())) == ((2, 1) if said else (0, 0))
+
+
+def test_cli_check_finds_no_gpu_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollout import gpus
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(gpus, "_DRIVERS", ())
+    monkeypatch.setattr(subprocess, "run", refuse)
+    assert gpus.count_gpus(None) == 0
+
+
+def test_cli_check_asks_the_engines_interpreter_for_its_gpus(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollout import gpus
+
+    monkeypatch.setattr(gpus, "_DRIVERS", ("/",))
+    python = folder / "python"
+    python.write_text("#!/bin/sh\necho 7\n")
+    python.chmod(0o755)
+    assert gpus.count_gpus(str(python)) == 7
+    python.write_text("#!/bin/sh\nexit 1\n")
+    assert gpus.count_gpus(str(python)) is None
+    assert gpus.count_gpus("/no/python") is None
+
+
 def test_cli_check_knows_what_the_tools_file_defines(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -160,7 +160,7 @@ def _check(arguments: argparse.Namespace, output: Console, errors: Console) -> i
         _print_line(output, f"{label:<12}{text}")
     isolation, unfit = anyio.run(look_at_tools, [*builtin_programs(config), *tools])
     _print_line(output, f"{'isolation':<12}{isolation}")
-    faults = [*config_faults(config, interactions), *unfit]
+    faults = [*config_faults(config, interactions, asks_for_gpus=True), *unfit]
     for fault in faults:
         _tell(errors, fault, BAD_INPUT)
     if not faults:

@@ -272,6 +272,7 @@ class RolloutConfig(Section):
             problem = f"expected a number for each of engine.replicas = {replicas}"
             yield Fault("router.weights", problem, list(weights))
         yield from self._gpu_faults()
+        yield from self._seat_faults()
         seats = getattr(self.placement, "colocate", ())
         machines = getattr(self.placement, "machines_per_replica", 1)
         is_sound = isinstance(seats, tuple) and isinstance(machines, int)
@@ -319,6 +320,24 @@ class RolloutConfig(Section):
         if given < wanted and wanted > 1:
             problem = f"expected at least engine.tensor_parallel = {wanted}"
             yield Fault("placement.gpus_per_replica", problem, given)
+
+    def _seat_faults(self) -> Iterator[Fault]:
+        """Seats beside a trainer have a GPU for each shard of the replica that sits there."""
+        wanted = getattr(self.engine, "tensor_parallel", 1)
+        seats = getattr(self.placement, "colocate", ())
+        machines = getattr(self.placement, "machines_per_replica", 1)
+        is_on_cpu = getattr(self.engine, "device", "cpu") == "cpu"
+        is_sound = isinstance(seats, tuple) and isinstance(wanted, int)
+        is_even = isinstance(machines, int) and machines > 0 and is_sound and not wanted % machines
+        if is_on_cpu or not is_even:
+            return
+        share = wanted // machines
+        for index, seat in enumerate(seats):
+            gpus = str(seat).rpartition(":")[2].split(",")
+            if len(set(gpus)) < share:
+                each = "" if machines == 1 else f" over {machines} machines"
+                problem = f"expected {share} GPUs for engine.tensor_parallel = {wanted}{each}"
+                yield Fault(f"placement.colocate[{index}]", problem, seat)
 
     @classmethod
     def homes_of(cls, key: str) -> list[str]:
