@@ -25,6 +25,7 @@ from rollout.tools import (
     load_verl_tools,
 )
 from rollout.tools.providers import open_tools
+from rollout.tools.verl import VerlSchema
 from rollout.types import ToolCall
 
 CLASSES = '''
@@ -416,6 +417,70 @@ registry["waiter"] = SimpleNamespace(fn=wait)
         ToolResult("3", reward=0.5),
         ToolResult("3"),
     ]
+
+
+def test_functions_of_verls_own_registry_are_loaded_again_from_an_edited_file(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry: dict[str, Any] = {"foreign": SimpleNamespace(fn=run)}
+
+    def function_tool(function: Any) -> Any:
+        if function.__name__ in registry:
+            raise ValueError(f"{function.__name__} is registered already")
+        registry[function.__name__] = SimpleNamespace(fn=function)
+        return function
+
+    fake = SimpleNamespace(FUNCTION_TOOL_REGISTRY=registry, function_tool=function_tool)
+    monkeypatch.setitem(sys.modules, "verl.tools.function_tool", fake)
+    text = '''
+import sys
+import rollout
+function_tool = sys.modules["verl.tools.function_tool"].function_tool
+
+@function_tool
+def first() -> str:
+    """One."""
+    return "1"
+
+@rollout.function_tool
+def second() -> str:
+    """Two."""
+    return "2"
+
+@rollout.register_agent("foreign_tools_twice")
+class Agent(rollout.AgentLoop):
+    async def run(self, context):
+        await context.generate()
+'''
+    path = written(directory, text, "twice.py")
+    for _ in range(2):
+        assert [tool.name for tool in load_tools(path)] == ["second", "first"]
+    written(directory, text.replace("One.", "The first."), "twice.py")
+    (_, first) = load_tools(path)
+    assert first.schema["function"]["description"] == "The first."
+    assert set(registry) == {"foreign", "first"}
+
+
+def test_verl_schema_reads_what_verls_models_have_by_default() -> None:
+    schema = VerlSchema(
+        {
+            "type": "function",
+            "function": {
+                "name": "f",
+                "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+            },
+        }
+    )
+    function = schema.function
+    assert (function.description, function.strict) == (None, None)
+    assert function.parameters.required == []
+    a = function.parameters.properties["a"]
+    assert (a.type, a.description, a.enum) == ("string", None, None)
+    bare = VerlSchema({"type": "function", "function": {"name": "g"}}).function
+    assert (bare.parameters.type, bare.parameters.properties) == ("object", {})
+    assert bare.parameters.model_dump() == {"type": "object", "properties": {}, "required": []}
+    with pytest.raises(AttributeError, match="the tool's schema has no 'nmae'"):
+        bare.nmae  # noqa: B018
 
 
 # LangChain

@@ -33,7 +33,8 @@ class FunctionTool(Tool, Generic[P, R]):
         function: Sync (runs in a worker thread) or async (runs on the event loop).
         name: What the model calls it; None takes the schema's name, else the function's.
         schema: Shown in place of the inferred one; parameters that it leaves out may come from
-            the prompt's ``tools_kwargs``.
+            the prompt's ``tools_kwargs``. What it lists beyond the function's parameters reaches
+            its ``**kwargs``.
         policy: How its calls are run; None takes the defaults.
         backend: "asyncio" for an async function that needs asyncio: under trio it runs on one
             asyncio thread of the runtime, and cancellation and deadlines reach it there.
@@ -98,7 +99,7 @@ class FunctionTool(Tool, Generic[P, R]):
         """
         known = {parameter.name for parameter in self.parameters}
         unknown = sorted(set(context.kwargs) - known)
-        if unknown:
+        if unknown and not self.parameters.takes_others:
             raise ToolError(
                 f"tools_kwargs of {self.name!r} name no parameter of it: {', '.join(unknown)}; "
                 f"expected some of: {', '.join(sorted(known)) or 'none'}"
@@ -149,7 +150,7 @@ class FunctionTool(Tool, Generic[P, R]):
         known = {parameter.name for parameter in self.parameters}
         shown = schema.get("function", {}).get("parameters", {}).get("properties", {})
         unknown = [name for name in shown if name not in known]
-        if unknown:
+        if unknown and not self.parameters.takes_others:
             raise ToolError(
                 f"function tool {self.name!r}: its schema has properties that are no parameters "
                 f"of the function: {', '.join(unknown)}"

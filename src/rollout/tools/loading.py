@@ -23,7 +23,7 @@ def load_tools(path: str | Path) -> list[Tool]:
     """The tools at the top level of a Python file, which is run: decorated functions and objects.
 
     Functions decorated with verl's own ``function_tool`` count too. The file's directory becomes
-    importable.
+    importable. A file may be loaded again, and is run again then.
 
     Raises:
         ToolError: There is no such file, it raises, or it has no tools.
@@ -31,6 +31,7 @@ def load_tools(path: str | Path) -> list[Tool]:
     file = Path(path).resolve()
     if not file.is_file():
         raise ToolError(f"load_tools: {path} is no file")
+    _forget_in_verl(file)
     try:
         module = run_file(file)
     except UserCodeError as error:
@@ -53,10 +54,28 @@ def tools_of(module: ModuleType) -> list[Tool]:
 
 def _registered_in_verl(module: ModuleType) -> Iterator[Tool]:
     """Functions of the module in verl's registry, where the module has imported verl."""
-    registry = getattr(sys.modules.get("verl.tools.function_tool"), "FUNCTION_TOOL_REGISTRY", {})
-    for name, entry in registry.items():
+    for name, entry in _verl_registry().items():
         if entry.fn.__module__ == module.__name__:
             yield _function_of_verl(entry.fn, name)
+
+
+def _forget_in_verl(file: Path) -> None:
+    """Let the file be run again: verl's registry refuses a name that it has."""
+    registry = _verl_registry()
+    for name in [name for name, entry in registry.items() if _file_of(entry.fn) == file]:
+        del registry[name]
+
+
+def _file_of(function: Any) -> Path | None:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return None if code is None else Path(code.co_filename).resolve()
+
+
+def _verl_registry() -> dict[str, Any]:
+    """What functions decorated by verl are kept in; empty where verl is not imported."""
+    module = sys.modules.get("verl.tools.function_tool")
+    registry: dict[str, Any] = getattr(module, "FUNCTION_TOOL_REGISTRY", {})
+    return registry
 
 
 def _function_of_verl(function: Callable[..., Any], name: str) -> Tool:
