@@ -27,6 +27,7 @@ from rollout.errors import (
 from rollout.foreground import INTERRUPTED, Job, JobResult, run_job
 from rollout.interactions import InteractionRegistry
 from rollout.observe.summary import count
+from rollout.observe.wrapping import PLAIN_WIDTH, print_line
 from rollout.scheduling.prompt_files import read_prompts
 from rollout.scheduling.prompt_names import check_names
 from rollout.sizing import sizing_lines
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from rollout.scheduling.rewards import RewardFunction
 
 DEMO_DIRECTORY = "rollout-output/demo"
-#: Columns of output that nobody's terminal wraps.
-PLAIN_WIDTH = 160
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -155,16 +154,16 @@ def _check(arguments: argparse.Namespace, output: Console, errors: Console) -> i
     config = load_config(arguments.config, arguments.overrides)
     tools, interactions, _ = _code_of(arguments, UserCode())
     for line in describe_config(config):
-        _print_line(output, line)
+        print_line(output, line)
     for label, text in sizing_lines(config):
-        _print_line(output, f"{label:<12}{text}")
+        print_line(output, f"{label:<12}{text}")
     isolation, unfit = anyio.run(look_at_tools, [*builtin_programs(config), *tools])
-    _print_line(output, f"{'isolation':<12}{isolation}")
+    print_line(output, f"{'isolation':<12}{isolation}")
     faults = [*config_faults(config, interactions, asks_for_gpus=True), *unfit]
     for fault in faults:
         _tell(errors, fault, BAD_INPUT)
     if not faults:
-        _print_line(output, f"{'check':<12}can run here; nothing was started")
+        print_line(output, f"{'check':<12}can run here; nothing was started")
     return BAD_INPUT if faults else OK
 
 
@@ -213,10 +212,6 @@ def _directory(path: str, may_overwrite: bool) -> Path:
         raise ConfigError(f"--out {path}: cannot be written: {error.strerror}") from error
 
 
-def _print_line(output: Console, line: str) -> None:
-    output.print(line, soft_wrap=True, highlight=False, markup=False)
-
-
 def _print_demo(batch: RolloutBatch, output: Console) -> None:
     """A table of the groups, one transcript, and how many trajectories solved their sum."""
     from rollout.demo import is_solved
@@ -229,14 +224,12 @@ def _print_demo(batch: RolloutBatch, output: Console) -> None:
     shown.sort(key=lambda row: (is_solved(row), row.trainable), reverse=True)
     if shown and batch.decode is not None:
         row = shown[0]
-        _print_line(output, f"transcript of {row.uid}, member {row.member}")
+        print_line(output, f"transcript of {row.uid}, member {row.member}")
         print_transcript(output, row.transcript, batch.decode)
         output.print()
     solved = sum(map(is_solved, batch.trajectories))
     share = f" ({solved / len(batch):.0%})" if len(batch) else ""
-    _print_line(
-        output, f"{'solved':<10}{solved} of {len(batch)}{share}, by a right call and answer"
-    )
+    print_line(output, f"{'solved':<10}{solved} of {len(batch)}{share}, by a right call and answer")
 
 
 def _finished(result: JobResult, job: Job, output: Console, errors: Console) -> int:
@@ -248,7 +241,7 @@ def _finished(result: JobResult, job: Job, output: Console, errors: Console) -> 
         kept = [TRAJECTORIES] if result.appended else []
         files = None if result.fault is None else kept
         for line in summary_lines(result.batch, result.seconds, job.directory, files):
-            _print_line(output, line)
+            print_line(output, line)
     if result.fault is not None:
         return _tell(errors, _loss(result, job.directory / TRAJECTORIES), NOT_SAVED)
     return _exit_code(result, errors)
