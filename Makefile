@@ -20,7 +20,7 @@ SGLANG_NEEDS := accelerate aiohttp anyio apache-tvm-ffi attrs compressed-tensors
 	sentencepiece setproctitle soundfile tiktoken tokenizers transformers trio triton uvicorn uvloop \
 	watchfiles xgrammar xxhash zstandard
 
-.PHONY: demo test test-full test-sglang sglang-cpu lint format bench clean
+.PHONY: demo test test-full test-sglang sglang-cpu lint format docs bench clean
 
 demo: $(READY)
 	$(BIN)/rollout demo
@@ -47,6 +47,10 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# What the classes say themselves.
+docs: $(READY)
+	$(BIN)/python -m rollout.config.reference > docs/configuration-reference.md
 
 bench: $(READY)
 	$(BIN)/python benchmarks/embedded.py

@@ -35,15 +35,20 @@ class SamplingConfig(Section):
     """
 
     section: ClassVar[str] = "sampling"
+    #: What the logits are divided by; 0 takes the most likely token.
     temperature: NonNegative = 1.0
+    #: Keeps the most likely tokens until they have this share of the probability.
     top_p: PositiveProbability = 1.0
     #: -1 keeps the whole vocabulary.
     top_k: TopK = -1
+    #: Drops tokens less likely than this share of the most likely one's probability.
     min_p: Probability = 0.0
+    #: Divides positive and multiplies negative logits of tokens in the prompt or the generation.
     repetition_penalty: Positive = 1.0
-    #: Taken off the logits of tokens that the generation has, once and for each time. A request
-    #: with either begins anew where its replica is lost: its tokens do not say what is output.
+    #: Taken off the logits of tokens that the generation has. A request with it begins again where
+    #: its replica is lost: its tokens do not say what is output.
     presence_penalty: Number = 0.0
+    #: Taken off the logits of tokens for each time that the generation has them; as above.
     frequency_penalty: Number = 0.0
     #: Takes the most likely token and ignores the temperature.
     greedy: Flag = False

@@ -123,7 +123,9 @@ class AgentConfig(Section):
     section: ClassVar[str] = "agent"
     #: Registered agent loop of prompts that name none.
     name: Text = "tool_agent"
+    #: Generations of a trajectory.
     max_assistant_turns: Count | None = 32
+    #: Answers of tools or users in a trajectory, those to one turn counting as one.
     max_user_turns: Count | None = 32
     #: Calls of a whole trajectory, errors included.
     max_tool_calls: Count | None = 256
@@ -206,6 +208,7 @@ class SchedulingConfig(Section):
     #: A batch stops early, with an error, once more of its trajectories than this have failed and
     #: they are more than `max_failure_share` of it. None never stops it.
     max_failures: Natural | None = 16
+    #: Share of a batch that may fail; both bounds must be passed.
     max_failure_share: Probability = 0.5
     #: At limits.batch_s: "partial" returns what there is; "drop" does too, with everything that
     #: was cut marked untrainable; "raise" ends with an error that carries it.
