@@ -250,6 +250,23 @@ def test_cli_run_killed_has_on_disk_what_had_ended(folder: Path) -> None:
     assert {row.outcome for row in rows} == {Outcome.COMPLETED}
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_cli_run_whose_output_cannot_be_written_saves_all_the_same(
+    folder: Path, stream: str
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", "from rollout.cli import main; raise SystemExit(main())", *RUN],
+            cwd=folder,
+            text=True,
+            check=False,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: full},
+        )
+    assert done.returncode == 0
+    assert "Traceback" not in f"{done.stdout}{done.stderr}"
+    assert len(RolloutBatch.load(folder / "out")) == 4
+
+
 @contextmanager
 def small_disk(place: Path, kilobytes: int) -> Iterator[None]:
     """A file system of this size at `place`, where mounting is permitted."""

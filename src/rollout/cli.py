@@ -91,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _interrupted(signum: int) -> int:
-    print("interrupted", file=sys.stderr)
+    with suppress(OSError):
+        print("interrupted", file=sys.stderr)
     return 128 + signum
 
 

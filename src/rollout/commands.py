@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
-from rich.console import Console
 from rich.text import Text
 
 from rollout.check import builtin_programs, config_faults, look_at_tools
 from rollout.cli import BAD_INPUT, ENGINE_LOST, NOT_SAVED, OK, SOME_FAILED
 from rollout.config import describe_config, load_config
+from rollout.consoles import lasting_consoles
 from rollout.errors import (
     ConfigError,
     EngineError,
@@ -27,7 +26,7 @@ from rollout.errors import (
 from rollout.foreground import INTERRUPTED, Job, JobResult, run_job
 from rollout.interactions import InteractionRegistry
 from rollout.observe.summary import count
-from rollout.observe.wrapping import PLAIN_WIDTH, print_line
+from rollout.observe.wrapping import print_line
 from rollout.scheduling.prompt_files import read_prompts
 from rollout.scheduling.prompt_names import check_names
 from rollout.sizing import sizing_lines
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
 
+    from rich.console import Console
+
     from rollout.batch import RolloutBatch
     from rollout.scheduling.rewards import RewardFunction
 
@@ -46,30 +47,17 @@ DEMO_DIRECTORY = "rollout-output/demo"
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Perform the command and return its exit code; errors are told on standard error."""
-    errors = _LastingConsole(stderr=True)
     command = _COMMANDS[arguments.command]
-    try:
-        with _shown_log(errors, is_verbose=arguments.verbose):
-            return command(arguments, _output(), errors)
-    except EngineError as error:
-        return _tell(errors, error, ENGINE_LOST)
-    except (ConfigError, PromptError, ToolError, TemplateError) as error:
-        return _tell(errors, error, BAD_INPUT)
-    except RolloutError as error:
-        return _tell(errors, error, SOME_FAILED)
-
-
-class _LastingConsole(Console):
-    """Falls silent when its reader has left; the work and its exit code stay what they are."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
-
-
-def _output() -> Console:
-    console = _LastingConsole()
-    return console if console.is_terminal else _LastingConsole(width=PLAIN_WIDTH)
+    with lasting_consoles() as (output, errors):
+        try:
+            with _shown_log(errors, is_verbose=arguments.verbose):
+                return command(arguments, output, errors)
+        except EngineError as error:
+            return _tell(errors, error, ENGINE_LOST)
+        except (ConfigError, PromptError, ToolError, TemplateError) as error:
+            return _tell(errors, error, BAD_INPUT)
+        except RolloutError as error:
+            return _tell(errors, error, SOME_FAILED)
 
 
 def _tell(errors: Console, error: object, code: int) -> int:
