@@ -222,6 +222,30 @@ def test_close_while_another_thread_generates_that_call_learns_it() -> None:
     assert errors[0].partial is not None  # type: ignore[attr-defined]
 
 
+def test_close_refuses_later_calls_and_leaves_running_ones_what_they_have() -> None:
+    runtime = open_rollout_blocking(SCENARIO.config())
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            runtime.generate([user("slow"), user("quick")])
+        except rollout.RolloutError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call), threading.Thread(target=runtime.close)]
+    threads[0].start()
+    while not runtime.statistics().finished:
+        pass
+    threads[1].start()
+    with pytest.raises(rollout.RolloutError, match="the runtime"):
+        while True:
+            runtime.statistics()
+    for thread in threads:
+        thread.join()
+    assert str(errors[0]) == "the runtime was closed while this call was running"
+    assert errors[0].partial is not None  # type: ignore[attr-defined]
+
+
 def test_open_fails_error_reaches_the_caller_and_no_thread_is_left() -> None:
     config = Scenario(seed=1).config(agent=rollout.AgentConfig(name="nobody"))
     with pytest.raises(rollout.ConfigError, match="nobody"):

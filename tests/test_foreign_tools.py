@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -365,25 +364,54 @@ def test_file_without_tools_or_with_faults_is_refused(directory: Path) -> None:
         load_tools("nothing.py")
 
 
+@pytest.fixture
+def verl_package(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package that registers functions as verl's does, with one of another module in it."""
+    folder = directory / "verl" / "tools"
+    folder.mkdir(parents=True)
+    (folder / "function_tool.py").write_text(
+        """
+from types import SimpleNamespace
+
+FUNCTION_TOOL_REGISTRY = {}
+
+
+def function_tool(name):
+    def register(function):
+        if name in FUNCTION_TOOL_REGISTRY:
+            raise ValueError(f"{name} is registered already")
+        FUNCTION_TOOL_REGISTRY[name] = SimpleNamespace(fn=function)
+        return function
+
+    return register
+
+
+@function_tool("foreign")
+def foreign() -> str:
+    pass
+"""
+    )
+    monkeypatch.syspath_prepend(str(directory))
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+        del sys.modules[name]
+
+
 @pytest.mark.anyio
 async def test_functions_of_verls_own_registry_are_found(
-    executor: Callable[..., ToolExecutor], directory: Path, monkeypatch: pytest.MonkeyPatch
+    executor: Callable[..., ToolExecutor], directory: Path, verl_package: None
 ) -> None:
-    registry: dict[str, Any] = {}
-    fake = SimpleNamespace(FUNCTION_TOOL_REGISTRY=registry)
-    monkeypatch.setitem(sys.modules, "verl.tools.function_tool", fake)
-    registry["foreign"] = SimpleNamespace(fn=run)
     path = written(
         directory,
         '''
-import sys
-from types import SimpleNamespace
+from verl.tools.function_tool import function_tool
 
 
 class Response:
     text, image, video = "3", None, None
 
 
+@function_tool("adder")
 def add(a: int, b: list[int]) -> str:
     """Add.
 
@@ -394,14 +422,10 @@ def add(a: int, b: list[int]) -> str:
     return Response(), 0.5
 
 
+@function_tool("waiter")
 async def wait() -> tuple:
     """Wait."""
     return (Response(),)
-
-
-registry = sys.modules["verl.tools.function_tool"].FUNCTION_TOOL_REGISTRY
-registry["adder"] = SimpleNamespace(fn=add)
-registry["waiter"] = SimpleNamespace(fn=wait)
 ''',
         "registered.py",
     )
@@ -420,24 +444,13 @@ registry["waiter"] = SimpleNamespace(fn=wait)
 
 
 def test_functions_of_verls_own_registry_are_loaded_again_from_an_edited_file(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, verl_package: None
 ) -> None:
-    registry: dict[str, Any] = {"foreign": SimpleNamespace(fn=run)}
-
-    def function_tool(function: Any) -> Any:
-        if function.__name__ in registry:
-            raise ValueError(f"{function.__name__} is registered already")
-        registry[function.__name__] = SimpleNamespace(fn=function)
-        return function
-
-    fake = SimpleNamespace(FUNCTION_TOOL_REGISTRY=registry, function_tool=function_tool)
-    monkeypatch.setitem(sys.modules, "verl.tools.function_tool", fake)
     text = '''
-import sys
 import rollout
-function_tool = sys.modules["verl.tools.function_tool"].function_tool
+from verl.tools.function_tool import function_tool
 
-@function_tool
+@function_tool("first")
 def first() -> str:
     """One."""
     return "1"
@@ -458,7 +471,9 @@ class Agent(rollout.AgentLoop):
     written(directory, text.replace("One.", "The first."), "twice.py")
     (_, first) = load_tools(path)
     assert first.schema["function"]["description"] == "The first."
-    assert set(registry) == {"foreign", "first"}
+    from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY  # type: ignore[import-not-found]
+
+    assert set(FUNCTION_TOOL_REGISTRY) == {"foreign", "first"}
 
 
 def test_verl_schema_reads_what_verls_models_have_by_default() -> None:

@@ -815,7 +815,8 @@ async def test_close_while_another_task_generates_that_call_learns_it() -> None:
             await runtime.generate([user("late")])
     assert str(errors[0]) == "the runtime was closed while this call was running"
     assert errors[0].partial is not None
-    assert [s.outcome for s in errors[0].partial.samples] == ["completed"]
+    ends = [(s.outcome, s.reason) for s in errors[0].partial.samples]
+    assert ends == [("cancelled", "closed"), ("completed", "")]
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ _HOMES = {
 
 __version__ = "0.1.0"
 __all__ = sorted(name for names in _HOMES.values() for name in names)  # noqa: PLE0605
-__getattr__ = lazy_exports(__name__, _HOMES)
+__getattr__ = lazy_exports(globals(), _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -13,6 +13,7 @@ from rollout.chat import ChatTemplate, get_tool_parser, load_chat_template, tool
 from rollout.chat.loading import with_template
 from rollout.engine.model_files import resolve_model
 from rollout.errors import AgentError, ConfigError, EngineError
+from rollout.lazy import importing
 from rollout.tools import ToolExecutor
 from rollout.tools.shipped import shipped_tools
 
@@ -98,6 +99,7 @@ async def load_template(config: RolloutConfig, threads: WorkerThreads) -> ChatTe
     """
     model = config.model
     if model.path == SIMULATED_MODEL:  # inline: a thread would let virtual time run away from it
+        _import_tensors()
         if model.chat_template is None and not model.chat_template_kwargs:
             return _simulated_template()
         return _other_simulated_template(model)
@@ -122,7 +124,14 @@ def _other_simulated_template(model: ModelConfig) -> ChatTemplate:
     )
 
 
+def _import_tensors() -> None:
+    """Import what `generate` needs in the end: torch, which would block the loop there."""
+    with importing:
+        import rollout.batch  # noqa: F401
+
+
 def _load_tokenizer(model: ModelConfig) -> ChatTemplate:
+    _import_tensors()
     return load_chat_template(
         resolve_model(model.path, model.revision),
         revision=model.revision,

@@ -38,6 +38,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger("rollout")
 
+CLOSED_MEANWHILE = "the runtime was closed while this call was running"
+
 
 class _Call:
     """One call on the runtime's loop, seen from the thread that waits for it."""
@@ -45,20 +47,25 @@ class _Call:
     def __init__(self, function: Callable[[], Awaitable[Any]]) -> None:
         self._function = function
         self._scope: anyio.CancelScope | None = None
+        self._is_abandoned = False
         self.future: Future[Any] = Future()
 
     async def run(self) -> None:
         """Perform the call; its result or its error goes to the future."""
-        with anyio.CancelScope() as self._scope:
-            try:
-                self.future.set_result(await self._function())
-            except Exception as error:
-                self.future.set_exception(error)
-        if not self.future.done():
-            self.future.set_exception(RolloutError("the call was cancelled"))
+        try:
+            with anyio.CancelScope() as self._scope:
+                try:
+                    self.future.set_result(await self._function())
+                except Exception as error:
+                    self.future.set_exception(error)
+        finally:
+            if not self.future.done():
+                why = "the call was cancelled" if self._is_abandoned else CLOSED_MEANWHILE
+                self.future.set_exception(RolloutError(why))
 
     def cancel(self) -> None:
         """End it; on the runtime's loop."""
+        self._is_abandoned = True
         if self._scope is not None:
             self._scope.cancel()
 
@@ -161,12 +168,16 @@ class BlockingRollout:
         call.future.add_done_callback(give_up)
         try:
             received, leave = opened.result()
-            yield BlockingTrajectories(received, self._wait, call.future)
+
+            def end() -> None:
+                self._post(leave.set)
+                self._finish(call)
+
+            yield BlockingTrajectories(received, self._wait, end)
         except BaseException:
             self._abandon(call)
             raise
-        self._post(leave.set)
-        self._finish(call)
+        end()
 
     def cancel(
         self, uid: str | None = None, member: int | None = None, *, reason: str = "cancelled"
@@ -259,12 +270,11 @@ class BlockingRollout:
         try:
             self._inbox.send_nowait(call)
         except (anyio.ClosedResourceError, anyio.BrokenResourceError):
-            self._fail_calls()
+            _fail(call)
 
     def _fail_calls(self) -> None:
         for call in tuple(self._calls):
-            if not call.future.done():
-                call.future.set_exception(RolloutError("the runtime is closed"))
+            _fail(call)
 
     def _run(self, open_runtime: Callable[[], Any], backend: str, started: Future[None]) -> None:
         try:
@@ -301,6 +311,11 @@ class BlockingRollout:
         await self._leave.wait()
         if not started.done():
             opening.cancel()
+
+
+def _fail(call: _Call) -> None:
+    if not call.future.done():
+        call.future.set_exception(RolloutError("the runtime is closed"))
 
 
 async def _settled(future: Future[Any]) -> None:

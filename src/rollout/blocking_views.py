@@ -11,8 +11,6 @@ from rollout.errors import RolloutError
 from rollout.types import Trajectory
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from anyio.streams.memory import MemoryObjectReceiveStream
 
     from rollout.engine.core import EngineInfo, EngineLoad
@@ -81,11 +79,14 @@ class BlockingTrajectories(Iterator[Trajectory]):
     """Trajectories of `BlockingRollout.stream`, in the order in which they end."""
 
     def __init__(
-        self, receive: MemoryObjectReceiveStream[Trajectory], wait: Wait, ended: Future[None]
+        self,
+        receive: MemoryObjectReceiveStream[Trajectory],
+        wait: Wait,
+        end: Callable[[], None],
     ) -> None:
         self._receive = receive
         self._wait = wait
-        self._ended = ended
+        self._end = end
 
     def __next__(self) -> Trajectory:
         """The next one, once it has ended; a RolloutError where the stream is over."""
@@ -94,5 +95,5 @@ class BlockingTrajectories(Iterator[Trajectory]):
         except anyio.EndOfStream:
             raise StopIteration from None
         except (anyio.ClosedResourceError, RolloutError):
-            self._ended.result()  # the runtime may have been closed, and says so
+            self._end()  # the runtime may have been closed, and says so
             raise RolloutError("the stream has been left") from None

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import asyncio  # noqa: TID251  (this is the module that may)
 import queue
-import sys
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from typing import Any, TypeVar, cast
+from contextlib import asynccontextmanager, suppress
+from contextvars import copy_context
+from typing import Any, NoReturn, TypeVar, cast
 
 import anyio
+import sniffio
 from anyio.lowlevel import current_token
 
 from rollout.errors import ToolError
 
 T = TypeVar("T")
 Post = Callable[[Callable[[], object]], None]
+StartTask = Callable[[Callable[[], Coroutine[Any, Any, object]]], object]
 
 #: An idle worker thread ends after this long; an active batch reuses threads far sooner.
 IDLE_S = 10.0
@@ -60,9 +62,15 @@ def has_virtual_clock() -> bool:
 
 
 def runs_on_trio() -> bool:
-    """Whether the current event loop is trio's."""
-    trio = sys.modules.get("trio")
-    return trio is not None and trio.lowlevel.in_trio_run()
+    """Whether the current event loop is trio's.
+
+    The loop itself is asked: while another thread imports trio, its module can be found and is
+    not whole yet.
+    """
+    try:
+        return sniffio.current_async_library() == "trio"
+    except sniffio.AsyncLibraryNotFoundError:  # a callback of asyncio, in no task
+        return False
 
 
 def loop_clock() -> Callable[[], float]:
@@ -95,6 +103,103 @@ def native_cancellations() -> int:
         return 0
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()
+
+
+@asynccontextmanager
+async def open_apart() -> AsyncIterator[StartTask]:
+    """Yields what starts a task that need not be waited for; it has to contain its exceptions.
+
+    On trio nothing waits for it, since it may wait for what cannot be interrupted. On asyncio,
+    where everything can, it belongs to the block.
+    """
+    if not runs_on_trio():
+        async with _apart_on_asyncio() as start_on_asyncio:
+            yield start_on_asyncio
+        return
+    import trio
+
+    call = trio.lowlevel.disable_ki_protection(_call)  # Ctrl-C is to reach it like any other task
+
+    def start(function: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        trio.lowlevel.spawn_system_task(call, function, context=copy_context())
+
+    yield start
+
+
+@asynccontextmanager
+async def _apart_on_asyncio() -> AsyncIterator[StartTask]:
+    failure: BaseException | None = None
+    # What is in a group besides is anyio's word on scopes that the task did not leave.
+    with suppress(BaseExceptionGroup):
+        async with anyio.create_task_group() as tasks:
+            try:
+                yield tasks.start_soon
+            except BaseException as error:
+                failure = error
+    if failure is not None:
+        raise failure
+
+
+async def _call(function: Callable[[], Coroutine[Any, Any, object]]) -> None:
+    await function()
+
+
+class Interruptible:
+    """A task that can be made to run, whatever it waits for."""
+
+    def __init__(self) -> None:
+        self._task: Any = None
+
+    def is_this(self) -> None:
+        """It is the one that calls."""
+        if runs_on_trio():
+            import trio
+
+            self._task = trio.lowlevel.current_task()
+        else:
+            self._task = asyncio.current_task()
+
+    def interrupt(self, error: BaseException, replace: Callable[[Any], Any]) -> None:
+        """Have it run soon, whatever shields it; nothing is lost where it is about to run.
+
+        A task of trio that waits for what cannot be aborted, such as a thread, stays as it is.
+
+        Args:
+            error: What is delivered on trio; asyncio knows its CancelledError only.
+            replace: What trio resumes in place of the coroutine of each task that it has started.
+        """
+        if isinstance(self._task, asyncio.Task):
+            self._task.cancel()
+        elif self._task is not None:
+            for nursery in self._task.child_nurseries:
+                for child in nursery.child_tasks:
+                    _interrupt_on_trio(child, error, replace)
+            _wake_on_trio(self._task, error)
+
+    def disown_children(self) -> None:
+        """Cancel the nurseries that it leaves open, so that trio lets it end."""
+        if self._task is not None and not isinstance(self._task, asyncio.Task):
+            for nursery in self._task.child_nurseries:
+                nursery.cancel_scope.cancel()
+                nursery._closed = True  # as trio does, before it complains
+            self._task._child_nurseries.clear()
+
+
+def _interrupt_on_trio(task: Any, error: BaseException, replace: Callable[[Any], Any]) -> None:
+    for nursery in task.child_nurseries:
+        for child in nursery.child_tasks:
+            _interrupt_on_trio(child, error, replace)
+    task.coro = replace(task.coro)
+    _wake_on_trio(task, error)
+
+
+def _wake_on_trio(task: Any, error: BaseException) -> None:
+    def raise_error() -> NoReturn:
+        raise error
+
+    # No public name leads there: a scope could be cancelled, but not one that shields itself.
+    if task._abort_func is not None:
+        task._attempt_abort(raise_error)
 
 
 async def wait_future(future: Future[T]) -> T:
@@ -274,8 +379,10 @@ class WorkerThreads:
         For code that needs asyncio. Cancellation cancels it there, and waits a moment for it.
 
         Raises:
-            ToolError: It raised SystemExit or the like, or cancelled itself.
+            ToolError: It raised SystemExit or the like, or cancelled itself, or `max_abandoned`
+                calls of this name are still running.
         """
+        self._refuse_beyond_cap(name)
         return await self._asyncio.run(name, function, *args)
 
     async def run(self, name: str, function: Callable[..., T], *args: object) -> T:
@@ -284,18 +391,23 @@ class WorkerThreads:
         Raises:
             ToolError: `max_abandoned` threads of this name are still running.
         """
-        if self._abandoned.get(name, 0) >= self._max_abandoned:
-            raise ToolError(
-                f"{name}: {self._abandoned[name]} abandoned threads are still running "
-                f"(tools.max_abandoned_threads = {self._max_abandoned}); not called"
-            )
+        self._refuse_beyond_cap(name)
         # A token per call, not per task: one trajectory may have several calls under way.
         borrower = object()
         await self._limiter.acquire_on_behalf_of(borrower)
         try:
+            self._refuse_beyond_cap(name)  # those before it may have been abandoned meanwhile
             return await self._run_in_worker(name, function, args)
         finally:
             self._limiter.release_on_behalf_of(borrower)
+
+    def _refuse_beyond_cap(self, name: str) -> None:
+        abandoned = self._abandoned.get(name, 0) + self._asyncio.abandoned.get(name, 0)
+        if abandoned >= self._max_abandoned:
+            raise ToolError(
+                f"{name}: {abandoned} abandoned threads are still running "
+                f"(tools.max_abandoned_threads = {self._max_abandoned}); not called"
+            )
 
     async def _run_in_worker(
         self, name: str, function: Callable[..., T], args: tuple[object, ...]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import anyio
 import msgspec
@@ -56,6 +56,12 @@ class Deadline(msgspec.Struct, frozen=True):
         )
 
 
+class HasDeadline(Protocol):
+    """A cancel scope, or what has one."""
+
+    deadline: float
+
+
 class HeldDeadline:
     """A deadline that stands still while the runtime holds what it is for.
 
@@ -68,12 +74,12 @@ class HeldDeadline:
     def __init__(self, deadline: Deadline, outermost: Deadline) -> None:
         self.now = deadline
         self._outermost = outermost
-        self._scope: anyio.CancelScope | None = None
+        self._scope: HasDeadline | None = None
         self._held: Deadline | None = None
         self._holds = 0
         self._since = 0.0
 
-    def govern(self, scope: anyio.CancelScope) -> None:
+    def govern(self, scope: HasDeadline) -> None:
         """Keep the deadline of this scope right from now on."""
         self._scope = scope
         scope.deadline = self.now.at

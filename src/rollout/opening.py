@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rollout.agents.services import Services
@@ -19,7 +19,7 @@ from rollout.runtime import SLEEP_BETWEEN_BATCHES_LEVEL, RolloutRuntime
 from rollout.scheduling.reward_signatures import check_reward, of_trajectory
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory import TrajectoryRunner
-from rollout.scopes import open_task_group
+from rollout.scopes import OneTask, open_task_group
 from rollout.tools.providers import open_tools
 
 if TYPE_CHECKING:
@@ -29,13 +29,12 @@ if TYPE_CHECKING:
     from rollout.scheduling.rewards import RewardFunction
 
 
-@asynccontextmanager
-async def open_rollout(
+def open_rollout(
     config: RolloutConfig,
     tools: Sequence[Any] = (),
     reward: RewardFunction | None = None,
     interactions: Sequence[Any] = (),
-) -> AsyncIterator[RolloutRuntime]:
+) -> AbstractAsyncContextManager[RolloutRuntime]:
     """A runtime with its engines serving; nothing of it is left when the block has been left.
 
     Args:
@@ -53,7 +52,18 @@ async def open_rollout(
             or the reward function cannot be called like that.
         ToolError: A tool is defined wrongly or cannot run here, or two share a name.
         EngineError: An engine did not start, or does not fit the tokenizer.
+        RolloutError: It is left in another task than it was entered in; nothing has happened then.
     """
+    return OneTask("open_rollout", _open(config, tools, reward, interactions))
+
+
+@asynccontextmanager
+async def _open(
+    config: RolloutConfig,
+    tools: Sequence[Any],
+    reward: RewardFunction | None,
+    interactions: Sequence[Any],
+) -> AsyncIterator[RolloutRuntime]:
     if not isinstance(config, RolloutConfig):
         raise ConfigError(f"config: expected a RolloutConfig, got {type(config).__name__}")
     if reward is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import anyio
@@ -14,7 +14,7 @@ from rollout.bridge import WorkerThreads, has_virtual_clock
 from rollout.engine.operations import ALL_TAGS
 from rollout.engine.pool import EnginePool, ReplicaStatistics
 from rollout.engine.recovery import RecoveryCounts
-from rollout.errors import EngineError, LimitExceeded, RolloutError
+from rollout.errors import EngineError, RolloutError
 from rollout.limits import Deadline
 from rollout.observe.loop_lag import LoopLag
 from rollout.scheduling.admission import Admission
@@ -22,27 +22,32 @@ from rollout.scheduling.batch_run import BatchRun
 from rollout.scheduling.call_arguments import check_call, check_target
 from rollout.scheduling.prompt_names import check_names
 from rollout.scheduling.prompts import check_prompts, members_of
+from rollout.scheduling.streamed_run import StreamedRun
 from rollout.scopes import open_task_group
 from rollout.seeds import fresh_seed
-from rollout.types import Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
+    from anyio.abc import TaskGroup
     from anyio.streams.memory import MemoryObjectReceiveStream
 
     from rollout.batch import RolloutBatch
     from rollout.chat import ChatTemplate
     from rollout.config import RolloutConfig
     from rollout.engine.weights import UpdateMode, WeightSource
+    from rollout.observe.loop_lag import LagWindow
     from rollout.observe.tally import Tally
     from rollout.scheduling.trajectory import TrajectoryRunner
-    from rollout.types import Prompt
+    from rollout.types import Prompt, Trajectory
 
-#: Finished trajectories that wait for a slow consumer of `stream` before members wait too.
-STREAM_BUFFER = 16
 #: Between batches a trainer needs all of the memory, and gives new weights as a rule.
 SLEEP_BETWEEN_BATCHES_LEVEL = 2
+
+STREAM_DROPPED = (
+    "runtime.stream() was entered and never left: its trajectories were cancelled; use "
+    "`async with runtime.stream(...) as trajectories:`"
+)
 
 logger = logging.getLogger("rollout")
 
@@ -61,6 +66,8 @@ class RuntimeStatistics:
         replicas: The engines.
         zombies: Cancelled requests whose end no engine has confirmed, over all of them.
         recoveries: What was done about requests whose replica was lost.
+        unresponsive: Agents, tools, users and rewards that did not end within `limits.cleanup_s` of
+            their cancellation and were given up; the log names each.
         abandoned_threads: Threads of sync tools left behind at a deadline and still running.
         max_running: Trajectories that may run at once now; 0 while admission is paused.
         loop_lag_s: Longest delay of the event loop since the start.
@@ -75,6 +82,7 @@ class RuntimeStatistics:
     replicas: tuple[ReplicaStatistics, ...]
     zombies: int
     recoveries: RecoveryCounts
+    unresponsive: int
     abandoned_threads: dict[str, int]
     max_running: int
     loop_lag_s: float
@@ -107,7 +115,10 @@ class RolloutRuntime:
         self._lag = LoopLag()
         self._run_seed = fresh_seed() if config.seed is None else config.seed
         self._steps = itertools.count()
-        self._calls: dict[BatchRun, anyio.CancelScope] = {}
+        self._calls: dict[BatchRun, BatchRun | StreamedRun] = {}
+        self._streams: dict[StreamedRun, int] = {}  # with the task that entered each
+        self._misuse: str | None = None
+        self._tasks: TaskGroup
         self._idle = anyio.Event()
         self._is_closing = False
         self._batches = 0
@@ -183,8 +194,6 @@ class RolloutRuntime:
 
         Errors after the start carry what there was as `partial`.
         """
-        from rollout.batch import collate  # torch, loaded with the first batch
-
         run = self._new_run(prompts, step, validate)
         rows: list[Trajectory | None] = [None] * len(run.members)
 
@@ -192,25 +201,15 @@ class RolloutRuntime:
             rows[row] = trajectory
             self._tell(trajectory)
 
-        def collated() -> RolloutBatch:
-            lag_s = window.max_s
-            return collate(
-                [trajectory for trajectory in rows if trajectory is not None],
-                self.config.lengths,
-                self.template.pad_token_id,
-                decode=self.template.decode,
-                extra_metrics={} if lag_s is None else {"loop_lag_s/max": lag_s},
-            )
-
         with self._lag.window() as window:
             try:
                 async with self._awake():
-                    with self._running(run):
+                    with self._running(run, run):
                         await run.run(keep)
-            except RolloutError as error:
-                error.partial = collated()
+            except Exception as error:
+                _attach(error, self._collated(rows, window))
                 raise
-        return collated()
+        return self._collated(rows, window)
 
     @asynccontextmanager
     async def stream(
@@ -218,35 +217,38 @@ class RolloutRuntime:
     ) -> AsyncIterator[MemoryObjectReceiveStream[Trajectory]]:
         """Trajectories as they end, in the order in which they do; leaving cancels the rest.
 
-        A slow consumer slows the admission of further members.
+        A slow consumer slows the admission of further members. Use it with ``async with``: entered
+        by hand and dropped, it ends its trajectories, and leaving `open_rollout` says so.
 
         Raises:
             PromptError: The prompts or another argument are unusable; nothing has been started.
             LimitExceeded: As `generate`, at the end of the block, when all have been received.
+            RolloutError: The runtime was closed meanwhile.
+
+        The `partial` of an error holds the trajectories that had ended, but for those that were
+        received and are held by nobody any more.
         """
         run = self._new_run(prompts, step, validate)
-        send, receive = anyio.create_memory_object_stream[Trajectory](STREAM_BUFFER)
-
-        async def deliver(row: int, trajectory: Trajectory) -> None:
-            await send.send(trajectory)
-
-        verdict: LimitExceeded | None = None
-
-        async def produce() -> None:
-            nonlocal verdict
-            async with send:
+        with self._lag.window() as window:
+            async with self._awake():
+                streamed = StreamedRun(run)
+                self._tasks.start_soon(self._produce, run, streamed)
+                self._streams[streamed] = anyio.get_current_task().id
                 try:
-                    await run.run(deliver)
-                except LimitExceeded as error:  # what is in the buffer is still to be received
-                    verdict = error
-
-        async with self._awake():
-            with self._running(run):
-                async with open_task_group() as tasks, receive:
-                    tasks.start_soon(produce)
-                    yield receive
-        if verdict is not None:
-            raise verdict
+                    yield streamed.received
+                except GeneratorExit:  # it is collected as garbage
+                    logger.error(STREAM_DROPPED)
+                    self._misuse = STREAM_DROPPED
+                    raise
+                except anyio.ClosedResourceError:
+                    if not streamed.is_closed:
+                        raise  # else its receiver was closed with the runtime
+                finally:
+                    del self._streams[streamed]
+                    await streamed.end()
+        if streamed.failure is not None:
+            _attach(streamed.failure, self._collated(streamed.trajectories(), window))
+            raise streamed.failure
 
     def cancel(
         self, uid: str | None = None, member: int | None = None, *, reason: str = "cancelled"
@@ -281,6 +283,7 @@ class RolloutRuntime:
             replicas=replicas,
             zombies=sum(replica.zombies for replica in replicas),
             recoveries=attrs.evolve(engines.recoveries),
+            unresponsive=tally.unresponsive,
             abandoned_threads=self._threads.abandoned,
             max_running=self.admission.allowed,
             loop_lag_s=self._lag.max_s,
@@ -346,38 +349,64 @@ class RolloutRuntime:
         except EngineError as error:
             logger.warning("the engines stay awake: %s", error)
 
+    async def _produce(self, run: BatchRun, streamed: StreamedRun) -> None:
+        with self._running(run, streamed):
+            await streamed.produce()
+
     @contextmanager
-    def _running(self, run: BatchRun) -> Iterator[None]:
+    def _running(self, run: BatchRun, call: BatchRun | StreamedRun) -> Iterator[None]:
         """Make the call known to `cancel` and to `_end_calls`."""
-        with anyio.CancelScope() as scope:
-            self._calls[run] = scope
-            try:
-                yield
-            finally:
-                del self._calls[run]
-                if not self._calls:
-                    self._idle.set()
-        if scope.cancelled_caught:
-            raise RolloutError("the runtime was closed while this call was running")
+        self._calls[run] = call
+        try:
+            yield
+        finally:
+            del self._calls[run]
+            if not self._calls:
+                self._idle.set()
+
+    def _collated(self, rows: Sequence[Trajectory | None], window: LagWindow) -> RolloutBatch:
+        from rollout.batch import collate  # torch, loaded while the runtime opens
+
+        return collate(
+            [trajectory for trajectory in rows if trajectory is not None],
+            self.config.lengths,
+            self.template.pad_token_id,
+            decode=self.template.decode,
+            extra_metrics={} if window.max_s is None else {"loop_lag_s/max": window.max_s},
+        )
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Watch the loop and the engines' load; at the end no call is left."""
-        async with open_task_group() as tasks:
+        """Watch the loop and the engines' load; at the end no call is left.
+
+        Raises:
+            RolloutError: A stream was entered and not left.
+        """
+        async with open_task_group() as self._tasks:
             if not has_virtual_clock():
-                tasks.start_soon(self._lag.watch)
-            tasks.start_soon(self.admission.adapt, self._runner.services.engines.loads)
+                self._tasks.start_soon(self._lag.watch)
+            self._tasks.start_soon(self.admission.adapt, self._runner.services.engines.loads)
             try:
                 yield
             finally:
                 await self._end_calls()
+        if self._misuse is not None:
+            raise RolloutError(self._misuse)
 
     async def _end_calls(self) -> None:
-        """Cancel the calls of other tasks and wait until they have let go of the engines."""
+        """End the calls of other tasks and wait until they have let go of the engines."""
         self._is_closing = True
+        if anyio.get_current_task().id in self._streams.values():
+            self._misuse = STREAM_DROPPED  # who leaves the runtime first can never leave it
         with anyio.CancelScope(shield=True):
             while self._calls:
                 self._idle = anyio.Event()
-                for scope in self._calls.values():
-                    scope.cancel()
+                for call in self._calls.values():
+                    call.close()
                 await self._idle.wait()
+
+
+def _attach(error: BaseException, partial: RolloutBatch) -> None:
+    """Let what there was travel with the error that ended a call, whatever its type."""
+    with suppress(AttributeError):  # some have no room for it
+        error.partial = partial  # type: ignore[attr-defined]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
+from rollout.errors import RolloutError
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from types import TracebackType
 
     from anyio.abc import TaskGroup
+
+T = TypeVar("T")
 
 
 def leaf_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -23,6 +28,37 @@ def leaf_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return chosen
 
 
+def first_leaf(
+    error: BaseException, kind: type[BaseException] = BaseException
+) -> BaseException | None:
+    """The first exception of this kind, depth first through groups."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error if isinstance(error, kind) else None
+    for inner in error.exceptions:
+        leaf = first_leaf(inner, kind)
+        if leaf is not None:
+            return leaf
+    return None
+
+
+def passing_of(error: BaseException, *, is_unasked: bool = True) -> BaseException | None:
+    """What of an error of foreign code is not its own, and must pass: None, or it, or a part of it.
+
+    That is Ctrl-C, and cancellation by a scope around the code. All else is the code's own, of
+    whatever type it is.
+
+    Args:
+        error: What the code raised.
+        is_unasked: Whether nobody cancelled the task itself, as asyncio can beside its scopes.
+    """
+    interrupt = first_leaf(error, KeyboardInterrupt)
+    if interrupt is not None:
+        return interrupt
+    if is_unasked and not is_cancelled_from_outside():
+        return None
+    return first_leaf(error, anyio.get_cancelled_exc_class())
+
+
 def is_cancelled_from_outside() -> bool:
     """Whether a scope around this point is cancelled.
 
@@ -30,6 +66,36 @@ def is_cancelled_from_outside() -> bool:
     cancelled task raises one.
     """
     return anyio.current_effective_deadline() == -math.inf
+
+
+class OneTask(AbstractAsyncContextManager[T]):
+    """A context manager that must be left in the task that entered it; elsewhere nothing happens.
+
+    trio would wait for ever where a task that the block waits for leaves it.
+    """
+
+    def __init__(self, name: str, manager: AbstractAsyncContextManager[T]) -> None:
+        self._name = name
+        self._manager = manager
+        self._task: anyio.TaskInfo | None = None
+
+    async def __aenter__(self) -> T:
+        self._task = anyio.get_current_task()
+        return await self._manager.__aenter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        here = anyio.get_current_task()
+        if self._task is not None and here.id != self._task.id:
+            raise RolloutError(
+                f"{self._name}: left in the task {here.name!r}; expected {self._task.name!r}, "
+                "which entered it (an agent, a tool or a reward cannot close its own runtime)"
+            )
+        return await self._manager.__aexit__(kind, error, traceback)
 
 
 @asynccontextmanager

@@ -97,8 +97,15 @@ def text_of(error: BaseException) -> str:
     """What an error says; foreign ones may fail at that too."""
     try:
         return str(error)
-    except Exception:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
         return "(its message cannot be shown)"
+
+
+def said(error: BaseException) -> str:
+    """Type and message of an error, for a log."""
+    return f"{type(error).__name__}: {text_of(error)}"
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +142,7 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True):
     extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
 
-class Trajectory(msgspec.Struct, kw_only=True):
+class Trajectory(msgspec.Struct, kw_only=True, weakref=True):
     """One finished run of an agent: its tokens, its outcome and its reward.
 
     Attributes:

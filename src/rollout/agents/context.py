@@ -26,6 +26,7 @@ from rollout.errors import (
 )
 from rollout.interactions import Interaction, InteractionContext, InteractionTurn
 from rollout.limits import Deadline, HeldDeadline, fail_at_deadline
+from rollout.supervision import Duty, UnresponsiveError
 from rollout.tools.attempt import CallError, attempt
 from rollout.types import InvalidToolCall, Message, Outcome, Prompt, ToolCall
 
@@ -40,13 +41,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.agents")
 
+#: Reason of a failure by code that did not end when it was cancelled.
+UNRESPONSIVE = "unresponsive"
+
 
 class AgentContext:
     """One trajectory from the inside.
 
     Attributes:
-        prompt: What it started from.
-        identity: Which trajectory it is.
         transcript: The exact tokens so far; with `agent.history` "inference_template" those of the
             row that is being written.
         earlier: The rows before it.
@@ -57,7 +59,6 @@ class AgentContext:
         turn_scores: What the simulated user gave.
         tool_rewards: What the tools gave.
         assistant_turns, user_turns: Generations so far; answers of tools or users so far.
-        deadline: The trajectory's own.
         ending: The outcome, where it is settled already.
         cut_by: As `AssistantTurn.cut_by`, of the last generation.
         generation_s: Seconds spent waiting for engines, queueing included.
@@ -77,8 +78,8 @@ class AgentContext:
         extra: dict[str, Any],
         outermost: Deadline,
     ) -> None:
-        self.prompt = prompt
-        self.identity = identity
+        self._prompt = prompt
+        self._identity = identity
         self.sampling = sampling
         self.transcript = Transcript()
         self.messages: list[Message] = []
@@ -97,7 +98,7 @@ class AgentContext:
         self._services = services
         self._tools = tools
         self._outermost = outermost
-        self.deadline = HeldDeadline(deadline, outermost)
+        self._deadline = HeldDeadline(deadline, outermost)
         self._turn_deadline = deadline
         self._interaction: Interaction | None = None
         self._calls_asked = 0
@@ -111,6 +112,21 @@ class AgentContext:
     def config(self) -> AgentConfig:
         """The `agent` section of the configuration."""
         return self._services.config.agent
+
+    @property
+    def prompt(self) -> Prompt:
+        """What it started from."""
+        return self._prompt
+
+    @property
+    def identity(self) -> Identity:
+        """Which trajectory it is."""
+        return self._identity
+
+    @property
+    def deadline(self) -> HeldDeadline:
+        """The trajectory's own."""
+        return self._deadline
 
     @property
     def tools(self) -> TrajectoryTools:
@@ -163,13 +179,13 @@ class AgentContext:
         if not self.transcript.spans:
             await self.begin()
         limits = self._services.config.limits
-        turn = Deadline.after(limits.turn_s, "limits.turn_s", self.deadline.now)
+        turn = Deadline.after(limits.turn_s, "limits.turn_s", self._deadline.now)
         turn_deadline = HeldDeadline(turn, self._outermost)
         deadline = HeldDeadline(
             Deadline.after(limits.generation_s, "limits.generation_s", turn), self._outermost
         )
         generation = Generation()
-        generation.held = (self.deadline, turn_deadline, deadline)
+        generation.held = (self._deadline, turn_deadline, deadline)
         started, bounded_by = anyio.current_time(), ""
         is_over = False
         try:
@@ -248,7 +264,12 @@ class AgentContext:
         """
         if self._interaction is None:
             raise AgentError("ask_user: no interaction takes part in this trajectory")
-        with self._settling_limits(), fail_at_deadline(self._turn_deadline):
+        deadline = self._turn_deadline
+        with (
+            self._settling_limits(),
+            Duty("respond of the interaction", deadline.at),
+            fail_at_deadline(deadline),
+        ):
             turn = await self._interaction.respond(template_messages(self.messages))
         if turn.score is not None:
             self.turn_scores.append(turn.score)
@@ -309,12 +330,15 @@ class AgentContext:
         """End the tools and the simulated user; shielded, bounded, never raises."""
         self._services.engines.forget(self.identity.session_id)
         await self._tools.close()
-        if self._interaction is None:
+        interaction, self._interaction = self._interaction, None
+        if interaction is None:
             return
         limit_s = self._services.config.limits.cleanup_s
         deadline = Deadline.after(limit_s, "limits.cleanup_s")
         try:
-            await attempt(self._interaction.finish, deadline, shield=True)
+            await attempt(
+                interaction.finish, deadline, what="finish of the interaction", shield=True
+            )
         except (CallError, LimitExceeded) as error:
             session = self.identity.session_id
             logger.warning("%s: finish of the interaction failed: %s", session, error)
@@ -326,6 +350,9 @@ class AgentContext:
             yield
         except LimitExceeded as error:
             self.end(error.outcome, error.reason, limit_source=error.source)
+            raise
+        except UnresponsiveError:
+            self.end(Outcome.FAILED, UNRESPONSIVE)
             raise
 
     def _new_interaction(self, name: str) -> Interaction:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.chat.template import ChatTemplate
 from rollout.errors import TemplateError
+from rollout.lazy import importing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -98,8 +99,9 @@ def _load_tokenizer(model: str, **options: Any) -> PreTrainedTokenizerBase:
             f"the tokenizer of {model} cannot be loaded: the directory holds none "
             "(tokenizer.json, tokenizer_config.json)"
         )
-    from transformers import AutoTokenizer
-    from transformers.utils import logging as transformers_logging
+    with importing:
+        from transformers import AutoTokenizer
+        from transformers.utils import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.ERROR)

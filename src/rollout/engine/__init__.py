@@ -43,4 +43,4 @@ _HOMES = {
     "rollout.engine.weights": ("DiskWeights", "DistributedWeights", "TensorWeights"),
 }
 __all__ = sorted(name for names in _HOMES.values() for name in names)  # noqa: PLE0605
-__getattr__ = lazy_exports(__name__, _HOMES)
+__getattr__ = lazy_exports(globals(), _HOMES)

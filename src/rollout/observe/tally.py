@@ -19,6 +19,7 @@ class Tally:
         outcomes: Those that have ended, by outcome.
         generated_tokens: Sampled tokens that reached a transcript.
         tool_calls: Calls answered, errors included.
+        unresponsive: Pieces of foreign code that did not end when cancelled, and were given up.
     """
 
     admitted: int = 0
@@ -26,6 +27,7 @@ class Tally:
     outcomes: Counter[Outcome] = attrs.field(factory=Counter)
     generated_tokens: int = 0
     tool_calls: int = 0
+    unresponsive: int = 0
 
     @property
     def finished(self) -> int:

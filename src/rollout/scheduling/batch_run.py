@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     #: Takes a finished trajectory and its row; may wait, and holds the trajectory's place.
     Deliver = Callable[[int, Trajectory], Awaitable[None]]
 
+#: Reason of trajectories that were cancelled because the runtime was closed.
+CLOSED = "closed"
+
 
 class BatchRun:
     """Members of one call, run under the runtime's limit on trajectories in flight.
@@ -51,6 +54,7 @@ class BatchRun:
         self._tally = tally
         self._bad = BadEndings()
         self._met_deadline = False
+        self._is_closed = False
 
     def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
         """Cancel the members that match, also those not started yet; how many there were."""
@@ -66,6 +70,11 @@ class BatchRun:
             m.cancel(reason)
         return len(chosen)
 
+    def close(self) -> None:
+        """Cancel every member, because the runtime is being closed; they are delivered as usual."""
+        self._is_closed = True
+        self.cancel(None, None, CLOSED)
+
     async def run(self, deliver: Deliver) -> None:
         """Run every member and deliver each trajectory once.
 
@@ -74,6 +83,7 @@ class BatchRun:
         Raises:
             LimitExceeded: More members failed than `scheduling.max_failures` allows, or the time
                 was over and `scheduling.on_deadline` is "raise"; every member has been delivered.
+            RolloutError: `close` was called; every member has been delivered.
         """
         self._tally.admitted += len(self.members)
         error: BaseException | None = None
@@ -99,10 +109,10 @@ class BatchRun:
         """Wait for a place; False where the member was cancelled or the batch's time is over."""
         if member.cancel_reason is not None:
             return False
-        with anyio.CancelScope(deadline=self._deadline.at) as member.scope:
+        with anyio.CancelScope(deadline=self._deadline.at) as scope:
+            member.scope = scope
             await self._limiter.acquire_on_behalf_of(member)
-        scope, member.scope = member.scope, None
-        assert scope is not None
+        member.scope = None
         if scope.cancelled_caught:
             return False
         if member.cancel_reason is not None:
@@ -149,6 +159,8 @@ class BatchRun:
 
     def _verdict(self) -> RolloutError | None:
         """The error that a finished batch ends with, if any."""
+        if self._is_closed:
+            return RolloutError("the runtime was closed while this call was running")
         if self._is_over_budget():
             causes = self._bad.failures
             listed = causes.most_common(LISTED_CAUSES)

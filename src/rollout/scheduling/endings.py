@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
+from rollout.agents.context import UNRESPONSIVE
 from rollout.observe.summary import count
 from rollout.types import Outcome, Trajectory
 
@@ -55,7 +56,11 @@ class BadEndings:
     def log(self) -> None:
         """One line for each reason of rejections, and for each frequent cause of failures."""
         for counts, most in zip(self._counts.values(), (None, LISTED_CAUSES), strict=True):
-            listed = counts.most_common(most)
+            listed = [
+                (key, number)
+                for at, (key, number) in enumerate(counts.most_common())
+                if most is None or at < most or key[1] == UNRESPONSIVE  # each is named
+            ]
             for key, number in listed:
                 logger.warning("%s (%s)", self._first[key][2], count(number, "trajectory"))
             rest = counts.total() - sum(number for _, number in listed)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-import anyio
 import attrs
 import msgspec
 
@@ -13,20 +13,27 @@ from rollout.errors import PromptError
 from rollout.types import Prompt
 
 
+class Cancellable(Protocol):
+    """Work that can be ended."""
+
+    def cancel(self) -> None:
+        """Have it end soon."""
+
+
 @attrs.define(eq=False)
 class Member:
     """One trajectory to be run, from admission to its outcome.
 
     Attributes:
         cancel_reason: Set once somebody has cancelled it.
-        scope: The scope of its agent while that runs.
+        scope: What ends its agent or its reward, or its wait for a place, while there is one.
         is_finished: Whether it has its outcome.
     """
 
     prompt: Prompt
     identity: Identity
     cancel_reason: str | None = None
-    scope: anyio.CancelScope | None = None
+    scope: Cancellable | None = None
     is_finished: bool = False
 
     def cancel(self, reason: str) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from typing import TYPE_CHECKING
+import logging
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import attrs
 
 from rollout.agents.base import AgentLoop, get_agent
-from rollout.agents.context import AgentContext
+from rollout.agents.context import UNRESPONSIVE, AgentContext
 from rollout.agents.identity import Ending, RejectedPrompt
 from rollout.agents.services import Services
 from rollout.chat.transcript import Transcript
@@ -21,15 +25,24 @@ from rollout.errors import (
     TemplateError,
     ToolError,
 )
-from rollout.limits import Deadline
+from rollout.limits import Deadline, HeldDeadline
+from rollout.scheduling.intact import restore
 from rollout.scheduling.rewards import RewardFunction, compute_reward
 from rollout.scheduling.sampling import sampling_of
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
-from rollout.scopes import is_cancelled_from_outside, leaf_of
-from rollout.types import DRIFT, Cause, Outcome, Trajectory
+from rollout.scopes import leaf_of, passing_of
+from rollout.supervision import Supervised, UnresponsiveError, is_given_up
+from rollout.types import DRIFT, Cause, Outcome, Reward, Trajectory
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rollout.bridge import WorkerThreads
     from rollout.scheduling.prompts import Member
+
+T = TypeVar("T")
+
+logger = logging.getLogger("rollout.scheduling")
 
 #: Reason of a failure that is the engine's, not the agent's, even where it passed through its code.
 ENGINE = "engine"
@@ -60,8 +73,9 @@ class TrajectoryRunner:
                 loop, context = self._prepare(member, deadline, batch_deadline)
             except RejectedPrompt as error:
                 return rejected(member, error)
-            ending, cause = await self._run_agent(member, loop, context)
-            deadline = context.deadline.now
+            held = context.deadline
+            ending, cause = await self._run_agent(member, loop, context, held)
+            deadline = held.now
             discarded += context.discarded_tokens
             resumes += context.resumes
             restarts += context.restarts
@@ -138,23 +152,52 @@ class TrajectoryRunner:
         return loop, context
 
     async def _run_agent(
-        self, member: Member, loop: type[AgentLoop], context: AgentContext
+        self, member: Member, loop: type[AgentLoop], context: AgentContext, deadline: HeldDeadline
     ) -> tuple[Ending, Cause | None]:
+        work = self._supervised(f"agent {loop.__name__}", Cause)
+        deadline.govern(work)
+        failure: BaseException | None = None
         cause: Cause | None = None
-        activity = f"trajectory {member.identity.session_id}"  # noqa: F841  (see observe.loop_lag)
         try:
-            with anyio.CancelScope() as member.scope:
-                context.deadline.govern(member.scope)
-                if member.cancel_reason is not None:
-                    member.scope.cancel()
-                cause = await _run_guarded(loop, context)
+            with _ended_by(member, work):
+                cause = await work.run(partial(_run_guarded, loop, context), context.close)
+        except BaseException as error:
+            if passing_of(error) is not None:
+                raise
+            failure = error
         finally:
-            scope, member.scope = member.scope, None
-            await context.close()
-        assert scope is not None
-        if scope.cancelled_caught:
-            return _ending_of_cancelled(member, context.deadline.now), None
+            if work.verdict is not None:
+                await self._close(member, context)
+        fault = restore(context)
+        if fault:
+            failure = AgentError(fault)
+        failure = work.verdict or failure
+        if failure is not None:
+            reason = "agent" if work.verdict is None else UNRESPONSIVE
+            return Ending(outcome=Outcome.FAILED, reason=reason), self._note(failure)
+        if work.was_cancelled:
+            return _ending_of_cancelled(member, deadline.now), None
         return context.ending or _natural_ending(context), cause
+
+    async def _close(self, member: Member, context: AgentContext) -> None:
+        """Close what is still open after code was given up, and its task with it."""
+        with anyio.CancelScope(shield=True):
+            while True:
+                work = self._supervised("clean-up of the trajectory", type(None))
+                await work.run(context.close)
+                if work.verdict is None:
+                    return
+                self._note(work.verdict)
+                # It is no cause of the trajectory's, and nothing else would name it.
+                logger.warning("%s: %s", member.identity.session_id, work.verdict)
+
+    def _supervised(self, what: str, kind: type[T]) -> Supervised[T | None]:
+        return Supervised(what, cleanup_s=self.services.config.limits.cleanup_s)
+
+    def _note(self, error: BaseException) -> Cause:
+        """The cause that `error` is; counted where code was given up."""
+        self.services.tally.unresponsive += isinstance(error, UnresponsiveError)
+        return Cause.of(error)
 
     async def _reward(
         self, member: Member, trajectory: Trajectory, batch_deadline: Deadline
@@ -163,40 +206,58 @@ class TrajectoryRunner:
         limit_s = self.services.config.limits.reward_s
         deadline = Deadline.after(limit_s, "limits.reward_s", batch_deadline)
         started = anyio.current_time()
-        activity = f"reward of trajectory {trajectory.uid}/{trajectory.member}"  # noqa: F841
-        with anyio.CancelScope(deadline=deadline.at) as member.scope:
-            if member.cancel_reason is not None:
-                member.scope.cancel()
-            try:
-                reward = await compute_reward(self.reward, trajectory, self.services.threads)
-            except BaseException as error:
-                if not _is_own(error):
-                    raise
-                _spoil(trajectory, Outcome.FAILED, None, Cause.of(error))
-            else:
-                trajectory.reward = reward.value
-                trajectory.extra.update(reward.extra)
-        scope, member.scope = member.scope, None
-        if scope.cancelled_caught and member.cancel_reason is not None:
+        work = self._supervised("the reward function", Reward)
+        work.deadline = deadline.at
+        seen = copy.copy(trajectory)  # what is assigned to its fields is nobody else's
+        failure: BaseException | None = None
+        reward: Reward | None = None
+        try:
+            with _ended_by(member, work):
+                reward = await work.run(
+                    partial(_reward_of, self.reward, seen, self.services.threads)
+                )
+        except BaseException as error:
+            if passing_of(error) is not None:
+                raise
+            failure = error
+        failure = work.verdict or failure
+        if failure is not None:
+            _spoil(trajectory, Outcome.FAILED, None, self._note(failure))
+            if work.verdict is not None:
+                trajectory.reason = UNRESPONSIVE
+        elif reward is not None:
+            trajectory.reward = reward.value
+            trajectory.extra.update(reward.extra)
+        elif member.cancel_reason is not None:
             _spoil(trajectory, Outcome.CANCELLED, None, None)
             trajectory.reason = member.cancel_reason
-        elif scope.cancelled_caught:
+        else:
             _spoil(trajectory, Outcome.DEADLINE, deadline.source, None)
         trajectory.metrics["reward_s"] = anyio.current_time() - started
 
 
-def _is_own(error: BaseException) -> bool:
-    """Whether foreign code raised it by itself: what only ends its trajectory.
+@contextmanager
+def _ended_by(member: Member, work: Supervised[Any]) -> Iterator[None]:
+    """Cancelling the member cancels this work."""
+    member.scope = work
+    if member.cancel_reason is not None:
+        work.cancel()
+    try:
+        yield
+    finally:
+        member.scope = None
 
-    Ctrl-C and cancellation by a scope around it are not.
-    """
-    if isinstance(error, anyio.get_cancelled_exc_class()):
-        return not is_cancelled_from_outside()
-    return isinstance(error, Exception | SystemExit)
+
+async def _reward_of(
+    function: RewardFunction, trajectory: Trajectory, threads: WorkerThreads
+) -> Reward:
+    activity = f"reward of trajectory {trajectory.uid}/{trajectory.member}"  # noqa: F841
+    return await compute_reward(function, trajectory, threads)
 
 
 async def _run_guarded(loop: type[AgentLoop], context: AgentContext) -> Cause | None:
     """Run the agent; what it raises settles the outcome, and its root cause is returned."""
+    activity = f"trajectory {context.identity.session_id}"  # noqa: F841  (see observe.loop_lag)
     try:
         try:
             await loop().run(context)
@@ -204,14 +265,17 @@ async def _run_guarded(loop: type[AgentLoop], context: AgentContext) -> Cause | 
             context.end(error.outcome, error.reason, limit_source=error.source)
         await context.score()
     except BaseException as error:
-        if not _is_own(error):
+        passing = error if is_given_up() else passing_of(error)
+        if passing is error:
             raise
+        if passing is not None:
+            raise passing from None
         leaf = leaf_of(error) if isinstance(error, BaseExceptionGroup) else error
         if isinstance(leaf, LimitExceeded):
             context.end(leaf.outcome, leaf.reason, limit_source=leaf.source)
             return None
-        if context.ending is not None:
-            return None  # the agent's own words for a limit that had fired
+        if context.ending is not None or isinstance(leaf, UnresponsiveError):
+            return None  # the agent's own words for a limit that had fired, or the verdict's
         if isinstance(leaf, RejectedPrompt):
             context.end(Outcome.REJECTED, leaf.reason)
         else:

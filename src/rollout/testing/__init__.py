@@ -56,7 +56,7 @@ __all__ = [
     "simulated_tokenizer",
     "tool_call",
 ]
-__getattr__ = lazy_exports(__name__, _HOMES)
+__getattr__ = lazy_exports(globals(), _HOMES)
 
 
 def __dir__() -> list[str]:

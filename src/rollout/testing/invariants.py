@@ -142,13 +142,14 @@ def _use_anomalies(
 
 
 def _reward_anomalies(watched: WatchedRuntime) -> Iterator[str]:
-    asked = Counter(id(trajectory) for trajectory in watched.rewarded)
+    # A reward function gets a copy of each trajectory, with the same transcript.
+    asked = Counter(id(trajectory.transcript) for trajectory in watched.rewarded)
     for trajectory in watched.rewarded:
-        if asked[id(trajectory)] > 1:
+        if asked[id(trajectory.transcript)] > 1:
             yield f"{trajectory.uid}/{trajectory.member}: its reward was asked for twice"
     for call in watched.calls:
         for trajectory in call.delivered:
-            if trajectory.reward is not None and not asked[id(trajectory)]:
+            if trajectory.reward is not None and not asked[id(trajectory.transcript)]:
                 yield f"{call.session_of(trajectory)}: a reward that nobody was asked for"
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+import math
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -10,11 +11,12 @@ import anyio.lowlevel
 from rollout.bridge import native_cancellations
 from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import Deadline, deadline_scope
-from rollout.scopes import is_cancelled_from_outside
+from rollout.scopes import first_leaf, passing_of
+from rollout.supervision import Duty, UnresponsiveError, in_own_task, is_given_up
 from rollout.types import text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable
 
 T = TypeVar("T")
 
@@ -40,8 +42,10 @@ async def attempt(
     action: Callable[[], Awaitable[T]],
     deadline: Deadline,
     *,
+    what: str,
     shield: bool = False,
     owns_task: bool = False,
+    grace_s: float | None = None,
 ) -> T:
     """What `action` returns.
 
@@ -50,9 +54,12 @@ async def attempt(
 
     Args:
         action: Runs within `deadline`.
+        what: What it is, for the message where it has to be given up.
         shield: Holds cancellation from outside off.
         owns_task: The task was made for this action, so that a cancellation of the task which no
             scope asked for is the action's own doing.
+        grace_s: How long it may take after a cancellation from outside; where it is shielded, until
+            its deadline.
 
     A cancellation that nobody asked for is the action's own in any case: on asyncio, awaiting a
     cancelled task raises one.
@@ -62,11 +69,17 @@ async def attempt(
         LimitExceeded: `deadline` passed; the action was cancelled, and has ended.
     """
     cancellations = 0 if owns_task else native_cancellations()
+    if grace_s is None:
+        grace_s = math.inf if shield else 0.0
     try:
-        with deadline_scope(deadline, shield=shield) as scope:
+        with (
+            Duty(what, deadline.at, grace_s=grace_s),
+            deadline_scope(deadline, shield=shield) as scope,
+        ):
             return await action()
     except BaseException as error:
-        passing = _passing(error, owns_task or native_cancellations() == cancellations)
+        is_unasked = owns_task or native_cancellations() == cancellations
+        passing = error if is_given_up() else passing_of(error, is_unasked=is_unasked)
         if passing is error:
             raise
         if passing is not None:
@@ -77,7 +90,7 @@ async def attempt(
 
 
 async def attempt_unhurried(
-    action: Callable[[], Awaitable[T]], deadline: Deadline, *, grace_s: float
+    action: Callable[[], Awaitable[T]], deadline: Deadline, *, what: str, grace_s: float
 ) -> T:
     """`attempt`, except that cancellation from outside leaves `action` another `grace_s`.
 
@@ -98,35 +111,13 @@ async def attempt_unhurried(
         with anyio.CancelScope(shield=True) as scope:
             group.start_soon(end_after_cancellation)
             try:
-                outcome.append(await attempt(action, deadline))
+                outcome.append(await attempt(action, deadline, what=what, grace_s=grace_s))
             except (CallError, LimitExceeded, KeyboardInterrupt) as error:
                 failure = error  # raised here it would leave in a group
         group.cancel_scope.cancel()
     if failure is not None:
         raise failure
     return outcome[0]
-
-
-def _passing(error: BaseException, is_unasked: bool) -> BaseException | None:
-    interrupt = first_leaf(error, KeyboardInterrupt)
-    if interrupt is not None:
-        return interrupt
-    if is_unasked and not is_cancelled_from_outside():
-        return None
-    return first_leaf(error, anyio.get_cancelled_exc_class())
-
-
-def first_leaf(
-    error: BaseException, kind: type[BaseException] = BaseException
-) -> BaseException | None:
-    """The first exception of this kind, depth first through groups."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error if isinstance(error, kind) else None
-    for inner in error.exceptions:
-        leaf = first_leaf(inner, kind)
-        if leaf is not None:
-            return leaf
-    return None
 
 
 def describe(error: BaseException) -> str:
@@ -141,26 +132,27 @@ def describe(error: BaseException) -> str:
     return f"{name}: {message}" if message else name
 
 
-async def run_side_by_side(jobs: Iterable[Callable[[], Awaitable[None]]]) -> None:
+async def run_side_by_side(jobs: Iterable[Callable[[], Coroutine[Any, Any, None]]]) -> None:
     """Run the jobs at the same time, each in a task of its own, and wait for all.
 
     Each is begun before the next one: what jobs do before they first wait happens in their order.
     A KeyboardInterrupt ends the others and is raised here, as itself: raised within a task, it
-    would leave trio as a group and stop an asyncio loop where it stands.
+    would leave trio as a group and stop an asyncio loop where it stands. So does the
+    `UnresponsiveError` of a job that was given up.
     """
-    interrupts: list[KeyboardInterrupt] = []
+    failures: list[BaseException] = []
     async with anyio.create_task_group() as group:
 
-        async def run(job: Callable[[], Awaitable[None]]) -> None:
+        async def run(job: Callable[[], Coroutine[Any, Any, None]]) -> None:
             try:
-                await job()
-            except KeyboardInterrupt as interrupt:
-                interrupts.append(interrupt)
+                await in_own_task(job)
+            except (KeyboardInterrupt, UnresponsiveError) as failure:
+                failures.append(failure)
                 group.cancel_scope.cancel()
 
         for position, job in enumerate(jobs):
             if position:
                 await anyio.lowlevel.checkpoint()  # trio shuffles what is ready at the same time
             group.start_soon(run, job)
-    if interrupts:
-        raise interrupts[0]
+    if failures:
+        raise failures[0]

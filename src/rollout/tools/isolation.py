@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import struct
-import sys
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -71,9 +70,9 @@ def function_ref(function: Callable[..., Any], tool: str) -> FunctionRef:
             f"{name} needs a function that its process can import: move {function.__qualname__} to "
             f"the top level of a module"
         )
-    module = sys.modules.get(function.__module__)
-    is_importable = function.__module__ != "__main__" and getattr(module, "__spec__", None)
-    file = getattr(module, "__file__", None)
+    module = function.__globals__
+    is_importable = function.__module__ != "__main__" and module.get("__spec__")
+    file = module.get("__file__")
     if not is_importable and not file:
         raise ToolError(f"{name} needs a file to import the function from: write it into a module")
     return FunctionRef(

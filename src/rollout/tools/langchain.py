@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import ToolError
+from rollout.lazy import derives_from
 from rollout.tools.results import MediaError, ToolResult
 from rollout.tools.schema import inline_references
 from rollout.tools.tool import Tool, ToolContext, ToolSession
@@ -108,8 +108,7 @@ def _block_text(block: Any) -> str:
 
 def is_langchain_tool(value: Any) -> bool:
     """Whether `value` is a tool of LangChain; nothing is imported to find out."""
-    module = sys.modules.get("langchain_core.tools")
-    return module is not None and isinstance(value, module.BaseTool)
+    return derives_from(type(value), "langchain_core.tools.base", "BaseTool")
 
 
 def langchain_tools(tools: Iterable[Any]) -> list[Tool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,9 @@ from rollout.user_files import UserCodeError, run_file
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
+
+#: The file will import it in any case.
+_IMPORTS_VERL = re.compile(rb"^\s*(from|import)\s+verl\b", re.MULTILINE)
 
 
 def load_tools(path: str | Path) -> list[Tool]:
@@ -53,14 +56,18 @@ def tools_of(module: ModuleType) -> list[Tool]:
 
 
 def _registered_in_verl(module: ModuleType) -> Iterator[Tool]:
-    """Functions of the module in verl's registry, where the module has imported verl."""
+    """Functions of the module in verl's registry, where the module uses verl."""
+    if not any(_home(value).split(".")[0] == "verl" for value in vars(module).values()):
+        return
     for name, entry in _verl_registry().items():
         if entry.fn.__module__ == module.__name__:
             yield _function_of_verl(entry.fn, name)
 
 
 def _forget_in_verl(file: Path) -> None:
-    """Let the file be run again: verl's registry refuses a name that it has."""
+    """Let a file that uses verl be run again: verl's registry refuses a name that it has."""
+    if not _IMPORTS_VERL.search(file.read_bytes()):
+        return
     registry = _verl_registry()
     for name in [name for name, entry in registry.items() if _file_of(entry.fn) == file]:
         del registry[name]
@@ -72,10 +79,18 @@ def _file_of(function: Any) -> Path | None:
 
 
 def _verl_registry() -> dict[str, Any]:
-    """What functions decorated by verl are kept in; empty where verl is not imported."""
-    module = sys.modules.get("verl.tools.function_tool")
-    registry: dict[str, Any] = getattr(module, "FUNCTION_TOOL_REGISTRY", {})
+    """What functions decorated by verl are kept in; empty where a version has none."""
+    try:
+        from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        return {}
+    registry: dict[str, Any] = FUNCTION_TOOL_REGISTRY
     return registry
+
+
+def _home(value: Any) -> str:
+    """The module that something at the top level of a module comes from, or is."""
+    return str(getattr(value, "__module__", None) or getattr(value, "__name__", None) or "")
 
 
 def _function_of_verl(function: Callable[..., Any], name: str) -> Tool:

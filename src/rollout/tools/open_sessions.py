@@ -67,7 +67,12 @@ class OpenSessions:
             if isinstance(tool, FunctionTool):
                 self._sessions[name] = tool.session(context)
             else:
-                await attempt_unhurried(keep_session, deadline, grace_s=self._cleanup_s)
+                await attempt_unhurried(
+                    keep_session,
+                    deadline,
+                    what=f"open of tool {name!r}",
+                    grace_s=self._cleanup_s,
+                )
         except LimitExceeded:
             if deadline is turn_deadline:
                 raise
@@ -86,7 +91,12 @@ class OpenSessions:
     async def _ask_reward(self, rewards: dict[str, float], name: str, session: ToolSession) -> None:
         deadline = Deadline.after(self._tool_s, "limits.tool_s")
         try:
-            value: Any = await attempt(session.calc_reward, deadline, owns_task=True)
+            value: Any = await attempt(
+                session.calc_reward,
+                deadline,
+                what=f"calc_reward of tool {name!r}",
+                owns_task=True,
+            )
         except (CallError, LimitExceeded) as error:
             logger.warning("tool %r: calc_reward failed: %s", name, error)
             return
@@ -112,15 +122,16 @@ class OpenSessions:
 
         Shielded from cancellation; errors and overruns are logged. Ctrl-C (and on asyncio a bare
         `Task.cancel`) ends one session's close at once and is raised when all have had theirs.
+        Where a close is given up with its task, another call closes the others.
         """
         self.is_closed = True
-        closing = self._overriding("close")
-        self._sessions = {}
+        self._sessions = dict(self._overriding("close"))
         interruption: BaseException | None = None
-        for name, session in reversed(closing):
+        while self._sessions:
+            name, session = self._sessions.popitem()
             deadline = Deadline.after(self._cleanup_s, "limits.cleanup_s")
             try:
-                await attempt(session.close, deadline, shield=True)
+                await attempt(session.close, deadline, what=f"close of tool {name!r}", shield=True)
             except (CallError, LimitExceeded) as error:
                 logger.warning("tool %r: close failed: %s", name, error)
             except BaseException as error:

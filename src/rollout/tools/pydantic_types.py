@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 import types
 import typing
 from typing import Any
 
 import msgspec
 
+from rollout.lazy import derives_from
+
 
 def is_model(kind: Any) -> bool:
     """Whether `kind` is a class of pydantic models."""
-    pydantic = sys.modules.get("pydantic")
-    return pydantic is not None and isinstance(kind, type) and issubclass(kind, pydantic.BaseModel)
+    return isinstance(kind, type) and derives_from(kind, "pydantic.main", "BaseModel")
 
 
 def is_field(value: Any) -> bool:
     """Whether `value` is what pydantic's `Field` gives back."""
-    fields = sys.modules.get("pydantic.fields")
-    return fields is not None and isinstance(value, fields.FieldInfo)
+    return derives_from(type(value), "pydantic.fields", "FieldInfo")
 
 
 def joined_models(annotation: Any) -> Any:
@@ -29,8 +28,9 @@ def joined_models(annotation: Any) -> Any:
     """
     if not _joins_models(annotation):
         return None
-    pydantic: Any = sys.modules["pydantic"]
-    return pydantic.RootModel[annotation]
+    from pydantic import RootModel
+
+    return RootModel[annotation]
 
 
 def of_joined(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ _NO_WAIT = contextlib.nullcontext()
 
 #: Lets a call's arguments pass, given the prompt's kwargs for its tool, or raises ArgumentsError.
 ArgumentCheck = Callable[[Any, Mapping[str, Any]], None]
-Job = Callable[[], Awaitable[None]]
+Job = Callable[[], Coroutine[Any, Any, None]]
 
 
 class CallLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -295,7 +295,12 @@ async def _execute(
     session: ToolSession, call: ToolCall, deadline: Deadline, turn: _Turn
 ) -> ToolResult:
     try:
-        return await attempt(lambda: _answer(session, call), deadline, owns_task=not runs_on_trio())
+        return await attempt(
+            lambda: _answer(session, call),
+            deadline,
+            what=f"tool {call.name!r}",
+            owns_task=not runs_on_trio(),
+        )
     except LimitExceeded:
         if deadline is turn.deadline:
             raise

@@ -28,6 +28,7 @@ from rollout.engine.placement.base import CoreSpec, ReplicaHandle
 from rollout.engine.placement.host import EngineHost, child_spec
 from rollout.engine.tls import encrypted
 from rollout.errors import EngineError
+from rollout.lazy import importing
 from rollout.limits import cleanup_scope
 from rollout.scopes import leaf_of, open_task_group
 
@@ -409,8 +410,9 @@ def _join(ray: Any, address: str | None) -> None:
 
 def _import_ray() -> Any:
     try:
-        import ray
-        import ray.util.scheduling_strategies
+        with importing:
+            import ray
+            import ray.util.scheduling_strategies
     except ImportError as error:
         raise EngineError(
             f'placement.kind = "ray" needs Ray: pip install "rollout-rl[ray]" ({error})'

@@ -17,4 +17,4 @@ if TYPE_CHECKING:
 
 # SGLang loads `plugin` in each of its processes: importing this package must stay cheap.
 __all__ = ["SGLangCore"]
-__getattr__ = lazy_exports(__name__, {"rollout.engine.cores.sglang.core": ("SGLangCore",)})
+__getattr__ = lazy_exports(globals(), {"rollout.engine.cores.sglang.core": ("SGLangCore",)})

@@ -1,0 +1,73 @@
+"""A call of `stream`: a run whose trajectories wait for their receiver."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import anyio
+
+from rollout.types import Trajectory
+
+if TYPE_CHECKING:
+    from rollout.scheduling.batch_run import BatchRun
+
+#: Finished trajectories that wait for a slow receiver before members wait too.
+STREAM_BUFFER = 16
+
+
+class StreamedRun:
+    """Runs in a task of the runtime's, so that a receiver who vanishes leaves nothing half open.
+
+    Attributes:
+        received: Where its trajectories come out.
+        is_closed: Whether it was ended because the runtime is being closed.
+        failure: What the run ended with; None where it ended well, or has not ended.
+    """
+
+    def __init__(self, run: BatchRun) -> None:
+        self._run = run
+        self._send, self.received = anyio.create_memory_object_stream[Trajectory](STREAM_BUFFER)
+        self._scope = anyio.CancelScope()
+        self._ended = anyio.Event()
+        self.is_closed = False
+        self._finished: dict[int, weakref.ref[Trajectory]] = {}
+        self._kept: list[Trajectory] = []
+        self.failure: BaseException | None = None
+
+    async def produce(self) -> None:
+        """Run to the end; it raises nothing but cancellation."""
+        try:
+            with self._scope:
+                async with self._send:
+                    await self._run.run(self._deliver)
+        except (Exception, KeyboardInterrupt) as error:
+            self.failure = error
+        finally:
+            self._ended.set()
+
+    def trajectories(self) -> list[Trajectory]:
+        """Those that have ended and are still held by somebody, in the order of their rows."""
+        found = (self._finished[row]() for row in sorted(self._finished))
+        return [trajectory for trajectory in found if trajectory is not None]
+
+    def close(self) -> None:
+        """End every trajectory and deliver no more of them; `failure` says so in the end."""
+        self.is_closed = True
+        self._run.close()
+        self.received.close()
+
+    async def end(self) -> None:
+        """Cancel what still runs, and wait for it; shielded."""
+        if not self.is_closed:  # else it ends by itself, and keeps what there was
+            self._scope.cancel()
+        self.received.close()
+        with anyio.CancelScope(shield=True):
+            await self._ended.wait()
+
+    async def _deliver(self, row: int, trajectory: Trajectory) -> None:
+        self._finished[row] = weakref.ref(trajectory)
+        try:
+            await self._send.send(trajectory)
+        except anyio.BrokenResourceError:  # nobody receives any more
+            self._kept.append(trajectory)

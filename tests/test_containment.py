@@ -1,0 +1,682 @@
+"""One trajectory's code, whatever it raises, assigns or swallows, harms that trajectory only."""
+
+from __future__ import annotations
+
+import asyncio  # noqa: TID251
+import gc
+import logging
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+import trio
+
+import rollout
+from rollout import AgentLoop, Outcome, Prompt, RolloutBatch, Trajectory, function_tool
+from rollout.agents import AgentContext, register_agent
+from rollout.bridge import WorkerThreads
+from rollout.config import LimitsConfig, SchedulingConfig, ToolsConfig
+from rollout.errors import LimitExceeded, RolloutError, ToolError
+from rollout.interactions import Interaction, InteractionTurn
+from rollout.testing import Scenario, tool_call
+from rollout.tools import Tool, ToolContext, ToolResult, ToolSession
+
+pytestmark = pytest.mark.anyio
+
+ON_ASYNCIO = pytest.mark.parametrize("anyio_backend", ["asyncio"])
+LIMITS = LimitsConfig(
+    generation_s=20, tool_s=10, turn_s=40, trajectory_s=60, batch_s=500, cleanup_s=2, reward_s=10
+)
+OK = Scenario(seed=1).reply("", "ok")
+
+
+def user(text: str, **fields: Any) -> Prompt:
+    return Prompt(messages=[{"role": "user", "content": text}], **fields)
+
+
+def word_of(prompt: Prompt | None) -> str:
+    assert prompt is not None
+    return str(prompt.messages[0]["content"])  # type: ignore[index]
+
+
+class Rough(BaseException):
+    """As PyO3 raises where Rust code panics."""
+
+
+class Speechless(Exception):
+    """Cannot even say what happened."""
+
+    def __str__(self) -> str:
+        raise Rough
+
+
+RAISERS: dict[str, Callable[[], BaseException]] = {
+    "base exception": lambda: Rough("rough"),
+    "generator exit": lambda: GeneratorExit("left"),
+    "group": lambda: BaseExceptionGroup("group", [ValueError("x"), Rough("rough")]),
+    "nested group": lambda: BaseExceptionGroup("a", [BaseExceptionGroup("b", [Rough()])]),
+    "speechless": Speechless,
+    "system exit": lambda: SystemExit(3),
+    "asyncio's cancellation": asyncio.CancelledError,
+    "trio's cancellation": lambda: trio.Cancelled._create(source="unknown"),
+}
+
+
+@register_agent("raising")
+class Raising(AgentLoop):
+    """Speaks, then does what its prompt names."""
+
+    async def run(self, context: AgentContext) -> None:
+        await context.generate()
+        word = word_of(context.prompt)
+        if word in RAISERS:
+            raise RAISERS[word]()
+        if word in SPOILERS:
+            SPOILERS[word](context)
+
+
+SPOILERS: dict[str, Callable[[Any], object]] = {
+    "deadline": lambda context: setattr(context, "deadline", None),
+    "extra": lambda context: setattr(context, "extra", None),
+    "transcript": lambda context: setattr(context, "transcript", "text"),
+    "messages": lambda context: setattr(context, "messages", 5),
+    "scores": lambda context: context.turn_scores.append("good"),
+    "tool rewards": lambda context: setattr(context, "tool_rewards", None),
+    "turns": lambda context: setattr(context, "user_turns", "two"),
+    "ending": lambda context: setattr(context, "ending", "completed"),
+    "outcome": lambda context: context.end("completed", "because"),
+    "cut": lambda context: setattr(context, "cut_by", 3),
+    "earlier": lambda context: setattr(context, "earlier", {}),
+}
+
+
+async def generate(
+    prompts: list[Prompt], *, tools: Any = (), reward: Any = None, **options: Any
+) -> RolloutBatch:
+    scenario = options.pop("scenario", OK)
+    interactions = options.pop("interactions", ())
+    options.setdefault("limits", LIMITS)
+    config = scenario.config(**options)
+    async with rollout.open_rollout(config, tools, reward, interactions) as runtime:
+        batch = await runtime.generate(prompts, step=1)
+        statistics = runtime.statistics()
+        assert statistics.admitted == statistics.finished == len(prompts)
+        return batch
+
+
+def outcomes(batch: RolloutBatch) -> list[str]:
+    return [sample.outcome for sample in batch.samples]
+
+
+@pytest.mark.parametrize("word", RAISERS)
+async def test_agent_raises_anything_its_trajectory_alone_fails(word: str) -> None:
+    prompts = [user("calm", agent_name="raising") for _ in range(7)]
+    prompts.insert(3, user(word, agent_name="raising"))
+    batch = await generate(prompts)
+    assert outcomes(batch) == ["completed"] * 3 + ["failed"] + ["completed"] * 4
+    failed = batch.trajectories[3]
+    assert failed.reason == "agent"
+    assert failed.cause is not None
+    assert failed.transcript.generated_length == batch.trajectories[0].transcript.generated_length
+
+
+@ON_ASYNCIO
+@pytest.mark.parametrize("word", RAISERS)
+async def test_agent_raises_anything_on_asyncio_its_trajectory_alone_fails(word: str) -> None:
+    batch = await generate([user("calm"), user(word, agent_name="raising"), user("calm")])
+    assert outcomes(batch) == ["completed", "failed", "completed"]
+
+
+@pytest.mark.parametrize("word", SPOILERS)
+async def test_agent_assigns_anything_to_its_context_its_trajectory_alone_fails(word: str) -> None:
+    batch = await generate([user("calm"), user(word, agent_name="raising"), user("calm")])
+    assert outcomes(batch) == ["completed", "failed", "completed"]
+    assert batch.trajectories[1].reason == "agent"
+    batch.tensors  # noqa: B018  (it can be laid out)
+
+
+@pytest.mark.parametrize("is_sync", [False, True])
+@pytest.mark.parametrize("word", RAISERS)
+async def test_reward_raises_anything_its_trajectory_alone_fails(word: str, is_sync: bool) -> None:
+    def reward(trajectory: Trajectory) -> float:
+        if word_of(trajectory.prompt) in RAISERS:
+            raise RAISERS[word]()
+        return 1.0
+
+    async def reward_async(trajectory: Trajectory) -> float:
+        return reward(trajectory)
+
+    prompts = [user("calm"), user(word), user("calm")]
+    batch = await generate(prompts, reward=reward if is_sync else reward_async)
+    assert outcomes(batch) == ["completed", "failed", "completed"]
+    assert [t.reward for t in batch.trajectories] == [1.0, None, 1.0]
+    assert batch.trajectories[1].reason == "reward"
+    assert batch.trajectories[1].transcript.generated_length > 0
+
+
+@pytest.mark.parametrize(
+    "field", ["metrics", "extra", "transcript", "messages", "outcome", "uid", "prompt", "earlier"]
+)
+async def test_reward_assigns_anything_to_the_trajectory_nobody_is_harmed(field: str) -> None:
+    async def reward(trajectory: Trajectory) -> float:
+        setattr(trajectory, field, None)
+        return 0.5
+
+    batch = await generate([user("one"), user("two")], reward=reward)
+    assert outcomes(batch) == ["completed", "completed"]
+    assert [t.reward for t in batch.trajectories] == [0.5, 0.5]
+    assert all(t.metrics["reward_s"] == 0 for t in batch.trajectories)
+
+
+async def stay() -> None:
+    """Wait, whatever anybody says."""
+    while True:
+        try:
+            await anyio.sleep(3600)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(0.1)  # virtual time stands still while code spins
+
+
+async def spin() -> None:
+    """Wait, and spin once cancelled."""
+    while True:
+        try:
+            await anyio.sleep(3600)
+        except BaseException:
+            continue
+
+
+async def stay_shielded() -> None:
+    """Wait where no cancellation arrives."""
+    with anyio.CancelScope(shield=True):
+        await anyio.sleep(3600)
+
+
+async def stay_in_scopes() -> None:
+    """Wait within a group of tasks."""
+    with anyio.move_on_after(5000):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.sleep, 3600)
+            await stay()
+
+
+async def stay_with_children() -> None:
+    """Wait for tasks that wait whatever anybody says."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(stay)
+        tasks.start_soon(stay_shielded)
+
+
+STAYING: dict[str, Callable[[], Any]] = {
+    "stay": stay,
+    "stay_shielded": stay_shielded,
+    "stay_in_scopes": stay_in_scopes,
+    "stay_with_children": stay_with_children,
+    "spin": spin,
+}
+
+
+@register_agent("staying")
+class Staying(AgentLoop):
+    """Speaks, then waits as its prompt says."""
+
+    async def run(self, context: AgentContext) -> None:
+        await context.generate()
+        await STAYING[word_of(context.prompt)]()
+
+
+async def check_given_up(word: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = OK.config(limits=LIMITS)
+    async with rollout.open_rollout(config, (), lambda trajectory: 1.0) as runtime:
+        started = anyio.current_time()
+        batch = await runtime.generate([user("calm"), user(word, agent_name="staying")])
+        assert 62 <= anyio.current_time() - started < 62.5  # trajectory_s + cleanup_s
+        assert runtime.statistics().unresponsive == 1
+        again = await runtime.generate([user("calm")])  # the runtime is as good as before
+    assert outcomes(again) == ["completed"]
+    calm, given_up = batch.trajectories
+    assert (calm.outcome, calm.reward) == (Outcome.COMPLETED, 1.0)
+    assert (given_up.outcome, given_up.reason) == (Outcome.FAILED, "unresponsive")
+    assert (given_up.trainable, given_up.reward) == (False, None)
+    assert given_up.transcript.generated_length > 0
+    assert given_up.cause is not None
+    assert given_up.cause.message.startswith(
+        "agent Staying did not end within limits.cleanup_s = 2 s of its cancellation and was given "
+        "up; it waits at "
+    )
+    assert "test_containment.py:" in given_up.cause.message
+    assert given_up.cause.message in caplog.text
+
+
+@pytest.mark.parametrize("word", [word for word in STAYING if word != "spin"])
+async def test_agent_swallows_cancellation_it_is_given_up_after_cleanup_s(
+    word: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await check_given_up(word, caplog)
+
+
+QUICK = LimitsConfig(
+    generation_s=0.3, tool_s=0.1, turn_s=0.4, trajectory_s=0.5, batch_s=60, cleanup_s=0.1
+)
+
+
+# On asyncio nobody can end tasks that such code started itself, where they swallow it too.
+REAL = [(backend, word) for backend in ("trio", "asyncio") for word in STAYING]
+REAL.remove(("asyncio", "stay_with_children"))
+
+
+@pytest.mark.parametrize(("anyio_backend", "word"), REAL)
+async def test_agent_swallows_cancellation_in_real_time_it_is_given_up(
+    anyio_backend: str, word: str
+) -> None:
+    async with rollout.open_rollout(OK.config(limits=QUICK)) as runtime:
+        batch = await runtime.generate([user("calm"), user(word, agent_name="staying")])
+        assert runtime.statistics().unresponsive == 1
+    assert [(t.outcome, t.reason) for t in batch.trajectories] == [
+        ("completed", ""),
+        ("failed", "unresponsive"),
+    ]
+
+
+@register_agent("in_a_thread")
+class InAThread(AgentLoop):
+    """Waits for a thread that trio cannot leave."""
+
+    release = threading.Event()
+
+    async def run(self, context: AgentContext) -> None:
+        await anyio.to_thread.run_sync(self.release.wait)
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+async def test_agent_waits_for_a_thread_nobody_waits_with_it(anyio_backend: str) -> None:
+    InAThread.release.clear()
+    try:
+        async with rollout.open_rollout(OK.config(limits=QUICK)) as runtime:
+            batch = await runtime.generate([user("calm"), user("x", agent_name="in_a_thread")])
+        assert [(t.outcome, t.reason) for t in batch.trajectories] == [
+            ("completed", ""),
+            ("failed", "unresponsive"),
+        ]
+    finally:
+        InAThread.release.set()
+        await anyio.to_thread.run_sync(bool)  # its thread has ended when the test does
+
+
+CALLS = Scenario(seed=1).reply("calm", "ok")
+
+
+def calling(*names: str) -> Scenario:
+    """Turns that call tools side by side, then a last word."""
+    calls = "".join(tool_call(name) for name in names)
+    return CALLS.reply("call", calls).then("done")
+
+
+@function_tool
+async def patient() -> str:
+    """Wait."""
+    await stay()
+    return ""
+
+
+@function_tool
+async def quick() -> str:
+    """Answer."""
+    return "quick"
+
+
+@pytest.mark.parametrize("names", [("patient",), ("patient", "quick"), ("patient", "patient")])
+async def test_tool_swallows_cancellation_it_is_given_up_after_its_own_limit(
+    names: tuple[str, ...],
+) -> None:
+    started = anyio.current_time()
+    batch = await generate(
+        [user("calm"), user("call")], scenario=calling(*names), tools=[patient, quick]
+    )
+    assert 12 <= anyio.current_time() - started < 15  # tool_s + cleanup_s, and the generations
+    stuck = batch.trajectories[1]
+    assert (stuck.outcome, stuck.reason) == (Outcome.FAILED, "unresponsive")
+    assert stuck.cause is not None
+    assert stuck.cause.message.startswith("tool 'patient' did not end within")
+    assert stuck.transcript.generated_length > 0
+    assert batch.trajectories[0].outcome is Outcome.COMPLETED
+
+
+@ON_ASYNCIO
+@pytest.mark.parametrize("names", [("patient",), ("patient", "quick")])
+async def test_tool_swallows_cancellation_on_asyncio_it_is_given_up(names: tuple[str, ...]) -> None:
+    limits = LimitsConfig(
+        generation_s=2, tool_s=0.1, turn_s=5, trajectory_s=10, batch_s=60, cleanup_s=0.1
+    )
+    batch = await generate(
+        [user("calm"), user("call")],
+        scenario=calling(*names),
+        tools=[patient, quick],
+        limits=limits,
+    )
+    assert [t.reason for t in batch.trajectories] == ["", "unresponsive"]
+
+
+class Stubborn(Tool):
+    """Swallows cancellation in one of its methods."""
+
+    def __init__(self, name: str, where: str, closed: list[str]) -> None:
+        self.name = name
+        self.schema = {
+            "type": "function",
+            "function": {"name": name, "description": "x", "parameters": {"type": "object"}},
+        }
+        self._where = where
+        self._closed = closed
+
+    async def open(self, context: ToolContext) -> ToolSession:
+        if self._where == "open":
+            await stay()
+        return StubbornSession(self.name, self._where, self._closed)
+
+
+class StubbornSession(ToolSession):
+    def __init__(self, name: str, where: str, closed: list[str]) -> None:
+        self._name = name
+        self._where = where
+        self._closed = closed
+
+    async def execute(self, call: Any) -> ToolResult:
+        return ToolResult("fine")
+
+    async def calc_reward(self) -> float | None:
+        if self._where == "calc_reward":
+            await stay()
+        return 1.0
+
+    async def close(self) -> None:
+        self._closed.append(self._name)
+        if self._where == "close":
+            await stay()
+
+
+@pytest.mark.parametrize(
+    ("where", "seconds"), [("open", 12), ("calc_reward", 12), ("close", 4)]
+)  # tool_s or cleanup_s, and cleanup_s
+async def test_tool_swallows_cancellation_elsewhere_others_are_closed(
+    where: str, seconds: float
+) -> None:
+    closed: list[str] = []
+    tools = [
+        Stubborn("first", "", closed),
+        Stubborn("second", where, closed),
+        Stubborn("third", "", closed),
+    ]
+    names = ("first", "third", "second") if where == "open" else ("first", "second", "third")
+    started = anyio.current_time()
+    batch = await generate([user("calm"), user("call")], scenario=calling(*names), tools=tools)
+    assert seconds <= anyio.current_time() - started < seconds + 3
+    stuck = batch.trajectories[1]
+    assert (stuck.outcome, stuck.reason) == (Outcome.FAILED, "unresponsive")
+    assert stuck.cause is not None
+    assert stuck.cause.message.startswith(f"{where} of tool 'second' did not end within")
+    assert closed == (["third", "first"] if where == "open" else ["third", "second", "first"])
+
+
+class StubbornUser(Interaction):
+    """Answers never."""
+
+    name = "stubborn"
+
+    async def respond(self, messages: Any) -> InteractionTurn:
+        await stay()
+        raise AssertionError
+
+    async def finish(self) -> None:
+        await stay()
+
+
+async def test_simulated_user_swallows_cancellation_it_is_given_up() -> None:
+    prompts = [user("x", extra={"interaction_kwargs": {"name": "stubborn"}})]
+    started = anyio.current_time()
+    batch = await generate(prompts, interactions=[StubbornUser])
+    assert anyio.current_time() - started < 47  # turn_s + cleanup_s, and twice cleanup_s
+    assert [t.reason for t in batch.trajectories] == ["unresponsive"]
+
+
+async def test_reward_swallows_cancellation_it_is_given_up() -> None:
+    async def reward(trajectory: Trajectory) -> float:
+        if word_of(trajectory.prompt) == "stay":
+            await stay()
+        return 1.0
+
+    batch = await generate([user("calm"), user("stay")], reward=reward)
+    assert [t.reward for t in batch.trajectories] == [1.0, None]
+    stuck = batch.trajectories[1]
+    assert stuck.outcome is Outcome.FAILED
+    assert stuck.cause is not None
+    assert stuck.cause.message.startswith("the reward function did not end within")
+
+
+async def test_caller_is_cancelled_stubborn_code_holds_it_for_cleanup_s_only() -> None:
+    async with rollout.open_rollout(OK.config(limits=LIMITS)) as runtime:
+        with anyio.move_on_after(5) as scope:
+            await runtime.generate([user("stay", agent_name="staying") for _ in range(3)])
+        assert scope.cancelled_caught
+        assert anyio.current_time() == pytest.approx(scope.deadline + 2, abs=0.01)
+        runtime.cancel()
+        assert runtime.statistics().outcomes == {"cancelled": 3}
+
+
+async def test_runtime_cancel_stubborn_code_is_given_up_and_others_keep_their_reason() -> None:
+    batches = []
+    async with rollout.open_rollout(OK.config(limits=LIMITS)) as runtime:
+        async with anyio.create_task_group() as tasks:
+
+            async def call() -> None:
+                prompts = [user("stay", agent_name="staying"), user("x", agent_name="waiting")]
+                batches.append(await runtime.generate(prompts))
+
+            tasks.start_soon(call)
+            await anyio.sleep(3)
+            assert runtime.cancel(reason="enough") == 2
+            started = anyio.current_time()
+        assert anyio.current_time() == pytest.approx(started + 2, abs=0.01)
+    assert [t.reason for t in batches[0].trajectories] == ["unresponsive", "enough"]
+
+
+@register_agent("waiting")
+class Waiting(AgentLoop):
+    """Speaks, then waits."""
+
+    async def run(self, context: AgentContext) -> None:
+        await context.generate()
+        await anyio.sleep_forever()
+
+
+async def test_runtime_is_closed_stubborn_code_of_other_tasks_holds_it_for_cleanup_s() -> None:
+    errors = []
+
+    async with anyio.create_task_group() as tasks:
+
+        async def call(runtime: Any) -> None:
+            try:
+                await runtime.generate([user("stay", agent_name="staying"), user("calm")])
+            except RolloutError as error:
+                errors.append(error)
+
+        async with rollout.open_rollout(OK.config(limits=LIMITS)) as runtime:
+            tasks.start_soon(call, runtime)
+            await anyio.sleep(3)
+            started = anyio.current_time()
+        assert anyio.current_time() - started < 3
+    assert [t.reason for t in errors[0].partial.trajectories] == ["unresponsive", ""]
+
+
+async def test_runtime_is_closed_generate_of_another_task_keeps_every_trajectory() -> None:
+    errors = []
+    scenario = Scenario(seed=1).reply("", filler=1000).timing(base_s=0.01, slope_s=0.0)
+    config = scenario.config(scheduling=SchedulingConfig(max_in_flight=64))
+
+    async with anyio.create_task_group() as tasks:
+
+        async def call(runtime: Any) -> None:
+            try:
+                await runtime.generate([user(str(i)) for i in range(500)])
+            except RolloutError as error:
+                errors.append(error)
+
+        async with rollout.open_rollout(config) as runtime:
+            tasks.start_soon(call, runtime)
+            await anyio.sleep(4)
+    partial = errors[0].partial
+    assert len(partial.samples) == 500
+    assert {(s.outcome, s.reason) for s in partial.samples} == {("cancelled", "closed")}
+    with_tokens = sum(t.transcript.generated_length > 0 for t in partial.trajectories)
+    assert with_tokens == 64
+
+
+async def test_runtime_is_closed_stream_of_another_task_learns_it() -> None:
+    errors, received = [], []
+    config = Scenario(seed=1).reply("quick", "ok").reply("", filler=1000).config()
+
+    async with anyio.create_task_group() as tasks:
+
+        async def call(runtime: Any) -> None:
+            try:
+                async with runtime.stream([user("quick"), user("slow")]) as trajectories:
+                    async for trajectory in trajectories:
+                        received.append(trajectory)  # noqa: PERF401  (the error comes between)
+            except RolloutError as error:
+                errors.append(error)
+
+        async with rollout.open_rollout(config) as runtime:
+            tasks.start_soon(call, runtime)
+            await anyio.sleep(1)
+    assert [t.uid for t in received] == ["prompt-0"]
+    assert str(errors[0]) == "the runtime was closed while this call was running"
+    ends = [(s.uid, s.outcome) for s in errors[0].partial.samples]
+    assert ends == [("prompt-0", "completed"), ("prompt-1", "cancelled")]
+
+
+async def test_stream_exceeds_its_failure_budget_the_error_has_what_there_was() -> None:
+    scheduling = SchedulingConfig(max_failures=1, max_failure_share=0.0)
+    prompts = [user("base exception", agent_name="raising") for _ in range(4)]
+    async with rollout.open_rollout(OK.config(scheduling=scheduling)) as runtime:
+        with pytest.raises(LimitExceeded) as caught:
+            async with runtime.stream(prompts) as trajectories:
+                received = [each async for each in trajectories]
+    assert caught.value.partial is not None
+    assert len(caught.value.partial.samples) == len(received) == 4
+
+
+async def test_stream_is_entered_by_hand_and_kept_leaving_the_runtime_says_so() -> None:
+    kept = []
+    with pytest.raises(RolloutError, match=r"^runtime\.stream\(\) was entered and never left"):
+        async with rollout.open_rollout(Scenario(seed=1).reply("", filler=500).config()) as runtime:
+            kept.append(runtime.stream([user(str(i)) for i in range(5)]))
+            await kept[0].__aenter__()
+            await anyio.sleep(1)
+    assert runtime.statistics().outcomes == {"cancelled": 5}
+    with pytest.raises(RolloutError, match="the runtime was closed"):
+        await kept[0].__aexit__(None, None, None)
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+async def test_stream_is_entered_by_hand_and_dropped_its_trajectories_end_at_once(
+    anyio_backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    scenario = Scenario(seed=1).reply("", filler=100_000)
+    with pytest.raises(RolloutError, match=r"^runtime\.stream\(\) was entered and never left"):
+        async with rollout.open_rollout(scenario.config()) as runtime:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)  # trio's own
+                manager = runtime.stream([user(str(i)) for i in range(5)])
+                await manager.__aenter__()
+                del manager
+                gc.collect()
+                with anyio.fail_after(5):
+                    while not runtime.statistics().finished:
+                        await anyio.sleep(0.01)
+            assert runtime.statistics().outcomes == {"cancelled": 5}
+            assert "entered and never left" in caplog.text
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+async def test_runtime_is_left_from_inside_a_tool_that_is_an_error_at_once(
+    anyio_backend: str,
+) -> None:
+    managers, errors = [], []
+
+    @function_tool
+    async def leave() -> str:
+        """Leave."""
+        try:
+            await managers[0].__aexit__(None, None, None)
+        except RolloutError as error:
+            errors.append(str(error))
+            raise
+        return "left"
+
+    managers.append(rollout.open_rollout(calling("leave").config(limits=LIMITS), [leave]))
+    async with managers[0] as runtime:
+        batch = await runtime.generate([user("call")])
+        assert outcomes(batch) == ["completed"]
+        assert outcomes(await runtime.generate([user("calm")])) == ["completed"]
+    assert errors[0].startswith("open_rollout: left in the task ")
+    assert "cannot close its own runtime" in errors[0]
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+async def test_threads_of_one_name_are_abandoned_up_to_the_cap_also_of_calls_that_waited(
+    anyio_backend: str,
+) -> None:
+    threads = WorkerThreads(max_threads=1, max_abandoned=3)
+    release = threading.Event()
+    refused = []
+
+    async def call(seconds: float) -> None:
+        try:
+            with anyio.move_on_after(seconds):
+                await threads.run("stuck", release.wait)
+        except ToolError as error:
+            refused.append(str(error))
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(50):
+            tasks.start_soon(call, 0.02 * number)
+    assert threads.abandoned == {"stuck": 3}
+    assert len(refused) > 40
+    assert set(refused) == {
+        "stuck: 3 abandoned threads are still running (tools.max_abandoned_threads = 3); not called"
+    }
+    release.set()
+    threads.close()
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_sync_tool_that_hangs_leaves_few_threads_however_often_it_is_called(
+    anyio_backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    release = threading.Event()
+
+    @function_tool
+    def hang() -> str:
+        """Hang."""
+        release.wait()
+        return ""
+
+    caplog.set_level(logging.ERROR)
+    limits = LimitsConfig(generation_s=60, tool_s=0.1, turn_s=60, trajectory_s=60, batch_s=600)
+    config = calling("hang").config(
+        limits=limits,
+        tools=ToolsConfig(max_threads=2, max_abandoned_threads=3),
+        scheduling=SchedulingConfig(samples_per_prompt=8),
+    )
+    async with rollout.open_rollout(config, [hang]) as runtime:
+        for _ in range(4):
+            batch = await runtime.generate([user("call")])
+            assert set(outcomes(batch)) == {"completed"}
+        # Threads that run while the cap is reached can still be left: one less than max_threads.
+        assert runtime.statistics().abandoned_threads == {"hang": 4}
+    release.set()
