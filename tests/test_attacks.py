@@ -44,3 +44,14 @@ def test_hostile_code_harms_its_own_trajectories_only(backend: str) -> None:
     assert seconds["generate"] < 40
     assert seconds["cancelled"] < 15
     assert seconds["closed"] < 10
+
+
+@pytest.mark.full
+def test_full_disk_costs_nothing_that_was_said_to_be_kept(tmp_path: Path) -> None:
+    lines = run_attack("full_disk.py", str(tmp_path), timeout_s=600).splitlines()
+    assert len(lines) == 15
+    assert [line for line in lines if not line.endswith(" whole")] == []
+    codes = {(int(size), end): int(code) for size, end, code, _ in map(str.split, lines)}
+    assert [codes[size, "left"] for size in (16, 120, 400, 2000, 40_000)] == [4, 4, 4, 4, 0]
+    assert {code for (_, end), code in codes.items() if end == "SIGINT"} <= {0, 4, 130, -2}
+    assert {code for (_, end), code in codes.items() if end == "SIGKILL"} <= {0, 4, -9}

@@ -61,6 +61,14 @@ def test_generate_bad_prompts_raises_in_the_callers_thread(runtime: BlockingRoll
         runtime.generate("hello")  # type: ignore[arg-type]
 
 
+def test_bad_arguments_raise_in_the_callers_thread(runtime: BlockingRollout) -> None:
+    with pytest.raises(rollout.PromptError, match="step = 'x': expected an integer from 0 to"):
+        runtime.generate([user("quick")], step="x")  # type: ignore[arg-type]
+    with pytest.raises(rollout.PromptError, match="member = 'a': expected an integer ≥ 0"):
+        runtime.cancel(member="a")  # type: ignore[arg-type]
+    assert runtime.statistics().admitted == 0
+
+
 @pytest.mark.parametrize("backend", ["trio", "asyncio"])
 def test_agenerate_from_another_loop(runtime: BlockingRollout, backend: str) -> None:
     async def main() -> rollout.RolloutBatch:
@@ -81,6 +89,96 @@ def test_agenerate_cancelled_ends_its_trajectories_and_leaves_the_runtime_usable
     assert anyio.run(main, backend=backend)
     assert runtime.statistics().running == 0
     assert runtime.generate([user("quick")]).trajectories[0].answer == "ok"
+
+
+def test_stream_gives_trajectories_as_they_end(runtime: BlockingRollout) -> None:
+    with runtime.stream([user("slow", uid="slow"), user("quick", uid="quick")], step=3) as rows:
+        first = next(rows)
+        assert first.uid == "quick"
+        assert runtime.cancel("slow", reason="enough") == 1
+        assert [(row.uid, row.outcome) for row in rows] == [("slow", Outcome.CANCELLED)]
+    assert runtime.statistics().finished == 2
+
+
+def test_stream_left_early_cancels_the_rest(runtime: BlockingRollout) -> None:
+    with runtime.stream([user("quick"), user("slow")]) as rows:
+        next(rows)
+    assert runtime.statistics().running == 0
+    with pytest.raises(rollout.RolloutError, match="the stream has been left"):
+        next(rows)
+    assert runtime.generate([user("quick")]).trajectories[0].answer == "ok"
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_stream_error_of_the_body_leaves_as_itself_and_cancels_the_rest(
+    runtime: BlockingRollout, error: type[BaseException]
+) -> None:
+    with pytest.raises(error, match="mine"), runtime.stream([user("slow")]):
+        raise error("mine")
+    assert runtime.statistics().running == 0
+
+
+def test_stream_of_bad_prompts_raises_before_the_block(runtime: BlockingRollout) -> None:
+    with pytest.raises(rollout.PromptError, match="expected a sequence"):
+        with runtime.stream("hello"):  # type: ignore[arg-type]
+            pytest.fail("it was entered")
+
+
+def test_stream_over_its_failure_budget_says_so_at_the_end() -> None:
+    async def broken(trajectory: Trajectory) -> float:
+        raise OSError("no judge")
+
+    scheduling = rollout.SchedulingConfig(max_failures=0, max_failure_share=0.0)
+    with open_rollout_blocking(SCENARIO.config(scheduling=scheduling), reward=broken) as runtime:
+        rows = []
+        with pytest.raises(rollout.LimitExceeded, match="OSError: no judge"):
+            with runtime.stream([user("quick")]) as stream:
+                rows += stream
+    assert [row.outcome for row in rows] == [Outcome.FAILED]
+
+
+def test_stream_of_a_runtime_that_is_closed_meanwhile_ends_and_says_so() -> None:
+    runtime = open_rollout_blocking(SCENARIO.config())
+    closing = threading.Thread(target=runtime.close)
+    with pytest.raises(rollout.RolloutError, match="the runtime was closed while this call was"):
+        with runtime.stream([user("quick"), user("slow")]) as rows:
+            next(rows)
+            closing.start()
+            for _ in rows:
+                pass
+    closing.join()
+    with pytest.raises(rollout.RolloutError, match="the runtime is closed"):
+        with runtime.stream([user("quick")]):
+            pytest.fail("it was entered")
+
+
+def test_template_and_engines_serve_callers_of_any_thread(runtime: BlockingRollout) -> None:
+    ids = runtime.template.prompt_ids([{"role": "user", "content": "hi"}], None)
+    assert "hi" in runtime.template.decode(ids)
+    engines = runtime.engines
+    assert engines.add_replica() == "engine-1"
+    engines.drain("engine-0")
+    assert runtime.generate([user("quick")]).trajectories[0].answer == "ok"
+    engines.resume("engine-0")
+    assert set(engines.loads()) == {"engine-0", "engine-1"}
+    engines.remove_replica("engine-1", drain_s=1)
+    assert engines.statistics()[0].name == "engine-0"
+    assert engines.info.vocab_size >= runtime.template.vocab_size
+    assert engines.router.statistics()
+    with pytest.raises(rollout.EngineError, match="engine-9"):
+        engines.drain("engine-9")
+
+
+def test_flush_cache_reaches_the_engines(runtime: BlockingRollout) -> None:
+    runtime.generate([user("quick")])
+    runtime.flush_cache()
+    assert runtime.generate([user("quick")]).trajectories[0].transcript.generated_length
+
+
+def test_blocking_runtime_has_every_public_method_of_the_runtime() -> None:
+    left_out = {"serving"}  # its own work
+    public = {name for name in vars(rollout.RolloutRuntime) if not name.startswith("_")}
+    assert public - left_out - set(dir(BlockingRollout)) == set()
 
 
 def test_cancel_from_another_thread_keeps_the_tokens(runtime: BlockingRollout) -> None:
@@ -120,6 +218,30 @@ def test_close_while_another_thread_generates_that_call_learns_it() -> None:
         pass
     runtime.close()
     thread.join()
+    assert str(errors[0]) == "the runtime was closed while this call was running"
+    assert errors[0].partial is not None  # type: ignore[attr-defined]
+
+
+def test_close_refuses_later_calls_and_leaves_running_ones_what_they_have() -> None:
+    runtime = open_rollout_blocking(SCENARIO.config())
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            runtime.generate([user("slow"), user("quick")])
+        except rollout.RolloutError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call), threading.Thread(target=runtime.close)]
+    threads[0].start()
+    while not runtime.statistics().finished:
+        pass
+    threads[1].start()
+    with pytest.raises(rollout.RolloutError, match="the runtime"):
+        while True:
+            runtime.statistics()
+    for thread in threads:
+        thread.join()
     assert str(errors[0]) == "the runtime was closed while this call was running"
     assert errors[0].partial is not None  # type: ignore[attr-defined]
 

@@ -115,6 +115,10 @@ def test_cli_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         ([], "the following arguments are required: COMMAND"),
         (["run", "c.py"], "the following arguments are required: --prompts, --out"),
         (["demo", "--samples", "0"], "argument --samples: '0': expected an integer ≥ 1"),
+        (
+            ["run", "c.py", "--prompts", "p", "--out", "o", "--step", str(2**63)],
+            f"argument --step: '{2**63}': expected an integer from 0 to {2**63 - 1}",
+        ),
         (["demo", "--seed", "x"], "argument --seed: 'x': expected an integer ≥ 0"),
     ],
 )
@@ -166,6 +170,21 @@ def test_cli_run_with_rejected_and_failed_trajectories_exits_with_1(
     assert "cause     1 failed (reward): OSError: no judge\n" in output
     outcomes = [sample.outcome for sample in RolloutBatch.load(folder / "out").samples]
     assert outcomes == [Outcome.FAILED, Outcome.REJECTED]
+
+
+def test_cli_run_whose_every_prompt_names_an_unknown_agent_starts_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [{"prompt": "sum?", "agent_name": "tool_agnet"}] * 100
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    assert run(*CODE) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: no prompt can run, since nobody registered:",
+        "  prompts[0].agent_name = 'tool_agnet': no agent is registered as 'tool_agnet'; known: "
+        + ", ".join(agent_names())
+        + " (and 99 further prompts)",
+    ]
+    assert not (folder / "out").exists()
 
 
 def test_cli_run_with_full_directory_starts_nothing(
@@ -240,6 +259,11 @@ def test_cli_run_with_engine_that_does_not_start_exits_with_3(
         ),
         (("--reward", "tools.py:no"), "--reward tools.py:no: no such function in tools.py"),
         (("--reward", "tools.py:number"), "--reward tools.py:number: number cannot be called in"),
+        (
+            ("--reward", "judge.py:two"),
+            "--reward judge.py:two = two(question, answer): cannot be called with one trajectory; "
+            "expected reward(trajectory) -> float | Reward, or verl's compute_score(",
+        ),
         (("--reward", "no.such:f"), "--reward no.such:f: ModuleNotFoundError: No module named 'no"),
         (("--set", "seed"), "1 fault in the configuration config.py with overrides:\n  override ="),
     ],
@@ -249,6 +273,7 @@ def test_cli_run_with_bad_code_names_the_option(
 ) -> None:
     (folder / "broken.py").write_text("x = 0\n1 / x\n")
     (folder / "syntax.py").write_text("def\n")
+    (folder / "judge.py").write_text("def two(question, answer):\n    return 0\n")
     assert run(*options) == 2
     assert capsys.readouterr().err.startswith(f"error: {said}")
     assert not (folder / "out").exists()
@@ -258,6 +283,34 @@ def test_cli_reward_of_a_module_is_found_in_the_working_directory(folder: Path) 
     (folder / "cli_judges.py").write_text("def half(trajectory):\n    return 0.5\n")
     assert run("--tools", "tools.py", "--reward", "cli_judges:half") == 0
     assert RolloutBatch.load(folder / "out").samples[0].reward == 0.5
+
+
+def test_cli_reward_written_for_verl_is_called_as_verl_does(folder: Path) -> None:
+    (folder / "verl_reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    right = f'It is {ground_truth}.' in solution_str\n"
+        "    return {'score': right, 'data_source': data_source, 'index': extra_info['index']}\n"
+    )
+    prompt = {
+        "prompt": "the sum of 2 and 3?",
+        "data_source": "sums",
+        "reward_model": {"ground_truth": "5"},
+        "extra_info": {"index": 7},
+    }
+    (folder / "prompts.jsonl").write_text(json.dumps(prompt))
+    assert main(["check", "config.py", "--reward", "verl_reward.py:compute_score"]) == 0
+    assert run("--tools", "tools.py", "--reward", "verl_reward.py:compute_score") == 0
+    (sample,) = RolloutBatch.load(folder / "out").samples
+    assert sample.reward == 1.0
+    assert (sample.extra["data_source"], sample.extra["index"]) == ("sums", 7)
+
+
+def test_cli_check_refuses_a_reward_of_a_wrong_signature(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "judge.py").write_text("def two(question, answer):\n    return 0\n")
+    assert main(["check", "config.py", "--reward", "judge.py:two"]) == 2
+    assert "--reward judge.py:two = two(question, answer): cannot be" in capsys.readouterr().err
 
 
 def test_cli_verbose_shows_the_log_and_leaves_it_as_it_was(
@@ -270,10 +323,12 @@ def test_cli_verbose_shows_the_log_and_leaves_it_as_it_was(
     (folder / "tools.py").write_text(
         TOOLS.replace("return float(", "raise OSError('no judge')  # ")
     )
-    assert run(*CODE, "-v") == 1
-    assert "WARNING rollout.scheduling: reward of prompt-0 failed: OSError(" in (
-        capsys.readouterr().err
-    )
+    assert run(*CODE, "-v", "--samples", "3") == 1
+    errors = capsys.readouterr().err
+    what = "rollout.scheduling: reward of prompt-0 failed: OSError('no judge')"
+    assert f"INFO {what}; others of this cause are counted\n" in errors
+    assert f"WARNING {what} (3 trajectories)\n" in errors
+    assert errors.count("WARNING") == 1
     assert (logger.handlers, logger.propagate, logger.level) == before
 
 
@@ -343,6 +398,101 @@ def test_cli_check_names_an_engine_that_cannot_run(
     overrides = [text for option in options for text in ("--set", option)]
     assert main(["check", "config.py", *overrides]) == 2
     assert capsys.readouterr().err == f"error: {said}\n"
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    """A model's directory with figures and no weights."""
+    facts = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "hidden_size": 64,
+        "max_position_embeddings": 2048,
+    }
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(facts))
+    return str(tmp_path / "tiny")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "said"),
+    [
+        (0, ["engine.device=cuda"], "engine.device = 'cuda': expected a GPU on this machine; "),
+        (1, ["engine.device=cuda"], ""),
+        (None, ["engine.device=cuda"], ""),
+        (2, ["engine.device=cuda:2"], "engine.device = 'cuda:2': expected 3 GPUs on this machine"),
+        (0, ["engine.device=cpu"], ""),
+        (
+            3,
+            ["engine.kind=sglang", "engine.replicas=2", "engine.tensor_parallel=2"],
+            "engine.device = 'cuda': expected 4 GPUs on this machine; there are 3",
+        ),
+        (0, ["engine.kind=sglang", "engine.device=cpu"], ""),
+        (
+            0,
+            ["engine.kind=sglang", "placement.kind=ray", "placement.address=local"],
+            "engine.device = 'cuda': expected a GPU on this machine for a Ray cluster started "
+            "here; there is none",
+        ),
+        (0, ["engine.kind=sglang", "placement.kind=ray", "placement.address=10.0.0.1:6379"], ""),
+        (
+            0,
+            ["lengths.prompt=2048"],
+            "lengths.prompt = 2048: expected less than the engine's context of 2048 tokens, which "
+            "an answer must fit into as well",
+        ),
+        (0, ["lengths.prompt=2047"], ""),
+        (
+            0,
+            ["lengths.prompt=600", "engine.context_length=512"],
+            "lengths.prompt = 600: expected less than the engine's context of 512 tokens, ",
+        ),
+    ],
+)
+def test_cli_check_refuses_gpus_that_are_not_there_and_prompts_beyond_the_context(
+    folder: Path,
+    tiny: str,
+    gpus: int | None,
+    options: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollout.gpus.count_gpus", lambda _: gpus)
+    monkeypatch.setattr("rollout.check.is_importable", lambda _: True)
+    (folder / "mine.toml").write_text("")
+    overrides = [f"model.path={tiny}", *options]
+    arguments = [text for option in overrides for text in ("--set", option)]
+    code = main(["check", "mine.toml", *arguments])
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"error: {said}" if said else "")
+    assert (code, len(errors.splitlines())) == ((2, 1) if said else (0, 0))
+
+
+def test_cli_check_finds_no_gpu_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollout import gpus
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(gpus, "_DRIVERS", ())
+    monkeypatch.setattr(subprocess, "run", refuse)
+    assert gpus.count_gpus(None) == 0
+
+
+def test_cli_check_asks_the_engines_interpreter_for_its_gpus(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollout import gpus
+
+    monkeypatch.setattr(gpus, "_DRIVERS", ("/",))
+    python = folder / "python"
+    python.write_text("#!/bin/sh\necho 7\n")
+    python.chmod(0o755)
+    assert gpus.count_gpus(str(python)) == 7
+    python.write_text("#!/bin/sh\nexit 1\n")
+    assert gpus.count_gpus(str(python)) is None
+    assert gpus.count_gpus("/no/python") is None
 
 
 def test_cli_check_knows_what_the_tools_file_defines(
@@ -488,6 +638,52 @@ def test_cli_signal_saves_what_there_is(folder: Path, signum: signal.Signals, ba
     first, slow, _ = RolloutBatch.load(folder / "out").samples
     assert (first.outcome, first.reason) == (Outcome.COMPLETED, "")
     assert (slow.outcome, slow.reason) == (Outcome.CANCELLED, "interrupted")
+
+
+#: What takes its time once everything is saved: engines that close, and a process that exits.
+LATE = {
+    "closing": """
+import contextlib, anyio, rollout.opening
+real = rollout.opening.open_engines
+
+@contextlib.asynccontextmanager
+async def slow_to_close(config):
+    async with real(config) as engines:
+        yield engines
+        print("here", file=sys.stderr, flush=True)
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(1)
+
+rollout.opening.open_engines = slow_to_close
+""",
+    "exiting": """
+import atexit, threading
+
+def linger():
+    print("here", file=sys.stderr, flush=True)
+    threading.Event().wait()
+
+atexit.register(linger)
+""",
+}
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["closing", "exiting"])
+def test_cli_signal_after_saving_ends_without_a_traceback(
+    folder: Path, signum: signal.Signals, moment: str
+) -> None:
+    (folder / "tools.py").write_text(TOOLS + LATE[moment])
+    arguments = ["run", "config.py", "--prompts", "prompts.jsonl", "--out", "out", *CODE]
+    with rollout_process(folder, *arguments) as process:
+        wait_for(process, "here")
+        process.send_signal(signum)
+        output, errors = process.communicate(timeout=END_S)
+        assert process.returncode == 128 + signum
+    assert "Traceback" not in errors
+    assert errors.splitlines()[-1].startswith("interrupted")
+    assert "files     out: tensors.safetensors" in output
+    assert len(RolloutBatch.load(folder / "out")) == 1
 
 
 def test_cli_signal_while_a_reward_hangs_saves_what_had_ended(folder: Path) -> None:

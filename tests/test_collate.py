@@ -77,7 +77,7 @@ def collated(transcripts: list[Transcript], layout: Any = "padded", **widths: in
 
 
 def test_collate_turns_with_observation_fill_the_tensors_of_the_contract() -> None:
-    tensors = collated([TURNS]).tensors
+    tensors = collate([trajectory(TURNS, reward=0.5, group=2)], Widths(), PAD).tensors
     assert tensors.batch_size == torch.Size([1])
     assert {key: value[0].tolist() for key, value in tensors.items()} == {
         "prompts": [PAD, 1, 2, 3],
@@ -89,12 +89,16 @@ def test_collate_turns_with_observation_fill_the_tensors_of_the_contract() -> No
         "rollout_log_probs": [-4.0, -5.0, 0.0, -7.0, 0.0, 0.0],
         "weight_versions": [1, 2, -1, 1, -1, -1],
         "trainable": True,
+        "rewards": 0.5,
+        "groups": 2,
     }
     assert {key: value.dtype for key, value in tensors.items()} == {
         **dict.fromkeys(("prompts", "responses", "response_mask", *WHOLE_KEYS), torch.int64),
         "rollout_log_probs": torch.float32,
         "weight_versions": torch.int32,
         "trainable": torch.bool,
+        "rewards": torch.float32,
+        "groups": torch.int64,
     }
 
 
@@ -203,6 +207,9 @@ def test_collate_rows_keep_the_order_given_and_describe_themselves() -> None:
     assert (second.reward, second.turn_scores, second.tool_rewards) == (None, [0.25], [1.0])
     assert second.metrics == {"total_s": 2.0}
     assert batch.tensors["trainable"].tolist() == [True, False]
+    assert batch.tensors["groups"].tolist() == [3, 7]
+    assert batch.tensors["rewards"][0] == 0.5
+    assert batch.tensors["rewards"][1].isnan()  # unknown, and not 0
     assert batch.trajectories == rows
     assert repr(batch) == (
         "<RolloutBatch of 2 rows (completed: 1, rejected: 1); prompts (2, 4), responses (2, 6), …>"
@@ -212,6 +219,10 @@ def test_collate_rows_keep_the_order_given_and_describe_themselves() -> None:
 def test_collate_nothing_gives_a_batch_without_rows() -> None:
     batch = collate([], Widths(), PAD)
     assert len(batch) == 0
+    assert {batch.tensors[key].dtype for key in ("rewards", "groups")} == {
+        torch.float32,
+        torch.int64,
+    }
     assert batch.tensors["input_ids"].shape == (0, 10)
     assert batch.metrics == {
         "tokens/prompt": 0.0,

@@ -37,7 +37,7 @@ def test_config_explained_says_what_runs_where_and_how_long() -> None:
         "sampling    temperature 1",
         "validation  greedy",
         "lengths     prompt 1,024, response 4,096 tokens",
-        "a row       5,120 tokens wide, 229,377 bytes of tensors",
+        "a row       5,120 tokens wide, 229,389 bytes of tensors",
         "limits      generation 600 s, tool 60 s, turn 900 s, trajectory 3600 s, batch 7200 s; "
         "reward 300 s, cleanup 5 s",
         "agent       tool_agent, at most 32 assistant turns, at most 32 user turns",
@@ -61,7 +61,9 @@ def test_config_explained_row_holds_the_bytes_of_the_layout() -> None:
         + 2 * response * int64  # responses, response_mask
         + 3 * (prompt + response) * int64  # input_ids, attention_mask, position_ids
         + 2 * response * four  # rollout_log_probs, weight_versions
-        + boolean  # trainable
+        + boolean
+        + four
+        + int64  # trainable, rewards, groups
     )
     assert row_bytes(LengthsConfig(prompt=prompt, response=response)) == expected
 

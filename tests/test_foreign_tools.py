@@ -24,6 +24,7 @@ from rollout.tools import (
     load_verl_tools,
 )
 from rollout.tools.providers import open_tools
+from rollout.tools.verl import VerlSchema
 from rollout.types import ToolCall
 
 CLASSES = '''
@@ -377,6 +378,8 @@ FUNCTION_TOOL_REGISTRY = {}
 
 def function_tool(name):
     def register(function):
+        if name in FUNCTION_TOOL_REGISTRY:
+            raise ValueError(f"{name} is registered already")
         FUNCTION_TOOL_REGISTRY[name] = SimpleNamespace(fn=function)
         return function
 
@@ -438,6 +441,61 @@ async def wait() -> tuple:
         ToolResult("3", reward=0.5),
         ToolResult("3"),
     ]
+
+
+def test_functions_of_verls_own_registry_are_loaded_again_from_an_edited_file(
+    directory: Path, verl_package: None
+) -> None:
+    text = '''
+import rollout
+from verl.tools.function_tool import function_tool
+
+@function_tool("first")
+def first() -> str:
+    """One."""
+    return "1"
+
+@rollout.function_tool
+def second() -> str:
+    """Two."""
+    return "2"
+
+@rollout.register_agent("foreign_tools_twice")
+class Agent(rollout.AgentLoop):
+    async def run(self, context):
+        await context.generate()
+'''
+    path = written(directory, text, "twice.py")
+    for _ in range(2):
+        assert [tool.name for tool in load_tools(path)] == ["second", "first"]
+    written(directory, text.replace("One.", "The first."), "twice.py")
+    (_, first) = load_tools(path)
+    assert first.schema["function"]["description"] == "The first."
+    from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY  # type: ignore[import-not-found]
+
+    assert set(FUNCTION_TOOL_REGISTRY) == {"foreign", "first"}
+
+
+def test_verl_schema_reads_what_verls_models_have_by_default() -> None:
+    schema = VerlSchema(
+        {
+            "type": "function",
+            "function": {
+                "name": "f",
+                "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+            },
+        }
+    )
+    function = schema.function
+    assert (function.description, function.strict) == (None, None)
+    assert function.parameters.required == []
+    a = function.parameters.properties["a"]
+    assert (a.type, a.description, a.enum) == ("string", None, None)
+    bare = VerlSchema({"type": "function", "function": {"name": "g"}}).function
+    assert (bare.parameters.type, bare.parameters.properties) == ("object", {})
+    assert bare.parameters.model_dump() == {"type": "object", "properties": {}, "required": []}
+    with pytest.raises(AttributeError, match="the tool's schema has no 'nmae'"):
+        bare.nmae  # noqa: B018
 
 
 # LangChain
@@ -544,5 +602,5 @@ def test_langchain_tool_that_cannot_be_one_is_refused(
 
 def test_langchain_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "langchain_core.tools", None)
-    with pytest.raises(ToolError, match=r"pip install 'rollout\[langchain\]'$"):
+    with pytest.raises(ToolError, match=r"pip install 'rollout-rl\[langchain\]'$"):
         langchain_tools([weather])

@@ -553,6 +553,67 @@ async def test_function_tool_prompt_kwargs_override_the_models(threads: WorkerTh
     assert await session.execute(call) == {"city": "Oslo", "unit": Unit.CELSIUS, "days": 5}
 
 
+OPEN = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Search.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "query": {"type": "string"},
+                "limit": {"type": "integer"},
+                "site": {"type": "string"},
+            },
+            "required": ["query"],
+        },
+    },
+}
+
+
+@pytest.mark.anyio
+async def test_function_tool_schema_of_its_own_reaches_the_kwargs(threads: WorkerThreads) -> None:
+    @function_tool(schema=OPEN)
+    async def search(query: str, **options: Any) -> dict[str, Any]:
+        return {"query": query, **options}
+
+    assert search.schema == OPEN
+    session = search.session(context(threads, locale="de"))
+    arguments = {"query": "q", "limit": 3, "site": "s"}
+    search.check(arguments, {"locale": "de"})
+    call = ToolCall(name="search", arguments=arguments)
+    assert await session.execute(call) == {**arguments, "locale": "de"}
+    for wrong, said in (
+        ({"query": "q", "limit": "3"}, 'limit = "3": expected integer, got string'),
+        ({"query": "q", "lmit": 3}, "unknown 'lmit' (it takes 'query', 'limit', 'site')"),
+        ({"limit": 3}, "missing 'query'"),
+    ):
+        with pytest.raises(ToolError) as caught:
+            search.check(wrong, {})
+        assert said in str(caught.value)
+
+
+@pytest.mark.anyio
+async def test_function_tool_schema_that_is_open_takes_every_name(threads: WorkerThreads) -> None:
+    function = {**OPEN["function"], "parameters": {"type": "object"}}  # type: ignore[dict-item]
+
+    @function_tool(schema={"type": "function", "function": function})
+    def search(**options: Any) -> Any:
+        return options
+
+    search.check({"any": [1]}, {})
+    call = ToolCall(name="search", arguments={"any": [1]})
+    assert await search.session(context(threads)).execute(call) == {"any": [1]}
+
+
+def test_function_tool_positional_rest_is_refused_beside_a_schema_too() -> None:
+    with pytest.raises(ToolError, match=r"\*words has no schema"):
+
+        @function_tool(schema=OPEN)
+        def search(query: str, *words: str, **options: Any) -> str:
+            return query
+
+
 @pytest.mark.anyio
 async def test_function_tool_unknown_prompt_kwargs_are_refused(threads: WorkerThreads) -> None:
     with pytest.raises(ToolError) as caught:

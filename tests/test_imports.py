@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pydoc
 import subprocess
 import sys
 
@@ -39,3 +42,34 @@ def test_every_public_name_resolves() -> None:
         assert getattr(rollout, name) is not None
     with pytest.raises(AttributeError, match="module 'rollout' has no attribute 'nothing'"):
         rollout.nothing  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["DiskWeights", "DistributedWeights", "TensorWeights"])
+def test_weights_and_the_model_resolver_are_importable_from_rollout(name: str) -> None:
+    import rollout
+    from rollout.engine import model_files, weights
+
+    assert getattr(rollout, name) is getattr(weights, name)
+    assert rollout.resolve_model is model_files.resolve_model
+
+
+PACKAGES = ("", ".agents", ".batch", ".chat", ".config", ".engine", ".interactions", ".tools")
+
+
+@pytest.mark.parametrize("package", [f"rollout{name}" for name in PACKAGES])
+def test_every_public_class_and_function_has_help_and_a_signature(package: str) -> None:
+    module = importlib.import_module(package)
+    shown = [getattr(module, name) for name in module.__all__]
+    shown = [value for value in shown if inspect.isclass(value) or inspect.isroutine(value)]
+    assert shown
+    for value in shown:
+        assert pydoc.render_doc(value)
+        assert inspect.signature(value).parameters is not None
+
+
+def test_trajectory_signature_names_its_transcript() -> None:
+    import rollout
+
+    assert "transcript: rollout.chat.transcript.Transcript" in str(
+        inspect.signature(rollout.Trajectory)
+    )

@@ -55,7 +55,11 @@ async def ended(pid: int) -> bool:
 
 async def test_isolated_tool_runs_elsewhere_and_its_process_is_used_again(opened: Any) -> None:
     tools = opened(
-        isolated_tools.whoami, isolated_tools.asynchronous, isolated_tools.flaky, isolated_tools.die
+        isolated_tools.whoami,
+        isolated_tools.asynchronous,
+        isolated_tools.flaky,
+        isolated_tools.die,
+        isolated_tools.rest,
     )
     (first,) = await run(tools, call("whoami", text="é"))
     (second,) = await run(tools, call("whoami"))
@@ -76,6 +80,7 @@ async def test_isolated_tool_runs_elsewhere_and_its_process_is_used_again(opened
         ToolResult("the process of 'die' ended with exit code 7", is_error=True),
     ]
     assert (await run(tools, call("whoami")))[0].data["text"] == "me"
+    assert (await run(tools, call("rest", a=1, b=[2])))[0].data == {"a": 1, "b": [2]}
 
 
 @pytest.mark.parametrize("anyio_backend", ["trio"])

@@ -64,6 +64,66 @@ ADDING = (
 )
 
 
+BAD_CALLS: list[tuple[dict[str, Any], str]] = [
+    ({"step": "x"}, "step = 'x': expected an integer from 0 to 9223372036854775807, or None"),
+    ({"step": -1}, "step = -1: expected an integer from 0 to 9223372036854775807, or None"),
+    ({"step": 1.5}, "step = 1.5: expected an integer from 0 to 9223372036854775807, or None"),
+    (
+        {"step": 2**70},
+        "step = 1180591620717411303424: expected an integer from 0 to 9223372036854775807, or None",
+    ),
+    ({"step": True}, "step = True: expected an integer from 0 to 9223372036854775807, or None"),
+    ({"validate": "no"}, "validate = 'no': expected True or False"),
+    ({"validate": None}, "validate = None: expected True or False"),
+]
+BAD_TARGETS: list[tuple[dict[str, Any], str]] = [
+    ({"member": "a"}, "member = 'a': expected an integer ≥ 0, or None for every one"),
+    ({"member": -1}, "member = -1: expected an integer ≥ 0, or None for every one"),
+    ({"member": True}, "member = True: expected an integer ≥ 0, or None for every one"),
+    ({"uid": 3}, "uid = 3: expected a string, or None for every prompt"),
+    ({"reason": ""}, "reason = '': expected a non-empty string"),
+    ({"reason": None}, "reason = None: expected a non-empty string"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), BAD_CALLS)
+async def test_runtime_bad_argument_of_a_call_starts_nothing(
+    arguments: dict[str, Any], said: str
+) -> None:
+    async with rollout.open_rollout(ADDING.config()) as runtime:
+        with pytest.raises(rollout.PromptError) as caught:
+            await runtime.generate([user("2 + 3")], **arguments)
+        assert str(caught.value) == said
+        with pytest.raises(rollout.PromptError) as caught:
+            async with runtime.stream([user("2 + 3")], **arguments):
+                pass
+        assert str(caught.value) == said
+        assert runtime.statistics().admitted == 0
+
+
+async def test_runtime_bad_arguments_of_a_call_are_named_at_once() -> None:
+    async with rollout.open_rollout(ADDING.config()) as runtime:
+        with pytest.raises(rollout.PromptError, match=r"^step = -1: .*\nvalidate = 1: "):
+            await runtime.generate([user("2 + 3")], step=-1, validate=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("arguments", "said"), BAD_TARGETS)
+async def test_runtime_cancel_with_a_bad_argument_cancels_nothing(
+    arguments: dict[str, Any], said: str
+) -> None:
+    async with rollout.open_rollout(ADDING.config()) as runtime:
+        with pytest.raises(rollout.PromptError) as caught:
+            runtime.cancel(**arguments)
+        assert str(caught.value) == said
+
+
+@pytest.mark.parametrize("step", [0, 2**63 - 1, np.int64(7)])
+async def test_runtime_steps_of_trainers_are_taken(step: Any) -> None:
+    async with rollout.open_rollout(ADDING.config()) as runtime:
+        batch = await runtime.generate([user("2 + 3")], step=step)
+        assert batch.trajectories[0].outcome is Outcome.COMPLETED
+
+
 async def generate(
     scenario: Scenario,
     prompts: Sequence[Prompt],
@@ -382,7 +442,11 @@ async def test_reward_async_is_computed_while_others_generate() -> None:
         (None, "the reward function returned None; expected a number or a Reward"),
         ("high", "the reward function returned 'high'; expected a number or a Reward"),
         (float("nan"), "the reward function returned nan; expected a finite number"),
-        (True, "the reward function returned True; expected a number or a Reward"),
+        (1e39, "the reward function returned 1e+39; expected a number that float32 can hold"),
+        (
+            {"points": 1},
+            "the reward function returned {'points': 1}; expected a mapping to have a score",
+        ),
         (
             rollout.Reward(value=1.0, extra=[1]),  # type: ignore[arg-type]
             "the reward function returned the extra [1]; expected a mapping",
@@ -411,6 +475,23 @@ async def test_reward_with_extra_reaches_the_sample(value: Any) -> None:
     batch = await generate(ADDING, [user("What is 2 + 3?")], tools=[add], reward=reward)
     assert batch.samples[0].reward == 0.5
     assert batch.samples[0].extra["style"] == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [(True, 1.0), (False, 0.0), (np.bool_(True), 1.0), ({"score": True, "style": 2}, 1.0)],
+)
+async def test_reward_bool_is_a_number_and_a_mapping_has_it_as_its_score(
+    value: Any, number: float
+) -> None:
+    async def reward(trajectory: Trajectory) -> Any:
+        return value
+
+    batch = await generate(ADDING, [user("What is 2 + 3?")], tools=[add], reward=reward)
+    assert batch.samples[0].reward == number
+    assert type(batch.samples[0].reward) is float
+    assert batch.samples[0].extra == ({"style": 2} if isinstance(value, dict) else {})
+    assert batch.tensors["rewards"].tolist() == [number]
 
 
 async def test_agent_raises_only_its_trajectory_fails() -> None:

@@ -348,6 +348,23 @@ async def test_sandbox_ends_when_its_supervisor_is_killed(method: Isolation) -> 
         directory.rmdir()
 
 
+@pytest.mark.parametrize(
+    "code", ["sys.modules.clear()", "del sys.modules['builtins']", "sys.modules['sys'] = 3"]
+)
+async def test_program_that_takes_pythons_own_modules_away_gets_a_new_interpreter(
+    method: Isolation, code: str
+) -> None:
+    async with opened(method) as sandbox:
+        await python(sandbox, "x = 1")
+        said = await python(sandbox, f"import sys\nprint('before')\n{code}\ny = 2")
+        assert said == ToolResult(
+            "before\n[the code took modules from sys.modules that Python itself needs" + GONE,
+            is_error=True,
+        )
+        assert await python(sandbox, "1 + 1") == ToolResult("2\n")
+        assert (await python(sandbox, "x")).text.endswith("NameError: name 'x' is not defined")
+
+
 async def test_program_that_writes_to_what_it_did_not_open_is_stopped(method: Isolation) -> None:
     junk = (
         "import os\nfor descriptor in range(3, 256):\n"

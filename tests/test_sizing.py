@@ -18,7 +18,8 @@ from rollout.config import (
     load_config,
 )
 from rollout.errors import ConfigError
-from rollout.sizing import sizing_lines
+from rollout.model_facts import published_facts
+from rollout.sizing import context_tokens, sizing_lines
 
 FACTS = {
     "num_hidden_layers": 4,
@@ -73,12 +74,91 @@ def test_weights_that_do_not_fit_are_said_so(model: Path) -> None:
     )
 
 
-def test_model_that_is_not_here_is_unknown() -> None:
+def test_public_model_that_is_not_here_is_counted_by_its_published_figures() -> None:
     lines = sizing_lines(load_config("conf/sglang_one_gpu.py"))
     assert lines == [
         ("gpus", "1 × 1 (engine.replicas × engine.tensor_parallel) = 1 GPUs"),
-        ("memory", "unknown: the model's files are not on this machine"),
+        (
+            "weights",
+            "1.54 billion × 2 bytes = 2.88 GiB for each replica, by its published figures",
+        ),
+        (
+            "kv cache",
+            "2 × 28 layers × 2 heads × 128 × 2 bytes = 28 KiB a token; 256 requests of 8192 "
+            "tokens: 56 GiB for each replica",
+        ),
+        (
+            "example",
+            "of a GPU of 80 GB, engine.memory_fraction = 0.85 leaves 60.5 GiB beside the weights: "
+            "2263970 tokens, 276 such requests",
+        ),
     ]
+
+
+SHIPPED = sorted(Path("conf").glob("sglang_*.py"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_gpu_configuration_has_its_arithmetic(path: Path) -> None:
+    lines = dict(sizing_lines(load_config(path)))
+    assert {"weights", "kv cache"} <= lines.keys()
+    assert "memory" not in lines
+    if "cpu" not in path.stem:
+        assert "cannot hold" not in lines["example"]
+
+
+def test_published_figures_of_a_spread_model_are_divided() -> None:
+    lines = dict(sizing_lines(load_config("conf/sglang_several_nodes.py")))
+    assert lines["weights"] == (
+        "72.7 billion × 2 bytes ÷ 4 GPUs = 33.9 GiB for each replica and GPU, by its published "
+        "figures"
+    )
+
+
+def test_published_figures_are_found_in_any_case_and_of_no_stranger() -> None:
+    facts = published_facts("qwen/qwen2.5-7b-instruct")
+    assert facts is not None
+    assert (facts.parameters, facts.context) == (7_615_616_512, 32_768)
+    assert published_facts("Qwen/Qwen2.5-7B-Instruct-finetuned") is None
+
+
+def test_model_that_nobody_knows_is_unknown() -> None:
+    whole = load_config("conf/sglang_one_gpu.py", ["model.path=somebody/model"])
+    assert ("memory", "unknown: the model's files are not on this machine") in sizing_lines(whole)
+
+
+def test_context_is_that_of_the_engine_or_of_the_model(model: Path) -> None:
+    assert context_tokens(config(model)) is None
+    (model / "config.json").write_text(json.dumps({**FACTS, "max_position_embeddings": 4096}))
+    assert context_tokens(config(model)) == 4096 - 6
+    assert context_tokens(config(model, context_length=1000)) == 1000 - 6
+    assert context_tokens(config(model, context_length=10_000)) == 4096 - 6
+    assert context_tokens(load_config("conf/quickstart.py")) == 8192
+
+
+def test_seats_with_fewer_gpus_than_shards_are_refused(model: Path) -> None:
+    with pytest.raises(ConfigError) as failure:
+        RolloutConfig(
+            model=ModelConfig(path=str(model)),
+            engine=SGLangEngine(replicas=2, tensor_parallel=4),
+            placement=RayPlacement(colocate=("node:0", "node:1,2,3,4")),
+        )
+    assert failure.value.faults == (
+        "placement.colocate[0] = 'node:0': expected 4 GPUs for engine.tensor_parallel = 4",
+    )
+
+
+def test_seats_over_several_machines_share_the_shards(model: Path) -> None:
+    def on(*seats: str) -> RolloutConfig:
+        return RolloutConfig(
+            model=ModelConfig(path=str(model)),
+            engine=SGLangEngine(tensor_parallel=4),
+            placement=RayPlacement(colocate=seats, machines_per_replica=2),
+        )
+
+    assert on("a:0,1", "b:0,1").engine.replicas == 1
+    with pytest.raises(ConfigError, match=r"colocate\[1\] = 'b:0,0': expected 2 GPUs for engine"):
+        on("a:0,1", "b:0,0")
 
 
 def test_colocated_replicas_ask_for_no_gpus() -> None:

@@ -246,6 +246,8 @@ def config_of(dice: Dice, *, is_calm: bool = False) -> RolloutConfig:
         ),
         tools=ToolsConfig(max_response_length=dice.pick("answer", (20, 4096))),
         sampling=SamplingConfig(max_new_tokens=160),
+        # Without the bound, so that some generations end by being ended alone.
+        validation_sampling=SamplingConfig(greedy=True, max_new_tokens=None),
         lengths=LengthsConfig(prompt=2000, response=response),
         limits=limits_of(dice, is_calm=is_calm),
         scheduling=SchedulingConfig(

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
         dump_config,
         load_config,
     )
+    from rollout.engine.model_files import resolve_model
+    from rollout.engine.weights import DiskWeights, DistributedWeights, TensorWeights
     from rollout.errors import (
         AgentError,
         ChannelError,
@@ -93,6 +95,8 @@ _HOMES = {
         "dump_config",
         "load_config",
     ),
+    "rollout.engine.model_files": ("resolve_model",),
+    "rollout.engine.weights": ("DiskWeights", "DistributedWeights", "TensorWeights"),
     "rollout.errors": (
         "AgentError",
         "ChannelError",

@@ -7,10 +7,12 @@ import logging
 import math
 import threading
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import anyio
 
+from rollout.blocking_views import BlockingEngines, BlockingTrajectories
 from rollout.bridge import Post, loop_poster, wait_future
 from rollout.engine.operations import ALL_TAGS
 from rollout.errors import RolloutError
@@ -18,20 +20,25 @@ from rollout.opening import open_rollout
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
     from types import TracebackType
 
     from anyio.abc import TaskGroup
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
     from rollout.batch import RolloutBatch
+    from rollout.chat import ChatTemplate
     from rollout.config import RolloutConfig
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.runtime import RolloutRuntime, RuntimeStatistics
     from rollout.scheduling.rewards import RewardFunction
-    from rollout.types import Prompt
+    from rollout.types import Prompt, Trajectory
+
+T = TypeVar("T")
 
 logger = logging.getLogger("rollout")
+
+CLOSED_MEANWHILE = "the runtime was closed while this call was running"
 
 
 class _Call:
@@ -40,20 +47,25 @@ class _Call:
     def __init__(self, function: Callable[[], Awaitable[Any]]) -> None:
         self._function = function
         self._scope: anyio.CancelScope | None = None
+        self._is_abandoned = False
         self.future: Future[Any] = Future()
 
     async def run(self) -> None:
         """Perform the call; its result or its error goes to the future."""
-        with anyio.CancelScope() as self._scope:
-            try:
-                self.future.set_result(await self._function())
-            except Exception as error:
-                self.future.set_exception(error)
-        if not self.future.done():
-            self.future.set_exception(RolloutError("the call was cancelled"))
+        try:
+            with anyio.CancelScope() as self._scope:
+                try:
+                    self.future.set_result(await self._function())
+                except Exception as error:
+                    self.future.set_exception(error)
+        finally:
+            if not self.future.done():
+                why = "the call was cancelled" if self._is_abandoned else CLOSED_MEANWHILE
+                self.future.set_exception(RolloutError(why))
 
     def cancel(self) -> None:
         """End it; on the runtime's loop."""
+        self._is_abandoned = True
         if self._scope is not None:
             self._scope.cancel()
 
@@ -99,19 +111,21 @@ class BlockingRollout:
     ) -> None:
         self.close()
 
+    @property
+    def template(self) -> ChatTemplate:
+        """The model's tokenizer and chat format."""
+        return self._runtime.template
+
+    @property
+    def engines(self) -> BlockingEngines:
+        """The engines: replicas can be added, removed and drained there while calls run."""
+        return BlockingEngines(self._runtime.engines, self._wait)
+
     def generate(
         self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
     ) -> RolloutBatch:
         """`RolloutRuntime.generate`, waited for in this thread."""
-        call = self._start(lambda: self._runtime.generate(prompts, step=step, validate=validate))
-        try:
-            batch: RolloutBatch = call.future.result()
-        except BaseException:
-            if not call.future.done():  # the exception is the waiting thread's own
-                self._post(call.cancel)
-                call.future.exception()
-            raise
-        return batch
+        return self._wait(lambda: self._runtime.generate(prompts, step=step, validate=validate))
 
     async def agenerate(
         self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
@@ -130,6 +144,41 @@ class BlockingRollout:
             raise
         return batch
 
+    @contextmanager
+    def stream(
+        self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
+    ) -> Iterator[BlockingTrajectories]:
+        """`RolloutRuntime.stream`: ``with … as trajectories``, an iterator of any thread.
+
+        Leaving the block cancels the rest and waits for its end.
+        """
+        opened: Future[tuple[MemoryObjectReceiveStream[Trajectory], anyio.Event]] = Future()
+
+        async def hold() -> None:
+            async with self._runtime.stream(prompts, step=step, validate=validate) as received:
+                leave = anyio.Event()
+                opened.set_result((received, leave))
+                await leave.wait()
+
+        def give_up(ended: Future[None]) -> None:
+            if not opened.done():
+                opened.set_exception(ended.exception() or RolloutError("the runtime is closed"))
+
+        call = self._start(hold)
+        call.future.add_done_callback(give_up)
+        try:
+            received, leave = opened.result()
+
+            def end() -> None:
+                self._post(leave.set)
+                self._finish(call)
+
+            yield BlockingTrajectories(received, self._wait, end)
+        except BaseException:
+            self._abandon(call)
+            raise
+        end()
+
     def cancel(
         self, uid: str | None = None, member: int | None = None, *, reason: str = "cancelled"
     ) -> int:
@@ -138,8 +187,7 @@ class BlockingRollout:
         async def cancel() -> int:
             return self._runtime.cancel(uid, member, reason=reason)
 
-        count: int = self._start(cancel).future.result()
-        return count
+        return self._wait(cancel)
 
     def update_weights(
         self, *, version: int, source: WeightSource, mode: UpdateMode = "abort_and_resume"
@@ -167,8 +215,11 @@ class BlockingRollout:
         async def statistics() -> RuntimeStatistics:
             return self._runtime.statistics()
 
-        snapshot: RuntimeStatistics = self._start(statistics).future.result()
-        return snapshot
+        return self._wait(statistics)
+
+    def flush_cache(self) -> None:
+        """`RolloutRuntime.flush_cache`, waited for in this thread."""
+        self._start(self._runtime.flush_cache).future.result()
 
     def close(self) -> None:
         """End the runtime and its thread; calls of other threads fail. Idempotent.
@@ -182,6 +233,27 @@ class BlockingRollout:
         self._is_ready.wait()
         self._post(self._leave.set)
         self._thread.join()
+
+    def _wait(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What a call returns; an exception that reaches this thread meanwhile ends the call."""
+        call = self._start(function)
+        self._finish(call)
+        result: T = call.future.result()
+        return result
+
+    def _finish(self, call: _Call) -> None:
+        """Wait for the end of a call; an exception that reaches this thread brings it about."""
+        try:
+            call.future.result()
+        except BaseException:
+            self._abandon(call)
+            raise
+
+    def _abandon(self, call: _Call) -> None:
+        """End a call, and wait until it has."""
+        if not call.future.done():
+            self._post(call.cancel)
+            call.future.exception()
 
     def _start(self, function: Callable[[], Awaitable[Any]]) -> _Call:
         call = _Call(function)
@@ -198,12 +270,11 @@ class BlockingRollout:
         try:
             self._inbox.send_nowait(call)
         except (anyio.ClosedResourceError, anyio.BrokenResourceError):
-            self._fail_calls()
+            _fail(call)
 
     def _fail_calls(self) -> None:
         for call in tuple(self._calls):
-            if not call.future.done():
-                call.future.set_exception(RolloutError("the runtime is closed"))
+            _fail(call)
 
     def _run(self, open_runtime: Callable[[], Any], backend: str, started: Future[None]) -> None:
         try:
@@ -240,6 +311,11 @@ class BlockingRollout:
         await self._leave.wait()
         if not started.done():
             opening.cancel()
+
+
+def _fail(call: _Call) -> None:
+    if not call.future.done():
+        call.future.set_exception(RolloutError("the runtime is closed"))
 
 
 async def _settled(future: Future[Any]) -> None:

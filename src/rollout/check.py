@@ -20,7 +20,9 @@ from rollout.config import (
 from rollout.engine.model_files import model_path_fault
 from rollout.engine.opening import core_spec
 from rollout.errors import AgentError, ConfigError, EngineError, ToolError
+from rollout.gpus import gpu_faults
 from rollout.interactions import InteractionRegistry
+from rollout.sizing import context_tokens
 from rollout.tools import PythonTool
 from rollout.tools.sandbox.tool import SandboxTool
 from rollout.tools.shipped import shipped_tools
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
 TRANSFORMERS_MODULES = ("torch", "transformers")
 
 
-def config_faults(config: RolloutConfig, interactions: Sequence[Any] = ()) -> list[str]:
+def config_faults(
+    config: RolloutConfig, interactions: Sequence[Any] = (), *, asks_for_gpus: bool = False
+) -> list[str]:
     """What is missing or unknown here, each fault with its key and what was expected.
 
     Looks at files, names and installed packages; imports no engine and asks no network.
@@ -43,11 +47,15 @@ def config_faults(config: RolloutConfig, interactions: Sequence[Any] = ()) -> li
     Args:
         config: A configuration without faults of its own.
         interactions: The simulated users that will be given to `open_rollout`.
+        asks_for_gpus: Have the engines' interpreter count them where there is a driver, which takes
+            seconds.
     """
     faults = [
         *_model_faults(config),
         *_opening_faults(config),
         *_package_faults(config),
+        *gpu_faults(config, asks=asks_for_gpus),
+        *_length_faults(config),
         *_name_faults(config, interactions),
         *_corpus_faults(config),
     ]
@@ -89,9 +97,9 @@ def _opening_faults(config: RolloutConfig) -> Iterator[str]:
 def _package_faults(config: RolloutConfig) -> Iterator[str]:
     """Packages that are missing in the interpreter that runs the engines, where it is this one."""
     if config.placement.kind == "ray" and not is_importable("ray"):
-        yield "placement.kind = 'ray' needs the package ray: pip install 'rollout[ray]'"
+        yield "placement.kind = 'ray' needs the package ray: pip install 'rollout-rl[ray]'"
     if isinstance(config.engine, HttpEngine) and not is_importable("httpx"):
-        yield "engine.kind = 'http' needs the package httpx: pip install 'rollout[http]'"
+        yield "engine.kind = 'http' needs the package httpx: pip install 'rollout-rl[http]'"
     python = getattr(config.placement, "python", None)
     if python is not None:
         if config.placement.kind != "ray" and shutil.which(python) is None:
@@ -110,6 +118,16 @@ def _package_faults(config: RolloutConfig) -> Iterator[str]:
         module = config.engine.core.partition(":")[0]
         if not is_importable(module):
             yield f"engine.core = {config.engine.core!r}: there is no module {module!r} here"
+
+
+def _length_faults(config: RolloutConfig) -> Iterator[str]:
+    """A prompt that may be as long as the context would leave no room for an answer."""
+    context, longest = context_tokens(config), config.lengths.prompt
+    if context is not None and longest >= context:
+        yield (
+            f"lengths.prompt = {longest}: expected less than the engine's context of {context} "
+            "tokens, which an answer must fit into as well"
+        )
 
 
 def _corpus_faults(config: RolloutConfig) -> Iterator[str]:

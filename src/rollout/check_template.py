@@ -15,6 +15,7 @@ from rollout.chat.battery import SceneReport, play_battery
 from rollout.chat.drift import DRIFT_KINDS
 from rollout.chat.loading import with_template
 from rollout.engine.model_files import resolve_model
+from rollout.observe.wrapping import column_widths, print_line, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from rollout.chat import ChatTemplate
 
 _LABEL_WIDTH = 12
+_COLUMNS = ("conversation", "append-only", "inserted after a turn", "cut turn", "drift")
+#: Of the columns after the first, short enough to stand beside their texts.
+_BLOCK_LABELS = ("append-only", "inserted", "cut turn", "drift")
 #: Longest reason shown in a cell; the log has errors whole.
 _REASON = 160
 
@@ -49,11 +53,17 @@ def check_template(
     )
     reports = list(play_battery(template))
     for label, text in _facts(model, template):
-        line = f"{label:<{_LABEL_WIDTH}}{text}"
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
-    console.print(_table(reports))
+        print_line(console, f"{label:<{_LABEL_WIDTH}}{text}")
+    rows = [_cells(report) for report in reports]
+    # A column has a line and a space on either side, and there is one more line.
+    widths = column_widths([_COLUMNS, *rows], console.width - 3 * len(_COLUMNS) - 1)
+    if widths is not None:
+        console.print(_table(rows, widths))
+    else:
+        for row in rows:
+            _print_block(console, row)
     for line in _notes(reports):
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+        print_line(console, line)
     return all(report.refusal is None for report in reports)
 
 
@@ -80,13 +90,22 @@ def _facts(model: str, template: ChatTemplate) -> Iterator[tuple[str, str]]:
     yield "system", f"adds {_short(repr(added), 100)} by itself" if added else "adds none by itself"
 
 
-def _table(reports: Sequence[SceneReport]) -> Table:
+def _table(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> Table:
     table = Table(show_lines=True)
-    for title in ("conversation", "append-only", "inserted behind a turn", "cut turn", "drift"):
-        table.add_column(title, overflow="fold")
-    for report in reports:
-        table.add_row(*(Text(cell) for cell in _cells(report)))
+    for title, width in zip(_COLUMNS, widths, strict=True):
+        table.add_column(title, width=width)
+    for row in rows:
+        cells = (wrapped(cell, width) for cell, width in zip(row, widths, strict=True))
+        table.add_row(*map(Text, cells))
     return table
+
+
+def _print_block(console: Console, row: Sequence[str]) -> None:
+    """What a row of the table says, below one another, for a console that is too narrow for it."""
+    print_line(console, row[0])
+    for label, text in zip(_BLOCK_LABELS, row[1:], strict=True):
+        if text:
+            print_line(console, f"- {label:<{_LABEL_WIDTH - 1}} {text}")
 
 
 def _cells(report: SceneReport) -> tuple[str, ...]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
+import os
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from rollout import __version__
@@ -22,14 +23,17 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 #: Exit codes; a signal adds its number to 128, as shells do.
-OK, SOME_FAILED, BAD_INPUT, ENGINE_LOST = 0, 1, 2, 3
+OK, SOME_FAILED, BAD_INPUT, ENGINE_LOST, NOT_SAVED = 0, 1, 2, 3, 4
+#: Of a trainer; see `rollout.scheduling.call_arguments`, which takes longer to import.
+MAX_STEP = 2**63 - 1
 
 EXIT_CODES = """\
 exit codes:
   0    every trajectory ended in an outcome other than failed or rejected
-  1    some trajectories failed or were rejected, or the results could not be written
+  1    some trajectories failed or were rejected
   2    bad usage, configuration, prompts or tools; nothing was started
   3    an engine did not start or was lost
+  4    the results could not be saved; what was written as trajectories ended is kept
   130  interrupted (Ctrl-C); 143: terminated. What had been started is saved
 """
 
@@ -61,17 +65,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     It owns SIGINT and SIGTERM meanwhile, so it must be called on the main thread.
 
     Args:
-        argv: Arguments without the program's name; None takes those of the process.
+        argv: Arguments without the program's name; None takes those of the process, which is about
+            to end then: a signal that comes later ends it at once.
 
     Raises:
         SystemExit: ``--help``, ``--version``, or bad usage (code 2).
     """
     arguments = _parser().parse_args(argv)
     try:
-        with _terminable():
-            from rollout.commands import run_command
+        try:
+            with _terminable():
+                from rollout.commands import run_command
 
-            code = run_command(arguments)
+                code = run_command(arguments)
+        finally:
+            if argv is None:
+                _leave_at_signals()
     except KeyboardInterrupt:
         code = _interrupted(signal.SIGINT)
     except _Terminated:
@@ -81,9 +90,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _interrupted(signum: signal.Signals) -> int:
-    print("interrupted", file=sys.stderr)
+def _interrupted(signum: int) -> int:
+    with suppress(OSError):
+        print("interrupted", file=sys.stderr)
     return 128 + signum
+
+
+def _leave_at_signals() -> None:
+    """From now on a signal ends the process at once: all that it still does is to end.
+
+    Python would show a traceback of whatever it tears down just then, and exit with any code.
+    """
+
+    def leave(signum: int, frame: FrameType | None) -> NoReturn:
+        with suppress(Exception):  # what is being written, or nobody reads
+            _interrupted(signum)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(128 + signum)
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, leave)
 
 
 class _Terminated(BaseException):
@@ -134,16 +161,11 @@ def _add_run(commands: Commands) -> None:
     parser.add_argument(
         "--samples", type=_positive, metavar="N", help="trajectories for each prompt"
     )
-    parser.add_argument("--step", type=_natural, metavar="N", help="part of every seed")
+    parser.add_argument("--step", type=_step, metavar="N", help="part of every seed")
     parser.add_argument(
         "--validate", action="store_true", help="sample as validation_sampling says"
     )
     _add_code(parser)
-    parser.add_argument(
-        "--reward",
-        metavar="REF",
-        help="path.py:function or package.module:function, called with each trajectory",
-    )
     _add_engine_options(parser)
 
 
@@ -226,6 +248,12 @@ def _add_code(parser: argparse.ArgumentParser) -> None:
         "interactions that it defines are known too. Or names of shipped tools, such as "
         "python,shell,finish",
     )
+    parser.add_argument(
+        "--reward",
+        metavar="REF",
+        help="path.py:function or package.module:function, called with each trajectory, or with "
+        "data_source, solution_str, ground_truth and extra_info, as verl does",
+    )
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -259,6 +287,13 @@ def _positive(text: str) -> int:
 
 def _natural(text: str) -> int:
     return _at_least(0, text)
+
+
+def _step(text: str) -> int:
+    number = _at_least(0, text)
+    if number > MAX_STEP:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer from 0 to {MAX_STEP}")
+    return number
 
 
 def _at_least(least: int, text: str) -> int:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
-from rich.console import Console
 from rich.text import Text
 
 from rollout.check import builtin_programs, config_faults, look_at_tools
-from rollout.cli import BAD_INPUT, ENGINE_LOST, OK, SOME_FAILED
+from rollout.cli import BAD_INPUT, ENGINE_LOST, NOT_SAVED, OK, SOME_FAILED
 from rollout.config import describe_config, load_config
+from rollout.consoles import lasting_consoles
 from rollout.errors import (
     ConfigError,
     EngineError,
@@ -25,7 +24,11 @@ from rollout.errors import (
     ToolError,
 )
 from rollout.foreground import INTERRUPTED, Job, JobResult, run_job
+from rollout.interactions import InteractionRegistry
+from rollout.observe.summary import count
+from rollout.observe.wrapping import print_line
 from rollout.scheduling.prompt_files import read_prompts
+from rollout.scheduling.prompt_names import check_names
 from rollout.sizing import sizing_lines
 from rollout.types import Outcome
 from rollout.user_code import UserCode
@@ -34,39 +37,27 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
 
+    from rich.console import Console
+
     from rollout.batch import RolloutBatch
+    from rollout.scheduling.rewards import RewardFunction
 
 DEMO_DIRECTORY = "rollout-output/demo"
-#: Columns of output that nobody's terminal wraps.
-PLAIN_WIDTH = 160
 
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Perform the command and return its exit code; errors are told on standard error."""
-    errors = _LastingConsole(stderr=True)
     command = _COMMANDS[arguments.command]
-    try:
-        with _shown_log(errors, is_verbose=arguments.verbose):
-            return command(arguments, _output(), errors)
-    except EngineError as error:
-        return _tell(errors, error, ENGINE_LOST)
-    except (ConfigError, PromptError, ToolError, TemplateError) as error:
-        return _tell(errors, error, BAD_INPUT)
-    except RolloutError as error:
-        return _tell(errors, error, SOME_FAILED)
-
-
-class _LastingConsole(Console):
-    """Falls silent when its reader has left; the work and its exit code stay what they are."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
-
-
-def _output() -> Console:
-    console = _LastingConsole()
-    return console if console.is_terminal else _LastingConsole(width=PLAIN_WIDTH)
+    with lasting_consoles() as (output, errors):
+        try:
+            with _shown_log(errors, is_verbose=arguments.verbose):
+                return command(arguments, output, errors)
+        except EngineError as error:
+            return _tell(errors, error, ENGINE_LOST)
+        except (ConfigError, PromptError, ToolError, TemplateError) as error:
+            return _tell(errors, error, BAD_INPUT)
+        except RolloutError as error:
+            return _tell(errors, error, SOME_FAILED)
 
 
 def _tell(errors: Console, error: object, code: int) -> int:
@@ -102,12 +93,13 @@ def _run(arguments: argparse.Namespace, output: Console, errors: Console) -> int
         overrides.append(f"scheduling.{key}={arguments.samples}")
     config = load_config(arguments.config, overrides)
     code = UserCode()
-    tools, interactions = _code_of(arguments, code)
-    reward = None if arguments.reward is None else code.reward(arguments.reward)
+    tools, interactions, reward = _code_of(arguments, code)
     faults = config_faults(config, interactions)
     if faults:
         raise _cannot_run("the configuration", faults)
     prompts = read_prompts(arguments.prompts)
+    known = [*config.tools.builtin, *(tool.name for tool in tools)]
+    check_names(prompts, config.agent, known, InteractionRegistry(interactions))
     job = Job(
         config=config,
         prompts=prompts,
@@ -119,8 +111,7 @@ def _run(arguments: argparse.Namespace, output: Console, errors: Console) -> int
         validate=arguments.validate,
     )
     result = anyio.run(run_job, job, errors, backend=arguments.backend)
-    _print_summary(result, job, output)
-    return _exit_code(result, errors)
+    return _finished(result, job, output, errors)
 
 
 def _demo(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
@@ -144,24 +135,23 @@ def _demo(arguments: argparse.Namespace, output: Console, errors: Console) -> in
     result = anyio.run(run_job, job, errors, backend=arguments.backend)
     if result.batch is not None:
         _print_demo(result.batch, output)
-    _print_summary(result, job, output)
-    return _exit_code(result, errors)
+    return _finished(result, job, output, errors)
 
 
 def _check(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
     config = load_config(arguments.config, arguments.overrides)
-    tools, interactions = _code_of(arguments, UserCode())
+    tools, interactions, _ = _code_of(arguments, UserCode())
     for line in describe_config(config):
-        _print_line(output, line)
+        print_line(output, line)
     for label, text in sizing_lines(config):
-        _print_line(output, f"{label:<12}{text}")
+        print_line(output, f"{label:<12}{text}")
     isolation, unfit = anyio.run(look_at_tools, [*builtin_programs(config), *tools])
-    _print_line(output, f"{'isolation':<12}{isolation}")
-    faults = [*config_faults(config, interactions), *unfit]
+    print_line(output, f"{'isolation':<12}{isolation}")
+    faults = [*config_faults(config, interactions, asks_for_gpus=True), *unfit]
     for fault in faults:
         _tell(errors, fault, BAD_INPUT)
     if not faults:
-        _print_line(output, f"{'check':<12}can run here; nothing was started")
+        print_line(output, f"{'check':<12}can run here; nothing was started")
     return BAD_INPUT if faults else OK
 
 
@@ -181,10 +171,14 @@ def _check_template(arguments: argparse.Namespace, output: Console, errors: Cons
 _COMMANDS = {"run": _run, "demo": _demo, "check": _check, "check-template": _check_template}
 
 
-def _code_of(arguments: argparse.Namespace, code: UserCode) -> tuple[list[Any], list[Any]]:
+def _code_of(
+    arguments: argparse.Namespace, code: UserCode
+) -> tuple[list[Any], list[Any], RewardFunction | None]:
+    """Tools, simulated users and the reward that the options name."""
+    reward = None if arguments.reward is None else code.reward(arguments.reward)
     if arguments.tools is None:
-        return [], []
-    return list(code.tools(arguments.tools)), list(code.interactions(arguments.tools))
+        return [], [], reward
+    return list(code.tools(arguments.tools)), list(code.interactions(arguments.tools)), reward
 
 
 def _cannot_run(what: str, faults: Sequence[str]) -> ConfigError:
@@ -206,10 +200,6 @@ def _directory(path: str, may_overwrite: bool) -> Path:
         raise ConfigError(f"--out {path}: cannot be written: {error.strerror}") from error
 
 
-def _print_line(output: Console, line: str) -> None:
-    output.print(line, soft_wrap=True, highlight=False, markup=False)
-
-
 def _print_demo(batch: RolloutBatch, output: Console) -> None:
     """A table of the groups, one transcript, and how many trajectories solved their sum."""
     from rollout.demo import is_solved
@@ -222,23 +212,36 @@ def _print_demo(batch: RolloutBatch, output: Console) -> None:
     shown.sort(key=lambda row: (is_solved(row), row.trainable), reverse=True)
     if shown and batch.decode is not None:
         row = shown[0]
-        _print_line(output, f"transcript of {row.uid}, member {row.member}")
+        print_line(output, f"transcript of {row.uid}, member {row.member}")
         print_transcript(output, row.transcript, batch.decode)
         output.print()
     solved = sum(map(is_solved, batch.trajectories))
     share = f" ({solved / len(batch):.0%})" if len(batch) else ""
-    _print_line(
-        output, f"{'solved':<10}{solved} of {len(batch)}{share}, by a right call and answer"
-    )
+    print_line(output, f"{'solved':<10}{solved} of {len(batch)}{share}, by a right call and answer")
 
 
-def _print_summary(result: JobResult, job: Job, output: Console) -> None:
+def _finished(result: JobResult, job: Job, output: Console, errors: Console) -> int:
+    """Say what became of a job; its exit code."""
+    from rollout.batch.storage import TRAJECTORIES
     from rollout.observe.summary import summary_lines
 
-    if result.batch is None:
-        return
-    for line in summary_lines(result.batch, result.seconds, job.directory):
-        _print_line(output, line)
+    if result.batch is not None:
+        kept = [TRAJECTORIES] if result.appended else []
+        files = None if result.fault is None else kept
+        for line in summary_lines(result.batch, result.seconds, job.directory, files):
+            print_line(output, line)
+    if result.fault is not None:
+        return _tell(errors, _loss(result, job.directory / TRAJECTORIES), NOT_SAVED)
+    return _exit_code(result, errors)
+
+
+def _loss(result: JobResult, path: Path) -> str:
+    """What could not be saved, and what there is in its place."""
+    assert result.batch is not None
+    ended = count(len(result.batch.trajectories), "trajectory")
+    kept = f"kept is {path} with {result.appended:,} of {ended}, as they ended; "
+    hint = "rollout.batch.load_trajectories reads it"
+    return f"{result.fault}\n  {kept + hint if result.appended else f'none of {ended} is saved'}"
 
 
 def _exit_code(result: JobResult, errors: Console) -> int:
@@ -256,9 +259,12 @@ def _exit_code(result: JobResult, errors: Console) -> int:
 def _interruption(result: JobResult) -> str:
     if result.batch is None:
         return "interrupted before a trajectory had started; nothing is saved"
-    ended = sum(row.reason != INTERRUPTED for row in result.batch.samples)
+    rows = result.batch.trajectories
+    ended = sum(row.reason != INTERRUPTED for row in rows)
     lost = f"; {result.lost} more had no time to end and are lost" if result.lost else ""
+    if ended == len(rows):
+        return f"interrupted: all {len(rows)} saved trajectories had ended by themselves{lost}"
     return (
-        f"interrupted: {ended} of {len(result.batch)} saved trajectories had ended by themselves, "
+        f"interrupted: {ended} of {len(rows)} saved trajectories had ended by themselves, "
         f"the others are saved as far as they had come{lost}"
     )

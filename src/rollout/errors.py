@@ -22,6 +22,9 @@ class RolloutError(Exception):
 
     partial: RolloutBatch | None = None
 
+    def __init__(self, *args: object) -> None:  # a signature, which `Exception` has none of
+        super().__init__(*args)
+
 
 class ConfigError(RolloutError):
     """A configuration is wrong; every fault is listed, each with path, value and expectation."""
@@ -32,7 +35,7 @@ class ConfigError(RolloutError):
 
 
 class PromptError(RolloutError):
-    """The prompts of a call are unusable as a whole: unreadable file, wrong types, equal uids."""
+    """The arguments of a call are unusable: unreadable file, wrong types, equal uids, no step."""
 
 
 class EngineError(RolloutError):

@@ -21,6 +21,7 @@ from rollout.observe.summary import count
 from rollout.opening import open_rollout
 from rollout.scheduling.rewards import RewardFunction
 from rollout.scopes import open_task_group
+from rollout.trajectory_saving import appending
 from rollout.types import Prompt
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from rollout.batch import RolloutBatch
+    from rollout.batch.trajectory_file import TrajectoryFile
     from rollout.runtime import RolloutRuntime, RuntimeStatistics
 
 #: From a signal to giving up on trajectories that have not ended by themselves: rewards that are
@@ -55,28 +57,34 @@ class JobResult(NamedTuple):
     """What became of it.
 
     Attributes:
-        batch: What was saved; None where a signal came before the engines served.
+        batch: What there was; None where a signal came before the engines served.
         lost: Trajectories that had not ended when there was no more time for them.
         seconds: From the call of `generate` to its end.
-        signal: The signal that ended it before everything was saved.
+        signal: The signal that ended it.
+        appended: Lines in ``trajectories.jsonl``, written as trajectories ended.
+        fault: Why the batch could not be saved; those lines are all that is on disk then.
     """
 
     batch: RolloutBatch | None
     lost: int
     seconds: float
     signal: signal.Signals | None
+    appended: int
+    fault: RolloutError | None
 
 
 async def run_job(job: Job, console: Console) -> JobResult:
     """Run the job and save its batch; progress goes to `console`.
+
+    Each trajectory is appended to ``trajectories.jsonl`` as it ends, so that what has ended is on
+    disk whatever happens; saving the batch puts the rows of all files in the order of the prompts.
 
     SIGINT and SIGTERM belong to it meanwhile. The first one cancels what has not ended and saves
     everything; where that takes longer than `GRACE_S`, or at a second signal, what has ended is
     saved. While engines start, nothing has been admitted and nothing is saved.
 
     Raises:
-        RolloutError: As `open_rollout` and `RolloutRuntime.generate`; or the directory cannot be
-            written.
+        RolloutError: As `open_rollout` and `RolloutRuntime.generate`.
     """
     threads = WorkerThreads(max_threads=2, max_abandoned=1)
     run = _Run(job, threads)
@@ -116,12 +124,16 @@ class _Run:
         self.batch: RolloutBatch | None = None
         self.seconds = 0.0
         self.signal: signal.Signals | None = None
+        self.fault: RolloutError | None = None
+        self.file: TrajectoryFile | None = None
 
     def result(self) -> JobResult:
         """What became of the job, once its tasks have ended."""
         statistics = self.statistics()
-        lost = statistics.admitted - len(self.batch or ()) if statistics is not None else 0
-        return JobResult(self.batch, lost, self.seconds, self.signal)
+        kept = 0 if self.batch is None else len(self.batch.trajectories)
+        lost = 0 if statistics is None else statistics.admitted - kept
+        appended = 0 if self.file is None else self.file.count
+        return JobResult(self.batch, lost, self.seconds, self.signal, appended, self.fault)
 
     def statistics(self) -> RuntimeStatistics | None:
         """The runtime's, once it has something to do."""
@@ -154,17 +166,21 @@ class _Run:
         self._has_begun = True
         job = self._job
         began = anyio.current_time()
-        try:
-            self.batch = await self.runtime.generate(
-                job.prompts, step=job.step, validate=job.validate
-            )
-        except RolloutError as error:
-            if error.partial is None:
-                raise
-            self.batch = error.partial
-        self.seconds = anyio.current_time() - began
+        async with appending(self.runtime, job.directory, self._threads) as self.file:
+            try:
+                self.batch = await self.runtime.generate(
+                    job.prompts, step=job.step, validate=job.validate
+                )
+            except RolloutError as error:
+                if error.partial is None:
+                    raise
+                self.batch = error.partial
+            self.seconds = anyio.current_time() - began
         with anyio.CancelScope(shield=True):
-            await self._threads.run("save", self.batch.save, job.directory)
+            try:
+                await self._threads.run("save", self.batch.save, job.directory)
+            except RolloutError as error:
+                self.fault = error
         self.saved.set()
         self.leave.set()
 
@@ -172,8 +188,7 @@ class _Run:
         """End the job at a signal; once it does, further signals change nothing."""
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             task_status.started()
-            received = await anext(signals)
-            self.signal = None if self.saved.is_set() else received
+            self.signal = await anext(signals)
             if self.runtime is None:
                 self.starting.cancel()
             else:

@@ -17,6 +17,7 @@ from rollout.heap import frozen_heap
 from rollout.interactions import InteractionRegistry
 from rollout.observe.tally import Tally
 from rollout.runtime import SLEEP_BETWEEN_BATCHES_LEVEL, RolloutRuntime
+from rollout.scheduling.reward_signatures import check_reward, of_trajectory
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory import TrajectoryRunner
 from rollout.scopes import OneTask, open_task_group
@@ -42,11 +43,14 @@ def open_rollout(
         tools: Tools offered to the model beside those of ``tools.builtin``: `Tool` objects,
             functions, which become one, or async context managers that have a list of tools, such
             as `connect_mcp`, opened and closed with the runtime.
-        reward: ``reward(trajectory) -> float | Reward``, sync (runs in a thread) or async.
+        reward: ``reward(trajectory) -> float | Reward``, or verl's ``compute_score(data_source,
+            solution_str, ground_truth, extra_info)``, told by its parameters' names; sync (runs in
+            a thread) or async. A mapping with a ``score`` is a reward too.
         interactions: Factories of simulated users, found by their names.
 
     Raises:
-        ConfigError: The agent, the tool format or an interaction of the configuration is unknown.
+        ConfigError: The agent, the tool format or an interaction of the configuration is unknown,
+            or the reward function cannot be called like that.
         ToolError: A tool is defined wrongly or cannot run here, or two share a name.
         EngineError: An engine did not start, or does not fit the tokenizer.
         RolloutError: It is left in another task than it was entered in; nothing has happened then.
@@ -63,6 +67,8 @@ async def _open(
 ) -> AsyncIterator[RolloutRuntime]:
     if not isinstance(config, RolloutConfig):
         raise ConfigError(f"config: expected a RolloutConfig, got {type(config).__name__}")
+    if reward is not None:
+        check_reward(reward)
     registry = InteractionRegistry(interactions)
     parser = tool_parser(config, registry)
     builtin = await builtin_tools(config.tools)
@@ -113,7 +119,7 @@ async def _open_runtime(
                 )
                 runner = TrajectoryRunner(
                     services=services,
-                    reward=reward,
+                    reward=None if reward is None else of_trajectory(reward, template.tokenizer),
                     tokens=TokenizationCheck(
                         config.agent.tokenization_check, config.agent.tokenization_ignore
                     ),

@@ -19,13 +19,15 @@ from rollout.limits import Deadline
 from rollout.observe.loop_lag import LoopLag
 from rollout.scheduling.admission import Admission
 from rollout.scheduling.batch_run import BatchRun
+from rollout.scheduling.call_arguments import check_call, check_target
+from rollout.scheduling.prompt_names import check_names
 from rollout.scheduling.prompts import check_prompts, members_of
 from rollout.scheduling.streamed_run import StreamedRun
 from rollout.scopes import open_task_group
 from rollout.seeds import fresh_seed
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
     from anyio.abc import TaskGroup
     from anyio.streams.memory import MemoryObjectReceiveStream
@@ -96,6 +98,9 @@ class RolloutRuntime:
     Attributes:
         config: What it was opened with.
         admission: `pause` and `resume` hold back trajectories that have not started.
+        on_trajectory: Called on the loop with each trajectory of `generate` as it ends, in the
+            order in which they do; None calls nothing. It must return at once; what it raises is
+            logged.
     """
 
     def __init__(
@@ -118,6 +123,7 @@ class RolloutRuntime:
         self._idle = anyio.Event()
         self._is_closing = False
         self._batches = 0
+        self.on_trajectory: Callable[[Trajectory], object] | None = None
 
     @property
     def template(self) -> ChatTemplate:
@@ -178,11 +184,11 @@ class RolloutRuntime:
 
         Args:
             prompts: What the groups start from.
-            step: The trainer's step: part of every seed. None counts the calls.
+            step: The trainer's step, 0 … 2**63 - 1: part of every seed. None counts the calls.
             validate: Sample as `validation_sampling` says.
 
         Raises:
-            PromptError: The prompts are unusable; nothing has been started.
+            PromptError: The prompts or another argument are unusable; nothing has been started.
             LimitExceeded: More members failed than `scheduling.max_failures` allows, or
                 `scheduling.on_deadline` is "raise" and the time is over.
             RolloutError: The runtime was closed meanwhile.
@@ -194,6 +200,7 @@ class RolloutRuntime:
 
         async def keep(row: int, trajectory: Trajectory) -> None:
             rows[row] = trajectory
+            self._tell(trajectory)
 
         with self._lag.window() as window:
             try:
@@ -215,7 +222,7 @@ class RolloutRuntime:
         by hand and dropped, it ends its trajectories, and leaving `open_rollout` says so.
 
         Raises:
-            PromptError: The prompts are unusable; nothing has been started.
+            PromptError: The prompts or another argument are unusable; nothing has been started.
             LimitExceeded: As `generate`, at the end of the block, when all have been received.
             RolloutError: The runtime was closed meanwhile.
 
@@ -256,7 +263,11 @@ class RolloutRuntime:
 
         Returns:
             How many were cancelled.
+
+        Raises:
+            PromptError: An argument is none; nothing has been cancelled.
         """
+        check_target(uid, member, reason)
         return sum(run.cancel(uid, member, reason) for run in self._calls)
 
     def statistics(self) -> RuntimeStatistics:
@@ -282,10 +293,14 @@ class RolloutRuntime:
     def _new_run(self, prompts: Sequence[Prompt], step: int | None, validate: bool) -> BatchRun:
         if self._is_closing:
             raise RolloutError("the runtime is closed")
+        step = check_call(step, validate)
+        prompts = check_prompts(prompts)
+        services = self._runner.services
+        check_names(prompts, self.config.agent, services.tools.names, services.interactions)
         deadline = Deadline.after(self.config.limits.batch_s, "limits.batch_s")
         scheduling = self.config.scheduling
         members = members_of(
-            check_prompts(prompts),
+            prompts,
             samples=(
                 scheduling.validation_samples_per_prompt
                 if validate
@@ -303,6 +318,14 @@ class RolloutRuntime:
             config=scheduling,
             tally=self._tally,
         )
+
+    def _tell(self, trajectory: Trajectory) -> None:
+        if self.on_trajectory is None:
+            return
+        try:
+            self.on_trajectory(trajectory)
+        except Exception:
+            logger.exception("on_trajectory raised at %s/%s", trajectory.uid, trajectory.member)
 
     @asynccontextmanager
     async def _awake(self) -> AsyncIterator[None]:

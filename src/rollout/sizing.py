@@ -1,6 +1,7 @@
 """What a model asks of GPUs and memory: the arithmetic that ``rollout check`` shows.
 
-Looks at files that are here already, the hub's cache included; loads nothing, asks no network.
+Looks at files that are here already, the hub's cache included, and at the figures of public models
+that `model_facts` has; loads nothing, asks no network.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from rollout.config import RayPlacement, SGLangEngine, TransformersEngine
+from rollout.config import RayPlacement, SGLangEngine, SimulatedEngine, TransformersEngine
 from rollout.engine.model_files import EMBEDDED_PREFIX, converted_directory
+from rollout.model_facts import ModelFacts, published_facts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 GIB = 2**30
 #: A common size of a GPU's memory, for the example: 80 GB.
 EXAMPLE_GPU = 80 * 10**9
+#: Tokens of a context that SGLang keeps to itself.
+SGLANG_KEEPS = 6
 _BYTES_OF = {"float32": 4, "float16": 2, "bfloat16": 2}
 #: By the names of safetensors.
 _BYTES_STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
@@ -29,19 +33,32 @@ _BYTES_STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
 
 @attrs.frozen
 class ModelSize:
-    """A model's figures.
+    """A model's figures, as an engine holds it.
 
     Attributes:
-        parameters: Of all tensors; None where their files are not here.
-        bytes_each: Of a parameter, as the engine holds it.
-        kv_bytes: Of one token in the KV cache, over all layers.
-        kv_text: How those come about.
+        facts: Of its files.
+        bytes_each: Of a parameter.
+        origin: Where the figures come from, for people; empty: from its files.
     """
 
-    parameters: int | None
+    facts: ModelFacts
     bytes_each: int
-    kv_bytes: int
-    kv_text: str
+    origin: str = ""
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token in the KV cache, over all layers."""
+        facts = self.facts
+        return 2 * facts.layers * facts.kv_heads * facts.head_width * self.bytes_each
+
+    @property
+    def kv_text(self) -> str:
+        """How those come about."""
+        facts = self.facts
+        return (
+            f"2 × {facts.layers} layers × {facts.kv_heads} heads × {facts.head_width} × "
+            f"{self.bytes_each} bytes"
+        )
 
 
 def sizing_lines(config: RolloutConfig) -> list[tuple[str, str]]:
@@ -75,15 +92,15 @@ def _memory_lines(config: RolloutConfig) -> Iterator[tuple[str, str]]:
         yield "memory", "unknown: the model's files are not on this machine"
         return
     shards = engine.tensor_parallel if isinstance(engine, SGLangEngine) else 1
-    weights = 0
-    if found.parameters is not None:
-        weights = found.parameters * found.bytes_each // shards
+    weights, parameters = 0, found.facts.parameters
+    if parameters is not None:
+        weights = parameters * found.bytes_each // shards
         split = f" ÷ {shards} GPUs" if shards > 1 else ""
         yield (
             "weights",
             (
-                f"{found.parameters / 1e9:.3g} billion × {found.bytes_each} bytes{split} = "
-                f"{_gib(weights)} for each replica{' and GPU' if split else ''}"
+                f"{parameters / 1e9:.3g} billion × {found.bytes_each} bytes{split} = "
+                f"{_gib(weights)} for each replica{' and GPU' if split else ''}{found.origin}"
             ),
         )
     tokens = config.lengths.prompt + config.lengths.response
@@ -112,27 +129,48 @@ def _memory_lines(config: RolloutConfig) -> Iterator[tuple[str, str]]:
 
 
 def model_size(config: RolloutConfig) -> ModelSize | None:
-    """The figures of a configuration's model; None where its files are not on this machine."""
-    files = _files_of(config.model.path, config.model.revision)
+    """The figures of a configuration's model; None where nobody here knows them."""
+    facts, origin = _facts_in(_files_of(config.model.path, config.model.revision)), ""
+    if facts is None:
+        facts, origin = published_facts(config.model.path), ", by its published figures"
+    if facts is None:
+        return None
+    dtype = getattr(config.engine, "dtype", "auto")
+    dtype = facts.dtype if dtype == "auto" else dtype
+    return ModelSize(facts, _BYTES_OF.get(dtype.removeprefix("torch."), 2), origin)
+
+
+def context_tokens(config: RolloutConfig) -> int | None:
+    """Tokens of prompt and response that an engine has room for; None where nobody here knows."""
+    engine = config.engine
+    if isinstance(engine, SimulatedEngine):
+        from rollout.testing.options import parse_scenario  # its defaults are its own
+
+        return parse_scenario(engine.scenario).capacity.context_length
+    if not isinstance(engine, SGLangEngine | TransformersEngine):
+        return None
+    size = model_size(config)
+    lengths = [engine.context_length, None if size is None else size.facts.context]
+    known = [length for length in lengths if length is not None]
+    kept = SGLANG_KEEPS if isinstance(engine, SGLangEngine) else 0
+    return min(known) - kept if known else None
+
+
+def _facts_in(files: Path | None) -> ModelFacts | None:
     if files is None:
         return None
     try:
         facts = json.loads((files / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    facts = facts.get("text_config", facts)
-    dtype = getattr(config.engine, "dtype", "auto")
-    if dtype == "auto":
-        dtype = str(facts.get("dtype") or facts.get("torch_dtype") or "bfloat16")
-    size = _BYTES_OF.get(dtype.removeprefix("torch."), 2)
-    try:
+        facts = facts.get("text_config", facts)
         layers, heads = int(facts["num_hidden_layers"]), int(facts["num_attention_heads"])
         kv_heads = int(facts.get("num_key_value_heads") or heads)
         width = int(facts.get("head_dim") or facts["hidden_size"] // heads)
-    except (LookupError, TypeError):
+        context = facts.get("max_position_embeddings")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
-    text = f"2 × {layers} layers × {kv_heads} heads × {width} × {size} bytes"
-    return ModelSize(_parameters(files), size, 2 * layers * kv_heads * width * size, text)
+    dtype = str(facts.get("dtype") or facts.get("torch_dtype") or "bfloat16")
+    longest = context if isinstance(context, int) else None
+    return ModelFacts(_parameters(files), layers, kv_heads, width, longest, dtype)
 
 
 def _files_of(path: str, revision: str | None) -> Path | None:

@@ -9,12 +9,17 @@ from __future__ import annotations
 import enum
 import traceback as traceback_module
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NewType
 
 import msgspec
 
 if TYPE_CHECKING:
-    from rollout.chat.transcript import Transcript  # noqa: TC004  (a floor above; never decoded)
+    from rollout.chat.transcript import Transcript
+else:
+    # Of a floor above, and NumPy may be missing here. `help` and `inspect.signature` read the
+    # annotation all the same; nothing decodes it.
+    Transcript = NewType("Transcript", object)
+    Transcript.__module__ = "rollout.chat.transcript"
 
 #: A trajectory's cause keeps this many characters of traceback: enough for the frames that matter.
 MAX_TRACEBACK_CHARACTERS = 2000

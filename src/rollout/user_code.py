@@ -11,6 +11,7 @@ import attrs
 
 from rollout.errors import ConfigError
 from rollout.interactions import Interaction
+from rollout.scheduling.reward_signatures import check_reward
 from rollout.tools.loading import tools_of
 from rollout.tools.shipped import is_shipped, shipped_tools
 from rollout.user_files import UserCodeError, import_module, make_importable, run_file
@@ -67,7 +68,7 @@ class UserCode:
         """The function behind ``path.py:function`` or ``package.module:function``.
 
         Raises:
-            ConfigError: There is none, or it cannot be called.
+            ConfigError: There is none, or it cannot be called with a trajectory.
         """
         option = f"--reward {reference}"
         source, _, name = reference.rpartition(":")
@@ -79,6 +80,7 @@ class UserCode:
         if not callable(function):
             what = "no such function" if function is None else f"{name} cannot be called"
             raise ConfigError(f"{option}: {what} in {source}")
+        check_reward(function, option)
         reward: RewardFunction = function
         return reward
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rollout.agents.identity import RejectedPrompt
 from rollout.errors import LimitExceeded
 from rollout.types import Outcome
 
@@ -20,6 +21,20 @@ def length_error(source: str, what: str) -> LimitExceeded:
         reason=source.rpartition(".")[2],
         outcome=Outcome.LENGTH,
     )
+
+
+def longest_prompt(lengths: LengthsConfig, context_length: int) -> int:
+    """Most tokens of a prompt that can be answered."""
+    return min(lengths.prompt, context_length - 1)
+
+
+def prompt_fault(count: str, lengths: LengthsConfig, context_length: int) -> RejectedPrompt:
+    """Why a prompt of so many tokens, more than `longest_prompt`, cannot be run."""
+    if lengths.prompt < context_length:
+        text = f"the prompt has {count} tokens; lengths.prompt = {lengths.prompt}"
+        return RejectedPrompt("prompt_length", text)
+    text = f"the prompt has {count} tokens; the engine's context of {context_length} leaves no room"
+    return RejectedPrompt("context_length", text)
 
 
 def remaining(

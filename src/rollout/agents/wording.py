@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rollout.agents.budget import length_error, remaining
+from rollout.agents.budget import length_error, longest_prompt, prompt_fault, remaining
 from rollout.agents.identity import RejectedPrompt
 from rollout.agents.long_texts import LONG_TOKENS, is_long
 from rollout.chat.messages import as_messages
@@ -42,20 +42,21 @@ class Wording:
         """The prompt's ids and messages.
 
         Raises:
-            RejectedPrompt: They cannot be rendered, or are more than `lengths.prompt`.
+            RejectedPrompt: They cannot be rendered, or are more than fits.
         """
-        longest = self._services.config.lengths.prompt
+        lengths, context = self._services.config.lengths, self._services.engines.info.context_length
+        longest = longest_prompt(lengths, context)
         try:
             ids, plain = await self._services.texts.run(
                 is_long(messages, self._services.texts.prompt_room),
                 *(self._prompt, messages, longest),
             )
         except TooManyTokens as error:
-            raise _too_long(f"at least {error.least}", longest) from None
+            raise prompt_fault(f"at least {error.least}", lengths, context) from None
         except TemplateError as error:
             raise RejectedPrompt("bad_message", str(error)) from error
         if len(ids) > longest:
-            raise _too_long(str(len(ids)), longest)
+            raise prompt_fault(str(len(ids)), lengths, context)
         return ids, plain
 
     async def observation(
@@ -143,11 +144,6 @@ class Wording:
         if len(ids) >= most:
             raise _no_room(source, str(len(ids)))
         return ids, as_messages(messages)
-
-
-def _too_long(count: str, longest: int) -> RejectedPrompt:
-    text = f"the prompt has {count} tokens; lengths.prompt = {longest}"
-    return RejectedPrompt("prompt_length", text)
 
 
 def _no_room(source: str, count: str) -> LimitExceeded:

@@ -2,5 +2,6 @@
 
 from rollout.batch.collate import collate
 from rollout.batch.rollout_batch import RolloutBatch, Sample
+from rollout.batch.storage import load_trajectories
 
-__all__ = ["RolloutBatch", "Sample", "collate"]
+__all__ = ["RolloutBatch", "Sample", "collate", "load_trajectories"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -86,8 +87,7 @@ def collate(
         tensors = _packed([_Row(trajectory, own, lengths) for trajectory, own in pairs])
     else:
         raise ValueError(f"layout must be 'padded' or 'packed', not {layout!r}")
-    trainable = [trajectory.trainable for trajectory, _ in pairs]
-    tensors["trainable"] = torch.tensor(trainable, dtype=torch.bool)
+    tensors |= _of_rows([trajectory for trajectory, _ in pairs])
     return RolloutBatch(
         tensors=TensorDict(tensors, batch_size=[len(pairs)]),
         samples=[_sample(at, trajectory) for at, (trajectory, _) in enumerate(pairs)],
@@ -95,6 +95,16 @@ def collate(
         trajectories=list(trajectories),
         decode=decode,
     )
+
+
+def _of_rows(rows: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
+    """What has one value for each row, (B,)."""
+    rewards = [math.nan if row.reward is None else row.reward for row in rows]
+    return {
+        "trainable": torch.tensor([row.trainable for row in rows], dtype=torch.bool),
+        "rewards": torch.tensor(rewards, dtype=torch.float32),
+        "groups": torch.tensor([row.group for row in rows], dtype=torch.int64),
+    }
 
 
 def _padded(

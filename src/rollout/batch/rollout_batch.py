@@ -45,7 +45,8 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
             ``responses`` (B, R) int64, right-padded; ``response_mask`` (B, R) int64, 1 exactly
             on generated ids; ``input_ids``, ``attention_mask``, ``position_ids`` (B, P+R) int64;
             ``rollout_log_probs`` (B, R) float32, 0.0 off the mask; ``weight_versions`` (B, R)
-            int32, -1 off the mask; ``trainable`` (B,) bool.
+            int32, -1 off the mask; ``trainable`` (B,) bool; ``rewards`` (B,) float32, NaN where
+            unknown; ``groups`` (B,) int64, the position of the row's prompt in the call.
         samples: One record for each row.
         metrics: Figures by name; one that is unknown is absent.
         trajectories: The trajectories with their transcripts, in the order of the rows; one that
@@ -84,7 +85,9 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
         nested lists); one that JSON cannot hold is kept as its ``repr`` and logged.
 
         Raises:
-            RolloutError: The directory cannot be written; names the file.
+            RolloutError: The directory cannot be written; names the file, and where room lacks,
+                what is needed and what there is. Nothing is left of the attempt: make room and
+                call it again.
         """
         from rollout.batch.storage import write_batch
 

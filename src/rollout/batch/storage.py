@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
-import tempfile
+import logging
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tensordict import TensorDict
 
+from rollout.batch.disk import NewFiles, unwritable
 from rollout.batch.records import (
     Number,
     number,
@@ -26,7 +27,11 @@ from rollout.batch.rollout_batch import RolloutBatch
 from rollout.errors import RolloutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterator
+
+    from rollout.types import Trajectory
+
+logger = logging.getLogger("rollout.batch")
 
 TENSORS = "tensors.safetensors"
 SAMPLES = "samples.jsonl"
@@ -61,47 +66,56 @@ class _Meta(msgspec.Struct, kw_only=True):
 def write_batch(directory: Path, batch: RolloutBatch) -> None:
     """See `RolloutBatch.save`."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".saving-", dir=directory))
-        try:
-            _write_files(scratch, batch)
-            for name in (*FILES, META):
-                (scratch / name).replace(directory / name)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        with NewFiles(directory) as files:
+            _write_files(files, batch)
     except OSError as error:
-        raise RolloutError(f"{error.filename or directory} cannot be written: {error}") from error
+        raise unwritable(directory, error, files.needed) from error
+    if files.failure is not None:  # said now that what stood aside takes up no room
+        path, failure = files.failure
+        raise unwritable(path, failure, files.needed) from failure
 
 
 def read_batch(directory: Path) -> RolloutBatch:
     """See `RolloutBatch.load`."""
-    meta = _read_meta(directory / META)
-    for name in FILES:
-        _check_file(directory / name, meta.files[name])
-    metrics = _decoded(directory / METRICS, dict[str, Number])
-    return RolloutBatch(
-        tensors=_read_tensors(directory / TENSORS, meta),
-        samples=_read_lines(directory / SAMPLES, sample_from_line),
-        metrics={name: float(value) for name, value in metrics.items()},
-        trajectories=_read_lines(directory / TRAJECTORIES, trajectory_from_line),
+    with _reading(directory):
+        meta = _read_meta(directory / META)
+        for name in FILES:
+            _check_file(directory / name, meta.files[name])
+        metrics = _decoded(directory / METRICS, dict[str, Number])
+        return RolloutBatch(
+            tensors=_read_tensors(directory / TENSORS, meta),
+            samples=_read_lines(directory / SAMPLES, sample_from_line),
+            metrics={name: float(value) for name, value in metrics.items()},
+            trajectories=_read_lines(directory / TRAJECTORIES, trajectory_from_line),
+        )
+
+
+def _write_files(files: NewFiles, batch: RolloutBatch) -> None:
+    entries, jagged = _entries(batch.tensors)
+    files.write_tensors(TENSORS, entries)
+    files.write(SAMPLES, (sample_line(sample) + b"\n" for sample in batch.samples))
+    files.write(
+        TRAJECTORIES,
+        (trajectory_line(row, batch.decode) + b"\n" for row in batch.trajectories),
     )
-
-
-def _write_files(scratch: Path, batch: RolloutBatch) -> None:
-    jagged = _write_tensors(scratch / TENSORS, batch.tensors)
-    _write_lines(scratch / SAMPLES, map(sample_line, batch.samples))
-    lines = (trajectory_line(trajectory, batch.decode) for trajectory in batch.trajectories)
-    _write_lines(scratch / TRAJECTORIES, lines)
     metrics = {name: number(value) for name, value in batch.metrics.items()}
-    (scratch / METRICS).write_bytes(msgspec.json.format(msgspec.json.encode(metrics)))
-    files = {name: _file(scratch / name) for name in FILES}
-    meta = _Meta(format=FORMAT, rows=len(batch), jagged=jagged, files=files)
-    (scratch / META).write_bytes(msgspec.json.format(msgspec.json.encode(meta)))
+    files.write(METRICS, [_formatted(metrics)])
+    if files.failure is None:
+        listed = {name: _file(files.aside(name)) for name in FILES}
+        meta = _Meta(format=FORMAT, rows=len(batch), jagged=jagged, files=listed)
+        files.write(META, [_formatted(meta)])
+    if files.failure is None:
+        files.put_in_place((*FILES, META))
 
 
-def _write_tensors(path: Path, tensors: TensorDict) -> list[str]:
-    """Write every tensor; return the keys of jagged ones."""
-    entries, jagged = {}, []
+def _formatted(value: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value))
+
+
+def _entries(tensors: TensorDict) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """What the file of tensors holds, by name; and the keys of jagged ones."""
+    entries: dict[str, torch.Tensor] = {}
+    jagged: list[str] = []
     for key, value in tensors.items():
         if not isinstance(key, str) or not isinstance(value, torch.Tensor):
             raise RolloutError(f"tensors[{key!r}] cannot be saved: expected a flat dict of tensors")
@@ -111,11 +125,7 @@ def _write_tensors(path: Path, tensors: TensorDict) -> list[str]:
             entries[key + OFFSETS] = value.offsets()  # type: ignore[attr-defined]
         else:
             entries[key] = value
-    # Cloned, because safetensors refuses tensors that share memory.
-    save_file(
-        {key: value.detach().cpu().contiguous().clone() for key, value in entries.items()}, path
-    )
-    return jagged
+    return entries, jagged
 
 
 def _read_tensors(path: Path, meta: _Meta) -> TensorDict:
@@ -132,26 +142,49 @@ def _read_tensors(path: Path, meta: _Meta) -> TensorDict:
         raise RolloutError(f"{path} cannot be read as tensors: {error}") from error
 
 
-def _write_lines(path: Path, lines: Iterable[bytes]) -> None:
-    with path.open("wb") as file:
-        file.writelines(line + b"\n" for line in lines)
+def load_trajectories(path: Path | str) -> list[Trajectory]:
+    """The trajectories of a ``trajectories.jsonl``, also where no batch was saved in the end.
+
+    In the order of the file: that of the rows where `RolloutBatch.save` wrote it, that of their
+    ends where ``rollout run`` did not come to that. In the order of (group, member) `collate`
+    makes a batch of them. A last line that was cut short is left out, with a warning.
+
+    Raises:
+        RolloutError: The file cannot be read, or a line describes no trajectory; names it.
+    """
+    path = Path(path)
+    with _reading(path):
+        return _read_lines(path, trajectory_from_line, may_be_cut=True)
 
 
-def _read_lines(path: Path, read: Callable[[bytes], T]) -> list[T]:
+def _read_lines(path: Path, read: Callable[[bytes], T], *, may_be_cut: bool = False) -> list[T]:
     rows = []
     with path.open("rb") as file:
         for at, line in enumerate(file, start=1):
             try:
                 rows.append(read(line))
             except (msgspec.MsgspecError, ValueError, OverflowError) as error:
+                if may_be_cut and not line.endswith(b"\n"):
+                    logger.warning("%s, line %d was cut short and is left out", path, at)
+                    break
                 raise RolloutError(f"{path}, line {at}: {error}") from error
     return rows
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RolloutError(f"{error.filename or path} cannot be read: {error.strerror}") from error
+
+
 def _read_meta(path: Path) -> _Meta:
     if not path.is_file():
+        rest = path.with_name(TRAJECTORIES)
+        hint = f"; rollout.batch.load_trajectories reads {rest}" if rest.is_file() else ""
         raise RolloutError(
-            f"{path} does not exist; expected a directory that RolloutBatch.save wrote"
+            f"{path} does not exist; expected a directory that RolloutBatch.save wrote{hint}"
         )
     version = _decoded(path, dict[str, msgspec.Raw]).get("format")
     if version is None or bytes(version) != str(FORMAT).encode():

@@ -11,6 +11,7 @@ from rollout.config.engines import (
     TransformersEngine,
 )
 from rollout.config.explain import describe_config
+from rollout.config.limits import LimitsConfig
 from rollout.config.loading import load_config
 from rollout.config.placements import (
     InProcessPlacement,
@@ -18,16 +19,15 @@ from rollout.config.placements import (
     PlacementConfig,
     RayPlacement,
 )
+from rollout.config.sampling import SamplingConfig
 from rollout.config.sections import (
     EMBEDDED_MODEL,
     AgentConfig,
     LengthsConfig,
-    LimitsConfig,
     ModelConfig,
     RecoveryConfig,
     RolloutConfig,
     RouterConfig,
-    SamplingConfig,
     SchedulingConfig,
     ToolsConfig,
 )

@@ -31,6 +31,7 @@ class SectionType(type):
     def __call__(cls, /, *args: Any, **values: Any) -> Any:
         fields = annotations_of(cls).keys()
         derived: Mapping[str, Any] = getattr(cls, "derived_defaults")(values)  # noqa: B009
+        given = frozenset(values)
         values = {**derived, **values}
         faults = [unknown_key(cls, key, values[key]) for key in values if key not in fields]
         kept: dict[str, Any] = {}
@@ -40,7 +41,9 @@ class SectionType(type):
             if found:
                 faulty.add(name)
                 faults += (fault.below(name) for fault in found)
-        section = super().__call__(*args, **kept)
+        settled: Mapping[str, Any] = getattr(cls, "settled")(kept)  # noqa: B009
+        section = super().__call__(*args, **{**kept, **settled})
+        object.__setattr__(section, "_given", given)
         faults += section.relation_faults(fields - faulty)
         return _settle(section, faults) if faults else section
 
@@ -48,7 +51,7 @@ class SectionType(type):
 class Section(metaclass=SectionType):
     """Base of the attrs classes that make up a configuration."""
 
-    __slots__ = ("_faults",)
+    __slots__ = ("_faults", "_given")
 
     #: Path of the section in the configuration; empty for the whole.
     section: ClassVar[str] = ""
@@ -56,6 +59,11 @@ class Section(metaclass=SectionType):
     @classmethod
     def derived_defaults(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Defaults that follow from what was given, for fields that were not."""
+        return {}
+
+    @classmethod
+    def settled(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Fields that are completed from others; `values` are judged, and may be faults."""
         return {}
 
     def relation_faults(self, sound: Collection[str]) -> Iterable[Fault]:
@@ -109,6 +117,13 @@ def is_section(annotation: Any) -> bool:
 def faults_of(section: Section) -> tuple[Fault, ...]:
     """The faults that a section built under `deferred_faults` carries; relative paths."""
     return getattr(section, "_faults", ())
+
+
+def given_fields(section: Section) -> frozenset[str]:
+    """The fields that a section was built with; the others took their defaults."""
+    every = frozenset(annotations_of(type(section)))
+    given: frozenset[str] = getattr(section, "_given", every)  # of a copy, what it shows is given
+    return given & every
 
 
 def _settle(section: Section, faults: list[Fault]) -> Section:

@@ -35,7 +35,9 @@ class ChannelConfig(Section):
     #: PEM files; all three encrypt the connections of engines in other processes. The engine shows
     #: the certificate, read on its machine, and the driver trusts what the authority has signed.
     tls_certificate: Text | None = None
+    #: Of the certificate, and secret; read on the engine's machine.
     tls_key: Text | None = None
+    #: Certificates that the driver trusts to sign those of engines.
     tls_authority: Text | None = None
 
     def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:

@@ -13,6 +13,7 @@ from rollout.config.base import (
     annotations_of,
     deferred_faults,
     gather_faults,
+    given_fields,
     is_section,
 )
 from rollout.config.checks import options_of
@@ -98,9 +99,13 @@ def dump_config(config: RolloutConfig) -> dict[str, Any]:
     """The configuration as plain nested data that JSON can hold; tuples become lists.
 
     Sections with several classes carry their `kind`. Values that follow from others (the
-    `replicas` of `HttpEngine`) are left out. `config_from_dict` gives an equal configuration.
+    `replicas` of `HttpEngine`, what `validation_sampling` has from `sampling`) are left out.
+    `config_from_dict` gives an equal configuration.
     """
     dumped: dict[str, Any] = converter().unstructure(config)
+    given = given_fields(config.validation_sampling)
+    validation = dumped["validation_sampling"]
+    dumped["validation_sampling"] = {key: validation[key] for key in validation if key in given}
     return dumped
 
 

@@ -49,6 +49,7 @@ class TransformersEngine(EngineConfig):
     """The embedded engine: in-flight batching over a transformers model, CPU or GPU."""
 
     kind: ClassVar[str] = "transformers"
+    #: Of weights and computation; "auto" takes the one that the model is stored in.
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
     #: As torch names it: ``cpu``, ``cuda``, ``cuda:1``.
     device: Text = "cpu"
@@ -90,6 +91,7 @@ class SGLangEngine(EngineConfig):
     max_queued: Count = 1024
     #: Prompt plus response, of which SGLang keeps six tokens; None takes the model's own.
     context_length: Count | None = None
+    #: Of weights and computation; "auto" takes the one that the model is stored in.
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     #: Seeds fix the tokens, at some cost in speed; without it SGLang ignores them.
     deterministic: Flag = False

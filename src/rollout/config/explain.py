@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import attrs
 
 from rollout.config.engines import (
@@ -17,13 +19,12 @@ from rollout.config.placements import (
     RayPlacement,
     gpus_of,
 )
-from rollout.config.sections import (
-    LengthsConfig,
-    LimitsConfig,
-    RolloutConfig,
-    SamplingConfig,
-    SchedulingConfig,
-)
+from rollout.config.sampling import SamplingConfig
+from rollout.config.sections import RolloutConfig
+
+if TYPE_CHECKING:
+    from rollout.config.limits import LimitsConfig
+    from rollout.config.sections import LengthsConfig, SchedulingConfig
 
 _LABEL_WIDTH = 12
 
@@ -32,7 +33,7 @@ _LABEL_WIDTH = 12
 _BYTES_IN_PROMPT = 8  # prompts
 _BYTES_IN_RESPONSE = 8 + 8 + 4 + 4  # responses, response_mask, rollout_log_probs, weight_versions
 _BYTES_IN_ROW = 8 + 8 + 8  # input_ids, attention_mask, position_ids
-_BYTES_PER_ROW = 1  # trainable
+_BYTES_PER_ROW = 1 + 4 + 8  # trainable, rewards, groups
 
 
 def describe_config(config: RolloutConfig) -> list[str]:

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from rollout.config.base import given_fields
 from rollout.config.convert import build_config, dump_config
 from rollout.config.faults import Fault, config_error, got, no_hint
+from rollout.config.limits import limits_set
 from rollout.config.modules import config_of_module, read_module, read_python_file
 from rollout.config.overrides import apply_overrides
-from rollout.config.sections import RolloutConfig, limits_set
+from rollout.config.sections import RolloutConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,6 +115,8 @@ def _override(source: _Source, overrides: Sequence[str]) -> tuple[RolloutConfig,
             return source.config, []
         values = dump_config(source.config)
         values["limits"] = limits_set(source.config.limits)
+        if "validation_sampling" not in given_fields(source.config):
+            del values["validation_sampling"]  # as in a file that does not have it
     unwritten = apply_overrides(values, overrides) if isinstance(values, dict) else []
     config, faults = build_config(values)
     return config, [*faults, *unwritten]

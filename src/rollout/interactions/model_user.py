@@ -120,7 +120,7 @@ class _Endpoint:
             import httpx
         except ImportError as error:
             raise ConfigError(
-                f'{label} needs httpx: pip install "rollout[http]" ({error})'
+                f'{label} needs httpx: pip install "rollout-rl[http]" ({error})'
             ) from error
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._httpx = httpx

@@ -28,13 +28,17 @@ def group_table(batch: RolloutBatch, *, is_plain: bool) -> Table:
         is_plain: Leave out lines and colours.
     """
     from rich import box
+    from rich.cells import cell_len
     from rich.table import Table
 
     table = Table(box=None if is_plain else box.SIMPLE_HEAD, pad_edge=False)
-    for column in COLUMNS:
-        table.add_column(column, overflow="fold")
-    for _, members in groupby(batch.trajectories, key=lambda row: row.group):
-        table.add_row(*_cells(list(members)))
+    groups = groupby(batch.trajectories, key=lambda row: row.group)
+    rows = [_cells(list(members)) for _, members in groups]
+    for title, *cells in zip(COLUMNS, *rows, strict=True):
+        longest = max(cell_len(word) for cell in [title, *cells] for word in cell.split())
+        table.add_column(title, overflow="fold", min_width=longest)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

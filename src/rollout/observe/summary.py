@@ -7,6 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from rollout.batch import RolloutBatch
@@ -16,13 +17,16 @@ _LABEL_WIDTH = 10
 MAX_CAUSES = 3
 
 
-def summary_lines(batch: RolloutBatch, seconds: float, directory: Path) -> list[str]:
+def summary_lines(
+    batch: RolloutBatch, seconds: float, directory: Path, files: Sequence[str] | None = None
+) -> list[str]:
     """Lines ``label  text``: rows, outcomes with reasons, tokens, reward, seconds, files.
 
     Args:
         batch: With the trajectories that it was made of.
         seconds: What it took, from its start to its end.
         directory: Where it was saved.
+        files: What of it was; None: all.
     """
     entries = [
         ("rows", _rows(batch, seconds)),
@@ -30,7 +34,7 @@ def summary_lines(batch: RolloutBatch, seconds: float, directory: Path) -> list[
         ("tokens", _tokens(batch, seconds)),
         ("reward", _reward(batch)),
         *(("cause", cause) for cause in _causes(batch)),
-        ("files", _files(directory)),
+        ("files", _files(directory, files)),
     ]
     return [f"{label:<{_LABEL_WIDTH}}{text}" for label, text in entries]
 
@@ -90,10 +94,11 @@ def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0]
 
 
-def _files(directory: Path) -> str:
+def _files(directory: Path, names: Sequence[str] | None) -> str:
     from rollout.batch.storage import FILES, META
 
-    return f"{directory}: {', '.join((*FILES, META))}"
+    names = (*FILES, META) if names is None else names
+    return f"{directory}: {', '.join(names) or 'none'}"
 
 
 def count(number: int, noun: str) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import anyio
 
 from rollout.agents.identity import Ending
 from rollout.errors import LimitExceeded, RolloutError
+from rollout.scheduling.endings import LISTED_CAUSES, BadEndings
 from rollout.scheduling.trajectory import ended_before_start
 from rollout.scopes import leaf_of
 from rollout.types import Outcome, Trajectory
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 #: Reason of trajectories that were cancelled because the runtime was closed.
 CLOSED = "closed"
-#: Causes that the error of an exceeded failure budget lists.
-LISTED_CAUSES = 5
 
 
 class BatchRun:
@@ -54,7 +52,7 @@ class BatchRun:
         self._deadline = deadline
         self._config = config
         self._tally = tally
-        self._causes: Counter[str] = Counter()
+        self._bad = BadEndings()
         self._met_deadline = False
         self._is_closed = False
 
@@ -102,6 +100,7 @@ class BatchRun:
         finally:
             lost = sum(not member.is_finished for member in self.members)
             self._tally.outcomes[Outcome.CANCELLED] += lost
+            self._bad.log()
         error = error or self._verdict()
         if error is not None:
             raise error
@@ -148,19 +147,13 @@ class BatchRun:
             self._met_deadline = True
             if self._config.on_deadline == "drop":
                 trajectory.trainable = False
-        if trajectory.outcome is Outcome.FAILED:
-            self._count_failure(trajectory)
+        self._bad.add(trajectory)
+        if trajectory.outcome is Outcome.FAILED and self._is_over_budget():
+            self.cancel(None, None, "failure_budget")
         await deliver(row, trajectory)
 
-    def _count_failure(self, trajectory: Trajectory) -> None:
-        cause = trajectory.cause
-        words = f"{cause.type}: {cause.message}" if cause else trajectory.reason
-        self._causes[words] += 1
-        if self._is_over_budget():
-            self.cancel(None, None, "failure_budget")
-
     def _is_over_budget(self) -> bool:
-        failed, most = self._causes.total(), self._config.max_failures
+        failed, most = self._bad.failures.total(), self._config.max_failures
         share = self._config.max_failure_share * len(self.members)
         return most is not None and failed > most and failed > share
 
@@ -169,11 +162,12 @@ class BatchRun:
         if self._is_closed:
             return RolloutError("the runtime was closed while this call was running")
         if self._is_over_budget():
-            listed = self._causes.most_common(LISTED_CAUSES)
+            causes = self._bad.failures
+            listed = causes.most_common(LISTED_CAUSES)
             lines = "".join(f"\n  {count} × {words}" for words, count in listed)
-            more = len(self._causes) - len(listed)
+            more = len(causes) - len(listed)
             return LimitExceeded(
-                f"{self._causes.total()} of {len(self.members)} trajectories failed "
+                f"{causes.total()} of {len(self.members)} trajectories failed "
                 f"(scheduling.max_failures = {self._config.max_failures}, scheduling."
                 f"max_failure_share = {self._config.max_failure_share:g}); the batch stopped:"
                 + lines

@@ -33,7 +33,7 @@ def sampling_of(
         raise ConfigError(
             f"sampling.{unknown[0]}: unknown key in a prompt's sampling; known: {', '.join(_KEYS)}"
         )
-    merged = attrs.evolve(base, **dict(overrides)) if overrides else base
+    merged = SamplingConfig(**dict(overrides)).over(base) if overrides else base
     return SamplingParams(
         max_new_tokens=merged.max_new_tokens or config.lengths.response,
         temperature=0.0 if merged.greedy else merged.temperature,

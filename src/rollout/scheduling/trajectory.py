@@ -32,7 +32,7 @@ from rollout.scheduling.sampling import sampling_of
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
 from rollout.scopes import leaf_of, passing_of
 from rollout.supervision import Supervised, UnresponsiveError, is_given_up
-from rollout.types import DRIFT, Cause, Outcome, Reward, Trajectory, said
+from rollout.types import DRIFT, Cause, Outcome, Reward, Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -174,7 +174,7 @@ class TrajectoryRunner:
         failure = work.verdict or failure
         if failure is not None:
             reason = "agent" if work.verdict is None else UNRESPONSIVE
-            return Ending(outcome=Outcome.FAILED, reason=reason), self._note(member, failure)
+            return Ending(outcome=Outcome.FAILED, reason=reason), self._note(failure)
         if work.was_cancelled:
             return _ending_of_cancelled(member, deadline.now), None
         return context.ending or _natural_ending(context), cause
@@ -187,15 +187,16 @@ class TrajectoryRunner:
                 await work.run(context.close)
                 if work.verdict is None:
                     return
-                self._note(member, work.verdict)
+                self._note(work.verdict)
+                # It is no cause of the trajectory's, and nothing else would name it.
+                logger.warning("%s: %s", member.identity.session_id, work.verdict)
 
     def _supervised(self, what: str, kind: type[T]) -> Supervised[T | None]:
         return Supervised(what, cleanup_s=self.services.config.limits.cleanup_s)
 
-    def _note(self, member: Member, error: BaseException) -> Cause:
-        """The cause that `error` is; logged, and counted where code was given up."""
+    def _note(self, error: BaseException) -> Cause:
+        """The cause that `error` is; counted where code was given up."""
         self.services.tally.unresponsive += isinstance(error, UnresponsiveError)
-        logger.warning("%s failed: %s", member.identity.session_id, said(error))
         return Cause.of(error)
 
     async def _reward(
@@ -221,7 +222,7 @@ class TrajectoryRunner:
             failure = error
         failure = work.verdict or failure
         if failure is not None:
-            _spoil(trajectory, Outcome.FAILED, None, self._note(member, failure))
+            _spoil(trajectory, Outcome.FAILED, None, self._note(failure))
             if work.verdict is not None:
                 trajectory.reason = UNRESPONSIVE
         elif reward is not None:
@@ -279,7 +280,6 @@ async def _run_guarded(loop: type[AgentLoop], context: AgentContext) -> Cause | 
             context.end(Outcome.REJECTED, leaf.reason)
         else:
             context.end(Outcome.FAILED, leaf.reason if isinstance(leaf, EngineError) else "agent")
-            logger.warning("%s failed: %s", context.identity.session_id, said(leaf))
         return Cause.of(leaf)
     return None
 

@@ -40,8 +40,9 @@ def batch_anomalies(
         found: npt.NDArray[Any] = batch.tensors[name].numpy()
         if found.shape != expected[name].shape or found.dtype != expected[name].dtype:
             yield f"{name} is {found.dtype}{found.shape}; expected {_kind(expected[name])}"
-        elif not np.array_equal(found, expected[name]):
-            at = tuple(int(index[0]) for index in np.nonzero(found != expected[name]))
+        elif not np.array_equal(found, expected[name], equal_nan=True):
+            is_same = (found == expected[name]) | (np.isnan(found) & np.isnan(expected[name]))
+            at = tuple(int(index[0]) for index in np.nonzero(~is_same))
             yield f"{name}{list(at)} is {found[at]}; expected {expected[name][at]}"
 
 
@@ -58,6 +59,9 @@ def _expected(
         "rollout_log_probs": np.zeros(response, dtype=np.float32),
         "weight_versions": np.full(response, NO_VERSION, dtype=np.int32),
         "trainable": np.array([t.trainable for t in batch.trajectories], dtype=np.bool_),
+        # NumPy makes None NaN.
+        "rewards": np.array([sample.reward for sample in batch.samples], dtype=np.float32),
+        "groups": np.array([t.group for t in batch.trajectories], dtype=np.int64),
     }
     for at, trajectory in enumerate(batch.trajectories):
         asked = call.asked.get(call.session_of(trajectory), [])

@@ -33,7 +33,8 @@ class FunctionTool(Tool, Generic[P, R]):
         function: Sync (runs in a worker thread) or async (runs on the event loop).
         name: What the model calls it; None takes the schema's name, else the function's.
         schema: Shown in place of the inferred one; parameters that it leaves out may come from
-            the prompt's ``tools_kwargs``.
+            the prompt's ``tools_kwargs``. What it lists beyond the function's parameters reaches
+            its ``**kwargs``.
         policy: How its calls are run; None takes the defaults.
         backend: "asyncio" for an async function that needs asyncio: under trio it runs on one
             asyncio thread of the runtime, and cancellation and deadlines reach it there.
@@ -103,7 +104,7 @@ class FunctionTool(Tool, Generic[P, R]):
             ToolError: The prompt's kwargs name no parameter.
         """
         unknown = sorted(set(context.kwargs) - self._known - METHOD_KWARGS)
-        if unknown:
+        if unknown and not self.parameters.takes_others:
             raise ToolError(
                 f"tools_kwargs of {self.name!r} name no parameter of it: {', '.join(unknown)}; "
                 f"expected some of: {', '.join(sorted(self._known)) or 'none'}"
@@ -125,8 +126,10 @@ class FunctionTool(Tool, Generic[P, R]):
         self.parameters.check({**arguments, **fixed})
 
     def fixed(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments that a prompt's kwargs give."""
-        return {p.name: kwargs[p.name] for p in self.parameters if p.name in kwargs}
+        """The arguments that a prompt's kwargs give; `**kwargs` of the function take the others."""
+        if self.parameters.takes_others:
+            return {n: v for n, v in kwargs.items() if n in self._known or n not in METHOD_KWARGS}
+        return {name: value for name, value in kwargs.items() if name in self._known}
 
     @functools.cached_property
     def _known(self) -> set[str]:
@@ -159,10 +162,9 @@ class FunctionTool(Tool, Generic[P, R]):
                 f"function tool {self.name!r}: its schema is named {_name_in(schema)!r}; expected "
                 f"the same name"
             )
-        known = {parameter.name for parameter in self.parameters}
         shown = schema.get("function", {}).get("parameters", {}).get("properties", {})
-        unknown = [name for name in shown if name not in known]
-        if unknown:
+        unknown = [name for name in shown if name not in self._known]
+        if unknown and not self.parameters.takes_others:
             raise ToolError(
                 f"function tool {self.name!r}: its schema has properties that are no parameters "
                 f"of the function: {', '.join(unknown)}"

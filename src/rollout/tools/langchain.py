@@ -31,7 +31,8 @@ class LangChainTool(Tool):
             from langchain_core.tools import BaseTool
         except ImportError as error:
             raise ToolError(
-                f"LangChain's tools need langchain-core ({error}): pip install 'rollout[langchain]'"
+                f"LangChain's tools need langchain-core ({error}): "
+                "pip install 'rollout-rl[langchain]'"
             ) from error
         if not isinstance(tool, BaseTool):
             raise ToolError(f"{tool!r:.200} is no tool of LangChain: expected a BaseTool")

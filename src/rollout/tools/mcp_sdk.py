@@ -167,7 +167,7 @@ def import_sdk() -> McpSdk:
         return McpSdk()
     except ImportError as error:
         raise ToolError(
-            f'connect_mcp needs the MCP SDK: pip install "rollout[mcp]" ({error})'
+            f'connect_mcp needs the MCP SDK: pip install "rollout-rl[mcp]" ({error})'
         ) from error
 
 

@@ -51,12 +51,20 @@ class Parameters:
 
     Attributes:
         context_name: The parameter that receives the `ToolContext`, or None.
+        takes_others: Whether the function takes arguments of other names too, as ``**kwargs``; they
+            are the schema's to check.
     """
 
     def __init__(
-        self, tool: str, parameters: Sequence[Parameter], context_name: str | None = None
+        self,
+        tool: str,
+        parameters: Sequence[Parameter],
+        context_name: str | None = None,
+        *,
+        takes_others: bool = False,
     ) -> None:
         self.context_name = context_name
+        self.takes_others = takes_others
         self._tool = tool
         self._joined = {p.name for p in parameters if p.is_joined}
         self._by_name = {parameter.name: parameter for parameter in parameters}
@@ -65,7 +73,7 @@ class Parameters:
             # Which of them were given is known from the call; the default here is never read.
             [(p.name, p.annotation, *(() if p.is_required else (None,))) for p in parameters],
             kw_only=True,
-            forbid_unknown_fields=True,
+            forbid_unknown_fields=not takes_others,
         )
 
     def __iter__(self) -> typing.Iterator[Parameter]:
@@ -91,7 +99,10 @@ class Parameters:
             checked = msgspec.convert(arguments, self._struct, str_keys=True, dec_hook=to_model)
         except msgspec.ValidationError:
             raise ArgumentsError(self._tool, self._faults(arguments)) from None
-        found = {name: getattr(checked, name) for name in arguments}
+        found = {
+            name: getattr(checked, name) if name in self._by_name else value
+            for name, value in arguments.items()
+        }
         for name in self._joined & found.keys():
             found[name] = of_joined(found[name])
         return found
@@ -104,7 +115,9 @@ class Parameters:
             and (fault := _type_fault(name, value, self._by_name[name].annotation))
         ]
         missing = [p.name for p in self if p.is_required and p.name not in arguments]
-        unknown = [name for name in arguments if name not in self._by_name]
+        unknown = [
+            name for name in arguments if name not in self._by_name and not self.takes_others
+        ]
         faults += [f"missing {quoted(missing)}"] if missing else []
         faults += [f"unknown {quoted(unknown)} (it takes {self._taken()})"] if unknown else []
         return faults
@@ -155,7 +168,7 @@ def inspect_parameters(
     """The parameters of `function`, from its annotations and its docstring.
 
     With ``is_documented=False`` (the schema is given by hand) neither is required: a parameter
-    without an annotation takes any value.
+    without an annotation takes any value, and ``**kwargs`` whatever else the schema lists.
 
     Raises:
         ToolError: It lists everything that must be written first.
@@ -169,16 +182,20 @@ def inspect_parameters(
         faults.append("it has no docstring: write one that tells the model what the tool does")
     found: list[Parameter] = []
     context_name = None
+    takes_others = False
     for name, raw in inspect.signature(function).parameters.items():
         if hints.get(name) is ToolContext:
             context_name = name
+            continue
+        if raw.kind is raw.VAR_KEYWORD and not is_documented:
+            takes_others = True
             continue
         parameter = _parameter(raw, hints.get(name, raw.empty), docstring)
         faults += _faults_of(raw, parameter, hints.get(name), is_documented)
         found.append(parameter)
     if faults:
         raise ToolError(f"function tool {tool!r}: " + "; ".join(faults))
-    return Parameters(tool, found, context_name)
+    return Parameters(tool, found, context_name, takes_others=takes_others)
 
 
 def _hints(function: Callable[..., Any], tool: str) -> dict[str, Any]:

@@ -25,17 +25,30 @@ if TYPE_CHECKING:
 
 _instances = itertools.count()
 
+#: Of verl's models of a schema: what reads without having been written.
+_DEFAULTS: Mapping[str, Any] = {
+    "description": None,
+    "enum": None,
+    "strict": None,
+    "parameters": {"type": "object", "properties": {}, "required": []},
+    "properties": {},
+    "required": [],
+}
+
 
 class VerlSchema:
-    """A tool's schema as verl's classes read it: by attribute, and through `model_dump`."""
+    """A tool's schema as verl's classes read it: by attribute, and through `model_dump`.
+
+    What verl's models have a default for and the schema does not say reads as None, or as empty.
+    """
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self._data = data
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in self._data:
+        if name.startswith("_") or (name not in self._data and name not in _DEFAULTS):
             raise AttributeError(f"the tool's schema has no {name!r}")
-        value = self._data[name]
+        value = self._data[name] if name in self._data else copy.deepcopy(_DEFAULTS[name])
         if not isinstance(value, Mapping):
             return value
         if name == "properties":

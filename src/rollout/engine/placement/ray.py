@@ -415,7 +415,7 @@ def _import_ray() -> Any:
             import ray.util.scheduling_strategies
     except ImportError as error:
         raise EngineError(
-            f'placement.kind = "ray" needs Ray: pip install "rollout[ray]" ({error})'
+            f'placement.kind = "ray" needs Ray: pip install "rollout-rl[ray]" ({error})'
         ) from error
     return ray
 

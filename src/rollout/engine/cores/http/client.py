@@ -134,7 +134,7 @@ async def open_client(
         import httpx
     except ImportError as error:
         raise EngineError(
-            "engine.kind = 'http' needs the package httpx: pip install 'rollout[http]'"
+            "engine.kind = 'http' needs the package httpx: pip install 'rollout-rl[http]'"
         ) from error
     headers = {"Content-Type": "application/json"}
     if api_key_variable is not None:

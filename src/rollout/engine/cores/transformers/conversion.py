@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,3 +34,6 @@ def convert_gguf(source: Path, chat_template: str, directory: Path) -> None:
         )
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
+    mode = stat.S_IMODE((directory / "config.json").stat().st_mode)
+    for weights in directory.glob("*.safetensors"):
+        weights.chmod(mode)  # safetensors makes files for their owner alone

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _SHELLS = ("/bin/bash", "/bin/sh")
 _PIECE = 65536
 _STATUS = {b"\1": "ok", b"\0": "error"}
+_BROKEN = b"\2"
 #: Descriptors of a process.
 _MAX_FILES = 256
 #: Seconds that the processes of an earlier call, killed a moment ago, have to be gone.
@@ -118,6 +119,9 @@ class Host:
         output.drain()
         if not said:
             reason = self._watch(output, interpreter.pid) or _ending(self._ended[interpreter.pid])
+            return {"status": "stopped", "reason": reason, "output": output.text()}
+        if said == _BROKEN:
+            reason = "the code took modules from sys.modules that Python itself needs"
             return {"status": "stopped", "reason": reason, "output": output.text()}
         if said not in _STATUS:  # which call a later byte belongs to would be anybody's guess
             reason = "the code wrote to a descriptor that it had not opened"

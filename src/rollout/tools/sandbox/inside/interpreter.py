@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import linecache
 import os
@@ -15,7 +16,10 @@ from .settings import read_frame
 
 
 def serve(requests: int, status: int) -> None:
-    """Run each piece of code that arrives; answers one byte after it, 1 for a success."""
+    """Run each piece of code that arrives; answers one byte after it.
+
+    1 for a success, 0 for a failure, 2 where the code has broken the interpreter, which ends then.
+    """
     _forget_host()
     _take_streams()
     namespace = _fresh_main()
@@ -30,8 +34,16 @@ def serve(requests: int, status: int) -> None:
                 continue
         if os.getpid() != own:  # a fork that ran to the end of the code: the answer is not its
             os._exit(0)
+        if _is_broken():
+            os.write(status, b"\2")
+            break
         os.write(status, b"\1" if is_ok else b"\0")
     os._exit(0)
+
+
+def _is_broken() -> bool:
+    """Whether Python has lost modules that it looks up by itself: ``sys.modules.clear()``."""
+    return any(sys.modules.get(module.__name__) is not module for module in (builtins, sys))
 
 
 def _run(code: str, name: str, namespace: dict[str, Any]) -> bool:

@@ -1,0 +1,101 @@
+"""The GPUs of this machine, and whether a configuration asks for others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollout.config import (
+    LocalProcessPlacement,
+    RayPlacement,
+    SGLangEngine,
+    TransformersEngine,
+)
+from rollout.config.placements import gpus_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rollout.config import RolloutConfig
+
+#: One of these is there where a driver of a GPU is: NVIDIA's, of Jetson, of WSL, AMD's.
+_DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
+#: Ray notes here what runs on this machine.
+_RAY_CLUSTER = "/tmp/ray/ray_current_cluster"
+_COUNT = "import torch; print(torch.cuda.device_count())"
+#: Importing torch takes seconds, on a busy machine many.
+_PATIENCE_S = 120.0
+
+
+def has_driver() -> bool:
+    """Whether there is a driver of a GPU on this machine."""
+    return any(Path(path).exists() for path in _DRIVERS)
+
+
+def count_gpus(python: str | None) -> int | None:
+    """GPUs of this machine that torch sees in an interpreter; None where it cannot be asked.
+
+    Where there is no driver, nobody is asked.
+    """
+    if not has_driver():
+        return 0
+    try:
+        asked = subprocess.run(
+            [python or sys.executable, "-c", _COUNT],
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE_S,
+            check=True,
+        )
+        return int(asked.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def gpu_faults(config: RolloutConfig, *, asks: bool) -> Iterator[str]:
+    """GPUs that the engines need on this machine and that are not here.
+
+    Args:
+        asks: Ask their interpreter, which takes seconds, and not just whether there is a driver.
+    """
+    engine, place = config.engine, config.placement
+    if not isinstance(engine, SGLangEngine | TransformersEngine):
+        return
+    if not engine.device.startswith("cuda"):
+        return
+    where = f"engine.device = {engine.device!r}"
+    if isinstance(place, RayPlacement):
+        if not _is_started_here(place):
+            return
+        needed, why = gpus_of(engine, place) * engine.replicas, " for a Ray cluster started here"
+    elif isinstance(place, LocalProcessPlacement):
+        needed, why = _gpus_of_processes(engine), ""
+    else:
+        return
+    found = count_gpus(getattr(place, "python", None)) if asks or not has_driver() else None
+    if found is None or found >= needed:
+        return
+    there_is = "there is none" if found == 0 else f"there are {found}"
+    yield f"{where}: expected {_count(needed)} on this machine{why}; {there_is}"
+
+
+def _gpus_of_processes(engine: SGLangEngine | TransformersEngine) -> float:
+    if isinstance(engine, SGLangEngine):
+        return engine.replicas * engine.tensor_parallel
+    index = engine.device.partition(":")[2]  # replicas share the one that is named
+    return int(index) + 1 if index.isdigit() else 1
+
+
+def _is_started_here(place: RayPlacement) -> bool:
+    """Whether there is no cluster to join, so that one would be started on this machine."""
+    if place.colocate:
+        return False
+    is_known = bool(os.environ.get("RAY_ADDRESS")) or Path(_RAY_CLUSTER).exists()
+    return place.address == "local" or (place.address is None and not is_known)
+
+
+def _count(number: float) -> str:
+    return "a GPU" if number == 1 else f"{number:g} GPUs"

@@ -1,0 +1,51 @@
+"""What callers give beside their prompts, checked before any work."""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import Any
+
+from rollout.errors import PromptError
+
+#: The largest step: what trainers and engines keep numbers in.
+MAX_STEP = 2**63 - 1
+
+
+def check_call(step: Any, validate: Any) -> int | None:
+    """The step of a call of `generate` or `stream`; None counts the calls.
+
+    Raises:
+        PromptError: It is no step, or `validate` no bool; both are named.
+    """
+    faults = []
+    if step is not None and not (_is_natural(step) and int(step) <= MAX_STEP):
+        faults.append(f"step = {step!r:.80}: expected an integer from 0 to {MAX_STEP}, or None")
+    if not isinstance(validate, bool):
+        faults.append(f"validate = {validate!r:.80}: expected True or False")
+    _raise(faults)
+    return None if step is None else int(step)
+
+
+def check_target(uid: Any, member: Any, reason: Any) -> None:
+    """Let the arguments of `cancel` pass.
+
+    Raises:
+        PromptError: They name no trajectory, or no reason; all faults are named.
+    """
+    faults = []
+    if not isinstance(uid, str | None):
+        faults.append(f"uid = {uid!r:.80}: expected a string, or None for every prompt")
+    if member is not None and not _is_natural(member):
+        faults.append(f"member = {member!r:.80}: expected an integer ≥ 0, or None for every one")
+    if not isinstance(reason, str) or not reason:
+        faults.append(f"reason = {reason!r:.80}: expected a non-empty string")
+    _raise(faults)
+
+
+def _is_natural(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+
+
+def _raise(faults: list[str]) -> None:
+    if faults:
+        raise PromptError("\n".join(faults))

@@ -1,0 +1,160 @@
+"""How a reward function wants to be called: with a trajectory, or as verl calls its own."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from rollout.errors import ConfigError
+from rollout.types import Reward, Trajectory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rollout.scheduling.rewards import RewardFunction
+
+#: What verl gives to a ``compute_score``, always by keyword.
+VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+#: The one that no function of a trajectory has.
+_TELLING = "solution_str"
+EXPECTED = (
+    "expected reward(trajectory) -> float | Reward, or verl's "
+    f"compute_score({', '.join(VERL_ARGUMENTS)})"
+)
+
+
+def check_reward(function: Any, what: str = "reward") -> None:
+    """Let a function pass that can be called with a trajectory, or as verl calls its own.
+
+    One whose signature cannot be known passes too: some written in C have none.
+
+    Args:
+        what: Where it was given, for the message.
+
+    Raises:
+        ConfigError: It is no function, or of another signature; says what it is.
+    """
+    fault = _fault(function)
+    if fault:
+        raise ConfigError(f"{what} = {_shown(function)}: {fault}; {EXPECTED}")
+
+
+def _fault(function: Any) -> str:
+    if isinstance(function, type) and not issubclass(function, Reward | int | float):
+        return "a class, not one of its objects"
+    if not callable(function):
+        return "cannot be called"
+    call = getattr(function, "__call__", function)  # noqa: B004  (the method itself is wanted)
+    if any(_yields(f) for f in (function, call)):
+        return "yields, and does not return"
+    signature = _signature(function)
+    if signature is None:
+        return ""
+    if _is_of_verl(signature):
+        missing = _missing(signature, taken_by_verl(function))
+        return f"takes {', '.join(missing)} too, which nobody gives" if missing else ""
+    return "" if _binds(signature, object()) else "cannot be called with one trajectory"
+
+
+def _yields(function: Any) -> bool:
+    return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+
+
+def _signature(function: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def _binds(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_of_verl(signature: inspect.Signature) -> bool:
+    if _TELLING in signature.parameters:
+        return True
+    by_keyword = dict.fromkeys(VERL_ARGUMENTS)
+    return not _binds(signature, object()) and _binds(signature, **by_keyword)
+
+
+def _missing(signature: inspect.Signature, given: Sequence[str]) -> list[str]:
+    return [
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and name not in given
+    ]
+
+
+def _shown(function: Any) -> str:
+    """A function as it would be written in its ``def``; other things as they show themselves."""
+    signature = _signature(function) if callable(function) else None
+    name = getattr(function, "__name__", None) or type(function).__name__
+    if signature is None or isinstance(function, type):
+        return f"{function!r:.200}"
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return f"{name}{signature.replace(parameters=bare, return_annotation=signature.empty)}"
+
+
+def taken_by_verl(function: Any) -> tuple[str, ...]:
+    """Which of `VERL_ARGUMENTS` a function takes by keyword; none where it takes a trajectory."""
+    signature = _signature(function)
+    if signature is None or not _is_of_verl(signature):
+        return ()
+    parameters = signature.parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return VERL_ARGUMENTS
+    by_keyword = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+    return tuple(name for name in VERL_ARGUMENTS if name in by_keyword)
+
+
+class VerlReward:
+    """A ``compute_score`` written for verl, as a function of a trajectory.
+
+    It gets the prompt's `data_source` and `ground_truth`, the response as text without special
+    tokens, tools' and users' words included, and as `extra_info` the trajectory's `extra` with
+    `num_turns`, `turn_scores` and `tool_rewards`.
+    """
+
+    def __init__(self, function: Callable[..., Any], names: Sequence[str], tokenizer: Any) -> None:
+        self._function = function
+        self._names = names
+        self._tokenizer = tokenizer
+
+    def __call__(self, trajectory: Trajectory) -> Any:
+        """What the function returns; it is called in a worker thread, awaited on the loop."""
+        prompt = trajectory.prompt
+        given = {
+            "data_source": None if prompt is None else prompt.data_source,
+            "solution_str": self._response(trajectory),
+            "ground_truth": None if prompt is None else prompt.ground_truth,
+            "extra_info": {
+                **trajectory.extra,
+                "num_turns": trajectory.num_turns,
+                "turn_scores": list(trajectory.turn_scores),
+                "tool_rewards": list(trajectory.tool_rewards),
+                "rollout_reward_scores": {"user_turn_rewards": list(trajectory.turn_scores)},
+            },
+        }
+        return self._function(**{name: given[name] for name in self._names})
+
+    def _response(self, trajectory: Trajectory) -> str:
+        transcript = trajectory.transcript
+        stop = len(transcript) - transcript.trailing_observation_length
+        ids = transcript.ids()[transcript.prompt_length : stop].tolist()
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+def of_trajectory(function: RewardFunction, tokenizer: Any) -> RewardFunction:
+    """A checked function, to be called with a trajectory."""
+    names = taken_by_verl(function)
+    return VerlReward(function, names, tokenizer) if names else function

@@ -1,0 +1,168 @@
+"""Trajectories that cannot run or fail: said in words, once for each cause."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+import rollout
+from rollout import AgentLoop, Outcome, Prompt, SchedulingConfig, Trajectory, function_tool
+from rollout.agents import AgentContext, agent_names, register_agent
+from rollout.interactions import ScriptedUser
+from rollout.testing import Scenario
+
+pytestmark = pytest.mark.anyio
+
+SCENARIO = Scenario(seed=1).reply("hello", "ok").timing(base_s=0.0, slope_s=0.0)
+
+
+@register_agent("endings_failing")
+class Failing(AgentLoop):
+    """Fails of what its prompt says."""
+
+    async def run(self, context: AgentContext) -> None:
+        raise LookupError(context.prompt.extra["why"])
+
+
+@function_tool
+async def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+def user(**fields: Any) -> Prompt:
+    return Prompt(messages=[{"role": "user", "content": "hello"}], **fields)
+
+
+async def run(
+    prompts: Sequence[Prompt], *, samples: int = 1, reward: Any = None
+) -> list[Trajectory]:
+    scheduling = SchedulingConfig(samples_per_prompt=samples, max_failures=None)
+    config = SCENARIO.config(scheduling=scheduling)
+    users = [ScriptedUser(["And?"], name="curious")]
+    async with rollout.open_rollout(config, [add], reward, users) as runtime:
+        try:
+            batch = await runtime.generate(prompts)
+        except rollout.PromptError:
+            assert runtime.statistics().admitted == 0
+            raise
+    return batch.trajectories
+
+
+def interaction(name: Any) -> dict[str, Any]:
+    return {"extra": {"interaction_kwargs": {"name": name}}}
+
+
+UNKNOWN: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {"agent_name": "tool_agnet"},
+        "unknown_agent",
+        "agent_name = 'tool_agnet': no agent is registered as 'tool_agnet'; known: AGENTS",
+    ),
+    ({"tools": ["ad"]}, "unknown_tool", "tools: no tool is called 'ad'; known: 'add'"),
+    (
+        interaction("teacher"),
+        "unknown_interaction",
+        "extra['interaction_kwargs']['name'] = 'teacher': unknown interaction 'teacher'; "
+        "known: 'curious'",
+    ),
+    (
+        interaction(["curious"]),
+        "unknown_interaction",
+        "extra['interaction_kwargs']['name'] = ['curious']: unknown interaction ['curious']; "
+        "known: 'curious'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "reason", "said"), UNKNOWN)
+async def test_call_whose_every_prompt_names_what_nobody_registered_starts_nothing(
+    fields: dict[str, Any], reason: str, said: str
+) -> None:
+    with pytest.raises(rollout.PromptError) as caught:
+        await run([user(**fields) for _ in range(100)])
+    said = said.replace("AGENTS", ", ".join(agent_names()))  # other tests register theirs
+    assert str(caught.value) == (
+        f"no prompt can run, since nobody registered:\n  prompts[0].{said} (and 99 further prompts)"
+    )
+
+
+@pytest.mark.parametrize(("fields", "reason", "said"), UNKNOWN)
+async def test_call_of_which_some_name_what_nobody_registered_rejects_those_and_says_so_once(
+    fields: dict[str, Any], reason: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = [*(user(**fields) for _ in range(99)), user()]
+    with caplog.at_level(logging.WARNING, "rollout"):
+        *others, last = await run(prompts, samples=4)
+    assert last.outcome is Outcome.COMPLETED
+    rejected = [row for row in others if row.outcome is Outcome.REJECTED]
+    assert len(rejected) == 396
+    assert {row.reason for row in rejected} == {reason}
+    (line,) = caplog.messages
+    assert line.startswith(f"prompt-0/0 rejected ({reason}): ")
+    assert line.endswith(" (396 trajectories)")
+
+
+async def test_call_lists_the_names_that_most_prompts_have() -> None:
+    names = [f"agent{number % 7}" for number in range(20)]
+    with pytest.raises(rollout.PromptError) as caught:
+        await run([user(agent_name=name) for name in names])
+    lines = str(caught.value).splitlines()
+    assert lines[1].endswith("(and 2 further prompts)")
+    assert lines[-1] == "  and 2 further names"
+    assert len(lines) == 1 + 5 + 1
+
+
+async def test_stream_whose_every_prompt_names_what_nobody_registered_starts_nothing() -> None:
+    async with rollout.open_rollout(SCENARIO.config()) as runtime:
+        with pytest.raises(rollout.PromptError, match="'nobody'"):
+            async with runtime.stream([user(agent_name="nobody")]):
+                pytest.fail("it was entered")
+
+
+async def test_failures_are_logged_once_for_each_cause(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def failing(count: int, why: str) -> list[Prompt]:
+        fields = {"agent_name": "endings_failing", "extra": {"why": why}}
+        return [user(**fields) for _ in range(count)]
+
+    async def reward(trajectory: Trajectory) -> float:
+        raise OSError("no judge")
+
+    prompts = [*failing(50, "lost keys"), user(), user(), *failing(30, "no map")]
+    with caplog.at_level(logging.INFO, "rollout.scheduling"):
+        await run(prompts, reward=reward)
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert warnings == [
+        "prompt-0/0 failed (agent): LookupError('lost keys') (50 trajectories)",
+        "prompt-52/0 failed (agent): LookupError('no map') (30 trajectories)",
+        "reward of prompt-50 failed: OSError('no judge') (2 trajectories)",
+    ]
+    early = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
+    assert len(early) == 3
+    assert early[0].endswith("; others of this cause are counted")
+
+
+async def test_failures_of_many_causes_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    prompts = [
+        user(agent_name="endings_failing", extra={"why": f"key {index}"}) for index in range(40)
+    ]
+    with caplog.at_level(logging.WARNING, "rollout"):
+        await run(prompts)
+    assert len(caplog.messages) == 6
+    assert caplog.messages[-1] == "35 trajectories failed of 35 further causes"
+
+
+async def test_call_that_goes_well_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "rollout.scheduling"):
+        await run([user()])
+    assert caplog.messages == []

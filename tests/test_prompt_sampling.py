@@ -1,0 +1,216 @@
+"""How prompts are sampled: what they say themselves, in training and in validation."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+import rollout
+from rollout import AgentContext, AgentLoop, Outcome, Prompt, Trajectory, register_agent
+from rollout.config import (
+    AgentConfig,
+    LengthsConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SGLangEngine,
+    config_from_dict,
+    describe_config,
+    dump_config,
+    load_config,
+)
+from rollout.engine.core import SamplingParams
+from rollout.scheduling.sampling import sampling_of
+from rollout.testing import Scenario
+
+pytestmark = pytest.mark.anyio
+
+
+def params(
+    config: RolloutConfig, overrides: dict[str, Any] | None = None, *, validate: bool = False
+) -> SamplingParams:
+    return sampling_of(config, overrides or {}, validate=validate)
+
+
+TRAINING = SamplingConfig(temperature=0.7, top_p=0.9, max_new_tokens=64, stop_token_ids=(5, 6))
+
+
+# A prompt's temperature
+
+
+@pytest.mark.parametrize("validate", [False, True])
+def test_sampling_temperature_of_a_prompt_wins_over_greedy(validate: bool) -> None:
+    config = RolloutConfig(sampling=SamplingConfig(greedy=True, max_new_tokens=9))
+    found = params(config, {"temperature": 0.3}, validate=validate)
+    assert (found.temperature, found.max_new_tokens) == (0.3, 9)
+
+
+def test_sampling_greedy_of_a_prompt_wins_over_every_temperature() -> None:
+    assert params(RolloutConfig(), {"greedy": True}).temperature == 0.0
+    assert params(RolloutConfig(), {"greedy": True, "temperature": 0.3}).temperature == 0.0
+
+
+def test_sampling_prompt_without_a_temperature_leaves_greedy_alone() -> None:
+    config = RolloutConfig(sampling=SamplingConfig(greedy=True))
+    assert params(config, {"top_p": 0.5}).temperature == 0.0
+    assert params(config, {"greedy": False}).temperature == 1.0
+
+
+@register_agent("prompt_sampling_noting")
+class Noting(AgentLoop):
+    async def run(self, context: AgentContext) -> None:
+        context.extra["temperature"] = context.sampling.temperature
+        await context.generate()
+
+
+async def test_sampling_temperature_of_a_prompt_reaches_its_trajectory() -> None:
+    config = Scenario(seed=1).config(
+        sampling=SamplingConfig(greedy=True, max_new_tokens=8),
+        agent=AgentConfig(name="prompt_sampling_noting"),
+    )
+    greedy = Prompt(messages=[{"role": "user", "content": "x"}])
+    hot = Prompt(messages=greedy.messages, sampling={"temperature": 0.9})
+    async with rollout.open_rollout(config) as runtime:
+        for validate in (False, True):
+            batch = await runtime.generate([greedy, hot], validate=validate)
+            assert [row.extra["temperature"] for row in batch.samples] == [0.0, 0.9]
+
+
+# Validation
+
+
+def test_validation_by_default_is_greedy_and_takes_the_rest_from_sampling() -> None:
+    config = RolloutConfig(sampling=TRAINING)
+    assert config.validation_sampling.greedy
+    found = params(config, validate=True)
+    assert (found.temperature, found.top_p) == (0.0, 0.9)
+    assert (found.max_new_tokens, found.stop_token_ids) == (64, (5, 6))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"temperature": 0.3}, {"temperature": 0.3}),
+        ({"max_new_tokens": 9}, {"max_new_tokens": 9}),
+        ({"temperature": 1.0, "stop_token_ids": ()}, {"temperature": 1.0, "stop_token_ids": ()}),
+        ({"greedy": True, "top_p": 1.0}, {"temperature": 0.0, "top_p": 1.0}),
+        ({"max_new_tokens": None}, {"max_new_tokens": 4096}),  # written out: no bound of its own
+        ({}, {}),
+    ],
+)
+@pytest.mark.parametrize("source", ["python", "dict", "toml"])
+def test_validation_fields_left_out_take_the_value_of_sampling(
+    given: dict[str, Any], expected: dict[str, Any], source: str, tmp_path: Path
+) -> None:
+    if source == "python":
+        config = RolloutConfig(sampling=TRAINING, validation_sampling=SamplingConfig(**given))
+    else:
+        data = dump_config(RolloutConfig(sampling=TRAINING)) | {"validation_sampling": given}
+        config = config_from_dict(data)
+    if source == "toml":
+        (tmp_path / "mine.py").write_text(
+            "from rollout.config import *\nfrom rollout.config import config_from_dict\n"
+            f"config = config_from_dict({data!r})\n"
+        )
+        config = load_config(tmp_path / "mine.py", ["seed=1"])
+    training = params(config)
+    found = params(config, validate=True)
+    for name in SamplingParams.__struct_fields__:
+        assert getattr(found, name) == expected.get(name, getattr(training, name)), name
+
+
+def test_validation_temperature_alone_samples_though_training_is_greedy() -> None:
+    config = RolloutConfig(
+        sampling=SamplingConfig(greedy=True), validation_sampling=SamplingConfig(temperature=0.5)
+    )
+    assert not config.validation_sampling.greedy
+    assert params(config, validate=True).temperature == 0.5
+
+
+def test_validation_settings_shown_are_those_that_hold() -> None:
+    config = RolloutConfig(sampling=TRAINING)
+    lines = [line for line in describe_config(config) if line.startswith("validation")]
+    assert lines == ["validation  greedy, top_p 0.9, max_new_tokens 64, stop_token_ids (5, 6)"]
+
+
+def test_validation_settings_follow_sampling_through_dumps_overrides_and_evolve(
+    tmp_path: Path,
+) -> None:
+    config = RolloutConfig(
+        sampling=TRAINING, validation_sampling=SamplingConfig(greedy=True, top_k=4)
+    )
+    dumped = dump_config(config)
+    assert dumped["validation_sampling"] == {"top_k": 4, "greedy": True}
+    assert config_from_dict(dumped) == config
+    dumped["sampling"]["max_new_tokens"] = 7
+    assert config_from_dict(dumped).validation_sampling.max_new_tokens == 7
+    other = attrs.evolve(config, sampling=SamplingConfig(max_new_tokens=8))
+    assert other.validation_sampling.max_new_tokens == 8
+    assert other.validation_sampling.top_k == 4
+
+
+FILES = {
+    "mine.py": "from rollout.config import *\nconfig = RolloutConfig()\n",
+    "mine.toml": "",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_validation_overrides_mean_the_same_for_every_source(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(FILES[name])
+    config = load_config(path, ["sampling.max_new_tokens=7"])
+    assert (config.validation_sampling.greedy, config.validation_sampling.max_new_tokens) == (
+        True,
+        7,
+    )
+    config = load_config(path, ["validation_sampling.temperature=0.6"])
+    assert params(config, validate=True).temperature == 0.6
+
+
+def test_validation_fault_that_comes_from_sampling_is_named_once() -> None:
+    with pytest.raises(rollout.ConfigError) as caught:
+        RolloutConfig(engine=SGLangEngine(), sampling=SamplingConfig(repetition_penalty=1.2))
+    assert [fault.partition(" = ")[0] for fault in caught.value.faults] == [
+        "sampling.repetition_penalty"
+    ]
+
+
+# A prompt longer than the engine's context
+
+
+async def told(context_length: int, caplog: pytest.LogCaptureFixture) -> list[Trajectory]:
+    scenario = Scenario(seed=1).capacity(context_length=context_length)
+    config = scenario.config(lengths=LengthsConfig(prompt=4096, response=512))
+    prompts = [
+        Prompt(messages=[{"role": "user", "content": text}], uid=text[0])
+        for text in ("x" * 300, "y")
+    ]
+    with caplog.at_level(logging.WARNING, "rollout"):
+        async with rollout.open_rollout(config, reward=lambda trajectory: 1.0) as runtime:
+            return (await runtime.generate(prompts)).trajectories
+
+
+async def test_prompt_longer_than_the_context_is_rejected_and_not_trained_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    long, short = await told(128, caplog)
+    assert (long.outcome, long.reason) == (Outcome.REJECTED, "context_length")
+    assert (long.trainable, long.reward, len(long.transcript)) == (False, None, 0)
+    assert (short.trainable, short.reward) == (True, 1.0)
+    assert caplog.messages == [
+        "x/0 rejected (context_length): the prompt has 319 tokens; the engine's context of 128 "
+        "leaves no room (1 trajectory)"
+    ]
+
+
+@pytest.mark.parametrize(("spare", "outcome"), [(0, Outcome.REJECTED), (1, Outcome.LENGTH)])
+async def test_prompt_is_taken_where_the_context_has_room_for_one_token_of_an_answer(
+    spare: int, outcome: Outcome, caplog: pytest.LogCaptureFixture
+) -> None:
+    long, _ = await told(319 + spare, caplog)
+    assert long.outcome is outcome
+    assert long.transcript.generated_length == spare
