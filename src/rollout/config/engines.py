@@ -31,7 +31,8 @@ class EngineConfig(Section):
     replicas: Count = 1
     #: From the start of a replica to its answer to the hello.
     start_timeout_s: Positive = 300.0
-    #: Tokens gathered before a partial answer is sent.
+    #: Tokens gathered at most before a partial answer is sent; `channel.stream_interval_s` bounds
+    #: how long they wait.
     stream_interval: Count = 16
     #: Engines release KV cache and weights after their start and after every batch, and take them
     #: back before the next one: for a trainer on the same GPUs.

@@ -210,6 +210,11 @@ class EngineCore(Protocol):
     A core that can lose what it depends on (processes of its own, somebody else's server) also has
     ``async def watch(self) -> str``: it returns why the engine is lost, after its requests have
     been told. Whoever hosts the core runs it beside the server, through `hosting.watch_core`.
+
+    Chunks leave a core as their tokens are sampled, one by one: the server gathers them, by number
+    and by time. A core that gathers by itself, and hands over what it has sampled within
+    ``channel.stream_interval_s``, says so with ``is_gathering = True``: its chunks are sent as they
+    are.
     """
 
     @property

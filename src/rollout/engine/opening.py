@@ -27,6 +27,7 @@ from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.placement.ray import open_ray_actors
 from rollout.engine.pool import EnginePool, open_pool
 from rollout.engine.protocol import Terms
+from rollout.engine.requests import last_answer_s
 from rollout.engine.routing import Router
 from rollout.engine.tls import TlsFiles
 from rollout.errors import EngineError
@@ -60,10 +61,15 @@ def core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
                     "max_queued": engine.max_queued,
                     "context_length": engine.context_length,
                     "stream_interval": engine.stream_interval,
+                    "stream_interval_s": config.channel.stream_interval_s,
                 },
             )
         case SimulatedEngine():
-            options = {"stream_interval": engine.stream_interval, "replica": replica}
+            options = {
+                "stream_interval": engine.stream_interval,
+                "stream_interval_s": config.channel.stream_interval_s,
+                "replica": replica,
+            }
             return CoreSpec(
                 "rollout.testing.simulated:SimulatedCore", {**options, **engine.scenario}
             )
@@ -104,6 +110,7 @@ def _sglang_options(config: RolloutConfig, engine: SGLangEngine, replica: int) -
         "max_queued": engine.max_queued,
         "context_length": engine.context_length,
         "stream_interval": engine.stream_interval,
+        "stream_interval_s": config.channel.stream_interval_s,
         "deterministic": engine.deterministic,
         "routed_experts": engine.routed_experts,
         "server_args": server_args,
@@ -116,6 +123,8 @@ def _http_options(config: RolloutConfig, engine: HttpEngine, replica: int) -> di
         "api": engine.api,
         "api_key_variable": engine.api_key_variable,
         "max_requests": engine.max_requests,
+        "stream_interval": engine.stream_interval,
+        "stream_interval_s": config.channel.stream_interval_s,
         "model": config.model.path,
         "revision": config.model.revision,
         "trust_remote_code": config.model.trust_remote_code,
@@ -194,6 +203,7 @@ async def open_engines(config: RolloutConfig) -> AsyncIterator[EnginePool]:
             terms=channel_terms(config),
             backoff_s=config.recovery.backoff_s,
             max_start_failures=config.recovery.max_start_failures,
+            last_answer_s=last_answer_s(config.limits.cleanup_s),
         )
         async with open_pool(pool):
             yield pool

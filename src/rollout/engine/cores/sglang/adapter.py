@@ -47,6 +47,8 @@ class SGLang:
 
     def __init__(self, options: Options) -> None:
         os.environ[plugin.ENGINE_VARIABLE] = "1"
+        gathered = f"{options.stream_interval} {options.stream_interval_s}"
+        os.environ[plugin.STREAM_VARIABLE] = gathered
         if options.is_cpu:
             os.environ[plugin.CPU_VARIABLE] = "1"
             os.environ["OMP_NUM_THREADS"] = str(options.threads)
