@@ -29,17 +29,15 @@ import msgspec
 from rollout.engine.core import CORE_CLOSE_S
 from rollout.engine.guardian import GRACE_S, LOOK_S, guard, is_alive, name_of
 from rollout.engine.hosting import watch_core
+from rollout.engine.listening import BACKLOG, accept_forever
 from rollout.engine.loading import load_core, start_error_text
 from rollout.engine.server import EngineServer
-from rollout.engine.tls import TlsFiles, encrypted_listener
+from rollout.engine.tls import TlsFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from rollout.engine.core import EngineCore
-
-#: A driver with many trajectories opens few connections, but may reopen them all at once.
-BACKLOG = 128
 
 
 class ChildSpec(msgspec.Struct, kw_only=True):
@@ -115,12 +113,11 @@ async def _serve(spec: ChildSpec, answer: int, leave: _Leave) -> None:
         _say(answer, ChildReady())
         await _live(core, leave, anyio.sleep_forever)
         return
-    server = EngineServer(core, bytes.fromhex(spec.secret))
+    server = EngineServer(core, bytes.fromhex(spec.secret), tls=spec.tls)
     listener = await anyio.create_tcp_listener(local_host=spec.host, local_port=0, backlog=BACKLOG)
     port = listener.extra(anyio.abc.SocketAttribute.local_port)
-    serving = listener if spec.tls is None else encrypted_listener(listener, spec.tls)
     _say(answer, ChildReady(port=port))
-    await _live(core, leave, partial(serving.serve, server.serve_connection))
+    await _live(core, leave, partial(accept_forever, listener.listeners, server))
 
 
 async def _live(
