@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import psutil
 import pytest
 
 from fake_core import CountingCore
-from rollout.engine.guardian import is_alive, name_of
+from rollout.engine.guardian import SHARED, is_alive, name_of, remove_at_end
 from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.local_process import LocalProcess, child_command
 from rollout.engine.pool import EnginePool, open_pool
@@ -83,6 +84,43 @@ class ClosingCore(ParentCore):
 
     async def aclose(self) -> None:
         self._notes.write_text("closed")
+
+
+class SharingCore(ParentCore):
+    """Leaves in shared memory what it has in use, and has what it writes down removed."""
+
+    async def start(self) -> None:
+        share_files(self._notes)
+
+
+def share_files(notes: Path) -> None:
+    start_child(notes)
+    used = share(f"{SHARED}/rollout-test-used-{os.getpid()}")
+    written = share(f"{SHARED}/rollout-test-written-{os.getpid()}")
+    remove_at_end(written)
+    with open(notes, "a") as file:
+        file.write(f"\n{used}\n{written}")
+
+
+class SharingStartCore(SharingCore):
+    """The same, and never finishes loading."""
+
+    async def start(self) -> None:
+        await super().start()
+        await anyio.sleep_forever()
+
+
+mapped: list[mmap.mmap] = []
+
+
+def share(path: str) -> str:
+    """A file that this process has mapped, under another name at first, as semaphores are."""
+    with open(f"{path}~", "w+b") as file:
+        file.write(b"x" * 4096)
+        file.flush()
+        mapped.append(mmap.mmap(file.fileno(), 0))
+    os.rename(f"{path}~", path)
+    return path
 
 
 def pool_of(core: str, notes: str) -> EnginePool:
@@ -233,6 +271,39 @@ def test_driver_killed_at_any_moment_of_the_start_no_engine_is_left(
 
 def is_engine(process: psutil.Process) -> bool:
     return "rollout.engine.child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
+
+
+@pytest.mark.parametrize(
+    ("core", "line", "is_driver"),
+    [("SharingCore", "serving", False), ("SharingStartCore", "started", True)],
+)
+def test_engine_that_ends_by_force_leaves_nothing_in_shared_memory(
+    core: str, line: str, is_driver: bool, tmp_path: Path
+) -> None:
+    notes = tmp_path / "notes"
+    with driver_of(core, notes) as driver:
+        await_line(driver, line)
+        while len(notes.read_text().splitlines()) < 3:
+            threading.Event().wait(0.01)
+        pids, used, written = notes.read_text().splitlines()
+        assert os.path.exists(used)
+        assert os.path.exists(written)
+        if is_driver:
+            driver.kill()
+        else:
+            os.kill(int(pids.split()[0]), signal.SIGKILL)
+        # Of an engine that is killed only what it wrote down is known.
+        await_gone([written, used] if is_driver else [written])
+    with suppress(FileNotFoundError):
+        os.unlink(used)
+
+
+def await_gone(paths: list[str]) -> None:
+    for _ in range(100 * round(BOUND_S)):
+        if not any(map(os.path.exists, paths)):
+            return
+        threading.Event().wait(0.01)
+    pytest.fail(f"{paths} are still there")
 
 
 def test_engine_killed_what_it_has_started_ends(tmp_path: Path) -> None:

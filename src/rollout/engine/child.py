@@ -27,7 +27,14 @@ import anyio
 import msgspec
 
 from rollout.engine.core import CORE_CLOSE_S
-from rollout.engine.guardian import GRACE_S, LOOK_S, guard, is_alive, name_of
+from rollout.engine.guardian import (
+    GRACE_S,
+    LOOK_S,
+    guard,
+    is_alive,
+    name_of,
+    remove_shared_files_at_end,
+)
 from rollout.engine.hosting import watch_core
 from rollout.engine.listening import BACKLOG, accept_forever
 from rollout.engine.loading import load_core, start_error_text
@@ -98,6 +105,7 @@ def _has_input() -> bool:
 
 def _kill_session() -> None:
     """End at once, with whatever the core has started: half-started children know no better."""
+    remove_shared_files_at_end()
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)

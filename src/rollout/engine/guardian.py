@@ -3,7 +3,8 @@
 A pipe closes when the last process that has it open ends, and a driver's forks have it open too: so
 an engine also watches the driver itself. It leaves by itself then, unless it is stopped or stuck in
 a library that holds the interpreter's lock; a guardian, a process of its own, ends it from outside,
-together with what it has started. This file is its program.
+together with what it has started, and removes what it leaves in shared memory. This file is its
+program.
 
 Loaded in engine processes: imports the standard library only.
 """
@@ -11,15 +12,24 @@ Loaded in engine processes: imports the standard library only.
 from __future__ import annotations
 
 import os
+import select
+import shutil
 import signal
+import stat
 import sys
 import threading
 from contextlib import suppress
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 #: Between two looks.
 LOOK_S = 0.25
 #: From the driver's death to the end by force. The promise is 5 s, also on a machine that is busy.
 GRACE_S = 2.0
+#: Where files are in memory.
+SHARED = "/dev/shm"
 #: In ``/proc/<pid>/stat``, counted after the name: the state, the threads, and the start.
 STATE, THREADS, START = 0, 17, 19
 
@@ -84,44 +94,126 @@ def guard(driver: str) -> None:
     """
     program = [sys.executable, "-I", "-S", __file__]
     command = [*program, driver, name_of(os.getpid()), str(os.getpgrp())]
+    reading, writing = os.pipe()
     between = os.fork()
     if between:
+        os.close(reading)
         os.waitpid(between, 0)
+        _ledger.append((writing, shared_files()))
         return
     try:
         if not os.fork():
-            _let_go()
+            _let_go(reading)
             os.execv(command[0], command)
     finally:
         os._exit(1)
 
 
-def _let_go() -> None:
-    """Keep nothing of the engine open, and nothing but the end from ending the guardian."""
+#: Where the guardian listens, in a process that has one, and what was in shared memory before.
+_ledger: list[tuple[int, set[str]]] = []
+
+
+def remove_at_end(path: str) -> None:
+    """Have a file or a directory removed when this process has ended, however it ends."""
+    for descriptor, _ in _ledger:
+        with suppress(OSError):
+            os.write(descriptor, os.fsencode(path) + b"\n")
+
+
+def remove_shared_files_at_end() -> None:
+    """The same for what this process and its children have in shared memory by now."""
+    for _, before in _ledger:
+        for path in mapped_files(_session_of(os.getsid(0))) - before:
+            remove_at_end(path)
+
+
+def shared_files() -> set[str]:
+    """What lies in shared memory."""
+    try:
+        return {f"{SHARED}/{name}" for name in os.listdir(SHARED)}
+    except OSError:
+        return set()
+
+
+def mapped_files(pids: Iterable[int]) -> set[str]:
+    """What of it these processes use: files, and not those in directories.
+
+    By inode: a semaphore has had another name when it was mapped.
+    """
+    used: set[int] = set()
+    for pid in pids:
+        with suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
+            lines = (line.split(maxsplit=5) for line in maps if b" " + SHARED.encode() in line)
+            used |= {int(inode) for _, _, _, _, inode, _ in lines}
+    return {path for path in shared_files() if _inode(path) in used}
+
+
+def _inode(path: str) -> int:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return -1
+    return status.st_ino if stat.S_ISREG(status.st_mode) else -1
+
+
+def remove(paths: Iterable[str]) -> None:
+    """Remove files and directories; what is gone already does no harm."""
+    for path in paths:
+        with suppress(OSError):
+            os.unlink(path)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# The guardian.
+
+
+def _let_go(ledger: int) -> None:
+    """Keep nothing of the engine but the ledger, and nothing but the end from ending the guardian.
+
+    It leaves the engine's group, and stays in its session: the number of neither is used again.
+    """
+    os.setpgid(0, 0)
     nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in range(3):
-        os.dup2(nothing, descriptor)
+    for descriptor, source in ((0, ledger), (1, nothing), (2, nothing)):
+        os.dup2(source, descriptor)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
 
 
 def main(driver: str, engine: str, group: str) -> None:
-    """Watch, and end the engine when it is time."""
-    _watch(driver, engine)
+    """Watch, end the engine when it is time, and remove what it leaves."""
+    before = shared_files()
+    ledger = _watch(driver, engine)
+    left = mapped_files(_session_of(int(group))) - before
     _end(engine, int(group))
+    remove(left | {os.fsdecode(line) for line in ledger.split(b"\n") if line})
 
 
-def _watch(driver: str, engine: str) -> None:
-    pause, patience = threading.Event(), GRACE_S
+def _watch(driver: str, engine: str) -> bytes:
+    """Return when it is time, with what the engine has written down."""
+    written, is_open, patience = b"", True, GRACE_S
     while is_alive(engine) and patience > 0:
-        pause.wait(LOOK_S)
+        if is_open and select.select([0], [], [], LOOK_S)[0]:
+            words = os.read(0, 65536)
+            written, is_open = written + words, bool(words)
+            continue
+        if not is_open:  # it has ended, or is about to
+            threading.Event().wait(LOOK_S / 10)
         if not is_alive(driver):
-            patience -= LOOK_S
+            patience -= LOOK_S if is_open else LOOK_S / 10
+    return written
+
+
+def _session_of(leader: int) -> Iterator[int]:
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            if os.getsid(int(name)) == leader:
+                yield int(name)
 
 
 def _end(engine: str, group: int) -> None:
-    """Kill the engine and its group, this process among them."""
+    """Kill the engine and its group."""
     pid = int(engine.split()[0])
     with suppress(ProcessLookupError):
         if group == pid:

@@ -32,6 +32,8 @@ logger = logging.getLogger("rollout.engine")
 
 #: From telling a child to leave to killing it.
 STOP_S = 1.0
+#: The same where it has not answered yet, and there is nothing to close.
+STARTING_STOP_S = 0.5
 #: Lines of a child's standard error kept for the error text.
 KEPT_LINES = 20
 #: Longest answer of a starting child, in bytes.
@@ -70,7 +72,7 @@ class LocalProcess:
             raise EngineError(f"{name}: cannot run {command[0]!r}: {error}") from error
         died = anyio.Event()
         last_words: deque[str] = deque(maxlen=KEPT_LINES)
-        patience_s = 0.0  # a child that has not answered holds nothing worth waiting for
+        patience_s = STARTING_STOP_S
         try:
             async with open_task_group() as tasks:
                 tasks.start_soon(_forward_errors, name, process, last_words)

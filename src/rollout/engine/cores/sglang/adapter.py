@@ -20,6 +20,7 @@ from rollout.engine.core import EngineInfo
 from rollout.engine.cores.sglang import plugin
 from rollout.engine.cores.sglang.arguments import Options, engine_arguments
 from rollout.engine.cores.sglang.upkeep import SGLangUpkeep, fields_of
+from rollout.engine.guardian import mapped_files, remove, remove_at_end, shared_files
 from rollout.engine.model_files import resolve_model
 from rollout.errors import EngineError
 
@@ -70,10 +71,13 @@ class SGLang:
             os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
         arguments = engine_arguments(options, model_path, fields_of(ServerArgs))
         before = set(multiprocessing.active_children())
+        self._shared = SharedFiles()
         try:
             self._engine: Any = sglang.Engine(**arguments)
         except Exception as error:
+            self._shared.remove()
             raise EngineError(f"SGLang did not start: {type(error).__name__}: {error}") from error
+        self._shared.note()
         atexit.unregister(self._engine.shutdown)
         self._tokens: Any = self._engine.tokenizer_manager
         self._stop_own_watchdog()
@@ -163,9 +167,11 @@ class SGLang:
 
     def shutdown(self) -> None:
         """Kill SGLang's processes and wait until they are gone, which frees the GPU."""
+        self._shared.note()
         self._engine.shutdown()
         for process in self._processes:
             process.join()
+        self._shared.remove()
 
     def _stop_own_watchdog(self) -> None:
         """It ends the whole process as soon as a scheduler does, before anybody is told why."""
@@ -188,6 +194,27 @@ class SGLang:
             weight_version=options.weight_version,
             core="sglang",
         )
+
+
+class SharedFiles:
+    """What SGLang puts into shared memory and leaves there: its loads, semaphores, and the like."""
+
+    def __init__(self) -> None:
+        self._before = shared_files()
+        self._noted: set[str] = set()
+
+    def note(self) -> None:
+        """Take up what this process and SGLang's use now; it is removed however this one ends."""
+        children = [process.pid for process in multiprocessing.active_children()]
+        used = mapped_files([os.getpid(), *filter(None, children)]) - self._before - self._noted
+        self._noted |= used
+        for path in used:
+            remove_at_end(path)
+
+    def remove(self) -> None:
+        """Remove it; SGLang has ended."""
+        self.note()
+        remove(self._noted)
 
 
 def kill_children() -> None:
