@@ -197,8 +197,8 @@ class Channel:
         """Have the engine end a request; whoever waits for it gets the tokens that it has."""
         self._control.send_nowait(Abort(request_id))
 
-    async def command(self, operation: Operation) -> None:
-        """Have the engine do something; returns when it has.
+    async def command(self, operation: Operation) -> str:
+        """Have the engine do something; returns when it has, with what came of it.
 
         Cancellation leaves the engine to it.
 
@@ -211,7 +211,7 @@ class Channel:
             if answer is not None:
                 if answer.error:
                     raise EngineError(f"{self.name}: {answer.error}")
-                return
+                return answer.result
         raise ChannelError(self.lost_reason)
 
     def take(self, role: Role, payload: bytes | memoryview) -> None:

@@ -369,13 +369,13 @@ class ClientSession:
         self._frames["data"].send_nowait(chunk)
 
     async def _carry_out(self, command: Command, frames: FrameStream) -> None:
-        error, is_fatal = "", False
+        error, is_fatal, result = "", False, ""
         try:
-            await carry_out(self._core, command.operation)
+            result = await carry_out(self._core, command.operation)
         except Exception as failure:
             logger.exception("%s failed", command.operation)
             error, is_fatal = _told(failure)
-        frames.send_nowait(CommandDone(command.number, error, is_fatal))
+        frames.send_nowait(CommandDone(command.number, error, is_fatal, result))
 
     # --- time
 

@@ -19,6 +19,7 @@ from rollout.config import (
     SimulatedEngine,
     TransformersEngine,
 )
+from rollout.config.engines import SGLANG_OWN
 from rollout.config.placements import gpus_of
 from rollout.engine.model_files import model_path_fault
 from rollout.engine.placement.base import CoreSpec, Placement
@@ -92,10 +93,17 @@ def _sglang_options(config: RolloutConfig, engine: SGLangEngine, replica: int) -
     if fault:
         raise EngineError(fault)
     server_args = dict(engine.server_args)
+    own = sorted(SGLANG_OWN & server_args.keys())
+    if replica > 0 and own:  # it was added; a configuration with several is refused
+        raise EngineError(
+            f"engine.server_args.{own[0]} = {server_args[own[0]]!r}: expected none for a second "
+            "replica: each needs its own"
+        )
     if engine.device == "cuda" and isinstance(config.placement, LocalProcessPlacement):
         # They share a machine: each replica takes the next GPUs of it.
         server_args.setdefault("base_gpu_id", replica * engine.tensor_parallel)
-    if engine.device == "cuda" and engine.sleep_between_batches:
+    shares_gpus = isinstance(config.placement, RayPlacement) and bool(config.placement.colocate)
+    if engine.device == "cuda" and (engine.sleep_between_batches or shares_gpus):
         server_args.setdefault("enable_memory_saver", True)
     return {
         "model": model.path,

@@ -20,6 +20,7 @@ from rollout.engine.core import EngineInfo
 from rollout.engine.cores.sglang import plugin
 from rollout.engine.cores.sglang.arguments import Options, engine_arguments
 from rollout.engine.cores.sglang.upkeep import SGLangUpkeep, fields_of
+from rollout.engine.devices import gpu_of
 from rollout.engine.guardian import mapped_files, remove, remove_at_end, shared_files
 from rollout.engine.model_files import resolve_model
 from rollout.errors import EngineError
@@ -50,6 +51,8 @@ class SGLang:
         os.environ[plugin.ENGINE_VARIABLE] = "1"
         gathered = f"{options.stream_interval} {options.stream_interval_s}"
         os.environ[plugin.STREAM_VARIABLE] = gathered
+        if options.has_memory_saver:  # it captures graphs where they cannot be released, else
+            os.environ.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
         if options.is_cpu:
             os.environ[plugin.CPU_VARIABLE] = "1"
             os.environ["OMP_NUM_THREADS"] = str(options.threads)
@@ -193,6 +196,9 @@ class SGLang:
             max_requests=options.max_running + options.max_queued,
             weight_version=options.weight_version,
             core="sglang",
+            device=options.torch_device,
+            gpu=gpu_of(options.torch_device),
+            no_sleep=options.no_sleep,
         )
 
 

@@ -30,6 +30,13 @@ OPTIONAL = frozenset(
 )
 
 
+NO_MEMORY_SAVER = (
+    "SGLang was started without its memory saver, and would release nothing; expected "
+    "engine.server_args.enable_memory_saver = true (engine.sleep_between_batches and "
+    "placement.colocate set it)"
+)
+
+
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """What `SGLangCore` was asked for; see there."""
 
@@ -58,6 +65,21 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     def is_cpu(self) -> bool:
         """Whether SGLang runs on the CPU, through our platform plugin."""
         return self.device == "cpu"
+
+    @property
+    def torch_device(self) -> str:
+        """Where its first GPU is, as torch names it."""
+        return "cpu" if self.is_cpu else f"cuda:{self.server_args.get('base_gpu_id', 0)}"
+
+    @property
+    def has_memory_saver(self) -> bool:
+        """Whether SGLang can release memory of the GPU."""
+        return bool(self.server_args.get("enable_memory_saver"))
+
+    @property
+    def no_sleep(self) -> str:
+        """Why it cannot sleep; empty where it can. A CPU has nothing to release."""
+        return "" if self.is_cpu or self.has_memory_saver else NO_MEMORY_SAVER
 
     @property
     def is_follower(self) -> bool:

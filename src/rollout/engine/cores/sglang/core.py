@@ -37,6 +37,8 @@ ASK_S = 1.0
 #: A scheduler answers between its steps, and a step can be a long prefill: only silence past this
 #: is a hang. SGLang's own watchdog gives a step as long.
 SILENCE_S = 300.0
+#: What SGLang calls its third kind of memory.
+CUDA_GRAPH = "cuda_graph"
 #: A process that has been stopped for this long is taken for dead.
 FROZEN_S = 5.0
 
@@ -201,8 +203,16 @@ class SGLangCore:
         await self._load(source.path, version)
 
     async def sleep(self, level: int) -> None:
-        """See `SleepingCore.sleep`; without ``enable_memory_saver`` SGLang only flushes."""
+        """See `SleepingCore.sleep`; level 2 also releases the CUDA graphs.
+
+        Raises:
+            EngineError: SGLang was started without its memory saver.
+        """
+        if self._options.no_sleep:
+            raise EngineError(self._options.no_sleep)
         tags = frozenset(TAGS_OF_LEVEL[level]) - self._asleep
+        if level > 1:
+            tags |= {CUDA_GRAPH} - self._asleep
         self._asleep |= tags
         if tags:
             await self._serving().upkeep.release(tuple(sorted(tags)))
@@ -218,8 +228,12 @@ class SGLangCore:
         await self._serving().upkeep.flush_cache()
 
     async def _take_back(self, tags: Iterable[str]) -> frozenset[str]:
-        """What of it was released; the weights are garbage then."""
-        released = self._asleep & frozenset(tags)
+        """What of it was released; the weights are garbage then.
+
+        The CUDA graphs come back with the KV cache: neither is needed before requests run.
+        """
+        wanted = {*tags, CUDA_GRAPH} if "kv_cache" in tags else set(tags)
+        released = self._asleep & wanted
         if released:
             await self._serving().upkeep.resume(tuple(sorted(released)))
         self._asleep -= released
