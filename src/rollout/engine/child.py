@@ -30,6 +30,7 @@ from rollout.engine.core import CORE_CLOSE_S
 from rollout.engine.guardian import (
     GRACE_S,
     LOOK_S,
+    dismiss,
     guard,
     is_alive,
     name_of,
@@ -180,8 +181,15 @@ def main() -> None:
         logging.getLogger("rollout.engine").exception("the engine failed")
         with suppress(OSError):  # it had answered before
             _say(answer, ChildReady(error=start_error_text(error)))
-        os._exit(1)
-    os._exit(0)  # threads of a core's libraries must not hold the exit
+        _exit(1, driver)
+    _exit(0, driver)  # threads of a core's libraries must not hold the exit
+
+
+def _exit(code: int, driver: str) -> None:
+    """Leave nothing behind that the driver, if it lives, does not see to."""
+    if is_alive(driver):
+        dismiss()
+    os._exit(code)
 
 
 if __name__ == "__main__":

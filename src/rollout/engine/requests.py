@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 REFUSED_BACKOFF_S = 0.05
 MAX_REFUSED_BACKOFF_S = 1.0
 #: How long a cancelled request waits for its last answer. An engine gives it between two of its
-#: steps; `rollout run` gives up on trajectories half a second after a signal.
-LAST_ANSWER_S = 0.4
+#: steps; `rollout run` gives up on trajectories somewhat later.
+LAST_ANSWER_S = 1.0
 #: An abort can be lost within an engine: it is sent again as often as heartbeats do.
 ABORT_AGAIN_S = 1.0
 

@@ -189,6 +189,7 @@ class HttpCore:
             max_requests=self._max_requests,
             weight_version=version,
             core=f"http: {self._api_name}",
+            no_sleep="servers that somebody else runs keep their memory",
         )
 
     async def _until_it_answers(self, client: HttpClient) -> tuple[int | None, int]:
