@@ -20,7 +20,7 @@ SGLANG_NEEDS := accelerate aiohttp anyio apache-tvm-ffi attrs compressed-tensors
 	sentencepiece setproctitle soundfile tiktoken tokenizers transformers trio triton uvicorn uvloop \
 	watchfiles xgrammar xxhash zstandard
 
-.PHONY: demo test test-full test-sglang sglang-cpu lint format docs bench clean
+.PHONY: demo test test-full test-sglang test-gpu sglang-cpu lint format docs bench clean
 
 demo: $(READY)
 	$(BIN)/rollout demo
@@ -38,6 +38,10 @@ sglang-cpu: $(SGLANG_READY)
 test-sglang: $(READY) $(SGLANG_READY)
 	$(BIN)/python -m pytest -m "not full" tests/sglang
 	$(SGLANG_BIN)/python -m pytest -m "not full" tests/sglang
+
+# What only GPUs can show; ROLLOUT_SGLANG_PYTHON names the interpreter of an SGLang on CUDA.
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -rs tests/sglang/test_driver_gpu.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

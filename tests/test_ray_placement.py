@@ -158,6 +158,35 @@ async def test_each_replica_has_gpus_of_its_own(cluster: Any) -> None:
     async with opened(gpus) as pool:
         fingerprints = sorted(r.channel.info.core for r in pool._replicas.values() if r.channel)
     assert fingerprints == ["CUDA_VISIBLE_DEVICES=0", "CUDA_VISIBLE_DEVICES=1"]
+    async with opened(config(1, core="DeviceCore")) as pool:
+        (replica,) = pool._replicas.values()
+        assert replica.channel is not None
+        assert replica.channel.info.core == "CUDA_VISIBLE_DEVICES=", "it was given none"
+
+
+#: Trainers set it, so that their own actors see all GPUs.
+LEAVING_DEVICES_ALONE = """
+import os
+os.environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+import anyio, ray, test_ray_placement as t
+ray.init("local", num_cpus=4, num_gpus=4, include_dashboard=False, log_to_driver=False)
+async def main():
+    async with t.open_engines(t.config(2, gpus_per_replica=2.0, core="DeviceCore")) as pool:
+        print(*sorted(r.channel.info.core for r in pool._replicas.values()))
+anyio.run(main, backend="trio")
+ray.shutdown()
+"""
+
+
+@pytest.mark.full
+async def test_replicas_see_their_own_gpus_where_ray_sets_nothing() -> None:
+    with anyio.fail_after(120):
+        done = await anyio.run_process(
+            [sys.executable, "-c", LEAVING_DEVICES_ALONE], cwd=os.path.dirname(__file__)
+        )
+    assert done.stdout.decode().splitlines()[-1] == (
+        "CUDA_VISIBLE_DEVICES=0,1 CUDA_VISIBLE_DEVICES=2,3"
+    )
 
 
 async def test_colocated_replica_shares_the_gpus_of_a_worker(cluster: Any) -> None:

@@ -184,6 +184,30 @@ def test_tool_thread_never_returns_close_and_exit_are_not_delayed(backend: str) 
     assert done.stdout == "gave up {'stuck': 1}\nclosed\n"
 
 
+def test_cancelled_trajectories_keep_all_that_the_engine_had_sampled() -> None:
+    async def main() -> tuple[RolloutBatch, RolloutRuntime]:
+        config = embedded(
+            lengths=LengthsConfig(prompt=128, response=1024),
+            scheduling=SchedulingConfig(samples_per_prompt=12),
+        )
+        async with rollout.open_rollout(config) as runtime, anyio.create_task_group() as tasks:
+
+            async def stop() -> None:
+                while runtime.engines.tokens_under_way < 60:
+                    await anyio.sleep(0.02)
+                runtime.cancel(reason="enough")
+
+            tasks.start_soon(stop)
+            return await runtime.generate([PROMPT]), runtime
+
+    batch, runtime = anyio.run(main)
+    lengths = [trajectory.transcript.generated_length for trajectory in batch.trajectories]
+    (replica,) = runtime.statistics().replicas
+    assert {t.outcome for t in batch.trajectories} == {Outcome.CANCELLED}
+    assert min(lengths) > 0
+    assert (sum(lengths), replica.tokens.late) == (replica.tokens.taken, 0)
+
+
 def test_limits_hold_with_the_real_engine() -> None:
     async def main() -> RolloutBatch:
         lengths = LengthsConfig(prompt=128, response=1024)

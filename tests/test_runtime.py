@@ -652,7 +652,7 @@ async def test_cancel_one_member_keeps_its_tokens_and_generate_returns() -> None
     kept, cut = batch.trajectories
     assert kept.outcome is Outcome.COMPLETED
     assert (cut.outcome, cut.reason) == (Outcome.CANCELLED, "surplus")
-    assert cut.metrics["total_s"] == 2.0
+    assert cut.metrics["total_s"] == pytest.approx(2.0, abs=0.01)  # to the end of a step
     assert 100 < cut.transcript.generated_length < 250
     assert next(iter(cut.transcript.generated_spans())).finish_reason == "abort"
 

@@ -78,6 +78,17 @@ def test_reader_held_nothing_leaves_before_the_final_answer() -> None:
     assert [chunk.finish_reason for chunk in chunks] == [None, "length"]
 
 
+def test_reader_partial_answers_that_name_versions_leave_at_once() -> None:
+    reader = AnswerReader("r")
+    reader.is_held = True  # the weights change meanwhile
+    first = reader.read(answer(4, "7", weight_versions=spans(("7", 4))))
+    both = reader.read(answer(9, "8", weight_versions=spans(("7", 5), ("8", 9))))
+    last = reader.read(answer(9, "8", weight_versions=spans(("7", 5), ("8", 9)), **LENGTH))
+    found = [(chunk.offset, len(chunk.ids) // 4, chunk.weight_version) for chunk in first + both]
+    assert found == [(0, 4, 7), (4, 1, 7), (5, 4, 8)]
+    assert [(chunk.ids, chunk.finish_reason) for chunk in last] == [(b"", "length")]
+
+
 def test_reader_version_without_spans_takes_the_final_one() -> None:
     assert taken([answer(2, "5"), answer(4, "5", **LENGTH)]).versions == [[5, 4]]
     assert taken([answer(2, "default"), answer(4, "default", **LENGTH)]).versions == [[0, 4]]

@@ -426,6 +426,38 @@ async def test_core_tokens_stream_in_chunks_of_the_interval(tiny: str) -> None:
 
 
 @pytest.mark.anyio
+async def test_core_tokens_leave_when_no_step_fits_into_the_time_that_they_may_wait(
+    tiny: str,
+) -> None:
+    async with opened(tiny, stream_interval=1000, stream_interval_s=1e-6) as core:
+        answer = await collect(core, asked(prompts(1)[0], max_new_tokens=10, ignore_eos=True))
+    assert [len(chunk.ids) // 4 for chunk in answer.chunks] == [1] * 10
+
+
+@pytest.mark.anyio
+async def test_core_tokens_leave_before_a_prompt_is_computed(tiny: str) -> None:
+    first, second = prompts(2)
+    answers: dict[str, Answer] = {}
+
+    async def ask(name: str, prompt: list[int], count: int) -> None:
+        request = asked(prompt, max_new_tokens=count, ignore_eos=True)
+        answers[name] = await collect(core, request)
+
+    async with (
+        opened(tiny, stream_interval=10_000, stream_interval_s=1e6) as core,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(ask, "first", first, 1500)
+        while not core.load().generated_tokens:
+            await anyio.sleep(0.001)
+        tasks.start_soon(ask, "second", second, 1)
+    sizes = [len(chunk.ids) // 4 for chunk in answers["first"].chunks]
+    assert len(sizes) == 2
+    assert sizes[0] > 0
+    assert sum(sizes) == 1500
+
+
+@pytest.mark.anyio
 async def test_core_abort_returns_the_tokens_so_far(tiny: str) -> None:
     prompt = prompts(1, seed=12)[0]
     sampling = {"max_new_tokens": 1500, "ignore_eos": True}

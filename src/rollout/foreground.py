@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from rollout.runtime import RolloutRuntime, RuntimeStatistics
 
 #: From a signal to giving up on trajectories that have not ended by themselves: rewards that are
-#: being computed, say. Closing the engines takes up to a second more.
-GRACE_S = 0.5
+#: being computed, say. The last answers of engines come before that. Closing the engines takes up
+#: to a second more.
+GRACE_S = 1.5
 #: Reason of trajectories that a signal has cancelled.
 INTERRUPTED = "interrupted"
 

@@ -31,7 +31,8 @@ class EngineConfig(Section):
     replicas: Count = 1
     #: From the start of a replica to its answer to the hello.
     start_timeout_s: Positive = 300.0
-    #: Tokens gathered before a partial answer is sent.
+    #: Tokens gathered at most before a partial answer is sent; `channel.stream_interval_s` bounds
+    #: how long they wait.
     stream_interval: Count = 16
     #: Engines release KV cache and weights after their start and after every batch, and take them
     #: back before the next one: for a trainer on the same GPUs.
@@ -102,6 +103,7 @@ class SGLangEngine(EngineConfig):
 
     def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
         """`server_args` leaves alone what has a key of its own; a CPU is not deterministic."""
+        yield from self._faults_of_sharing(sound)
         if self.device == "cpu" and self.deterministic is True:
             expected = "expected false for engine.device = 'cpu': SGLang does that on GPUs only"
             yield Fault("deterministic", expected, True)
@@ -112,7 +114,35 @@ class SGLangEngine(EngineConfig):
             if home is not None:
                 yield Fault(f"server_args.{name}", f"expected {home}", value)
 
+    def _faults_of_sharing(self, sound: Collection[str]) -> Iterator[Fault]:
+        """Replicas have ports and GPUs of their own; who sleeps must be able to."""
+        if "server_args" not in sound:
+            return
+        if "replicas" in sound and self.replicas > 1:
+            for name in sorted(SGLANG_OWN & self.server_args.keys()):
+                text = f"expected none with engine.replicas = {self.replicas}: each needs its own"
+                yield Fault(f"server_args.{name}", text, self.server_args[name])
+        saves = self.server_args.get("enable_memory_saver", True)
+        if "sleep_between_batches" in sound and self.sleep_between_batches and saves is not True:
+            text = "expected true (or leave it out) with engine.sleep_between_batches"
+            yield Fault("server_args.enable_memory_saver", text, saves)
 
+
+#: Arguments of SGLang that no two replicas can have alike. Those that are not given, each replica
+#: chooses for itself.
+SGLANG_OWN = frozenset(
+    {
+        "base_gpu_id",
+        "disaggregation_bootstrap_port",
+        "encoder_bootstrap_port",
+        "engine_info_bootstrap_port",
+        "gated_launch_port",
+        "grpc_port",
+        "nccl_port",
+        "port",
+        "smg_http_sidecar_port",
+    }
+)
 #: Arguments of SGLang that do not belong into `server_args`, and what to write instead.
 SGLANG_HOMES: Mapping[str, str] = MappingProxyType(
     {

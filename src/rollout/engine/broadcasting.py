@@ -5,11 +5,12 @@ Each change has a group of its own: rank 0 is the sender, and the driver gives t
 
 from __future__ import annotations
 
+from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollout.engine.staging import stage
-from rollout.engine.weights import DistributedWeights, TensorWeights
+from rollout.engine.weights import SHARED, DistributedWeights, TensorWeights
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def describe_tensors(
     port: int,
     world_size: int,
     backend: Literal["gloo", "nccl"] = "gloo",
+    directory: str = SHARED,
 ) -> DistributedWeights:
     """What engines must know to receive `tensors`, for `update_weights`.
 
@@ -34,6 +36,7 @@ def describe_tensors(
         port: A free port there.
         world_size: The number of replicas, and one for the sender.
         backend: "nccl" where sender and engines have a GPU each.
+        directory: Where engines put them to load them from; on each machine, one copy of the model.
     """
     return DistributedWeights(
         host=host,
@@ -43,6 +46,7 @@ def describe_tensors(
         dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()),
         shapes=tuple(tuple(tensor.shape) for tensor in tensors.values()),
         backend=backend,
+        directory=directory,
     )
 
 
@@ -53,31 +57,46 @@ def send_weights(tensors: Mapping[str, Any], weights: DistributedWeights) -> Non
     """
     group = _join(weights, rank=0)
     for tensor in tensors.values():
-        _broadcast(group, _bytes_of(tensor.detach().to(_device_of(weights)).contiguous()))
+        device = "cuda" if weights.backend == "nccl" else "cpu"
+        _broadcast(group, _bytes_of(tensor.detach().to(device).contiguous()))
     if weights.backend == "nccl":
         import torch
 
         torch.cuda.synchronize()  # its broadcasts are only queued
 
 
-def receive_weights(weights: DistributedWeights) -> str:
-    """A directory of files in shared memory with what was sent; blocks.
+def receive_weights(weights: DistributedWeights, device: str = "cuda") -> str:
+    """A directory of files with what was sent, empty where they are not to be kept; blocks.
+
+    Args:
+        device: Of the engine, as torch names it: NCCL receives there, Gloo in the memory of the
+            host.
 
     Raises:
-        EngineError: The sender or another replica did not come, or was lost.
+        EngineError: The sender or another replica did not come, or was lost; there is no room; or
+            NCCL is asked for, and the engine has no GPU.
     """
+    if weights.backend == "nccl" and not device.startswith("cuda"):
+        raise EngineError(
+            f"DistributedWeights: backend = 'nccl', and the engine computes on {device!r}; "
+            "expected 'gloo'"
+        )
     try:
         group = _join(weights, rank=weights.rank)
-        return stage(TensorWeights(_received(group, weights)))
+        received = _received(group, weights, device if weights.backend == "nccl" else "cpu")
+        if weights.is_kept:
+            return stage(TensorWeights(received, directory=weights.directory))
+        deque(received, maxlen=0)  # each has to be taken: the others wait for it
     except RuntimeError as error:  # what torch raises, its timeouts included
         raise EngineError(f"the weights were not received: {error}") from error
+    return ""
 
 
-def _received(group: Any, weights: DistributedWeights) -> Iterator[tuple[str, Any]]:
+def _received(group: Any, weights: DistributedWeights, device: str) -> Iterator[tuple[str, Any]]:
     import torch
 
     for name, dtype, shape in zip(weights.names, weights.dtypes, weights.shapes, strict=True):
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=_device_of(weights))
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         _broadcast(group, _bytes_of(tensor))
         yield name, tensor
 
@@ -101,11 +120,6 @@ def _join(weights: DistributedWeights, rank: int) -> Any:
         options._timeout = limit
         return dist.ProcessGroupNCCL(store, rank, weights.world_size, options)
     return dist.ProcessGroupGloo(store, rank, weights.world_size, limit)
-
-
-def _device_of(weights: DistributedWeights) -> str:
-    """Where the backend wants its tensors."""
-    return "cuda" if weights.backend == "nccl" else "cpu"
 
 
 def _bytes_of(tensor: Any) -> Any:

@@ -183,13 +183,13 @@ class Channel:
         return kept, kept_sum, history.packed(kept, length)
 
     def abandon_nowait(self, pending: PendingRequest) -> None:
-        """Stop waiting for a request and have the engine end it.
+        """Have the engine end a request that is not waited for any longer.
 
         Until its last chunk arrives it is a zombie, and the abort is sent again at each heartbeat.
+        Its generation still takes what arrives; whoever stops waiting for that sets it to None.
         """
         if self._pending.pop(pending.request_id, None) is None:
             return
-        pending.generation = None
         self._zombies[pending.request_id] = pending
         self._control.send_nowait(Abort(pending.request_id))
 
@@ -197,8 +197,8 @@ class Channel:
         """Have the engine end a request; whoever waits for it gets the tokens that it has."""
         self._control.send_nowait(Abort(request_id))
 
-    async def command(self, operation: Operation) -> None:
-        """Have the engine do something; returns when it has.
+    async def command(self, operation: Operation) -> str:
+        """Have the engine do something; returns when it has, with what came of it.
 
         Cancellation leaves the engine to it.
 
@@ -211,7 +211,7 @@ class Channel:
             if answer is not None:
                 if answer.error:
                     raise EngineError(f"{self.name}: {answer.error}")
-                return
+                return answer.result
         raise ChannelError(self.lost_reason)
 
     def take(self, role: Role, payload: bytes | memoryview) -> None:
@@ -274,36 +274,49 @@ class Channel:
             return
         assert pending.generation is not None
         try:
-            count = pending.generation.take(chunk)
+            self._take(pending.generation, chunk)
         except ChunkFault as fault:
             self.tokens.refused += len(chunk.ids) // 4
             self._on_garbled(pending, fault, is_last=chunk.finish_reason is not None)
             return
-        if count:
-            self.tokens.taken += count
-        else:
-            self.tokens.repeated += len(chunk.ids) // 4
         if chunk.finish_reason is not None:
             del self._pending[chunk.request_id]
             if pending.history is not None:  # the next turn goes on from what the replica has
                 held = pending.sent_tokens + pending.part.count
                 pending.history.held_by[self._greeter.session] = held
-            pending.error = chunk.error
-            pending.on_gone()
-            pending.done.set()
+            self._end(pending, chunk.error)
+
+    def _take(self, generation: Generation, chunk: Chunk) -> None:
+        """Append the tokens of a chunk, and count them; raises a `ChunkFault` as `take` does."""
+        count = generation.take(chunk)
+        if count:
+            self.tokens.taken += count
+        else:
+            self.tokens.repeated += len(chunk.ids) // 4
+
+    def _take_late(self, zombie: PendingRequest, chunk: Chunk) -> None:
+        """Tokens of a request that was cancelled, kept while somebody waits for its last answer."""
+        if zombie.generation is not None:
+            try:
+                self._take(zombie.generation, chunk)
+            except ChunkFault:
+                zombie.generation = None
+            else:
+                return
+        self.tokens.late += len(chunk.ids) // 4
 
     def _on_unawaited(self, chunk: Chunk) -> None:
-        """A chunk that nobody waits for, or the last that an engine says."""
+        """A chunk of a request that has been abandoned or is over, or the last an engine says."""
         if self.lost_reason:
             return  # its request was told that the connection is lost
         if chunk.is_fatal:
             self._lose(f"the engine is broken: {chunk.error}")
             return
-        count = len(chunk.ids) // 4
-        if chunk.request_id not in self._zombies:  # of a request that has ended
-            self.tokens.repeated += count
+        zombie = self._zombies.get(chunk.request_id)
+        if zombie is None:  # of a request that has ended
+            self.tokens.repeated += len(chunk.ids) // 4
             return
-        self.tokens.late += count
+        self._take_late(zombie, chunk)
         if chunk.finish_reason is not None:
             self._end(self._zombies.pop(chunk.request_id), chunk.error)
 
@@ -311,6 +324,7 @@ class Channel:
         pending.is_garbled = True
         pending.error = f"{self.name} sent a faulty chunk: {fault}"
         self.abandon_nowait(pending)
+        pending.generation = None
         pending.done.set()
         if is_last:  # it will say no more
             self._end(self._zombies.pop(pending.request_id), pending.error)

@@ -1,8 +1,10 @@
-"""The process of one engine: ``python -m rollout.engine.child``, started by `local_process`.
+"""The process of one engine: ``python -m rollout.engine.child [DRIVER]``, started by placements.
 
 Reads one line of JSON from standard input (what to run, and the secret), answers one line on
-standard output (the port, or why it failed), and lives until its standard input closes: a driver
-that dies, however, takes its engines with it.
+standard output (the port, or why it failed), and lives until it is told to leave: by another line,
+by the end of standard input, or by the end of the driver, which its argument names as
+`guardian.name_of` does (its parent, where there is none). A driver that dies, however, takes its
+engines with it.
 
 Loaded in engine processes: imports msgspec, anyio and its core only.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -24,18 +27,25 @@ import anyio
 import msgspec
 
 from rollout.engine.core import CORE_CLOSE_S
+from rollout.engine.guardian import (
+    GRACE_S,
+    LOOK_S,
+    dismiss,
+    guard,
+    is_alive,
+    name_of,
+    remove_shared_files_at_end,
+)
 from rollout.engine.hosting import watch_core
+from rollout.engine.listening import BACKLOG, accept_forever
 from rollout.engine.loading import load_core, start_error_text
 from rollout.engine.server import EngineServer
-from rollout.engine.tls import TlsFiles, encrypted_listener
+from rollout.engine.tls import TlsFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from rollout.engine.core import EngineCore
-
-#: A driver with many trajectories opens few connections, but may reopen them all at once.
-BACKLOG = 128
 
 
 class ChildSpec(msgspec.Struct, kw_only=True):
@@ -69,41 +79,58 @@ def _take_standard_output() -> int:
     return answer
 
 
-def _end_with_driver(leave: threading.Event) -> None:
-    """Wait for the end of standard input, then leave: politely first, by force soon after."""
-    while os.read(0, 4096):
+class _Leave(threading.Event):
+    """Set when it is time to leave.
+
+    Attributes:
+        is_serving: There is something to close; before, nothing is worth waiting for.
+    """
+
+    is_serving = False
+
+
+def _end_with_driver(leave: _Leave, driver: str) -> None:
+    """Wait until it is time to leave, then leave: politely first, by force soon after."""
+    while is_alive(driver) and not _has_input():
         pass
     leave.set()
-    threading.Event().wait(CORE_CLOSE_S - 1)
+    if leave.is_serving:
+        threading.Event().wait(GRACE_S - LOOK_S)  # before the guardian
     _kill_session()
+
+
+def _has_input() -> bool:
+    """Whether the driver has said something, or has closed; waits for it for a moment."""
+    return bool(select.select([0], [], [], LOOK_S)[0])
 
 
 def _kill_session() -> None:
     """End at once, with whatever the core has started: half-started children know no better."""
+    remove_shared_files_at_end()
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
 
 
-async def _serve(spec: ChildSpec, answer: int, leave: threading.Event) -> None:
+async def _serve(spec: ChildSpec, answer: int, leave: _Leave) -> None:
     core = load_core(spec.core)(**spec.options)
     await core.start()
+    leave.is_serving = True
     gc.collect()
     gc.freeze()  # a full collection would stop the engine for a fifth of a second
     if spec.is_follower:
         _say(answer, ChildReady())
         await _live(core, leave, anyio.sleep_forever)
         return
-    server = EngineServer(core, bytes.fromhex(spec.secret))
+    server = EngineServer(core, bytes.fromhex(spec.secret), tls=spec.tls)
     listener = await anyio.create_tcp_listener(local_host=spec.host, local_port=0, backlog=BACKLOG)
     port = listener.extra(anyio.abc.SocketAttribute.local_port)
-    serving = listener if spec.tls is None else encrypted_listener(listener, spec.tls)
     _say(answer, ChildReady(port=port))
-    await _live(core, leave, partial(serving.serve, server.serve_connection))
+    await _live(core, leave, partial(accept_forever, listener.listeners, server))
 
 
 async def _live(
-    core: EngineCore, leave: threading.Event, work: Callable[[], Coroutine[Any, Any, Any]]
+    core: EngineCore, leave: _Leave, work: Callable[[], Coroutine[Any, Any, Any]]
 ) -> None:
     """Until the driver leaves or the engine is lost."""
     try:
@@ -122,10 +149,13 @@ def _say(answer: int, ready: ChildReady) -> None:
     os.close(answer)
 
 
-def _read_line() -> bytes:
+def _read_line(driver: str) -> bytes:
     """One line of standard input, read byte by byte: nothing of what follows is taken."""
     line = bytearray()
     while not line.endswith(b"\n"):
+        while not _has_input():
+            if not is_alive(driver):
+                raise SystemExit(0)
         byte = os.read(0, 1)
         if not byte:
             raise SystemExit(0)  # the driver is gone already
@@ -134,13 +164,15 @@ def _read_line() -> bytes:
 
 
 def main() -> None:
-    """Run until standard input closes."""
+    """Run until it is time to leave."""
+    driver = sys.argv[1] if len(sys.argv) > 1 else name_of(os.getppid())
+    guard(driver)
     answer = _take_standard_output()
-    spec = msgspec.json.decode(_read_line(), type=ChildSpec)
+    spec = msgspec.json.decode(_read_line(driver), type=ChildSpec)
     sys.path[:] = spec.sys_path or sys.path
     logging.basicConfig(level=spec.log_level, format="%(levelname)s %(name)s: %(message)s")
-    leave = threading.Event()
-    threading.Thread(target=_end_with_driver, args=(leave,), daemon=True).start()
+    leave = _Leave()
+    threading.Thread(target=_end_with_driver, args=(leave, driver), daemon=True).start()
     try:
         # SGLang brings it; other cores use it where it is installed.
         options = {"use_uvloop": find_spec("uvloop") is not None}
@@ -149,8 +181,15 @@ def main() -> None:
         logging.getLogger("rollout.engine").exception("the engine failed")
         with suppress(OSError):  # it had answered before
             _say(answer, ChildReady(error=start_error_text(error)))
-        os._exit(1)
-    os._exit(0)  # threads of a core's libraries must not hold the exit
+        _exit(1, driver)
+    _exit(0, driver)  # threads of a core's libraries must not hold the exit
+
+
+def _exit(code: int, driver: str) -> None:
+    """Leave nothing behind that the driver, if it lives, does not see to."""
+    if is_alive(driver):
+        dismiss()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,8 @@ logger = logging.getLogger("rollout.engine")
 EARLY_ABORTS = 4096
 #: Tasks that wait for a request; more than ever answer at once end when they have nothing to do.
 IDLE_WORKERS = 64
+#: Tokens whose time comes within this share of the interval leave together.
+TOGETHER = 0.1
 
 
 class ClientSession:
@@ -78,6 +80,7 @@ class ClientSession:
         self._changed = anyio.Event()  # a connection came or went
         self._due = math.inf
         self._earlier = anyio.Event()
+        self._gathered = 1 if getattr(core, "is_gathering", False) else terms.stream_interval
         self._arrived_at = 0.0  # what is being taken; to ask for each would cost a microsecond
 
     # --- life
@@ -343,7 +346,7 @@ class ClientSession:
             self._histories.add(
                 self._history_key(running.request.session_id), chunk.request_id, chunk.ids
             )
-        for each in running.gather(chunk, self._terms.stream_interval):
+        for each in running.gather(chunk, self._gathered):
             self._send(each)
         if running.held and running.held_until == math.inf:
             running.held_until = anyio.current_time() + self._terms.stream_interval_s
@@ -366,13 +369,13 @@ class ClientSession:
         self._frames["data"].send_nowait(chunk)
 
     async def _carry_out(self, command: Command, frames: FrameStream) -> None:
-        error, is_fatal = "", False
+        error, is_fatal, result = "", False, ""
         try:
-            await carry_out(self._core, command.operation)
+            result = await carry_out(self._core, command.operation)
         except Exception as failure:
             logger.exception("%s failed", command.operation)
             error, is_fatal = _told(failure)
-        frames.send_nowait(CommandDone(command.number, error, is_fatal))
+        frames.send_nowait(CommandDone(command.number, error, is_fatal, result))
 
     # --- time
 
@@ -389,6 +392,7 @@ class ClientSession:
         beat, number = anyio.current_time(), 0
         while True:
             now = anyio.current_time()
+            soon = now + TOGETHER * self._terms.stream_interval_s
             if now >= beat:
                 beat, number = now + self._terms.heartbeat_s, number + 1
                 for role in ROLES:
@@ -396,7 +400,7 @@ class ClientSession:
                         self._frames[role].send_nowait(Ping(number))
             self._due = math.inf
             for running in self.requests.values():
-                if running.held_until <= now:
+                if running.held_until <= soon:
                     self._release(running)
                 if running.deadline <= now:
                     running.deadline = math.inf

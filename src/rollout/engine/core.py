@@ -163,6 +163,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         max_requests: How many requests the engine holds at once, running and queued.
         weight_version: Version of the weights loaded.
         core: Name of the core, for people.
+        device: Where its weights are, or the first part of them, as torch names it in its process
+            ("cuda:1"); weights over NCCL are received there. Empty where nobody knows.
+        gpu: Which GPU of its machine that is; see `devices.gpu_of`.
+        no_sleep: Why its memory cannot be released; empty where it can, or where nobody knows.
     """
 
     vocab_size: int
@@ -172,6 +176,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_requests: int
     weight_version: int = 0
     core: str = ""
+    device: str = ""
+    gpu: str = ""
+    no_sleep: str = ""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -210,6 +217,11 @@ class EngineCore(Protocol):
     A core that can lose what it depends on (processes of its own, somebody else's server) also has
     ``async def watch(self) -> str``: it returns why the engine is lost, after its requests have
     been told. Whoever hosts the core runs it beside the server, through `hosting.watch_core`.
+
+    Chunks leave a core as their tokens are sampled, one by one: the server gathers them, by number
+    and by time. A core that gathers by itself, and hands over what it has sampled within
+    ``channel.stream_interval_s``, says so with ``is_gathering = True``: its chunks are sent as they
+    are.
     """
 
     @property

@@ -45,7 +45,7 @@ class Replica:
         starts: How often it has come to serve.
         channel, routed: While it serves.
         weights: What it was given last since it started; None: what it starts with.
-        machines, is_here: Of where it lives; see `ReplicaHandle`.
+        machines, is_here, machine: Of where it lives; see `ReplicaHandle`.
         running: Generations whose request is in flight there.
         lost: Those that were when it was lost last, and how many requests were in flight in all.
         judged: Fires when it is known whether that was a death.
@@ -66,6 +66,7 @@ class Replica:
     weights: Weights | None = None
     machines: int = 1
     is_here: bool = True
+    machine: str = ""
     tokens: TokenCounts = attrs.field(factory=TokenCounts)
     running: dict[Attempt, None] = attrs.field(factory=dict)
     lost: tuple[tuple[Attempt, ...], int] = ((), 0)
@@ -159,6 +160,7 @@ class Keeper:
             ) as channel,
         ):
             replica.machines, replica.is_here = handle.machines, handle.is_here
+            replica.machine = handle.machine
             yield channel, handle.died
 
     async def _serve(

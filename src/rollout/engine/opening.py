@@ -19,6 +19,7 @@ from rollout.config import (
     SimulatedEngine,
     TransformersEngine,
 )
+from rollout.config.engines import SGLANG_OWN
 from rollout.config.placements import gpus_of
 from rollout.engine.model_files import model_path_fault
 from rollout.engine.placement.base import CoreSpec, Placement
@@ -27,6 +28,7 @@ from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.placement.ray import open_ray_actors
 from rollout.engine.pool import EnginePool, open_pool
 from rollout.engine.protocol import Terms
+from rollout.engine.requests import last_answer_s
 from rollout.engine.routing import Router
 from rollout.engine.tls import TlsFiles
 from rollout.errors import EngineError
@@ -60,10 +62,15 @@ def core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
                     "max_queued": engine.max_queued,
                     "context_length": engine.context_length,
                     "stream_interval": engine.stream_interval,
+                    "stream_interval_s": config.channel.stream_interval_s,
                 },
             )
         case SimulatedEngine():
-            options = {"stream_interval": engine.stream_interval, "replica": replica}
+            options = {
+                "stream_interval": engine.stream_interval,
+                "stream_interval_s": config.channel.stream_interval_s,
+                "replica": replica,
+            }
             return CoreSpec(
                 "rollout.testing.simulated:SimulatedCore", {**options, **engine.scenario}
             )
@@ -86,10 +93,17 @@ def _sglang_options(config: RolloutConfig, engine: SGLangEngine, replica: int) -
     if fault:
         raise EngineError(fault)
     server_args = dict(engine.server_args)
+    own = sorted(SGLANG_OWN & server_args.keys())
+    if replica > 0 and own:  # it was added; a configuration with several is refused
+        raise EngineError(
+            f"engine.server_args.{own[0]} = {server_args[own[0]]!r}: expected none for a second "
+            "replica: each needs its own"
+        )
     if engine.device == "cuda" and isinstance(config.placement, LocalProcessPlacement):
         # They share a machine: each replica takes the next GPUs of it.
         server_args.setdefault("base_gpu_id", replica * engine.tensor_parallel)
-    if engine.device == "cuda" and engine.sleep_between_batches:
+    shares_gpus = isinstance(config.placement, RayPlacement) and bool(config.placement.colocate)
+    if engine.device == "cuda" and (engine.sleep_between_batches or shares_gpus):
         server_args.setdefault("enable_memory_saver", True)
     return {
         "model": model.path,
@@ -104,6 +118,7 @@ def _sglang_options(config: RolloutConfig, engine: SGLangEngine, replica: int) -
         "max_queued": engine.max_queued,
         "context_length": engine.context_length,
         "stream_interval": engine.stream_interval,
+        "stream_interval_s": config.channel.stream_interval_s,
         "deterministic": engine.deterministic,
         "routed_experts": engine.routed_experts,
         "server_args": server_args,
@@ -116,6 +131,8 @@ def _http_options(config: RolloutConfig, engine: HttpEngine, replica: int) -> di
         "api": engine.api,
         "api_key_variable": engine.api_key_variable,
         "max_requests": engine.max_requests,
+        "stream_interval": engine.stream_interval,
+        "stream_interval_s": config.channel.stream_interval_s,
         "model": config.model.path,
         "revision": config.model.revision,
         "trust_remote_code": config.model.trust_remote_code,
@@ -194,6 +211,7 @@ async def open_engines(config: RolloutConfig) -> AsyncIterator[EnginePool]:
             terms=channel_terms(config),
             backoff_s=config.recovery.backoff_s,
             max_start_failures=config.recovery.max_start_failures,
+            last_answer_s=last_answer_s(config.limits.cleanup_s),
         )
         async with open_pool(pool):
             yield pool

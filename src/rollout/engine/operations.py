@@ -22,7 +22,19 @@ class LoadWeights(msgspec.Struct, frozen=True, array_like=True, tag="load_weight
     """Load other weights; what is sampled from then on has this version."""
 
     version: int
-    source: DiskWeights | DistributedWeights
+    source: DiskWeights
+
+
+class ReceiveWeights(msgspec.Struct, frozen=True, array_like=True, tag="receive_weights"):
+    """Join a broadcast; the result is the directory of what came, or empty."""
+
+    source: DistributedWeights
+
+
+class DropWeights(msgspec.Struct, frozen=True, array_like=True, tag="drop_weights"):
+    """Remove a directory that came of `ReceiveWeights`."""
+
+    path: str
 
 
 class Sleep(msgspec.Struct, frozen=True, array_like=True, tag="sleep"):
@@ -41,39 +53,45 @@ class FlushCache(msgspec.Struct, frozen=True, array_like=True, tag="flush_cache"
     """Forget what was computed of earlier requests."""
 
 
-Operation = LoadWeights | Sleep | WakeUp | FlushCache
+Operation = LoadWeights | ReceiveWeights | DropWeights | Sleep | WakeUp | FlushCache
 
 
-async def carry_out(core: Any, operation: Operation) -> None:
-    """Have `core` do it.
+async def carry_out(core: Any, operation: Operation) -> str:
+    """Have `core` do it; what came of it, where there is something to say.
 
     Raises:
         EngineError: It cannot; or whatever it raises.
     """
     match operation:
         case LoadWeights(version, source):
-            load = _method(core, "update_weights", "change its weights")
-            await _load(load, version, source)
+            await _method(core, "update_weights", "change its weights")(version, source)
+        case ReceiveWeights(sent):
+            return await _receive(core, sent)
+        case DropWeights(path):
+            await to_thread.run_sync(_drop, path)
         case Sleep(level):
             await _method(core, "sleep", "release its memory")(level)
         case WakeUp(tags):
             await _method(core, "wake_up", "release its memory")(tags)
         case FlushCache():
             await _method(core, "flush_cache", "flush its cache")()
+    return ""
 
 
-async def _load(load: Any, version: int, source: DiskWeights | DistributedWeights) -> None:
-    if isinstance(source, DiskWeights):
-        await load(version, source)
-        return
+async def _receive(core: Any, sent: DistributedWeights) -> str:
+    _method(core, "update_weights", "change its weights")
     from rollout.engine.broadcasting import receive_weights  # torch
-    from rollout.engine.staging import unstage
 
-    path = await to_thread.run_sync(receive_weights, source, abandon_on_cancel=True)
-    try:
-        await load(version, DiskWeights(path))
-    finally:
-        unstage(path)
+    device = core.info.device or "cuda"
+    return await to_thread.run_sync(receive_weights, sent, device, abandon_on_cancel=True)
+
+
+def _drop(path: str) -> None:
+    from rollout.engine.staging import is_staged, unstage
+
+    if not is_staged(path):
+        raise EngineError(f"{path} is no directory of received weights")
+    unstage(path)
 
 
 def _method(core: Any, name: str, ability: str) -> Any:

@@ -16,7 +16,7 @@ from rollout.engine.generation import TokenCounts
 from rollout.engine.keeping import Keeper, Replica
 from rollout.engine.operations import ALL_TAGS
 from rollout.engine.recovery import Attempt, RecoveryCounts, RecoveryPolicy, note_death
-from rollout.engine.requests import Requests
+from rollout.engine.requests import LAST_ANSWER_S, Requests
 from rollout.engine.sleeping import Sleeping
 from rollout.engine.updating import Updating
 from rollout.engine.upkeep import Upkeep
@@ -72,6 +72,7 @@ class EnginePool:
         backoff_s: Pause before a replica that died is started again; doubled each time.
         max_start_failures: Failed starts in a row after which a replica is given up.
         terms: Of the channels; None takes the defaults.
+        last_answer_s: How long a cancelled request waits for the tokens of its last answer.
 
     Attributes:
         recoveries: What was done about requests whose replica was lost.
@@ -91,6 +92,7 @@ class EnginePool:
         backoff_s: float = 1.0,
         max_start_failures: int = 3,
         terms: Terms | None = None,
+        last_answer_s: float = LAST_ANSWER_S,
     ) -> None:
         self._keeper = Keeper(
             terms=terms,
@@ -113,7 +115,7 @@ class EnginePool:
             self._new_replica(spec, share)
         self._line = WaitingLine(lambda: router.has_room and not self._requests.is_held)
         self._bell = Bell()
-        self._requests = Requests(router, self._replicas, self._line, self._bell)
+        self._requests = Requests(router, self._replicas, self._line, self._bell, last_answer_s)
         self._upkeep = Upkeep()
         self._updating = Updating(
             router,

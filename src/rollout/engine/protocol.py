@@ -170,11 +170,16 @@ class Command(msgspec.Struct, frozen=True, array_like=True, tag=30):
 
 
 class CommandDone(msgspec.Struct, frozen=True, array_like=True, tag=31):
-    """It is done, or why it was not; `is_fatal`: and the engine is of no more use."""
+    """It is done, with what came of it, or why it was not.
+
+    Attributes:
+        is_fatal: And the engine is of no more use.
+    """
 
     number: Natural
     error: str = ""
     is_fatal: bool = False
+    result: str = ""
 
 
 FromServer = Challenge | Welcome | Refused | Chunk | Pong | Ping | Ack | SendWhole | CommandDone

@@ -10,11 +10,13 @@ import anyio
 
 from rollout.engine.protocol import Submit
 from rollout.engine.recovery import NO_ENGINE
+from rollout.limits import cleanup_scope
 from rollout.seeds import RequestIds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from rollout.engine.channel import Channel
     from rollout.engine.generation import Generation
     from rollout.engine.keeping import Replica
     from rollout.engine.pending import PendingRequest
@@ -25,8 +27,16 @@ if TYPE_CHECKING:
 #: Seconds before a request that a full engine refused is placed again; doubled up to the second.
 REFUSED_BACKOFF_S = 0.05
 MAX_REFUSED_BACKOFF_S = 1.0
+#: How long a cancelled request waits for its last answer. An engine gives it between two of its
+#: steps; `rollout run` gives up on trajectories somewhat later.
+LAST_ANSWER_S = 1.0
 #: An abort can be lost within an engine: it is sent again as often as heartbeats do.
 ABORT_AGAIN_S = 1.0
+
+
+def last_answer_s(cleanup_s: float) -> float:
+    """How long a cancelled request waits, where whatever is cancelled has `cleanup_s` to end."""
+    return min(LAST_ANSWER_S, cleanup_s / 2)
 
 
 class Requests:
@@ -35,6 +45,7 @@ class Requests:
     Args:
         line: Those who wait for a place.
         gone: Rung when a request is known to be gone.
+        last_answer_s: How long a cancelled request waits for the tokens that it has not got yet.
 
     Attributes:
         is_open: Whether there is a pool; who waits for a place after that learns so.
@@ -44,7 +55,12 @@ class Requests:
     """
 
     def __init__(
-        self, router: Router, replicas: Mapping[str, Replica], line: WaitingLine, gone: Bell
+        self,
+        router: Router,
+        replicas: Mapping[str, Replica],
+        line: WaitingLine,
+        gone: Bell,
+        last_answer_s: float,
     ) -> None:
         self.is_open = False
         self.is_held = False
@@ -55,6 +71,7 @@ class Requests:
         self._replicas = replicas
         self._line = line
         self._gone = gone
+        self._last_answer_s = last_answer_s
         self._ids = RequestIds()
 
     async def run(self, attempt: Attempt, *, group_id: str, priority: int) -> None:
@@ -179,12 +196,27 @@ class Requests:
             pending = channel.submit_nowait(
                 request, attempt.generation, on_gone, history=history, deadline=attempt.deadline
             )
-            try:
-                await pending.done.wait()
-            except BaseException:
-                channel.abandon_nowait(pending)
-                raise
+            await self._wait(channel, pending)
         return pending
+
+    async def _wait(self, channel: Channel, pending: PendingRequest) -> None:
+        """Wait for the end of a request.
+
+        Cancelled, it has the engine end the request, and waits a moment for the tokens that the
+        last answer brings: they have been sampled already.
+        """
+        try:
+            await pending.done.wait()
+        except anyio.get_cancelled_exc_class():
+            channel.abandon_nowait(pending)
+            with cleanup_scope(self._last_answer_s):
+                await pending.done.wait()
+            raise
+        except BaseException:  # closed by force, which may not be awaited in
+            channel.abandon_nowait(pending)
+            raise
+        finally:
+            pending.generation = None
 
     @contextmanager
     def _noting(self, replica: Replica, attempt: Attempt) -> Iterator[None]:

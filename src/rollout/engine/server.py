@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.engine.client_session import ClientSession
-from rollout.engine.handshake import HANDSHAKE_S, greet_as_server, handshake_frames
+from rollout.engine.handshake import greet_as_server, handshake_frames
 from rollout.engine.histories import HistoryStore
 from rollout.engine.protocol import CONNECTION_ERRORS
+from rollout.engine.strangers import Strangers, most_strangers
+from rollout.engine.tls import encrypted_server
 
 if TYPE_CHECKING:
     from anyio.abc import ByteStream
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from rollout.engine.core import EngineCore
     from rollout.engine.frames import FrameStream
     from rollout.engine.handshake import ServerHandshake
+    from rollout.engine.tls import TlsFiles
 
 logger = logging.getLogger("rollout.engine")
 
@@ -33,16 +36,31 @@ class EngineServer:
 
     A client whose connections break may come back for `Terms.reconnect_s`, as the client itself
     asked for; then its requests are aborted. A quiet client with an open socket is never taken
-    for dead.
+    for dead. Who has not proved to hold the secret is a stranger; there are few of them at once,
+    and none stays for long.
 
     Args:
         history_bytes: Token histories kept for all trajectories together.
+        tls: What connections are encrypted with.
+
+    Attributes:
+        strangers: Those who are connected now.
+
+    Raises:
+        EngineError: The certificate or its key cannot be used.
     """
 
     def __init__(
-        self, core: EngineCore, secret: bytes, *, history_bytes: int = HISTORY_BYTES
+        self,
+        core: EngineCore,
+        secret: bytes,
+        *,
+        history_bytes: int = HISTORY_BYTES,
+        tls: TlsFiles | None = None,
     ) -> None:
+        self.strangers = Strangers(most_strangers())
         self._core = core
+        self._encrypted = encrypted_server(tls)
         self._histories = HistoryStore(history_bytes)
         self._secret = secret
         self._sessions: dict[str, ClientSession] = {}
@@ -53,16 +71,19 @@ class EngineServer:
         A client's first connection is served until the client is gone for good, later ones until
         they break.
         """
-        frames = handshake_frames(stream)
+        handshake: ServerHandshake | None = None
         try:
-            with anyio.fail_after(HANDSHAKE_S):
+            with self.strangers.admitted():
+                stream = await self._encrypted(stream)
+                frames = handshake_frames(stream)
                 handshake = await greet_as_server(frames, self._secret, lambda: self._core.info)
             if handshake is not None:
                 await self._serve(handshake, frames)
-        except (*CONNECTION_ERRORS, TimeoutError) as error:
+        except CONNECTION_ERRORS as error:
             logger.debug("connection dropped during the handshake: %r", error)
         finally:
-            await frames.aclose()
+            with anyio.CancelScope(shield=True):  # or what comes after would be skipped
+                await anyio.aclose_forcefully(stream)
 
     async def _serve(self, handshake: ServerHandshake, frames: FrameStream) -> None:
         hello = handshake.hello

@@ -49,10 +49,15 @@ class Sleeping:
         """Cut running requests off, which go on when awake, and release memory.
 
         Raises:
-            EngineError: A replica could not; all are awake, and requests go on.
+            EngineError: A replica cannot, and nothing has been cut off; or it could not, and all
+                are awake, and requests go on.
         """
         if level not in TAGS_OF_LEVEL:
             raise EngineError(f"level = {level!r}; expected 1 or 2")
+        for replica in self._replicas:
+            channel = replica.channel
+            if channel is not None and channel.info.no_sleep:
+                raise EngineError(f"{replica.name}: {channel.info.no_sleep}")
         if not self._requests.is_held:
             self._requests.is_held = True
             self._requests.hold(running=True)

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout.engine.guardian import remove_at_end
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def stage(weights: TensorWeights) -> str:
         path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=weights.directory))
     except OSError as error:
         raise EngineError(f"no weights can be staged in {weights.directory}: {error}") from error
+    remove_at_end(str(path))
     try:
         homes: dict[str, str] = {}
         for number, bucket in enumerate(_buckets(weights)):
@@ -54,6 +56,11 @@ def stage(weights: TensorWeights) -> str:
             f"the weights cannot be staged in {weights.directory}: {type(error).__name__}: {error}"
         ) from error
     return str(path)
+
+
+def is_staged(path: str) -> bool:
+    """Whether `stage` made it."""
+    return Path(path).name.startswith(PREFIX)
 
 
 def unstage(path: str) -> None:

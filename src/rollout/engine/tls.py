@@ -10,19 +10,19 @@ Loaded in engine processes: imports msgspec and anyio only.
 from __future__ import annotations
 
 import ssl
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
-from anyio.streams.tls import TLSListener, TLSStream
+from anyio.streams.tls import TLSStream
 
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
-    from anyio.abc import ByteStream, Listener
+    from collections.abc import Awaitable, Callable
 
-#: Of an encrypted connection before anything else is said.
-TLS_HANDSHAKE_S = 10.0
+    from anyio.abc import ByteStream
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
@@ -38,12 +38,16 @@ class TlsFiles(msgspec.Struct, frozen=True):
     authority: str
 
 
-def encrypted_listener(listener: Listener[ByteStream], files: TlsFiles) -> TLSListener:
-    """The engine's side.
+def encrypted_server(
+    files: TlsFiles | None,
+) -> Callable[[ByteStream], Awaitable[ByteStream]]:
+    """The engine's side: makes a stream of a connection; itself where nothing is encrypted.
 
     Raises:
         EngineError: Its certificate or key cannot be used.
     """
+    if files is None:
+        return _plain
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
@@ -53,9 +57,11 @@ def encrypted_listener(listener: Listener[ByteStream], files: TlsFiles) -> TLSLi
             f"channel.tls_certificate = {files.certificate!r} with channel.tls_key = "
             f"{files.key!r}: cannot be used: {error}"
         ) from None
-    return TLSListener(
-        listener, context, standard_compatible=False, handshake_timeout=TLS_HANDSHAKE_S
-    )
+    return partial(TLSStream.wrap, server_side=True, ssl_context=context, standard_compatible=False)
+
+
+async def _plain(stream: ByteStream) -> ByteStream:
+    return stream
 
 
 def _driver_context(files: TlsFiles) -> ssl.SSLContext:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 
+from rollout.engine.delivery import Delivery, check_gpus
 from rollout.engine.operations import LoadWeights
 from rollout.engine.staging import stage, unstage
 from rollout.engine.weights import DiskWeights, DistributedWeights, TensorWeights
@@ -37,7 +38,7 @@ class Weights:
         version: What the tokens sampled with them are stamped with.
         source: Where they find them.
         is_staged: Those are files of ours.
-        ranks: Of the replicas, where the weights are broadcast to them.
+        delivery: How they reach the replicas, where they are sent to them.
     """
 
     def __init__(
@@ -46,14 +47,7 @@ class Weights:
         self.version = version
         self.source = source
         self.is_staged = is_staged
-        self.ranks: dict[Replica, int] = {}
-
-    def source_for(self, replica: Replica) -> DiskWeights | DistributedWeights | None:
-        """What a replica is told; None where the weights cannot be had any more."""
-        if isinstance(self.source, DiskWeights):
-            return self.source
-        rank = self.ranks.pop(replica, None)
-        return None if rank is None else msgspec.structs.replace(self.source, rank=rank)
+        self.delivery: Delivery | None = None
 
     def can_reach(self, replica: Replica) -> bool:
         """Whether a replica that has just started can still get them."""
@@ -154,13 +148,16 @@ class Updating:
                     f"{replica.name} is {place}, where {type(source).__name__} do not reach; "
                     "expected DiskWeights in a directory that every machine sees"
                 )
+        if isinstance(source, DistributedWeights) and source.backend == "nccl":
+            check_gpus(serving)
 
     async def _change(self, weights: Weights, mode: UpdateMode) -> None:
         self._kept.append(weights)
         before, self._current = self._current, weights
         self._router.require_weights(weights.version)
         serving = [replica for replica in self._replicas if replica.is_serving]
-        weights.ranks = {replica: rank for rank, replica in enumerate(serving, start=1)}
+        if isinstance(weights.source, DistributedWeights):
+            weights.delivery = Delivery(weights.source, serving)
         self._note_change()
         for replica in serving:
             self._router.set_weights(replica.name, NO_WEIGHTS)
@@ -243,11 +240,13 @@ class Updating:
             _fence(replica, f"requests have not ended {self._limit_s:g} s after their aborts")
 
     async def _load(self, replica: Replica, channel: Channel, weights: Weights) -> None:
-        source = weights.source_for(replica)
-        assert source is not None  # who comes too late waits for the next weights
         try:
             with anyio.fail_after(self._limit_s):
-                await channel.command(LoadWeights(weights.version, source))
+                if isinstance(weights.source, DiskWeights):
+                    await channel.command(LoadWeights(weights.version, weights.source))
+                else:
+                    assert weights.delivery is not None  # who comes later waits for others
+                    await weights.delivery.load(replica, channel, weights.version)
         except TimeoutError:
             error = EngineError(
                 f"{channel.name}: the weights of version {weights.version} are not loaded after "

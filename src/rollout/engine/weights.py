@@ -12,6 +12,8 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+#: A directory in memory.
+SHARED = "/dev/shm"
 UpdateMode = Literal["wait", "abort_and_resume", "in_place"]
 UPDATE_MODES: tuple[str, ...] = get_args(UpdateMode)
 
@@ -37,9 +39,13 @@ class DistributedWeights(
 
     Attributes:
         world_size: The replicas, and one for the sender.
-        backend: "gloo" goes over CPUs; "nccl" from GPU to GPU, the first one that each engine sees.
+        backend: "gloo" goes over CPUs; "nccl" from GPU to GPU, of which each replica and the sender
+            have one of their own.
         dtypes: By torch's names, "bfloat16" for example.
-        rank: The driver sets it, for each replica.
+        directory: Where the files go that engines load them from, once on each machine; one in
+            memory, or on a disk.
+        rank, is_kept: The driver sets them, for each replica: its place in the group, and whether
+            it writes what it receives down for all of its machine.
     """
 
     host: str
@@ -50,6 +56,8 @@ class DistributedWeights(
     shapes: tuple[tuple[int, ...], ...]
     rank: int = 0
     backend: Literal["gloo", "nccl"] = "gloo"
+    directory: str = SHARED
+    is_kept: bool = True
 
 
 class TensorWeights:
@@ -71,7 +79,7 @@ class TensorWeights:
         tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
         *,
         bucket_bytes: int = 512 * 1024 * 1024,
-        directory: str = "/dev/shm",
+        directory: str = SHARED,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes = {bucket_bytes}; expected at least 1")

@@ -34,6 +34,10 @@ class Batcher:
 
     Call `advance` with the current time before anything else at that time. Its clock never goes
     back, and it is never ahead of the time given.
+
+    Args:
+        stream_interval: Tokens of a chunk.
+        stream_interval_s: A chunk leaves with fewer when the one before it left so long ago.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class Batcher:
         max_running: int,
         max_queued: int,
         stream_interval: int,
+        stream_interval_s: float = math.inf,
         die_after_tokens: int | None = None,
     ) -> None:
         self._timing = timing
@@ -51,6 +56,7 @@ class Batcher:
         self._max_running = max_running
         self._max_jobs = max_running + max_queued
         self._stream_interval = stream_interval
+        self._stream_interval_s = stream_interval_s
         self._die_after_tokens = die_after_tokens
         self._queue: list[tuple[tuple[int, int], Job]] = []
         self._queued = 0
@@ -59,6 +65,8 @@ class Batcher:
         # The chunks to come, as (step, serial, job). An entry of a job that has left the batch
         # does no harm: nothing is due when its step comes.
         self._due: list[tuple[int, int, Job]] = []
+        # Jobs whose tokens have to leave, as (time, serial, job), to the same rule.
+        self._leaving: list[tuple[float, int, Job]] = []
         self._serial = 0
         self._step = 0
         self._phase_start = 0.0
@@ -72,7 +80,7 @@ class Batcher:
     @property
     def next_event(self) -> float:
         """When something happens next if nobody does anything; infinite if nothing does."""
-        return self._phase_end
+        return min(self._phase_end, self._leaving[0][0]) if self._leaving else self._phase_end
 
     def load(self, now: float) -> EngineLoad:
         """What the engine is doing at `now`."""
@@ -109,14 +117,18 @@ class Batcher:
 
     def flush(self, now: float) -> None:
         """Hand every running request's tokens over that it has by `now`."""
+        self._split(now)
+        for job in list(self._running):
+            if job.sampled(self._step) > job.emitted:
+                self._emit_chunk(job, now)
+
+    def _split(self, now: float) -> None:
+        """End the steps that are over by `now`; the phase goes on."""
         steps = self._steps_by(now)
         if steps:
             self._phase_steps -= steps
             self._phase_start += steps * self._step_s
-            self._end_steps(steps)
-        for job in list(self._running):
-            if job.sampled(self._step) > job.emitted:
-                self._emit_chunk(job)
+            self._end_steps(steps, now)
 
     def forget_prefixes(self, salt: bytes) -> None:
         """Nothing computed so far serves a request that comes later; `salt` must be a new one."""
@@ -124,12 +136,28 @@ class Batcher:
 
     def advance(self, now: float) -> None:
         """Let everything happen that happens up to `now`."""
-        while self._phase_end <= now + EPSILON_S and not self.is_dead:
+        while self.next_event <= now + EPSILON_S and not self.is_dead:
+            if self.next_event < self._phase_end:
+                self._hand_over()
+                continue
             at, self._phase_end = self._phase_end, math.inf
             if self._phase_steps:
-                self._end_steps(self._phase_steps)
+                self._end_steps(self._phase_steps, at)
             if not self.is_dead:
                 self._begin_phase(at)
+
+    def _hand_over(self) -> None:
+        """The tokens of one request have waited for long enough."""
+        at, _, job = heapq.heappop(self._leaving)
+        if job not in self._running or job.leaves_at != at:
+            return
+        self._split(at)
+        if self.is_dead or job not in self._running:
+            return
+        if job.sampled(self._step) > job.emitted:
+            self._emit_chunk(job, at)
+        else:
+            self._schedule_leave(job, at)
 
     def end_all(self) -> None:
         """Every request ends with "abort"."""
@@ -148,7 +176,7 @@ class Batcher:
             if self._phase_steps == 0:
                 self._begin_phase(now)
         elif now <= self._phase_start + EPSILON_S:  # a prefill that has only just begun takes more
-            self._phase_end += self._admit()
+            self._phase_end += self._admit(now)
 
     def _steps_by(self, now: float, rounded: Callable[[float], int] = math.floor) -> int:
         """Steps of the current phase that are over by `now`."""
@@ -162,7 +190,7 @@ class Batcher:
             if not job.is_done:
                 self._finish(job, job.sampled(self._step), "abort")
         self._aborting.clear()
-        prefill_s = self._admit()
+        prefill_s = self._admit(at)
         self._phase_start, self._phase_steps = at, 0
         if prefill_s > 0:
             self._phase_end = at + prefill_s
@@ -183,7 +211,7 @@ class Batcher:
         self._step_s = self._timing.base_s + self._timing.slope_s * batch
         self._phase_end = self._phase_start + steps * self._step_s
 
-    def _end_steps(self, steps: int) -> None:
+    def _end_steps(self, steps: int, at: float) -> None:
         batch = len(self._running)
         self._step += steps
         self._generated += steps * batch
@@ -194,15 +222,16 @@ class Batcher:
         while self._due and self._due[0][0] <= self._step:
             step, _, job = heapq.heappop(self._due)
             if job in self._running and step == self._due_step(job):
-                self._emit_chunk(job)
+                self._emit_chunk(job, at)
 
-    def _emit_chunk(self, job: Job) -> None:
+    def _emit_chunk(self, job: Job, at: float) -> None:
         sampled = job.sampled(self._step)
         if sampled == len(job.answer):
             self._finish(job, sampled, job.finish_reason)
             return
         first, job.emitted = job.emitted, sampled
         self._schedule_chunk(job)
+        self._schedule_leave(job, at)
         job.sink.emit(job, first, sampled, None)
 
     def _due_step(self, job: Job) -> int:
@@ -214,7 +243,14 @@ class Batcher:
         self._serial += 1
         heapq.heappush(self._due, (self._due_step(job), self._serial, job))
 
-    def _admit(self) -> float:
+    def _schedule_leave(self, job: Job, at: float) -> None:
+        """What it samples from now on leaves within the interval."""
+        if self._stream_interval_s < math.inf:
+            self._serial += 1
+            job.leaves_at = at + self._stream_interval_s
+            heapq.heappush(self._leaving, (job.leaves_at, self._serial, job))
+
+    def _admit(self, at: float) -> float:
         """Let waiting requests in while there is room; the seconds that their prefill takes."""
         uncached = 0
         while self._queue and len(self._running) < self._max_running:
@@ -225,22 +261,27 @@ class Batcher:
                 if job.lease is None:
                     break
                 uncached += len(sequence) // 4 - job.lease.cached_tokens
-                self._join(job, job.lease.cached_tokens)
+                self._join(job, job.lease.cached_tokens, at)
             heapq.heappop(self._queue)
         speed = self._timing.prefill_tokens_per_s
         return uncached / speed if speed else 0.0
 
-    def _join(self, job: Job, cached_tokens: int) -> None:
+    def _join(self, job: Job, cached_tokens: int, at: float) -> None:
         if job.base == 0:
             job.cached_tokens = cached_tokens
         self._queued -= 1
         self._running[job] = None
         job.joined = self._step
         self._schedule_chunk(job)
+        self._schedule_leave(job, at)
 
     def _preempt(self, job: Job) -> None:
         self._preemptions += 1
-        self._leave(job, job.sampled(self._step), keep=False)
+        sampled = job.sampled(self._step)
+        if sampled > job.emitted and self._stream_interval_s < math.inf:
+            first, job.emitted = job.emitted, sampled
+            job.sink.emit(job, first, sampled, None)
+        self._leave(job, sampled, keep=False)
         self._enqueue(job)
 
     def _enqueue(self, job: Job) -> None:

@@ -16,6 +16,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from rollout.engine.core import CORE_CLOSE_S
+from rollout.engine.requests import last_answer_s
 from rollout.scheduling.batch_run import CLOSED
 from rollout.testing.tensor_checks import batch_anomalies
 from rollout.testing.token_books import book_anomalies
@@ -117,7 +118,9 @@ def _request_anomalies(session: str, asked: Asked, limits: LimitsConfig) -> Iter
         yield f"{session}: a generation returned before its engine had finished"
     if limits.generation_s is not None:
         took = asked.ended - asked.started
-        if took > limits.generation_s + EPSILON_S:
+        # One that is cut off waits a moment for what has been sampled already.
+        slack = last_answer_s(limits.cleanup_s) + EPSILON_S
+        if took > limits.generation_s + slack:
             yield f"{session}: a generation took {took:g} s; limits.generation_s = " + (
                 f"{limits.generation_s:g}"
             )

@@ -31,6 +31,7 @@ class Job:
         order: Place in the queue; the smallest is first.
         cached_tokens: Prompt tokens that were warm when it was first let in.
         emitted: Ids handed to the sink.
+        leaves_at: When what it has sampled leaves at the latest.
         base: Ids sampled when it joined the batch, at the end of step `joined`.
     """
 
@@ -44,6 +45,7 @@ class Job:
         "is_done",
         "joined",
         "lease",
+        "leaves_at",
         "order",
         "prompt",
         "sink",
@@ -64,6 +66,7 @@ class Job:
         self.order = (-priority, 0)
         self.cached_tokens = 0
         self.emitted = 0
+        self.leaves_at = 0.0
         self.base = 0
         self.joined = 0
         self.lease: Lease | None = None

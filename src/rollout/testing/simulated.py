@@ -8,6 +8,7 @@ Loaded in engine processes: imports msgspec, anyio and the standard library only
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -45,21 +46,27 @@ class SimulatedCore:
 
     Args:
         replica: Index among the replicas of its pool; `faults.replicas` refers to it.
+        stream_interval_s: How long a sampled token waits for others at most; None: until there are
+            as many as the scenario says.
         scenario: What `rollout.testing.Scenario.to_dict` writes; see `ScenarioOptions`.
 
     Attributes:
         on_death: Called once when the scenario lets the engine die; whoever must take it for dead
             sets it. Where it is None, a process that runs nothing but this engine ends with exit
             code 13.
+        is_gathering: See `EngineCore`.
 
     Raises:
         ConfigError: The scenario has an unknown key or a wrong value.
     """
 
-    def __init__(self, *, replica: int = 0, **scenario: Any) -> None:
+    def __init__(
+        self, *, replica: int = 0, stream_interval_s: float | None = None, **scenario: Any
+    ) -> None:
         options = parse_scenario(scenario)
         plan = FaultPlan(options.faults, options.seed, replica)
         self.on_death: Callable[[], None] | None = None
+        self.is_gathering = stream_interval_s is not None
         self._options = options
         self._fault_plan = plan
         self._lost_aborts = plan.faults.lost_aborts
@@ -75,6 +82,7 @@ class SimulatedCore:
             max_running=options.capacity.max_running,
             max_queued=options.capacity.max_queued,
             stream_interval=options.stream_interval,
+            stream_interval_s=math.inf if stream_interval_s is None else stream_interval_s,
             die_after_tokens=plan.faults.die_after_tokens,
         )
         self._sleepers = Sleepers(

@@ -44,6 +44,7 @@ class WatchedCore:
         is_serving: Between its start and its end, whichever way that comes.
         is_gone: It was closed, or did not start.
         on_freeze: Stops its connections; the placement sets it.
+        is_gathering: As the core around which it is.
     """
 
     def __init__(self, name: str, core: EngineCore) -> None:
@@ -52,6 +53,7 @@ class WatchedCore:
         self.reused_ids: list[str] = []
         self.is_serving = False
         self.is_gone = False
+        self.is_gathering = getattr(core, "is_gathering", False)
         self._core = core
         self.on_freeze: Callable[[], None] = lambda: None
         self._on_death: Callable[[], None] | None = None

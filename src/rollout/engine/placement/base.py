@@ -39,6 +39,7 @@ class ReplicaHandle:
         died: Fires when the engine is known to be gone, e.g. its process has ended.
         machines: That it is spread over.
         is_here: All of it is on the driver's machine, and sees the files that it has in memory.
+        machine: Where the first part of it is; those with the same name see each other's files.
     """
 
     connect: Connect
@@ -46,6 +47,7 @@ class ReplicaHandle:
     died: anyio.Event
     machines: int = 1
     is_here: bool = True
+    machine: str = ""
 
 
 class Placement(Protocol):

@@ -2,8 +2,7 @@
 
 The keeper is the body of a Ray actor, and plain Python: it starts the engine's process with the
 interpreter that the configuration names, so that the engine's environment needs no Ray, and tells
-when the process has ended. No token passes through it. The process ends when the keeper does:
-its standard input closes then.
+when the process has ended. No token passes through it. The process ends when the keeper does.
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rollout.engine.child import ChildReady, ChildSpec
+from rollout.engine.placement.local_process import child_command
 
 if TYPE_CHECKING:
     from rollout.engine.tls import TlsFiles
 
-#: From closing the engine's standard input to killing it.
+#: From telling the engine to leave to killing it.
 STOP_S = 1.0
 #: Lines of standard error kept for error texts.
 KEPT_LINES = 20
@@ -49,7 +49,7 @@ class EngineHost:
         Returns:
             A `ChildReady` as JSON, with the error where it did not start.
         """
-        command = [python or sys.executable, "-m", "rollout.engine.child"]
+        command = child_command(python)
         try:
             process = self._process = subprocess.Popen(
                 command,
@@ -107,6 +107,7 @@ class EngineHost:
         if process is None or process.stdin is None:
             return
         with suppress(OSError):
+            process.stdin.write(b"\n")  # a fork of ours may hold the pipe open
             process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_S)

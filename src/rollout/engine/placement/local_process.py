@@ -17,6 +17,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from anyio.streams.text import TextReceiveStream
 
 from rollout.engine.child import ChildReady, ChildSpec
+from rollout.engine.guardian import name_of
 from rollout.engine.placement.base import CoreSpec, ReplicaHandle
 from rollout.engine.tls import encrypted
 from rollout.errors import EngineError
@@ -29,19 +30,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.engine")
 
-#: From closing a child's standard input to killing it.
+#: From telling a child to leave to killing it.
 STOP_S = 1.0
+#: The same where it has not answered yet, and there is nothing to close.
+STARTING_STOP_S = 0.5
 #: Lines of a child's standard error kept for the error text.
 KEPT_LINES = 20
 #: Longest answer of a starting child, in bytes.
 MAX_ANSWER = 65536
 
 
+def child_command(python: str | None) -> list[str]:
+    """What runs an engine for this process; with its own interpreter where none is named."""
+    return [python or sys.executable, "-m", "rollout.engine.child", name_of(os.getpid())]
+
+
 class LocalProcess:
     """The placement `local_process`.
 
     Each child runs in a session of its own (a Ctrl-C in the terminal reaches the driver only) and
-    ends when its standard input closes, which the death of the driver does too.
+    ends with the driver, also where a fork of the driver lives on.
 
     Args:
         python: Interpreter of the children; None takes this one, with its module search path.
@@ -56,7 +64,7 @@ class LocalProcess:
     ) -> AsyncIterator[ReplicaHandle]:
         """See `Placement.open_replica`."""
         secret = secrets.token_bytes(32)
-        command = [self._python or sys.executable, "-m", "rollout.engine.child"]
+        command = child_command(self._python)
         try:
             with anyio.CancelScope(shield=True):  # asyncio would forget a process just begun
                 process = await anyio.open_process(command, start_new_session=True)
@@ -64,7 +72,7 @@ class LocalProcess:
             raise EngineError(f"{name}: cannot run {command[0]!r}: {error}") from error
         died = anyio.Event()
         last_words: deque[str] = deque(maxlen=KEPT_LINES)
-        patience_s = 0.0  # a child that has not answered holds nothing worth waiting for
+        patience_s = STARTING_STOP_S
         try:
             async with open_task_group() as tasks:
                 tasks.start_soon(_forward_errors, name, process, last_words)
@@ -139,13 +147,15 @@ async def _watch(process: Process, died: anyio.Event) -> None:
 
 
 async def _stop(process: Process, patience_s: float) -> None:
-    """End the child: its standard input closes, and what is left after `patience_s` is killed.
+    """End the child: it is told to leave, and what is left after `patience_s` is killed.
 
     So are processes that the child has started and left behind: its session is a group.
     """
     with anyio.CancelScope(shield=True):
         assert process.stdin is not None
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
+            with anyio.move_on_after(patience_s):
+                await process.stdin.send(b"\n")  # a fork of ours may hold the pipe open
             await process.stdin.aclose()
         with anyio.move_on_after(patience_s):
             await process.wait()

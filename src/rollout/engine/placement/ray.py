@@ -75,9 +75,8 @@ def seats_of(workers: Sequence[Any]) -> tuple[str, ...]:
     """
     ray = _import_ray()
 
-    def where(_: object) -> str:
-        gpu_ids = ",".join(map(str, ray.get_gpu_ids()))
-        return f"{ray.get_runtime_context().get_node_id()}:{gpu_ids}"
+    def where(worker: object) -> str:
+        return f"{ray.get_runtime_context().get_node_id()}:{_gpu_ids(worker)}"
 
     seats: list[str] = ray.get([worker.__ray_call__.remote(where) for worker in workers])
     return tuple(seats)
@@ -141,7 +140,7 @@ class RayActors:
                     return await encrypted(await anyio.connect_tcp(host, port), spec.tls)
 
                 is_here = host == LOOPBACK and self._machines == 1
-                yield ReplicaHandle(connect, secret, died, self._machines, is_here)
+                yield ReplicaHandle(connect, secret, died, self._machines, is_here, node)
             finally:
                 async with anyio.create_task_group() as dismissals:
                     for actor in actors:
@@ -247,9 +246,13 @@ class RayActors:
             line = child_spec(
                 spec.core, spec.options, secret, host, sys_path, spec.tls, is_follower=rank > 0
             )
-            environment = {}
-            if self._seats:
-                environment["CUDA_VISIBLE_DEVICES"] = self._seat(name, rank).gpu_ids
+            devices = (
+                self._seat(name, rank).gpu_ids
+                if self._seats
+                else await _answer(actor.__ray_call__, _gpu_ids)
+            )
+            # Ray does so only where nobody has told it not to, as trainers do.
+            environment = {"CUDA_VISIBLE_DEVICES": devices}
             answer = await _answer(actor.start, line, self._python, environment)
         except exceptions.RayActorError as error:
             raise EngineError(f"{name}: its Ray actor died while starting: {error}") from error
@@ -423,6 +426,11 @@ def _import_ray() -> Any:
 def _address(_: object) -> str:
     """Of the machine that this runs on: the actor's."""
     return str(_import_ray().util.get_node_ip_address())
+
+
+def _gpu_ids(_: object) -> str:
+    """What Ray gave to the actor that this runs in; empty where it was given none."""
+    return ",".join(sorted(map(str, _import_ray().get_gpu_ids()), key=lambda gpu: (len(gpu), gpu)))
 
 
 async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:

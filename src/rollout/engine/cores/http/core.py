@@ -15,6 +15,7 @@ from rollout.engine.cores.http.model_facts import ModelFacts, read_model_facts
 from rollout.engine.cores.http.sglang_api import SGLangApi
 from rollout.engine.cores.http.vllm_api import VllmApi
 from rollout.engine.cores.open_request import OpenRequest
+from rollout.engine.pacing import DecodeSpeed
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
@@ -48,6 +49,12 @@ class HttpCore:
             name or ``embedded:smollm2-135m-instruct``.
         revision: Of a hub name.
         trust_remote_code: Lets code from the model's repository run.
+        stream_interval: Tokens of an event at most, where the server lets us say so.
+        stream_interval_s: How long a sampled token waits for others at most; an event's number of
+            tokens follows from how fast tokens came so far.
+
+    Attributes:
+        is_gathering: See `EngineCore`.
     """
 
     def __init__(
@@ -60,11 +67,15 @@ class HttpCore:
         max_requests: int = 1024,
         revision: str | None = None,
         trust_remote_code: bool = False,
+        stream_interval: int = 16,
+        stream_interval_s: float = 0.25,
     ) -> None:
         self._url = url
+        self._speed = DecodeSpeed(stream_interval_s, stream_interval)
         self._model = (model, revision, trust_remote_code)
         self._api = APIS[api]()
         self._api_name = api
+        self.is_gathering = self._api.is_gathering
         self._api_key_variable = api_key_variable
         self._max_requests = max_requests
         self._stack = AsyncExitStack()
@@ -111,14 +122,21 @@ class HttpCore:
             return
         assert self._client is not None
         room = self.info.context_length - len(request.prompt_ids) // 4
-        body = self._api.body(request, room, self.info.weight_version)
+        body = self._api.body(request, room, self.info.weight_version, self._speed.chunk_tokens)
         request_id = request.request_id
         entry = self._open[request_id] = OpenRequest(self._api.reader(request_id))
         try:
             async with aclosing(self._client.events(self._api.path, body)) as events:
+                came_at = 0.0
                 while not entry.is_over:
-                    for chunk in await self._next_chunks(events, entry):
-                        self._sampled += len(chunk.ids) // 4
+                    before = entry.reader.tokens
+                    chunks = await self._next_chunks(events, entry)
+                    now, new = anyio.current_time(), entry.reader.tokens - before
+                    if before:  # the first ones were prefilled for
+                        self._speed.note(new, now - came_at)
+                    came_at = now
+                    self._sampled += new
+                    for chunk in chunks:
                         yield chunk
         finally:
             del self._open[request_id]
@@ -171,6 +189,7 @@ class HttpCore:
             max_requests=self._max_requests,
             weight_version=version,
             core=f"http: {self._api_name}",
+            no_sleep="servers that somebody else runs keep their memory",
         )
 
     async def _until_it_answers(self, client: HttpClient) -> tuple[int | None, int]:

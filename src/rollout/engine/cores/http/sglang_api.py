@@ -32,10 +32,12 @@ class SGLangApi:
     Attributes:
         path: Where requests go.
         has_abort: An abort is a message of its own, and the last answer confirms it.
+        is_gathering: A request says how many tokens an event has.
     """
 
     path = "/generate"
     has_abort = True
+    is_gathering = True
 
     def __init__(self) -> None:
         self._is_incremental = False
@@ -62,9 +64,17 @@ class SGLangApi:
         """What the server cannot do; None where it can."""
         return sampling_fault(sampling)
 
-    def body(self, request: GenerationRequest, room: int, weight_version: int) -> dict[str, Any]:
-        """A request as JSON; `room` tokens fit into the context behind the prompt."""
+    def body(
+        self, request: GenerationRequest, room: int, weight_version: int, chunk_tokens: int
+    ) -> dict[str, Any]:
+        """A request as JSON.
+
+        Args:
+            room: Tokens that fit into the context after the prompt.
+            chunk_tokens: Of an event.
+        """
         params = sampling_params(request.sampling, room)
+        params["stream_interval"] = chunk_tokens
         if self._is_deterministic:
             params["sampling_seed"] = seed_of(request.sampling)
         return {

@@ -26,10 +26,13 @@ class VllmApi:
     Attributes:
         path: Where requests go.
         has_abort: Nothing but the end of the connection aborts a request.
+        is_gathering: An event has as many tokens as whoever started the server wanted, one as a
+            rule; the engine's server gathers.
     """
 
     path = "/v1/completions"
     has_abort = False
+    is_gathering = False
 
     def __init__(self) -> None:
         self._model = ""
@@ -53,8 +56,10 @@ class VllmApi:
             )
         return None
 
-    def body(self, request: GenerationRequest, room: int, weight_version: int) -> dict[str, Any]:
-        """A request as JSON; `room` tokens fit into the context behind the prompt."""
+    def body(
+        self, request: GenerationRequest, room: int, weight_version: int, chunk_tokens: int
+    ) -> dict[str, Any]:
+        """A request as JSON; `room` tokens fit into the context after the prompt."""
         sampling = request.sampling
         body: dict[str, Any] = {
             "model": self._model,

@@ -20,6 +20,8 @@ from rollout.engine.core import EngineInfo
 from rollout.engine.cores.sglang import plugin
 from rollout.engine.cores.sglang.arguments import Options, engine_arguments
 from rollout.engine.cores.sglang.upkeep import SGLangUpkeep, fields_of
+from rollout.engine.devices import gpu_of
+from rollout.engine.guardian import mapped_files, remove, remove_at_end, shared_files
 from rollout.engine.model_files import resolve_model
 from rollout.errors import EngineError
 
@@ -47,6 +49,10 @@ class SGLang:
 
     def __init__(self, options: Options) -> None:
         os.environ[plugin.ENGINE_VARIABLE] = "1"
+        gathered = f"{options.stream_interval} {options.stream_interval_s}"
+        os.environ[plugin.STREAM_VARIABLE] = gathered
+        if options.has_memory_saver:  # it captures graphs where they cannot be released, else
+            os.environ.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
         if options.is_cpu:
             os.environ[plugin.CPU_VARIABLE] = "1"
             os.environ["OMP_NUM_THREADS"] = str(options.threads)
@@ -68,10 +74,13 @@ class SGLang:
             os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
         arguments = engine_arguments(options, model_path, fields_of(ServerArgs))
         before = set(multiprocessing.active_children())
+        self._shared = SharedFiles()
         try:
             self._engine: Any = sglang.Engine(**arguments)
         except Exception as error:
+            self._shared.remove()
             raise EngineError(f"SGLang did not start: {type(error).__name__}: {error}") from error
+        self._shared.note()
         atexit.unregister(self._engine.shutdown)
         self._tokens: Any = self._engine.tokenizer_manager
         self._stop_own_watchdog()
@@ -161,9 +170,11 @@ class SGLang:
 
     def shutdown(self) -> None:
         """Kill SGLang's processes and wait until they are gone, which frees the GPU."""
+        self._shared.note()
         self._engine.shutdown()
         for process in self._processes:
             process.join()
+        self._shared.remove()
 
     def _stop_own_watchdog(self) -> None:
         """It ends the whole process as soon as a scheduler does, before anybody is told why."""
@@ -185,7 +196,31 @@ class SGLang:
             max_requests=options.max_running + options.max_queued,
             weight_version=options.weight_version,
             core="sglang",
+            device=options.torch_device,
+            gpu=gpu_of(options.torch_device),
+            no_sleep=options.no_sleep,
         )
+
+
+class SharedFiles:
+    """What SGLang puts into shared memory and leaves there: its loads, semaphores, and the like."""
+
+    def __init__(self) -> None:
+        self._before = shared_files()
+        self._noted: set[str] = set()
+
+    def note(self) -> None:
+        """Take up what this process and SGLang's use now; it is removed however this one ends."""
+        children = [process.pid for process in multiprocessing.active_children()]
+        used = mapped_files([os.getpid(), *filter(None, children)]) - self._before - self._noted
+        self._noted |= used
+        for path in used:
+            remove_at_end(path)
+
+    def remove(self) -> None:
+        """Remove it; SGLang has ended."""
+        self.note()
+        remove(self._noted)
 
 
 def kill_children() -> None:

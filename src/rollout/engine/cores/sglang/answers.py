@@ -24,9 +24,9 @@ SERVICE_UNAVAILABLE = 503
 class AnswerReader:
     """The answers to one request, read in their order; each token leaves in exactly one chunk.
 
-    A partial answer names only the version that is current when it arrives. So once the weights
-    have changed under a request, its tokens are held back until the final answer says, token by
-    token, what sampled them.
+    An answer says token by token what sampled it (``weight_versions``), or names only the version
+    that is current when it arrives: then, once the weights have changed under a request, its tokens
+    are held back until the final answer says.
 
     Attributes:
         tokens: How many have left in chunks.
@@ -48,6 +48,8 @@ class AnswerReader:
         version = parse_version(meta.get("weight_version"))
         if meta.get("finish_reason") is not None:
             return self._final(answer, meta, version)
+        if meta.get("weight_versions"):
+            return self._by_version(answer, meta)
         if self._version is None:
             self._version = version
         self.is_held = self.is_held or version != self._version
@@ -59,11 +61,7 @@ class AnswerReader:
         self, answer: Mapping[str, Any], meta: Mapping[str, Any], version: int
     ) -> list[Chunk]:
         count = len(answer["output_ids"])
-        spans = meta.get("weight_versions") or ()
-        ends = [(min(span["end"], count), parse_version(span["version"])) for span in spans]
-        chunks = [
-            self._chunk(answer, end, sampled_by) for end, sampled_by in ends if end > self.tokens
-        ]
+        chunks = self._by_version(answer, meta)
         if self.tokens < count or not chunks:  # a version of SGLang that names no spans
             chunks.append(self._chunk(answer, count, version))
         reason, error = finish_of(meta["finish_reason"])
@@ -75,6 +73,13 @@ class AnswerReader:
             routed_experts=experts_of(meta),
         )
         return chunks
+
+    def _by_version(self, answer: Mapping[str, Any], meta: Mapping[str, Any]) -> list[Chunk]:
+        """New tokens, a chunk for each version that the answer says has sampled some."""
+        count = len(answer["output_ids"])
+        spans = meta.get("weight_versions") or ()
+        ends = [(min(span["end"], count), parse_version(span["version"])) for span in spans]
+        return [self._chunk(answer, end, version) for end, version in ends if end > self.tokens]
 
     def _chunk(self, answer: Mapping[str, Any], end: int, version: int) -> Chunk:
         """The tokens from where the last chunk ended up to `end`."""

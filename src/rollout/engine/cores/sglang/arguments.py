@@ -30,6 +30,13 @@ OPTIONAL = frozenset(
 )
 
 
+NO_MEMORY_SAVER = (
+    "SGLang was started without its memory saver, and would release nothing; expected "
+    "engine.server_args.enable_memory_saver = true (engine.sleep_between_batches and "
+    "placement.colocate set it)"
+)
+
+
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """What `SGLangCore` was asked for; see there."""
 
@@ -45,6 +52,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     max_queued: int = 1024
     context_length: int | None = None
     stream_interval: int = 16
+    stream_interval_s: float = 0.25
     deterministic: bool = False
     routed_experts: bool = False
     weight_version: int = 0
@@ -57,6 +65,21 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     def is_cpu(self) -> bool:
         """Whether SGLang runs on the CPU, through our platform plugin."""
         return self.device == "cpu"
+
+    @property
+    def torch_device(self) -> str:
+        """Where its first GPU is, as torch names it."""
+        return "cpu" if self.is_cpu else f"cuda:{self.server_args.get('base_gpu_id', 0)}"
+
+    @property
+    def has_memory_saver(self) -> bool:
+        """Whether SGLang can release memory of the GPU."""
+        return bool(self.server_args.get("enable_memory_saver"))
+
+    @property
+    def no_sleep(self) -> str:
+        """Why it cannot sleep; empty where it can. A CPU has nothing to release."""
+        return "" if self.is_cpu or self.has_memory_saver else NO_MEMORY_SAVER
 
     @property
     def is_follower(self) -> bool:
@@ -83,7 +106,7 @@ def engine_arguments(options: Options, model_path: str, known: Collection[str]) 
         "mem_fraction_static": options.memory_fraction,
         "max_running_requests": options.max_running,
         "max_queued_requests": options.max_queued,
-        "stream_interval": options.stream_interval,
+        "stream_interval": 1,  # `stream_hook` gathers; without it each token leaves by itself
         "weight_version": str(options.weight_version),
         "skip_tokenizer_init": True,
         "enable_priority_scheduling": True,

@@ -15,6 +15,7 @@ from rollout.bridge import loop_poster
 from rollout.engine.checkpoints import check_checkpoint
 from rollout.engine.core import CORE_CLOSE_S, Chunk, EngineInfo, EngineLoad, GenerationRequest
 from rollout.engine.cores.open_request import OpenRequest
+from rollout.engine.cores.sglang import plugin
 from rollout.engine.cores.sglang.answers import AnswerReader
 from rollout.engine.cores.sglang.arguments import Options
 from rollout.engine.cores.sglang.host import Host
@@ -36,6 +37,8 @@ ASK_S = 1.0
 #: A scheduler answers between its steps, and a step can be a long prefill: only silence past this
 #: is a hang. SGLang's own watchdog gives a step as long.
 SILENCE_S = 300.0
+#: What SGLang calls its third kind of memory.
+CUDA_GRAPH = "cuda_graph"
 #: A process that has been stopped for this long is taken for dead.
 FROZEN_S = 5.0
 
@@ -64,6 +67,8 @@ class SGLangCore:
         max_queued: Requests that may wait; the next one is answered "rejected".
         context_length: Prompt plus response; SGLang keeps six tokens of it to itself.
         stream_interval: Sampled tokens gathered before a chunk leaves.
+        stream_interval_s: How long a sampled token waits for others at most; its step is not cut
+            short for it.
         deterministic: SGLang's deterministic inference, in which a seed fixes the tokens.
         routed_experts: Lets requests ask for the experts that their tokens were routed to.
         weight_version: Of the weights that are loaded at the start.
@@ -72,10 +77,14 @@ class SGLangCore:
             started, watched and closed, and nothing else.
         rendezvous: ``host:port`` on the first machine, where they meet.
         server_args: Further arguments of `sglang.Engine`, by its own names.
+
+    Attributes:
+        is_gathering: See `EngineCore`; where SGLang does not find our hooks, the server gathers.
     """
 
     def __init__(self, **options: Any) -> None:
         self._options = Options(**options)
+        self.is_gathering = plugin.has_hooks()
         self._host: Host | None = None
         self._sglang: SGLang | None = None
         self._updates = 0
@@ -175,7 +184,7 @@ class SGLangCore:
     async def update_weights(self, version: int, source: DiskWeights) -> None:
         """Load other weights of the same model from a directory; requests stand still meanwhile.
 
-        Their tokens from now on wait for their final answer, which says what sampled each.
+        Their tokens go on leaving where SGLang's answers say what sampled each; see `AnswerReader`.
 
         Raises:
             EngineError: There are no such weights, they are of another model, or requests run of
@@ -194,8 +203,16 @@ class SGLangCore:
         await self._load(source.path, version)
 
     async def sleep(self, level: int) -> None:
-        """See `SleepingCore.sleep`; without ``enable_memory_saver`` SGLang only flushes."""
+        """See `SleepingCore.sleep`; level 2 also releases the CUDA graphs.
+
+        Raises:
+            EngineError: SGLang was started without its memory saver.
+        """
+        if self._options.no_sleep:
+            raise EngineError(self._options.no_sleep)
         tags = frozenset(TAGS_OF_LEVEL[level]) - self._asleep
+        if level > 1:
+            tags |= {CUDA_GRAPH} - self._asleep
         self._asleep |= tags
         if tags:
             await self._serving().upkeep.release(tuple(sorted(tags)))
@@ -211,8 +228,12 @@ class SGLangCore:
         await self._serving().upkeep.flush_cache()
 
     async def _take_back(self, tags: Iterable[str]) -> frozenset[str]:
-        """What of it was released; the weights are garbage then."""
-        released = self._asleep & frozenset(tags)
+        """What of it was released; the weights are garbage then.
+
+        The CUDA graphs come back with the KV cache: neither is needed before requests run.
+        """
+        wanted = {*tags, CUDA_GRAPH} if "kv_cache" in tags else set(tags)
+        released = self._asleep & wanted
         if released:
             await self._serving().upkeep.resume(tuple(sorted(released)))
         self._asleep -= released

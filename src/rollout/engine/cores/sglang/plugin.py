@@ -8,11 +8,16 @@ its engines and the former for those with ``device="cpu"``; SGLang's processes i
 from __future__ import annotations
 
 import os
+from importlib.metadata import entry_points
 
 #: Set to "1" to ask for SGLang on the CPU.
 CPU_VARIABLE = "ROLLOUT_SGLANG_CPU"
 #: Set to "1" in engines of ours.
 ENGINE_VARIABLE = "ROLLOUT_SGLANG_ENGINE"
+#: How tokens are gathered in engines of ours: how many at most, and for how many seconds.
+STREAM_VARIABLE = "ROLLOUT_SGLANG_STREAM"
+#: Where SGLang looks for `hooks`, and what it finds there.
+HOOKS_GROUP, HOOKS = "sglang.srt.plugins", "rollout.engine.cores.sglang.plugin:hooks"
 PLATFORM = "rollout.engine.cores.sglang.cpu_platform.CpuPlatform"
 #: Operators that torchvision declares fake kernels for. Its wheel's own library wants CUDA.
 TORCHVISION_OPERATORS = ("nms", "qnms")
@@ -34,12 +39,20 @@ def platform() -> str | None:
     return PLATFORM
 
 
+def has_hooks() -> bool:
+    """Whether SGLang finds `hooks`: this package is installed, and not only on the path."""
+    return any(entry.value == HOOKS for entry in entry_points(group=HOOKS_GROUP))
+
+
 def hooks() -> None:
-    """Entry point ``sglang.srt.plugins``: see `version_hook`; and what SGLang can on CUDA only."""
+    """Entry point ``sglang.srt.plugins``: see `version_hook` and `stream_hook`; and what SGLang
+    can on CUDA only.
+    """
     if os.environ.get(ENGINE_VARIABLE) == "1":
-        from rollout.engine.cores.sglang import version_hook
+        from rollout.engine.cores.sglang import stream_hook, version_hook
 
         version_hook.register()
+        stream_hook.register()
     if not is_cpu_wanted():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

@@ -81,7 +81,13 @@ class TransformersCore:
         max_queued: Requests that may wait; the next one is answered "rejected".
         context_length: Prompt plus response in tokens; None takes the model's own.
         stream_interval: Sampled tokens gathered before a chunk leaves.
+        stream_interval_s: How long a sampled token waits for others at most.
+
+    Attributes:
+        is_gathering: See `EngineCore`.
     """
+
+    is_gathering = True
 
     def __init__(
         self,
@@ -96,6 +102,7 @@ class TransformersCore:
         max_queued: int = 1024,
         context_length: int | None = None,
         stream_interval: int = 16,
+        stream_interval_s: float = 0.25,
     ) -> None:
         self._options = Options(
             model=model,
@@ -108,6 +115,7 @@ class TransformersCore:
             max_queued=max_queued,
             context_length=context_length,
             stream_interval=stream_interval,
+            stream_interval_s=stream_interval_s,
         )
         self._info: EngineInfo | None = None
         self._worker: Worker | None = None

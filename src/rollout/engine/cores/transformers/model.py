@@ -28,6 +28,7 @@ from rollout.engine.cores.transformers.attention import (
 )
 from rollout.engine.cores.transformers.kv import KeyValueCache
 from rollout.engine.cores.transformers.quiet import quiet_transformers
+from rollout.engine.devices import gpu_of
 from rollout.engine.model_files import resolve_model
 from rollout.errors import EngineError
 
@@ -196,6 +197,8 @@ def describe(
         fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16],
         max_requests=max_requests,
         core="transformers",
+        device=str(model.device),
+        gpu=gpu_of(str(model.device)),
     )
 
 

@@ -128,6 +128,14 @@ class Scheduler:
         """Whether there is nothing to compute."""
         return not self._running and not self._waiting
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether the next step computes more of a prompt than its last token."""
+        return (bool(self._waiting) and self.table.has_free) or any(
+            sequence.slot is not None and sequence.length - sequence.slot.computed > 1
+            for sequence in self._running.values()
+        )
+
     def submit(self, sequence: Sequence) -> None:
         """Queue a request: behind those of its priority, before those of a lower one."""
         insort(self._waiting, sequence, key=lambda queued: -queued.request.priority)
@@ -153,11 +161,15 @@ class Scheduler:
 
     def change_weights(self, version: int) -> None:
         """What is sampled from now on has this version; running requests go on."""
-        for sequence in self._running.values():
-            if sequence.unsent:
-                self._send(sequence)  # a chunk has one version
+        self.flush()  # a chunk has one version
         self.weight_version = version
         self.table.forget()
+
+    def flush(self) -> None:
+        """Send what running requests have sampled and not sent yet."""
+        for sequence in self._running.values():
+            if sequence.unsent:
+                self._send(sequence)
 
     def admit(self) -> list[Placement]:
         """Give free slots to waiting requests; the caller copies what the placements ask for."""

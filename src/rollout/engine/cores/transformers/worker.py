@@ -20,7 +20,9 @@ import msgspec
 from rollout.engine.core import CORE_CLOSE_S, Chunk, EngineInfo, EngineLoad, GenerationRequest
 from rollout.engine.cores.transformers.scheduler import Scheduler
 from rollout.engine.cores.transformers.scheduler import Sequence as Request
+from rollout.engine.pacing import Pace
 from rollout.errors import EngineError
+from rollout.observe.clocks import monotonic
 
 if TYPE_CHECKING:
     from rollout.bridge import Post
@@ -41,6 +43,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     max_queued: int
     context_length: int | None
     stream_interval: int
+    stream_interval_s: float
 
 
 class Listener(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +98,8 @@ class Worker:
         self._post = post
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._is_closing = False
+        self._pace = Pace(options.stream_interval_s)
+        self._handed_over_at = 0.0
         self._source: tuple[str, str | None] = (options.model, options.revision)
         #: Requests running in slots, tokens sampled, share of the cache: replaced after each step.
         self.load = EngineLoad()
@@ -158,15 +163,30 @@ class Worker:
             if self._is_closing:
                 scheduler.end_all("abort")
             elif not scheduler.is_idle:
+                self._hand_over(scheduler)
+                begun = monotonic()
                 try:
                     step(scheduler, model)
                 except Exception as error:
                     scheduler.end_all("error", stop_text(error), is_fatal=True)
                     self._report(scheduler, info)
                     raise
+                self._pace.note_step(monotonic() - begun)
             self._report(scheduler, info)
             if self._is_closing:
                 return
+
+    def _hand_over(self, scheduler: Scheduler, *, everything: bool = False) -> None:
+        """Before a step, or other work: tokens that might wait too long for its end leave now.
+
+        How long a prompt takes is not known before.
+        """
+        now = monotonic()
+        waited_s = now - self._handed_over_at
+        if everything or scheduler.has_prompts or self._pace.is_due(waited_s):
+            self._handed_over_at = now
+            scheduler.flush()
+            self._tell_chunks(scheduler)
 
     def _read_inbox(self, scheduler: Scheduler, model: Any, info: EngineInfo) -> None:
         """Take every message; wait for one only where there is nothing to do."""
@@ -178,6 +198,7 @@ class Worker:
                 case Abort(request_id):
                     scheduler.abort(request_id)
                 case Order(work, done):
+                    self._hand_over(scheduler, everything=True)
                     self._tell(done, _failure_of(lambda: work(scheduler, model, info)))
                 case Close():
                     self._is_closing = True
@@ -243,6 +264,9 @@ class Worker:
             kv_used=scheduler.computed_tokens() / capacity,
             generated_tokens=scheduler.generated_tokens,
         )
+        self._tell_chunks(scheduler)
+
+    def _tell_chunks(self, scheduler: Scheduler) -> None:
         chunks = scheduler.take_chunks()
         if chunks:
             self._tell(self._listener.chunks, chunks)

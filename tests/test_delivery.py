@@ -1,0 +1,210 @@
+"""Weights that are broadcast: received by every replica, written down once on each machine."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import msgspec
+import pytest
+
+import faulty_cores
+from rollout.engine import broadcasting
+from rollout.engine.broadcasting import describe_tensors, receive_weights
+from rollout.engine.devices import gpu_of
+from rollout.engine.operations import ReceiveWeights, carry_out
+from rollout.engine.placement.base import CoreSpec, ReplicaHandle
+from rollout.engine.placement.in_process import InProcess
+from rollout.engine.pool import EnginePool, open_pool
+from rollout.engine.routing import Router
+from rollout.engine.staging import PREFIX
+from rollout.engine.weights import DiskWeights, DistributedWeights
+from rollout.errors import EngineError
+from rollout.testing import hold_clock
+
+pytestmark = pytest.mark.anyio
+
+MACHINES = {"engine-0": "a", "engine-1": "b", "engine-2": "a", "engine-3": "a"}
+
+
+class Machines(InProcess):
+    """As if the engines were on machines of their own."""
+
+    @asynccontextmanager
+    async def open_replica(
+        self, name: str, spec: CoreSpec, start_timeout_s: float
+    ) -> AsyncIterator[ReplicaHandle]:
+        async with super().open_replica(name, spec, start_timeout_s) as handle:
+            yield attrs.evolve(handle, machine=MACHINES[name])
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every core that a test starts, in order."""
+    made: list[Any] = []
+    real = faulty_cores.UpdatableCore
+
+    class Core(real):  # type: ignore[valid-type, misc]
+        async def update_weights(self, version: int, source: DiskWeights) -> None:
+            assert os.path.isdir(source.path)  # noqa: ASYNC240
+            await super().update_weights(version, source)
+
+    def make(*, gpu: str = "", **options: Any) -> Any:
+        made.append(Core(**options))
+        made[-1].info = msgspec.structs.replace(made[-1].info, gpu=gpu)
+        return made[-1]
+
+    monkeypatch.setattr(faulty_cores, "UpdatableCore", make)
+    return made
+
+
+@pytest.fixture
+def received(monkeypatch: pytest.MonkeyPatch) -> list[DistributedWeights]:
+    """What each replica was told to receive; nothing is sent."""
+    told: list[DistributedWeights] = []
+
+    def receive(weights: DistributedWeights, device: str) -> str:
+        told.append(weights)
+        if not weights.is_kept:
+            return ""
+        if weights.host == "lost":
+            raise EngineError("the weights were not received: no sender")
+        return tempfile.mkdtemp(prefix=PREFIX, dir=weights.directory)
+
+    monkeypatch.setattr(broadcasting, "receive_weights", receive)
+    return told
+
+
+def pool_of(*options: dict[str, Any]) -> EnginePool:
+    return EnginePool(
+        placement=Machines(),
+        specs=[
+            CoreSpec("faulty_cores:UpdatableCore", {"index": index, **each})
+            for index, each in enumerate(options)
+        ],
+        router=Router(),
+        start_timeout_s=5,
+    )
+
+
+def loaded(cores: list[Any]) -> list[list[str]]:
+    """What each replica has loaded, in their order."""
+    return [core.loaded for core in sorted(cores, key=lambda core: core.index)]
+
+
+def left_in(directory: Path) -> list[str]:
+    return os.listdir(directory)
+
+
+def sent(directory: Path, replicas: int = 4, host: str = "h", **options: Any) -> DistributedWeights:
+    return describe_tensors(
+        {}, host=host, port=1, world_size=replicas + 1, directory=str(directory), **options
+    )
+
+
+async def test_broadcast_is_written_down_once_on_each_machine(
+    cores: list[Any], received: list[DistributedWeights], tmp_path: Path
+) -> None:
+    async with open_pool(pool_of({}, {}, {}, {})) as pool:
+        with hold_clock():  # engines receive in threads, and load at once
+            await pool.update_weights(8, sent(tmp_path))
+        paths = loaded(cores)
+        assert paths[0] == paths[2] == paths[3] != paths[1]
+        assert {Path(path).parent for (path,) in paths} == {tmp_path}
+        assert sorted((told.rank, told.is_kept) for told in received) == [
+            (1, True),
+            (2, True),
+            (3, False),
+            (4, False),
+        ]
+        assert [replica.weight_version for replica in pool.router.replicas] == [8] * 4
+        assert left_in(tmp_path) == []
+
+
+async def test_broadcast_that_its_keeper_does_not_get_leaves_all_with_the_old_weights(
+    cores: list[Any], received: list[DistributedWeights], tmp_path: Path
+) -> None:
+    async with open_pool(pool_of({}, {}, {}, {})) as pool:
+        with hold_clock(), pytest.raises(EngineError) as caught:
+            await pool.update_weights(8, sent(tmp_path, host="lost"))
+        assert "the weights were not received: no sender" in str(caught.value)
+        assert loaded(cores) == [[], [], [], []]
+        assert [replica.weight_version for replica in pool.router.replicas] == [0] * 4
+
+
+async def test_broadcast_that_one_replica_cannot_load_is_removed_all_the_same(
+    cores: list[Any], received: list[DistributedWeights], tmp_path: Path
+) -> None:
+    directory = tmp_path / "odd"
+    directory.mkdir()
+    async with open_pool(pool_of({"name": "picky"}, {}, {}, {})) as pool:
+        with hold_clock():
+            await pool.update_weights(8, sent(directory))
+        assert list(map(bool, loaded(cores))) == [False, True, True, True]
+        assert left_in(directory) == []
+
+
+async def test_broadcast_over_nccl_to_two_replicas_on_one_gpu_is_refused(
+    cores: list[Any], received: list[DistributedWeights], tmp_path: Path
+) -> None:
+    gpus = ({"gpu": "0"}, {"gpu": "0"}, {"gpu": "0"}, {"gpu": "1"})
+    async with open_pool(pool_of(*gpus)) as pool:
+        with pytest.raises(EngineError) as caught:
+            await pool.update_weights(8, sent(tmp_path, backend="nccl"))
+        assert str(caught.value) == (
+            "engine-0 and engine-2 are both on GPU 0 of one machine, and NCCL wants one for each; "
+            "expected backend = 'gloo'"
+        )
+        assert received == []
+        with hold_clock():
+            await pool.update_weights(8, sent(tmp_path))
+        assert len(received) == 4
+
+
+async def test_receiver_over_nccl_is_the_gpu_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[str] = []
+
+    def receive(weights: DistributedWeights, device: str) -> str:
+        devices.append(device)
+        return ""
+
+    monkeypatch.setattr(broadcasting, "receive_weights", receive)
+    for device in ("cuda:1", "cpu", ""):
+        core = faulty_cores.UpdatableCore()
+        core.info = msgspec.structs.replace(core.info, device=device)
+        with hold_clock():
+            await carry_out(core, ReceiveWeights(sent(Path())))
+    assert devices == ["cuda:1", "cpu", "cuda"]
+
+
+def test_receiver_over_nccl_without_a_gpu_is_refused_by_name() -> None:
+    with pytest.raises(EngineError) as caught:
+        receive_weights(sent(Path(), backend="nccl"), "cpu")
+    assert str(caught.value) == (
+        "DistributedWeights: backend = 'nccl', and the engine computes on 'cpu'; expected 'gloo'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "expected"),
+    [
+        (None, "cuda:2", "2"),
+        (None, "cuda", "0"),
+        ("4,5", "cuda:1", "5"),
+        ("GPU-8ab, GPU-9cd", "cuda:1", "GPU-9cd"),
+        ("", "cuda:0", ""),
+        ("4,5", "cpu", ""),
+    ],
+)
+def test_gpu_of_a_device_is_the_one_that_the_process_sees(
+    visible: str | None, device: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu_of(device) == expected

@@ -1,0 +1,358 @@
+"""What an engine has sampled reaches its driver in time, whatever gathers it, and is kept."""
+
+from __future__ import annotations
+
+import sys
+import types
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import anyio
+import pytest
+
+import fake_core
+import rollout
+from fake_core import CountingCore
+from rollout import Outcome, Prompt
+from rollout.config import (
+    ChannelConfig,
+    LimitsConfig,
+    RolloutConfig,
+    SchedulingConfig,
+    SGLangEngine,
+    SimulatedEngine,
+    TransformersEngine,
+)
+from rollout.engine.core import Chunk, GenerationRequest, SamplingParams
+from rollout.engine.cores.sglang.stream_hook import Gatherer, name_versions
+from rollout.engine.generation import Generation
+from rollout.engine.opening import core_spec
+from rollout.engine.pacing import DecodeSpeed
+from rollout.engine.placement.base import CoreSpec
+from rollout.engine.placement.in_process import InProcess
+from rollout.engine.pool import EnginePool, open_pool
+from rollout.engine.protocol import Terms
+from rollout.engine.requests import LAST_ANSWER_S, last_answer_s
+from rollout.engine.routing import Router
+from rollout.testing import Scenario
+from rollout.testing.simulated import SimulatedCore
+from wires import Asker, Wire
+
+pytestmark = pytest.mark.anyio
+INTERVAL_S = 0.25
+
+
+class HoardingCore(CountingCore):
+    """Says what it has when it is asked to end, and takes `answer_s` for that."""
+
+    def __init__(self, *, answer_s: float = 0.0, **options: Any) -> None:
+        super().__init__(**options)
+        self.answer_s = answer_s
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        ids, log_probs = b"", b""
+        async with aclosing(super().generate(request)) as chunks:
+            async for chunk in chunks:
+                ids, log_probs = ids + chunk.ids, log_probs + chunk.log_probs
+        await anyio.sleep(self.answer_s)
+        yield Chunk(
+            request_id=request.request_id,
+            ids=ids,
+            log_probs=log_probs,
+            finish_reason=chunk.finish_reason,
+        )
+
+
+class ChunkyCore(CountingCore):
+    """Gathers by itself: three tokens a second."""
+
+    is_gathering = True
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        for offset in (0, 3, 6):
+            await anyio.sleep(1.0)
+            yield Chunk(
+                request_id=request.request_id,
+                offset=offset,
+                ids=array("i", [1, 2, 3]).tobytes(),
+                log_probs=array("f", [0, 0, 0]).tobytes(),
+                finish_reason="length" if offset == 6 else None,
+            )
+
+
+@pytest.fixture
+def hoarding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_core, "HoardingCore", HoardingCore, raising=False)
+
+
+def pool_of(**options: Any) -> EnginePool:
+    return EnginePool(
+        placement=InProcess(),
+        specs=[CoreSpec("fake_core:HoardingCore", options)],
+        router=Router(),
+        start_timeout_s=5,
+    )
+
+
+async def cut_after(pool: EnginePool, seconds: float) -> Generation:
+    """A generation that is cancelled then."""
+    generation = Generation()
+    with anyio.move_on_after(seconds):
+        await pool.generate(
+            generation,
+            session_id="s",
+            prompt_ids=array("i", [7]).tobytes(),
+            sampling=SamplingParams(max_new_tokens=1000),
+        )
+    return generation
+
+
+# --- the last answer of a cancelled request
+
+
+async def test_cancelled_request_keeps_what_its_last_answer_brings(hoarding: None) -> None:
+    async with open_pool(pool_of(token_s=0.1)) as pool:
+        generation = await cut_after(pool, 5.05)
+        assert list(generation.ids) == list(range(8, 58))
+        assert generation.finish_reason == "abort"
+        (replica,) = pool.statistics()
+        assert (replica.tokens.taken, replica.tokens.late) == (50, 0)
+        assert (replica.in_flight, replica.zombies) == (0, 0)
+
+
+async def test_cancelled_request_waits_for_its_last_answer_no_longer_than_a_moment(
+    hoarding: None,
+) -> None:
+    async with open_pool(pool_of(token_s=0.1, answer_s=30.0)) as pool:
+        began = anyio.current_time()
+        generation = await cut_after(pool, 5.05)
+        assert anyio.current_time() - began == pytest.approx(5.05 + LAST_ANSWER_S)
+        assert list(generation.ids) == []
+        await anyio.sleep(60)
+        (replica,) = pool.statistics()
+        assert (replica.tokens.taken, replica.tokens.late) == (0, 50)
+        assert list(generation.ids) == []
+
+
+async def test_cancelled_request_waits_less_where_clean_up_is_to_be_short() -> None:
+    assert last_answer_s(5.0) == LAST_ANSWER_S
+    frozen = Scenario(seed=1).reply("", filler=1000).fault(freeze_at_s=0.5)
+    config = frozen.config(
+        limits=LimitsConfig(generation_s=2.0, cleanup_s=0.2),
+        scheduling=SchedulingConfig(samples_per_prompt=1),
+    )
+    async with rollout.open_rollout(config) as runtime:
+        began = anyio.current_time()
+        (trajectory,) = (await runtime.generate([prompt()])).trajectories
+        assert anyio.current_time() - began == pytest.approx(2.1)
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.DEADLINE, "generation")
+
+
+# --- tokens on their way
+
+
+def prompt() -> Prompt:
+    return Prompt(messages=[{"role": "user", "content": "go"}])
+
+
+async def test_simulated_tokens_of_slow_engines_do_not_wait_for_others() -> None:
+    config = (
+        Scenario(seed=1)
+        .reply("", filler=1000)
+        .timing(base_s=0.04, slope_s=0.0, prefill_tokens_per_s=None)
+        .config(
+            engine=SimulatedEngine(stream_interval=64),
+            channel=ChannelConfig(stream_interval_s=INTERVAL_S),
+            scheduling=SchedulingConfig(samples_per_prompt=12),
+        )
+    )
+    async with rollout.open_rollout(config) as runtime, anyio.create_task_group() as tasks:
+
+        async def look() -> None:
+            await anyio.sleep(7.01)
+            sampled = 12 * round(7 / 0.04)
+            waiting = 12 * round(INTERVAL_S / 0.04 + 1)
+            assert runtime.engines.tokens_under_way >= sampled - waiting
+            runtime.cancel(reason="enough")
+
+        tasks.start_soon(look)
+        batch = await runtime.generate([prompt()])
+        tokens = runtime.statistics().replicas[0].tokens
+    lengths = {t.transcript.generated_length for t in batch.trajectories}
+    assert lengths == {176}, "the step under way was the last one"
+    assert (tokens.late, tokens.taken) == (0, 12 * 176)
+
+
+async def test_simulated_chunk_leaves_when_it_has_waited_for_long_enough() -> None:
+    timing = {"base_s": 0.1, "slope_s": 0.0, "prefill_tokens_per_s": None}
+    core = SimulatedCore(stream_interval_s=1.0, stream_interval=1000, timing=timing)
+    await core.start()
+    request = GenerationRequest(
+        request_id="r", prompt_ids=b"a\0\0\0", sampling=SamplingParams(max_new_tokens=35)
+    )
+    times, counts = [], []
+    began = anyio.current_time()
+    async for chunk in core.generate(request):
+        times.append(anyio.current_time() - began)
+        counts.append(len(chunk.ids) // 4)
+    assert times == pytest.approx([1.0, 2.0, 3.0, 3.5])
+    assert counts == [10, 10, 10, 5]
+
+
+async def test_simulated_tokens_leave_before_their_request_goes_back_to_the_queue() -> None:
+    core = SimulatedCore(
+        stream_interval_s=1e6,
+        stream_interval=1000,
+        timing={"base_s": 0.1, "slope_s": 0.0, "prefill_tokens_per_s": None},
+        kv={"tokens": 100, "prefix_cache": False},
+    )
+    await core.start()
+    first: list[int] = []
+
+    async def ask(name: str, counts: list[int]) -> None:
+        request = GenerationRequest(
+            request_id=name,
+            prompt_ids=b"a\0\0\0" * 4,
+            sampling=SamplingParams(max_new_tokens=80, ignore_eos=True),
+        )
+        counts += [len(chunk.ids) // 4 async for chunk in core.generate(request)]
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask, "elder", [])
+        await anyio.sleep(0.01)
+        tasks.start_soon(ask, "younger", first)
+    assert len(first) == 2, "what it had, and after its second start the rest"
+    assert sum(first) == 80
+
+
+async def test_server_sends_what_a_core_has_gathered_at_once() -> None:
+    wire = Wire(ChunkyCore())
+    async with wire.channel(Terms(stream_interval=64, stream_interval_s=100.0)) as channel:
+        generation, pending = Asker(channel).submit([1], 9)
+        await anyio.sleep(1.5)
+        assert list(generation.ids) == [1, 2, 3]
+        await pending.done.wait()
+
+
+async def test_server_tokens_that_come_shortly_after_each_other_leave_together() -> None:
+    wire = Wire(CountingCore(token_s=1.0))
+    async with wire.channel(Terms(stream_interval=64, stream_interval_s=10.0)) as channel:
+        asker = Asker(channel)
+        first, _ = asker.submit([1], 50)
+        await anyio.sleep(0.5)
+        second, pending = asker.submit([1], 50)
+        await anyio.sleep(10.75)  # the second one's first token has waited for 9.75 s
+        assert len(first.ids) >= 10
+        assert len(second.ids) == 10
+        await pending.done.wait()
+
+
+@pytest.mark.parametrize("engine", [TransformersEngine(), SGLangEngine(), SimulatedEngine()])
+def test_core_spec_says_how_long_tokens_may_wait(engine: Any) -> None:
+    config = RolloutConfig(engine=engine, channel=ChannelConfig(stream_interval_s=0.1))
+    assert core_spec(config, 0).options["stream_interval_s"] == 0.1
+
+
+# --- SGLang's scheduler
+
+
+class Req:
+    """As much of a request of SGLang's as the hooks look at."""
+
+    def __init__(self) -> None:
+        self.sampling_params = type("SamplingParams", (), {"stream_interval": None})()
+        self.output_ids: list[int] = []
+        self.sent = 0
+        self.weight_version_events: list[Any] = []
+
+
+def steps(gatherer: Gatherer, reqs: list[Req], clock: list[float], durations: list[float]) -> float:
+    """Steps that take so long; the longest that a token waited."""
+    sampled_at: dict[Req, list[float]] = {req: [] for req in reqs}
+    longest = 0.0
+
+    def stream_output(streamer: Any, reqs: list[Req]) -> None:
+        nonlocal longest
+        for req in reqs:
+            interval = req.sampling_params.stream_interval
+            if interval == 1 or len(sampled_at[req]) >= interval:
+                longest = max(longest, clock[0] - sampled_at[req][0])
+                sampled_at[req].clear()
+                req.sent += 1
+
+    for seconds in durations:
+        clock[0] += seconds
+        for req in reqs:
+            sampled_at[req].append(clock[0])
+        gatherer.stream_output(stream_output, object(), reqs)
+    return longest
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr("rollout.engine.cores.sglang.stream_hook.monotonic", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize(
+    ("step_s", "chunks"),
+    [
+        (0.001, 5),  # by number: 64 at once
+        (0.01, 18),
+        (0.06, 100),
+        (0.15, 300),  # each step by itself
+        (1.0, 300),
+    ],
+)
+def test_gatherer_chunks_follow_the_measured_speed(
+    step_s: float, chunks: int, clock: list[float]
+) -> None:
+    reqs = [Req() for _ in range(3)]
+    longest = steps(Gatherer(64, INTERVAL_S), reqs, clock, [step_s] * 300)
+    assert longest <= INTERVAL_S
+    assert [req.sent for req in reqs] == pytest.approx([chunks] * 3, abs=2)
+
+
+def test_gatherer_engine_becomes_slow_tokens_leave_in_time(clock: list[float]) -> None:
+    gatherer, reqs = Gatherer(64, INTERVAL_S), [Req()]
+    steps(gatherer, reqs, clock, [0.005] * 100)
+    durations = [0.005 * 1.1**n for n in range(30)] + [0.08] * 30
+    assert steps(gatherer, reqs, clock, durations) <= INTERVAL_S
+
+
+def test_gatherer_names_weights_in_partial_answers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compute(events: list[Any], current_version: str, num_output_tokens: int) -> list[Any]:
+        return [*events, (current_version, num_output_tokens)]
+
+    module = types.ModuleType("sglang.srt.utils.weight_versions")
+    module.compute_weight_version_spans = compute  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sglang.srt.utils.weight_versions", module)
+    accumulator = type(
+        "Accumulator", (), {"weight_versions": ["final"], "current_weight_version": "8"}
+    )()
+    req = Req()
+    req.output_ids, req.weight_version_events = [1, 2, 3], [("7", 2)]
+
+    def accept(accumulator: Any, *, req: Req) -> None:
+        accumulator.weight_versions.append(None)
+
+    name_versions(accept, accumulator, req=req)
+    assert accumulator.weight_versions == ["final", [("7", 2), ("8", 3)]]
+    name_versions(lambda accumulator, *, req: None, accumulator, req=req)
+    assert len(accumulator.weight_versions) == 2, "nothing left at this step"
+
+
+def test_decode_speed_chunks_are_what_an_engine_half_as_fast_gives_in_time() -> None:
+    speed = DecodeSpeed(INTERVAL_S, 16)
+    assert speed.chunk_tokens == 1
+    speed.note(4, 0.08)
+    assert speed.chunk_tokens == 5
+    speed.note(0, 100.0)
+    speed.note(1, 0.5)
+    assert speed.chunk_tokens == 1
+    for _ in range(200):
+        speed.note(100, 0.1)
+    assert speed.chunk_tokens == 16
