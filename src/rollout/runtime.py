@@ -61,7 +61,8 @@ class RuntimeStatistics:
         recoveries: What was done about requests whose replica was lost.
         abandoned_threads: Threads of sync tools left behind at a deadline and still running.
         max_running: Trajectories that may run at once now; 0 while admission is paused.
-        loop_lag_s: Longest delay of the event loop since the start.
+        loop_lag_s: Longest delay of the event loop by what this process did, since the start.
+        loop_starved_s: Longest delay because the machine did not run the loop's thread.
     """
 
     admitted: int
@@ -76,6 +77,7 @@ class RuntimeStatistics:
     abandoned_threads: dict[str, int]
     max_running: int
     loop_lag_s: float
+    loop_starved_s: float
 
 
 class RolloutRuntime:
@@ -186,13 +188,12 @@ class RolloutRuntime:
             rows[row] = trajectory
 
         def collated() -> RolloutBatch:
-            lag_s = window.max_s
             return collate(
                 [trajectory for trajectory in rows if trajectory is not None],
                 self.config.lengths,
                 self.template.pad_token_id,
                 decode=self.template.decode,
-                extra_metrics={} if lag_s is None else {"loop_lag_s/max": lag_s},
+                extra_metrics=window.metrics,
             )
 
         with self._lag.window() as window:
@@ -272,7 +273,8 @@ class RolloutRuntime:
             recoveries=attrs.evolve(engines.recoveries),
             abandoned_threads=self._threads.abandoned,
             max_running=self.admission.allowed,
-            loop_lag_s=self._lag.max_s,
+            loop_lag_s=self._lag.total.blocked_s or 0.0,
+            loop_starved_s=self._lag.total.starved_s or 0.0,
         )
 
     def _new_run(self, prompts: Sequence[Prompt], step: int | None, validate: bool) -> BatchRun:
