@@ -19,6 +19,7 @@ from rollout.limits import Deadline
 from rollout.observe.loop_lag import LoopLag
 from rollout.scheduling.admission import Admission
 from rollout.scheduling.batch_run import BatchRun
+from rollout.scheduling.pressure import Progress
 from rollout.scheduling.prompts import check_prompts, members_of
 from rollout.scopes import open_task_group
 from rollout.seeds import fresh_seed
@@ -345,11 +346,15 @@ class RolloutRuntime:
         async with open_task_group() as tasks:
             if not has_virtual_clock():
                 tasks.start_soon(self._lag.watch)
-            tasks.start_soon(self.admission.adapt, self._runner.services.engines.loads)
+            tasks.start_soon(self.admission.adapt, self.engines.loads, self._progress)
             try:
                 yield
             finally:
                 await self._end_calls()
+
+    def _progress(self) -> Progress:
+        tally = self._tally
+        return Progress(tally.finished, tally.known_tokens, tally.reused_tokens)
 
     async def _end_calls(self) -> None:
         """Cancel the calls of other tasks and wait until they have let go of the engines."""

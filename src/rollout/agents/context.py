@@ -91,6 +91,7 @@ class AgentContext:
         self.cut_by: str | None = None
         self.generation_s = 0.0
         self.cached_tokens = 0
+        self._known_tokens = 0
         self.resumes = 0
         self.restarts: list[str] = []
         self.discarded_tokens = 0
@@ -401,7 +402,7 @@ class AgentContext:
         if room < 1:
             raise length_error(source, "the conversation rendered anew leaves no room for a token")
         self.earlier.append(self.transcript)
-        self.transcript = row
+        self.transcript, self._known_tokens = row, 0
 
     def _abort(self, deadline: Deadline) -> Exception:
         """Why a generation was aborted that we had not ended."""
@@ -423,11 +424,20 @@ class AgentContext:
             finish_reason=reason,
         )
         self.cached_tokens += generation.cached_tokens
+        self._tally_reuse(generation)
         self._services.tally.generated_tokens += len(generation.ids)
         self.assistant_turns += 1
         sources = {"stop": None, "length": bounded_by, "deadline": deadline.source}
         self.cut_by = sources.get(reason, reason)
         return True
+
+    def _tally_reuse(self, generation: Generation) -> None:
+        """How much of what engines had of this row before they still had."""
+        tally = self._services.tally
+        if generation.finish_reason in ("stop", "length"):  # others need not say what was cached
+            tally.known_tokens += self._known_tokens
+            tally.reused_tokens += min(generation.cached_tokens, self._known_tokens)
+        self._known_tokens = len(self.transcript)
 
     def _parse(self, generation: Generation) -> AssistantTurn:
         """Record what was said; the calls of a turn that was cut are dropped."""

@@ -19,6 +19,9 @@ class Tally:
         outcomes: Those that have ended, by outcome.
         generated_tokens: Sampled tokens that reached a transcript.
         tool_calls: Calls answered, errors included.
+        known_tokens: Tokens of their trajectory with which later generations began, and which an
+            engine had computed or sampled before.
+        reused_tokens: Those that it had not forgotten.
     """
 
     admitted: int = 0
@@ -26,6 +29,8 @@ class Tally:
     outcomes: Counter[Outcome] = attrs.field(factory=Counter)
     generated_tokens: int = 0
     tool_calls: int = 0
+    known_tokens: int = 0
+    reused_tokens: int = 0
 
     @property
     def finished(self) -> int:
