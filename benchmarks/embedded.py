@@ -13,13 +13,15 @@ A peer's batch is the best of 8, 16 and 32 in a pilot: the first turn of all req
 a quarter as long. Two lanes run side by side, so that every contender has a neighbour: ours, a
 peer's pilot, the peer, and in the shorter lane ours again. Ours counts with the median of its
 three runs, a peer with its whole run. Progress goes to stderr; the last line of stdout is the
-result as JSON. It takes 7 to 9 minutes on two cores.
+result as JSON. It takes 7 to 9 minutes on two cores; with `--quick` about two, with two turns and
+answers a quarter as long, which says little about the ratio.
 
-    python benchmarks/embedded.py
+    python benchmarks/embedded.py [--quick]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -198,7 +200,12 @@ PEERS: dict[str, Callable[[Any, Workload, int], None]] = {
 }
 
 
-def run_peer(name: str, model: str) -> dict[str, Any]:
+def whole(*, is_quick: bool) -> Workload:
+    """What counts."""
+    return Workload(turns=2, share=PILOT_SHARE) if is_quick else Workload()
+
+
+def run_peer(name: str, model: str, work: Workload) -> dict[str, Any]:
     """The peer's pilot with every batch, then its whole run with the best one."""
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
     pilot = Workload(turns=1, share=PILOT_SHARE)
@@ -208,32 +215,46 @@ def run_peer(name: str, model: str) -> dict[str, Any]:
         PEERS[name](loaded, pilot, batch)
         pilots[batch] = round(watch.stop(), 1)
     best = max(pilots, key=pilots.__getitem__)
-    work = Workload()
     watch = Stopwatch(f"{name} of {best}", work)
     PEERS[name](loaded, work, best)
     return {"rate": watch.stop(), "batch": best, "pilots": pilots}
 
 
-def run_lane(name: str) -> None:
+def run_lane(name: str, *, is_quick: bool) -> None:
     """One lane, in a process of its own: ours, the peer, ours if there is time; prints JSON."""
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     model = resolve_model(MODEL)
-    ours = [anyio.run(run_ours, Workload(), model)]
-    peer = run_peer(name, model)
+    ours = [anyio.run(run_ours, whole(is_quick=is_quick), model)]
+    peer = run_peer(name, model, whole(is_quick=is_quick))
     if name == "continuous":
-        ours.append(anyio.run(run_ours, Workload(), model))
+        ours.append(anyio.run(run_ours, whole(is_quick=is_quick), model))
     print(json.dumps({"ours": ours, "peer": peer}))
 
 
 def main() -> None:
-    """Run both lanes and print the result."""
+    """Run both lanes, or as a lane, and print the result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="two minutes: shorter answers")
+    parser.add_argument("--lane", choices=tuple(PEERS), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.lane:
+        run_lane(options.lane, is_quick=options.quick)
+    else:
+        run_lanes(is_quick=options.quick)
+
+
+def run_lanes(*, is_quick: bool) -> None:
+    """Both lanes side by side, in processes of their own."""
     resolve_model(MODEL)
+    quick = ["--quick"] if is_quick else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     lanes = {
         name: subprocess.Popen(
-            [sys.executable, __file__, name], stdout=subprocess.PIPE, env=environment
+            [sys.executable, __file__, "--lane", name, *quick],
+            stdout=subprocess.PIPE,
+            env=environment,
         )
         for name in PEERS
     }
@@ -258,7 +279,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        run_lane(sys.argv[1])
-    else:
-        main()
+    main()

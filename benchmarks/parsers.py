@@ -5,11 +5,12 @@ as an answer and once as a turn that starts inside reasoning. All texts are trie
 the size first; the slowest of them then count at full size. Progress goes to stderr; the last line
 of stdout is the result as JSON: the most seconds of each format and of all. It takes two minutes.
 
-    python benchmarks/parsers.py [FORMAT …]
+    python benchmarks/parsers.py [--quick] [FORMAT …]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time  # noqa: TID251  (what is measured here is CPU time)
@@ -33,23 +34,32 @@ def seconds(name: str, text: str, *, in_reasoning: bool = False) -> float:
     return time.process_time() - started
 
 
-def slowest(name: str) -> float:
-    """The most seconds that a megabyte costs the format `name`."""
+def slowest(name: str, size: int) -> float:
+    """The most seconds that a text of this size costs the format `name`."""
     costs = [(seconds(name, text), what) for what, text in floods(name, SMALL)]
     chosen = {what for _, what in sorted(costs, reverse=True)[:SLOWEST]}
     plain = {"'<' *"} | {f"{one!r} *" for one in FRAGMENTS[name]}
     worst = (0.0, "")
-    for what, text in floods(name, MEGABYTE):
+    for what, text in floods(name, size):
         if what in chosen | plain:
             for in_reasoning in (False, True):
-                cost = seconds(name, text[:MEGABYTE], in_reasoning=in_reasoning)
+                cost = seconds(name, text[:size], in_reasoning=in_reasoning)
                 worst = max(worst, (cost, what))
     print(f"{name:12} {len(costs)} texts, at most {worst[0]:.3f} s: {worst[1]}", file=sys.stderr)
     return worst[0]
 
 
 def main() -> None:
-    seconds_of = {name: round(slowest(name), 3) for name in sys.argv[1:] or FRAGMENTS}
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("formats", nargs="*", metavar="FORMAT", help="default: all")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the size")
+    options = parser.parse_args()
+    unknown = sorted(set(options.formats) - FRAGMENTS.keys())
+    if unknown:
+        parser.error(f"{unknown[0]}: expected some of {', '.join(FRAGMENTS)}")
+    size = MEGABYTE // 10 if options.quick else MEGABYTE
+    names = options.formats or FRAGMENTS
+    seconds_of = {name: round(slowest(name, size), 3) for name in names}
     print(json.dumps({"seconds": seconds_of, "worst": max(seconds_of.values())}))
 
 

@@ -25,7 +25,6 @@ import argparse
 import functools
 import gc
 import json
-import math
 import os
 import statistics
 import sys
@@ -34,6 +33,7 @@ from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from intervals import mean_and_half
 from routing.ours import STRATEGIES, Ours
 from routing.peers import PEERS
 from routing.simulation import Outcome, Simulation, lower_bound_s
@@ -119,17 +119,12 @@ def check_simulation() -> float:
     return max(differences)
 
 
-def summary(values: list[float]) -> tuple[float, float]:
-    """Mean and half of its 95 % interval, by the normal distribution."""
-    return statistics.fmean(values), 1.96 * statistics.stdev(values) / math.sqrt(len(values))
-
-
 def table(runs: dict[str, list[tuple[float, Outcome]]]) -> dict[str, dict[str, float]]:
     """What is reported of each policy on one workload."""
     rows = {}
     for name, results in runs.items():
-        ratio, ratio_ci = summary([ratio for ratio, _ in results])
-        hit, hit_ci = summary([outcome.prefix_hit for _, outcome in results])
+        ratio, ratio_ci = mean_and_half([ratio for ratio, _ in results])
+        hit, hit_ci = mean_and_half([outcome.prefix_hit for _, outcome in results])
         rows[name] = {
             "makespan_over_bound": round(ratio, 4),
             "makespan_ci95": round(ratio_ci, 4),

@@ -13,7 +13,7 @@ It finds SGLang in the environment that `make sglang-cpu` made, and a GPU if tha
 one. Progress goes to stderr; the last line of stdout is the result as JSON.
 
     python benchmarks/sglang_overhead.py [--device cuda] [--model PATH] [--python PYTHON]
-                                         [--work fast]
+                                         [--work fast] [--quick]
 """
 
 from __future__ import annotations
@@ -336,7 +336,10 @@ def main() -> None:
     )
     parser.add_argument("--model", default=EMBEDDED, help="of the slow work")
     parser.add_argument("--work", nargs="+", choices=tuple(ROUNDS), default=list(ROUNDS))
+    parser.add_argument("--quick", action="store_true", help="the fast work alone")
     asked = parser.parse_args()
+    if asked.quick:
+        asked.work = ["fast"]
     if not Path(asked.python).exists():
         raise SystemExit(f"{asked.python}: no such interpreter; run `make sglang-cpu`")
     device = asked.device or ("cuda" if has_gpu(asked.python) else "cpu")

@@ -1,6 +1,6 @@
 """Runs many multi-turn trajectories against engines that fail, and checks every one of them.
 
-    python benchmarks/soak.py --trajectories 1000000
+    python benchmarks/soak.py [--trajectories 1000000] [--quick]
 
 One runtime lives for the whole run, in virtual time: four simulated engines that die, refuse,
 repeat, reorder and garble; tools that fail and hang; callers that cancel and leave. After each
@@ -288,7 +288,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trajectories", type=int, default=20_000)
     parser.add_argument("--round", type=int, default=400, help="trajectories between two checks")
     parser.add_argument("--seed", type=int, default=0, help="schedule seed")
+    parser.add_argument("--quick", action="store_true", help="4,000 trajectories")
     options = parser.parse_args(arguments)
+    if options.quick:
+        options.trajectories = 4000
     if options.trajectories < 1 or options.round < MEMBERS:
         parser.error(f"expected at least 1 trajectory, and {MEMBERS} in a round")
     logging.getLogger("rollout").setLevel(logging.CRITICAL + 1)  # failures are meant to happen

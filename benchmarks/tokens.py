@@ -14,7 +14,7 @@ turns over the one at 4.
 
 The last line is the result as JSON.
 
-    python benchmarks/tokens.py [--rounds 60]
+    python benchmarks/tokens.py [--rounds 60] [--quick]
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def main() -> None:
     """Measure and print a table, and the result as JSON in the last line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=60, help="rounds of each length (60)")
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--quick", action="store_true", help="10 rounds")
+    options = parser.parse_args()
+    rounds = 10 if options.quick else options.rounds
     template = load_chat_template(resolve_model(MODEL))
     measure(template, 1, 5)  # forms and caches are found once for each template
     gc.collect()

@@ -1,10 +1,17 @@
-"""What blocks the loop is noticed and named."""
+"""What blocks the loop is noticed and named, and nothing else is."""
 
 from __future__ import annotations
 
 import gc
+import json
 import logging
+import os
+import signal
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import anyio
@@ -13,11 +20,12 @@ import pytest
 import rollout
 from rollout import Prompt, function_tool
 from rollout.observe.clocks import monotonic
-from rollout.observe.loop_lag import LoopLag
+from rollout.observe.loop_lag import BLOCKED_S, LoopLag, Repeats
 from rollout.testing import Scenario, tool_call
 
 pytestmark = pytest.mark.anyio
 
+BACKENDS = ("asyncio", "trio")
 HOLD = threading.Event()  # never set: waiting on it blocks the loop for the time given
 
 
@@ -78,7 +86,7 @@ def test_watch_cancelled_ends_its_thread() -> None:
         lag = LoopLag()
         with lag.window() as window, anyio.move_on_after(0.2):
             await lag.watch()
-        return window.max_s
+        return window.blocked_s
 
     assert anyio.run(main) is not None
     deadline = threading.Event()
@@ -87,3 +95,172 @@ def test_watch_cancelled_ends_its_thread() -> None:
             break
         deadline.wait(0.02)
     assert not any(t.name == "rollout-watchdog" for t in threading.enumerate())
+
+
+def forward() -> None:
+    """A trainer's own work, on the loop."""
+    HOLD.wait(0.3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_caller_blocks_its_own_loop_is_named_as_such_and_once(
+    backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> rollout.RuntimeStatistics:
+        async with rollout.open_rollout(Scenario(seed=1).reply("", "ok").config()) as runtime:
+            for _ in range(3):
+                await anyio.sleep(0.1)
+                forward()
+            await anyio.sleep(0.1)
+            return runtime.statistics()
+
+    with caplog.at_level(logging.WARNING, logger="rollout.observe"):
+        statistics = anyio.run(main, backend=backend)
+    (message,) = caplog.messages
+    assert message.startswith("the event loop is blocked: the caller's own code at ")
+    assert f"called from {__file__}:" in message
+    assert message.endswith(" in forward")
+    assert statistics.loop_lag_s > BLOCKED_S
+
+
+def test_blocked_inside_installed_code_names_the_task(caplog: pytest.LogCaptureFixture) -> None:
+    """A trainer may be a package: of its frames the task's outermost is named."""
+    package = {"__name__": "trainer.loop", "HOLD": HOLD}
+    source = "async def fit():\n    step()\ndef step():\n    HOLD.wait(0.3)\n"
+    exec(compile(source, "/venv/site-packages/trainer/loop.py", "exec"), package)
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(LoopLag().watch)
+            tasks.start_soon(package["fit"])
+            await anyio.sleep(0.1)
+            tasks.cancel_scope.cancel()
+
+    with caplog.at_level(logging.WARNING, logger="rollout.observe"):
+        anyio.run(main, backend="asyncio")
+    (message,) = caplog.messages
+    assert message.startswith("the event loop is blocked: the caller's own code at ")
+    assert message.endswith("called from /venv/site-packages/trainer/loop.py:2 in fit")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_thread_that_holds_the_interpreter_is_told_from_the_tasks(
+    backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> float | None:
+        lag = LoopLag()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lag.watch)
+            while not caplog.messages:  # on a full machine it may hold the lock without a CPU
+                await anyio.to_thread.run_sync(sum, range(30_000_000))
+            tasks.cancel_scope.cancel()
+        return lag.total.blocked_s
+
+    with caplog.at_level(logging.WARNING, logger="rollout.observe"):
+        blocked_s = anyio.run(main, backend=backend)
+    assert caplog.messages[0].startswith("the event loop is blocked: other threads computed")
+    assert blocked_s is not None
+    assert blocked_s > BLOCKED_S
+
+
+def test_one_place_is_named_once_a_minute_with_the_times_between() -> None:
+    repeats = Repeats()
+    assert [repeats.unsaid("here", now) for now in (0.0, 0.1, 59.9)] == [0, None, None]
+    assert repeats.unsaid("there", 1.0) == 0
+    assert [repeats.unsaid("here", now) for now in (60.0, 60.1, 121.0)] == [2, None, 1]
+
+
+IDLE = """
+import json, logging, sys
+import anyio
+import rollout
+from rollout.testing import Scenario
+
+class Lines(logging.Handler):
+    def emit(self, record):
+        (blocked if "is blocked" in record.getMessage() else others).append(record.getMessage())
+
+blocked, others = [], []
+logger = logging.getLogger("rollout.observe")
+logger.addHandler(Lines())
+logger.setLevel(logging.INFO)
+
+async def main():
+    async with rollout.open_rollout(Scenario(seed=1).reply("", "ok").config()) as runtime:
+        await anyio.sleep(0.3)
+        blocked.clear()  # opening imports things, on the loop
+        runtime._lag.total.__init__()
+        print("idle", flush=True)
+        await anyio.to_thread.run_sync(sys.stdin.readline)
+        await anyio.sleep(0.3)
+        statistics = runtime.statistics()
+        lags = statistics.loop_lag_s, statistics.loop_starved_s
+        print(json.dumps([blocked, others, *lags]), flush=True)
+
+anyio.run(main, backend=sys.argv[1])
+"""
+
+
+@contextmanager
+def idle_process(backend: str, *prefix: str) -> Iterator[subprocess.Popen[str]]:
+    """A process with an open runtime and nothing to do, until it is sent a line."""
+    command = [*prefix, sys.executable, "-c", IDLE, backend]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "idle\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def said_by(process: subprocess.Popen[str]) -> tuple[list[str], list[str], float, float]:
+    """Lines on what blocked it, other lines, its lag and how long it was starved."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    blocked, others, lag_s, starved_s = json.loads(process.stdout.readline())
+    return blocked, others, lag_s, starved_s
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_idle_loop_of_a_stopped_process_is_not_blocked(backend: str) -> None:
+    with idle_process(backend) as process:
+        for _ in range(3):
+            os.kill(process.pid, signal.SIGSTOP)
+            HOLD.wait(0.5)
+            os.kill(process.pid, signal.SIGCONT)
+            HOLD.wait(0.1)
+        blocked, others, lag_s, starved_s = said_by(process)
+    assert blocked == []
+    assert lag_s <= BLOCKED_S < starved_s
+    (line,) = others
+    assert line.startswith("the machine did not run the event loop's thread for ")
+
+
+SPINNERS = 12
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_idle_loop_of_a_starved_machine_is_not_blocked(backend: str) -> None:
+    """One CPU, a dozen programs that compute, and the runtime with the lowest priority of all."""
+    cpu = str(min(os.sched_getaffinity(0)))
+    pin = ("taskset", "--cpu-list", cpu)
+    with idle_process(backend, *pin, "nice", "-n", "19") as process:
+        spin = [*pin, sys.executable, "-c", "while True: pass"]
+        spinners = [subprocess.Popen(spin) for _ in range(SPINNERS)]
+        try:
+            HOLD.wait(20.0)
+            process.stdin.write("\n")  # type: ignore[union-attr]
+        finally:
+            for spinner in spinners:
+                spinner.kill()
+                spinner.wait()
+        blocked, others, lag_s, starved_s = said_by(process)
+    assert blocked == []
+    assert lag_s <= BLOCKED_S < starved_s
+    assert len(others) == 1

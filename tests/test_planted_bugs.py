@@ -8,18 +8,24 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 
+from rollout.agents.identity import Identity
 from rollout.chat.transcript import Transcript
+from rollout.engine import client_session as host_module
 from rollout.engine.channel import Channel
 from rollout.engine.client_session import ClientSession
 from rollout.engine.generation import Generation
 from rollout.engine.pool import EnginePool
+from rollout.engine.recovery import Attempt
 from rollout.limits import Deadline
 from rollout.scheduling import trajectory as trajectory_module
 from rollout.scheduling.batch_run import BatchRun
 from rollout.scheduling.trajectory import TrajectoryRunner
+from rollout.seeds import derive_seed
+from rollout.testing.model import SimulatedModel
 from rollout.tools.open_sessions import OpenSessions
 from rollout.tools.session import TrajectoryTools
 from trials import findings
@@ -246,6 +252,102 @@ def _(patch: pytest.MonkeyPatch) -> None:
         await real(self, generation, **options)
 
     patch.setattr(EnginePool, "generate", generate)
+
+
+def _resample(patch: pytest.MonkeyPatch, owner: Any, name: str, **changes: Any) -> None:
+    """Let a function sample otherwise than its argument `sampling`, the third, says."""
+    real = getattr(owner, name)
+
+    def resampled(self: Any, prompt: Any, sampling: Any, *rest: Any) -> Any:
+        return real(self, prompt, msgspec.structs.replace(sampling, **changes), *rest)
+
+    patch.setattr(owner, name, resampled)
+
+
+@bug("engine with one seed for all requests", "is not what the simulated model says")
+def _(patch: pytest.MonkeyPatch) -> None:
+    _resample(patch, SimulatedModel, "plan", seed=7)
+
+
+@bug("engine with a temperature of its own", "is not what the simulated model says")
+def _(patch: pytest.MonkeyPatch) -> None:
+    _resample(patch, SimulatedModel, "plan", temperature=0.6)
+
+
+@bug("engine host with one seed for all requests", "was given seed = 7; expected")
+def _(patch: pytest.MonkeyPatch) -> None:
+    _change_submits(patch, seed=7)
+
+
+@bug("engine host with a temperature of its own", "was given temperature = 0.6; expected")
+def _(patch: pytest.MonkeyPatch) -> None:
+    _change_submits(patch, temperature=0.6)
+
+
+def _change_submits(patch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Let engines read other sampling parameters from the wire than were sent."""
+    real = host_module.GenerationRequest
+
+    def request(*, sampling: Any, **fields: Any) -> Any:
+        return real(sampling=msgspec.structs.replace(sampling, **changes), **fields)
+
+    patch.setattr(host_module, "GenerationRequest", request)
+
+
+@bug("members with one seed", "was given seed = .*; expected")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def seed_of_turn(self: Identity, turn: int) -> int:
+        return derive_seed(self.run_seed, self.step, self.uid, 0, turn)
+
+    patch.setattr(Identity, "seed_of_turn", seed_of_turn)
+
+
+@bug("turns with one seed", "generation [1-9].* was given seed = .*; expected")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = Identity.seed_of_turn
+    patch.setattr(Identity, "seed_of_turn", lambda self, turn: real(self, 0))
+
+
+@bug("another seed where a request goes on elsewhere", "was given seed = .*; expected")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real: Any = Attempt.sampling
+
+    def sampling(self: Attempt) -> Any:
+        asked = real.fget(self)
+        return msgspec.structs.replace(asked, seed=asked.seed + len(self.deaths))
+
+    patch.setattr(Attempt, "sampling", property(sampling))
+
+
+@bug("whole budget where a request goes on elsewhere", "was given max_new_tokens = .*; expected")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Attempt, "sampling", property(lambda self: self._sampling))
+
+
+@bug("prompt's own sampling ignored", "was given top_p = 1.0; expected 0.9")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = trajectory_module.sampling_of
+
+    def sampling_of(config: Any, overrides: Any, *, validate: bool) -> Any:
+        real(config, overrides, validate=validate)
+        return real(config, {}, validate=validate)
+
+    patch.setattr(trajectory_module, "sampling_of", sampling_of)
+
+
+@bug("validation sampled as training", "was given temperature = 1.0; expected 0")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = trajectory_module.sampling_of
+
+    def sampling_of(config: Any, overrides: Any, *, validate: bool) -> Any:
+        return real(config, overrides, validate=False)
+
+    patch.setattr(trajectory_module, "sampling_of", sampling_of)
+
+
+@bug("stop ids lost", "was not given the stop_token_ids")
+def _(patch: pytest.MonkeyPatch) -> None:
+    _change_submits(patch, stop_token_ids=())
 
 
 @pytest.fixture(autouse=True)

@@ -159,6 +159,13 @@ CALLS = {
 }
 KINDS = (*CALLS, "talk", "endless", "dialogue")
 BAD = ("empty", "nobody", "long", "hot")
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.5},
+    {"top_p": 0.9, "top_k": 20, "min_p": 0.01},
+    {"repetition_penalty": 1.1, "max_new_tokens": 30},
+    {"greedy": True},
+    {"stop_token_ids": (ord("."),)},
+)
 
 
 def scenario_of(dice: Dice, *, is_calm: bool) -> Scenario:
@@ -274,6 +281,8 @@ def prompts_of(dice: Dice, call: int = 0) -> list[Prompt]:
             fields["extra"] = {"interaction_kwargs": {"name": "critic"}}
         if dice.chance(f"timed {name}", 0.1):
             fields["agent_name"] = dice.pick(f"agent {name}", TIMED)
+        if dice.chance(f"own sampling {name}", 0.3):
+            fields["sampling"] = dice.pick(f"sampling {name}", SAMPLING)
         messages = [{"role": "user", "content": f"<{kind}> {name}"}]
         if dice.chance(f"bad {name}", 0.08):
             bad = dice.pick(f"how {name}", BAD)

@@ -1,6 +1,6 @@
 """An `EngineServer` over a core that answers at once, in a process of its own.
 
-python -m wire.channel_server < secret
+python -m wire.channel_server [none | ids | list] < secret
 """
 
 from __future__ import annotations
@@ -19,9 +19,14 @@ if TYPE_CHECKING:
 
 
 class InstantCore:
-    """The same 200 tokens for everybody, in one chunk, without waiting."""
+    """The same 200 tokens for everybody, in one chunk, without waiting.
 
-    def __init__(self) -> None:
+    Args:
+        reading: What it does with a prompt, one of `READINGS`.
+    """
+
+    def __init__(self, reading: str) -> None:
+        self._read = READINGS[reading]
         self.info = EngineInfo(
             vocab_size=VOCABULARY,
             eos_ids=(2,),
@@ -37,6 +42,8 @@ class InstantCore:
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """One chunk, and its end."""
+        if self._read is not None:
+            self._read(request.prompt_ids)
         yield Chunk(
             request_id=request.request_id,
             ids=self._ids,
@@ -58,7 +65,7 @@ class InstantCore:
 async def main() -> None:
     """Serve until killed."""
     secret = sys.stdin.buffer.read(32)
-    server = EngineServer(InstantCore(), secret)
+    server = EngineServer(InstantCore(*sys.argv[1:] or ["none"]), secret)
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1", backlog=1024)
     send_port(listener.extra(anyio.abc.SocketAttribute.local_port))
     await listener.serve(server.serve_connection)

@@ -7,8 +7,13 @@ import struct
 import sys
 import time  # noqa: TID251  (what is measured here is CPU and wall time)
 from array import array
+from typing import TYPE_CHECKING
 
 import attrs
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 VOCABULARY = 128_000
 #: Sampled tokens of an answer, with a log-probability each.
@@ -65,3 +70,12 @@ def send_port(port: int) -> None:
     """Tell the parent where a server listens."""
     sys.stdout.buffer.write(struct.pack("<H", port))
     sys.stdout.buffer.flush()
+
+
+#: How a core may read a request's prompt: every id, as one does that refuses those outside of its
+#: vocabulary, or into the list that SGLang's interface wants; None where it looks at nothing.
+READINGS: dict[str, Callable[[bytes], int] | None] = {
+    "none": None,
+    "ids": lambda prompt: int(np.frombuffer(prompt, dtype="<i4").max()),
+    "list": lambda prompt: len(np.frombuffer(prompt, dtype="<i4").tolist()),
+}

@@ -20,6 +20,7 @@ from rollout.observe.loop_lag import LoopLag
 from rollout.scheduling.admission import Admission
 from rollout.scheduling.batch_run import BatchRun
 from rollout.scheduling.call_arguments import check_call, check_target
+from rollout.scheduling.pressure import Progress
 from rollout.scheduling.prompt_names import check_names
 from rollout.scheduling.prompts import check_prompts, members_of
 from rollout.scheduling.streamed_run import StreamedRun
@@ -71,7 +72,8 @@ class RuntimeStatistics:
         abandoned_threads: Threads left behind at a deadline and still running, by the name of
             their tool, or ``rollout.chat`` where they work on a long text.
         max_running: Trajectories that may run at once now; 0 while admission is paused.
-        loop_lag_s: Longest delay of the event loop since the start.
+        loop_lag_s: Longest delay of the event loop by what this process did, since the start.
+        loop_starved_s: Longest delay because the machine did not run the loop's thread.
     """
 
     admitted: int
@@ -87,6 +89,7 @@ class RuntimeStatistics:
     abandoned_threads: dict[str, int]
     max_running: int
     loop_lag_s: float
+    loop_starved_s: float
 
 
 class RolloutRuntime:
@@ -287,7 +290,8 @@ class RolloutRuntime:
             unresponsive=tally.unresponsive,
             abandoned_threads=self._threads.abandoned | self._runner.services.texts.abandoned,
             max_running=self.admission.allowed,
-            loop_lag_s=self._lag.max_s,
+            loop_lag_s=self._lag.total.blocked_s or 0.0,
+            loop_starved_s=self._lag.total.starved_s or 0.0,
         )
 
     def _new_run(self, prompts: Sequence[Prompt], step: int | None, validate: bool) -> BatchRun:
@@ -373,7 +377,7 @@ class RolloutRuntime:
             self.config.lengths,
             self.template.pad_token_id,
             decode=self.template.decode,
-            extra_metrics={} if window.max_s is None else {"loop_lag_s/max": window.max_s},
+            extra_metrics=window.metrics,
         )
 
     @asynccontextmanager
@@ -386,13 +390,18 @@ class RolloutRuntime:
         async with open_task_group() as self._tasks:
             if not has_virtual_clock():
                 self._tasks.start_soon(self._lag.watch)
-            self._tasks.start_soon(self.admission.adapt, self._runner.services.engines.loads)
+            loads = self._runner.services.engines.loads
+            self._tasks.start_soon(self.admission.adapt, loads, self._progress)
             try:
                 yield
             finally:
                 await self._end_calls()
         if self._misuse is not None:
             raise RolloutError(self._misuse)
+
+    def _progress(self) -> Progress:
+        tally = self._tally
+        return Progress(tally.finished, tally.known_tokens, tally.reused_tokens)
 
     async def _end_calls(self) -> None:
         """End the calls of other tasks and wait until they have let go of the engines."""

@@ -94,6 +94,7 @@ class AgentContext:
         self.cut_by: str | None = None
         self.generation_s = 0.0
         self.cached_tokens = 0
+        self._known_tokens = 0
         self.resumes = 0
         self.restarts: list[str] = []
         self.discarded_tokens = 0
@@ -446,7 +447,7 @@ class AgentContext:
         row = await self._wording.row(self._history)
         if row.ids_bytes() != self.transcript.ids_bytes():
             self.earlier.append(self.transcript)
-            self.transcript = row
+            self.transcript, self._known_tokens = row, 0
 
     def _abort(self, deadline: Deadline) -> Exception:
         """Why a generation was aborted that we had not ended."""
@@ -468,11 +469,20 @@ class AgentContext:
             finish_reason=reason,
         )
         self.cached_tokens += generation.cached_tokens
+        self._tally_reuse(generation)
         self._services.tally.generated_tokens += len(generation.ids)
         self.assistant_turns += 1
         sources = {"stop": None, "length": bounded_by, "deadline": deadline.source}
         self.cut_by = sources.get(reason, reason)
         return True
+
+    def _tally_reuse(self, generation: Generation) -> None:
+        """How much of what engines had of this row before they still had."""
+        tally = self._services.tally
+        if generation.finish_reason in ("stop", "length"):  # others need not say what was cached
+            tally.known_tokens += self._known_tokens
+            tally.reused_tokens += min(generation.cached_tokens, self._known_tokens)
+        self._known_tokens = len(self.transcript)
 
     def _parse(self, generation: Generation) -> AssistantTurn:
         """Record what was said; the calls of a turn that was cut are dropped."""

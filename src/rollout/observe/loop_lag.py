@@ -2,6 +2,8 @@
 
 A task ticks on the loop; a watchdog thread looks at the ticks. When one is overdue, the thread
 samples the stack of the loop's thread and logs who is in the way: every engine waits meanwhile.
+A loop that is late because the machine did not run its thread is in nobody's way. What is logged
+and what is measured are one judgement: the lag is past `BLOCKED_S` where a line was due.
 """
 
 from __future__ import annotations
@@ -10,43 +12,110 @@ import gc
 import logging
 import sys
 import threading
+from collections.abc import Hashable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import anyio
 import attrs
 
-from rollout.observe.clocks import monotonic
+from rollout.observe.clocks import ThreadTimes, monotonic, process_cpu, thread_cpu
+from rollout.observe.culprits import find_culprit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import FrameType
 
 logger = logging.getLogger("rollout.observe")
 
 #: A loop that does not come round for this long is blocked.
 BLOCKED_S = 0.1
 TICK_S = 0.025
-#: What blocked it where nobody's code did.
+#: One place is named at most this often.
+REPEAT_S = 60.0
+#: What blocked it where no single piece of code did.
 GARBAGE = "Python collected garbage for %.2f s (scheduling.freeze_heap makes that rare)"
-#: Functions on the way to user code hold what they are doing in a local variable of this name.
-ACTIVITY = "activity"
+BUSY = "many short tasks ran one after the other for %.2f s"
+THREADS = "other threads computed and held Python's interpreter lock for %.2f s"
+NOT_RUN = (
+    "the machine did not run the event loop's thread for %.2f s: too many programs want a CPU, or "
+    "the process was stopped"
+)
 
 
 @attrs.define(eq=False)
 class LagWindow:
-    """The longest delay of the loop while the window was open; None before the first tick."""
+    """The longest delays of the loop while the window was open; None before the first tick.
 
-    max_s: float | None = None
+    Attributes:
+        blocked_s: By what this process did.
+        starved_s: Because the machine did not run the loop's thread.
+    """
+
+    blocked_s: float | None = None
+    starved_s: float | None = None
+
+    def take(self, blocked_s: float, starved_s: float) -> None:
+        """Keep the longest of each."""
+        self.blocked_s = max(self.blocked_s or 0.0, blocked_s)
+        self.starved_s = max(self.starved_s or 0.0, starved_s)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The delays that are known, by the names that they have in `RolloutBatch.metrics`."""
+        pairs = {"loop_lag_s/max": self.blocked_s, "loop_starved_s/max": self.starved_s}
+        return {name: value for name, value in pairs.items() if value is not None}
+
+
+@attrs.define(eq=False)
+class _Period:
+    """From one tick of the loop to the next; whoever claims it first says why it was late.
+
+    Attributes:
+        began: When the tick was.
+        waited_s, loop_cpu_s, process_cpu_s: Readings of the clocks then.
+    """
+
+    began: float
+    waited_s: float
+    loop_cpu_s: float
+    process_cpu_s: float
+    _claimed: threading.Lock = attrs.field(init=False, factory=threading.Lock)
+
+    def claim(self) -> bool:
+        """Whether nobody has claimed it before."""
+        return self._claimed.acquire(blocking=False)
+
+
+@attrs.define
+class Repeats:
+    """Lets one thing be said at most every `REPEAT_S` seconds; counts the times between."""
+
+    _said: dict[Hashable, tuple[float, int]] = attrs.field(factory=dict)
+
+    def unsaid(self, thing: Hashable, now: float) -> int | None:
+        """None: it was said too recently. Else how often it has been left unsaid since."""
+        said_at, unsaid = self._said.get(thing, (-REPEAT_S, 0))
+        if now - said_at < REPEAT_S:
+            self._said[thing] = said_at, unsaid + 1
+            return None
+        self._said[thing] = now, 0
+        return unsaid
 
 
 class LoopLag:
-    """Measures how late the loop is, and logs what blocks it for more than `BLOCKED_S`."""
+    """Measures how late the loop is, and logs what blocks it for more than `BLOCKED_S`.
+
+    Attributes:
+        total: The longest delays since the start.
+    """
 
     def __init__(self) -> None:
-        self.max_s = 0.0
-        self._windows: set[LagWindow] = set()
-        self._last_tick = monotonic()
+        self.total = LagWindow()
+        self._windows = {self.total}
+        self._repeats = Repeats()
+        self._threads: tuple[ThreadTimes, ...] = ()
+        self._overslept_s = 0.0
+        self._period = _Period(monotonic(), 0.0, 0.0, 0.0)
         self._collecting_since: float | None = None
         self._collected_s = 0.0
         self._stop = threading.Event()
@@ -63,21 +132,32 @@ class LoopLag:
 
     async def watch(self) -> None:
         """Tick until cancelled; the watchdog thread lives as long."""
-        self._last_tick = monotonic()
-        loop_thread = threading.get_ident()
-        threading.Thread(
-            target=self._guard, args=(loop_thread,), name="rollout-watchdog", daemon=True
-        ).start()
+        self._start_watchdog()
         gc.callbacks.append(self._note_collection)
         try:
             while True:
+                self._period, self._collected_s = self._new_period(), 0.0
                 await anyio.sleep(TICK_S)
-                now = monotonic()
-                self._record(max(0.0, now - self._last_tick - TICK_S))
-                self._last_tick, self._collected_s = now, 0.0
+                self._judge(self._period)
         finally:
             gc.callbacks.remove(self._note_collection)
             self._stop.set()
+
+    def _start_watchdog(self) -> None:
+        loop = threading.get_ident(), ThreadTimes()
+        thread = threading.Thread(
+            target=self._guard, args=loop, name="rollout-watchdog", daemon=True
+        )
+        thread.start()
+        # Of both threads: the loop waits too while the watchdog holds the interpreter and waits.
+        self._threads = loop[1], ThreadTimes(thread.native_id)
+
+    def _new_period(self) -> _Period:
+        return _Period(monotonic(), self._waited_s(), thread_cpu(), process_cpu())
+
+    def _waited_s(self) -> float:
+        """Seconds since the start in which this process could not run, as far as it is known."""
+        return self._overslept_s + sum(thread.waited_s for thread in self._threads)
 
     def _note_collection(self, phase: str, _info: object) -> None:
         """Python's garbage collector stops every thread, the watchdog's too."""
@@ -92,47 +172,89 @@ class LoopLag:
         since = self._collecting_since
         return self._collected_s + (0.0 if since is None else monotonic() - since)
 
-    def _record(self, lag_s: float) -> None:
-        self.max_s = max(self.max_s, lag_s)
+    # On the loop, after the fact.
+
+    def _judge(self, period: _Period) -> None:
+        """Measure a period that is over, and say what made it late unless the watchdog has."""
+        is_unseen = period.claim()
+        late_s, blocked_s = self._lateness(period)
+        if is_unseen and blocked_s > BLOCKED_S:
+            cause = self._unseen_cause(period, blocked_s)
+            if cause is None:
+                blocked_s = 0.0
+            else:
+                self._say_blocked(cause % blocked_s, cause)
+        starved_s = late_s - blocked_s
+        if starved_s > BLOCKED_S and self._repeats.unsaid(NOT_RUN, monotonic()) is not None:
+            logger.info(NOT_RUN, starved_s)
         for window in self._windows:
-            window.max_s = max(window.max_s or 0.0, lag_s)
+            window.take(blocked_s, starved_s)
 
-    def _guard(self, loop_thread: int) -> None:
-        reported = 0.0
-        while not self._stop.wait(TICK_S):
-            tick = self._last_tick
-            if monotonic() - tick > BLOCKED_S and tick != reported:
-                reported = tick
-                collected_s = self._garbage_s()
-                frame = sys._current_frames().get(loop_thread)
-                if collected_s > BLOCKED_S / 2:
-                    logger.warning("the event loop is blocked: %s", GARBAGE % collected_s)
-                elif frame is not None:
-                    logger.warning("the event loop is blocked: %s", describe(frame))
+    def _lateness(self, period: _Period) -> tuple[float, float]:
+        """Seconds by which a tick is late, and those of them in which a CPU was to be had."""
+        late_s = max(0.0, monotonic() - period.began - TICK_S)
+        return late_s, max(0.0, late_s - (self._waited_s() - period.waited_s))
 
+    def _unseen_cause(self, period: _Period, blocked_s: float) -> str | None:
+        """What made a period late where no code was seen in the way; None: nothing of ours."""
+        if self._garbage_s() > blocked_s / 2:
+            return GARBAGE
+        if thread_cpu() - period.loop_cpu_s > blocked_s / 2:
+            return BUSY
+        return THREADS if process_cpu() - period.process_cpu_s > blocked_s / 2 else None
 
-def describe(frame: FrameType) -> str:
-    """Who is in the way: activities from the outermost in, then file and line of the innermost."""
-    doing: list[str] = []
-    at: FrameType | None = frame
-    while at is not None:
-        activity = at.f_locals.get(ACTIVITY)
-        if isinstance(activity, str):
-            doing.insert(0, activity)
-        at = at.f_back
-    place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-    own = _nearest_user_frame(frame)
-    if own is not frame:
-        place += f", called from {own.f_code.co_filename}:{own.f_lineno} in {own.f_code.co_name}"
-    return f"{', '.join(doing) or 'no trajectory'} at {place}"
+    # In the watchdog's thread, while it happens.
 
+    def _guard(self, loop_thread: int, loop_times: ThreadTimes) -> None:
+        try:
+            while not self._sleep():
+                self._look(self._period, loop_thread, loop_times)
+        finally:
+            for thread in self._threads:
+                thread.close()
 
-def _nearest_user_frame(frame: FrameType) -> FrameType:
-    """The innermost frame that is neither in the standard library nor in an installed package."""
-    at: FrameType | None = frame
-    while at is not None:
-        path = at.f_code.co_filename
-        if "site-packages" not in path and not path.startswith((sys.base_prefix, "<frozen")):
-            return at
-        at = at.f_back
-    return frame
+    def _sleep(self) -> bool:
+        """Wait for the next look; whether it is time to stop.
+
+        Who oversleeps without having waited for a CPU, while no thread of the process computed,
+        was stopped (a signal, a frozen container, a laptop's lid), and the loop with it.
+        """
+        began, cpu_s, waited_s = monotonic(), process_cpu(), self._waited_s()
+        asked_s = self._until_due()
+        is_over = self._stop.wait(asked_s)
+        extra_s = monotonic() - began - asked_s - (self._waited_s() - waited_s)
+        if extra_s > TICK_S and process_cpu() - cpu_s < extra_s / 2:
+            self._overslept_s += extra_s
+        return is_over
+
+    def _until_due(self) -> float:
+        """Seconds until the loop is blocked if it does not tick; a tick's, where it is already."""
+        left_s = self._period.began + TICK_S + BLOCKED_S - monotonic()
+        return left_s + TICK_S / 8 if left_s > 0 else TICK_S
+
+    def _look(self, period: _Period, loop_thread: int, loop_times: ThreadTimes) -> None:
+        _, blocked_s = self._lateness(period)
+        if blocked_s <= BLOCKED_S:
+            return
+        cause = self._seen_cause(period, loop_thread, loop_times)
+        if cause is not None and period is self._period and period.claim():
+            self._say_blocked(*cause)
+
+    def _seen_cause(
+        self, period: _Period, loop_thread: int, loop_times: ThreadTimes
+    ) -> tuple[str, Hashable] | None:
+        collected_s = self._garbage_s()
+        if collected_s > BLOCKED_S / 2:
+            return GARBAGE % collected_s, GARBAGE
+        # Who wants a CPU may have been waiting for one all the time: that shows when it is over.
+        if loop_times.wants_cpu and loop_times.cpu_s - period.loop_cpu_s <= BLOCKED_S:
+            return None
+        frame = sys._current_frames().get(loop_thread)
+        culprit = None if frame is None else find_culprit(frame)
+        return None if culprit is None else (culprit.text, culprit.place)
+
+    def _say_blocked(self, cause: str, place: Hashable) -> None:
+        unsaid = self._repeats.unsaid(place, monotonic())
+        if unsaid is not None:
+            more = f" ({unsaid} more times since this was last said)" if unsaid else ""
+            logger.warning("the event loop is blocked: %s%s", cause, more)

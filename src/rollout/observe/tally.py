@@ -20,6 +20,9 @@ class Tally:
         generated_tokens: Sampled tokens that reached a transcript.
         tool_calls: Calls answered, errors included.
         unresponsive: Pieces of foreign code that did not end when cancelled, and were given up.
+        known_tokens: Tokens of their trajectory with which later generations began, and which an
+            engine had computed or sampled before.
+        reused_tokens: Those that it had not forgotten.
     """
 
     admitted: int = 0
@@ -28,6 +31,8 @@ class Tally:
     generated_tokens: int = 0
     tool_calls: int = 0
     unresponsive: int = 0
+    known_tokens: int = 0
+    reused_tokens: int = 0
 
     @property
     def finished(self) -> int:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from rollout.engine.core import EngineLoad
+    from rollout.scheduling.pressure import Progress
 
 #: Seconds between two looks at the engines' load; they report it once a heartbeat.
 OBSERVE_S = 1.0
@@ -47,13 +48,15 @@ class Admission:
         self._pauses -= 1
         self._apply()
 
-    async def adapt(self, loads: Callable[[], Mapping[str, EngineLoad]]) -> None:
+    async def adapt(
+        self, loads: Callable[[], Mapping[str, EngineLoad]], progress: Callable[[], Progress]
+    ) -> None:
         """Follow the engines' load until cancelled."""
         if not self._is_adaptive:
             return
         while True:
             await anyio.sleep(OBSERVE_S)
-            self._controller.observe(loads(), self.limiter.borrowed_tokens)
+            self._controller.observe(loads(), self.limiter.borrowed_tokens, progress())
             self._apply()
 
     def _apply(self) -> None:

@@ -5,6 +5,7 @@ The invariants, each with the check that guards it:
 * every accepted trajectory ends in exactly one outcome: `_delivery_anomalies`, `_count_anomalies`;
 * a transcript is what its engines said, token by token: `transcript_checks`;
 * the tensors say what the transcripts say: `tensor_checks`;
+* each request is sampled as its caller asked: `sampling_checks`;
 * every token is accounted for: `token_books`;
 * nothing is left: `_leftover_anomalies`;
 * no limit is exceeded, and a cancellation arrives: `_time_anomalies`.
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 from rollout.engine.core import CORE_CLOSE_S
 from rollout.engine.requests import last_answer_s
 from rollout.scheduling.batch_run import CLOSED
+from rollout.testing.sampling_checks import sampling_anomalies
 from rollout.testing.tensor_checks import batch_anomalies
 from rollout.testing.token_books import book_anomalies
 from rollout.testing.transcript_checks import EPSILON_S, Facts, trajectory_anomalies
@@ -41,6 +43,7 @@ def _anomalies(watched: WatchedRuntime) -> Iterator[str]:
     for call in watched.calls:
         yield from _delivery_anomalies(call)
         yield from _time_anomalies(call, watched.config.limits)
+        yield from sampling_anomalies(call, watched.cores, facts, watched.run_seed)
         for trajectory in call.delivered:
             session = call.session_of(trajectory)
             for text in trajectory_anomalies(trajectory, call, facts):

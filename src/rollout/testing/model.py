@@ -36,8 +36,8 @@ class SimulatedModel:
     answer where it is one, and the answer continues after it; otherwise the whole answer follows.
     A prompt without an open turn, or whose last turn was ended, is all context.
 
-    Made-up words are keyed by (scenario seed, request seed, absolute position); a request without
-    a seed is keyed by its context instead.
+    Made-up words are keyed by (scenario seed, request seed, temperature, absolute position); a
+    request without a seed, or with the temperature 0, is keyed by its context instead.
     """
 
     def __init__(self, options: ScenarioOptions) -> None:
@@ -55,7 +55,7 @@ class SimulatedModel:
         start = count if turn_start is None else turn_start
         stop = count + min(room, sampling.max_new_tokens)
         context, said = prompt[: 4 * start], prompt[4 * start :]
-        key = stable_key(self._seed, context if sampling.seed is None else sampling.seed)
+        key = stable_key(self._seed, *_randomness(sampling, context))
         rule, reply = self._choose(context, key)
         is_endless = rule.finish == "length" or sampling.ignore_eos
         answer = _answer(rule, reply, key, start, stop if is_endless else start)
@@ -78,6 +78,14 @@ class SimulatedModel:
             choices = rule.replies[min(turns_since, len(rule.replies)) - 1]
             return rule, choices[int(stable_share("choice", key) * len(choices))]
         return UNSCRIPTED, ""
+
+
+def _randomness(sampling: SamplingParams, context: bytes) -> tuple[bytes | int | str, ...]:
+    """What the choices of a request depend on beside the scenario."""
+    seed, temperature = sampling.seed, float(sampling.temperature)
+    if seed is None or temperature == 0:
+        return (context,)
+    return (seed,) if temperature == 1 else (seed, str(temperature))
 
 
 def end_ids(sampling: SamplingParams) -> set[int]:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rollout.batch import RolloutBatch
+    from rollout.engine.core import SamplingParams
     from rollout.engine.generation import Generation
     from rollout.testing.watched_tools import Use
     from rollout.types import Prompt, Trajectory
@@ -22,6 +23,7 @@ class Asked:
     Attributes:
         generation: What the agent was given; it must not change any more.
         prompt_ids: int32 little-endian, packed.
+        sampling: How the driver asked for it to be sampled.
         started, ended: Clock times.
         failure: Name of what it raised; empty where it returned. "Cancelled" for a cancellation.
         is_engine_failure: Whether that was an `EngineError`.
@@ -29,6 +31,7 @@ class Asked:
 
     generation: Generation
     prompt_ids: bytes
+    sampling: SamplingParams
     started: float
     ended: float | None = None
     failure: str = ""
@@ -47,6 +50,7 @@ class Call:
     Attributes:
         kind: "generate" or "stream".
         samples: Members of each prompt.
+        is_validation: Whether `validation_sampling` holds.
         started, ended: Clock times; the end of a stream is when its block was left.
         failure: Name of what it raised; empty where it returned, "Cancelled" for a cancellation.
         batch: What it returned, or what its error carried as `partial`.
@@ -63,6 +67,7 @@ class Call:
     prompts: Sequence[Prompt]
     step: int
     samples: int
+    is_validation: bool
     started: float
     ended: float | None = None
     failure: str = ""

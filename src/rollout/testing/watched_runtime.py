@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from rollout.batch import RolloutBatch
     from rollout.config import RolloutConfig
+    from rollout.engine.core import SamplingParams
     from rollout.engine.generation import Generation
     from rollout.runtime import RolloutRuntime, RuntimeStatistics
     from rollout.scheduling.rewards import RewardFunction
@@ -53,6 +54,7 @@ class WatchedRuntime:
         reasons: Reasons given to `cancel`.
         rewarded: Trajectories that the reward function was asked about.
         has_reward: Whether there is a reward function.
+        run_seed: What all seeds derive from: the configuration's, or the one drawn in its place.
         statistics_before: A snapshot from when the notes begin; None: they begin at the start.
         statistics_at_end: A snapshot after the calls had ended and all was quiet, or after the
             runtime had closed where it did not get to that.
@@ -69,6 +71,7 @@ class WatchedRuntime:
         self.reasons: set[str] = set()
         self.rewarded: list[Trajectory] = []
         self.has_reward = False
+        self.run_seed = 0
         self.statistics_before: RuntimeStatistics | None = None
         self.statistics_at_end: RuntimeStatistics | None = None
         self.is_settled = False
@@ -181,6 +184,7 @@ class WatchedRuntime:
     def attach(self, runtime: RolloutRuntime) -> None:
         """Be about this runtime, and note what its agents ask of the engines."""
         self._runtime = runtime
+        self.run_seed = runtime._run_seed if self.config.seed is None else self.config.seed
         engines: Any = runtime._runner.services.engines
         real = engines.generate
 
@@ -189,15 +193,22 @@ class WatchedRuntime:
             *,
             session_id: str,
             prompt_ids: bytes | TokenHistory,
+            sampling: SamplingParams,
             **options: Any,
         ) -> None:
             packed = prompt_ids if isinstance(prompt_ids, bytes) else prompt_ids.packed()
-            asked = Asked(generation, packed, anyio.current_time())
+            asked = Asked(generation, packed, sampling, anyio.current_time())
             call = _call.get()
             if call is not None:
                 call.asked[session_id].append(asked)
             try:
-                await real(generation, session_id=session_id, prompt_ids=prompt_ids, **options)
+                await real(
+                    generation,
+                    session_id=session_id,
+                    prompt_ids=prompt_ids,
+                    sampling=sampling,
+                    **options,
+                )
             except BaseException as error:
                 asked.failure = name_of(error)
                 asked.is_engine_failure = isinstance(error, EngineError)
@@ -249,6 +260,7 @@ class WatchedRuntime:
             prompts=prompts,
             step=next(self._steps) if step is None else step,
             samples=validation if validate else samples,
+            is_validation=validate,
             started=anyio.current_time(),
         )
         self.calls.append(call)
