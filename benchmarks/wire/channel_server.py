@@ -12,7 +12,7 @@ import anyio
 
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, GenerationRequest
 from rollout.engine.server import EngineServer
-from wire.payload import ANSWER_IDS, ANSWER_LOG_PROBS, VOCABULARY, send_port
+from wire.payload import ANSWER_IDS, ANSWER_LOG_PROBS, READINGS, VOCABULARY, send_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
