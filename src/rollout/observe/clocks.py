@@ -14,7 +14,7 @@ process_cpu = time.process_time
 
 
 class ThreadTimes:
-    """What Linux says of one thread of this process; 0 and False on other systems.
+    """What Linux says of a thread of this process; 0 and False once it has ended, or elsewhere.
 
     It is to be closed before the thread's number can be another's.
     """
@@ -37,10 +37,8 @@ class ThreadTimes:
     @property
     def wants_cpu(self) -> bool:
         """Whether it runs or waits for a CPU now; False while it sleeps in a call."""
-        if self._stat is None:
-            return False
         # The name, in parentheses, may contain anything.
-        return os.pread(self._stat, 512, 0).rpartition(b")")[2].lstrip().startswith(b"R")
+        return _read(self._stat).rpartition(b")")[2].lstrip().startswith(b"R")
 
     def close(self) -> None:
         """Let go of the files."""
@@ -50,10 +48,16 @@ class ThreadTimes:
         self._stat = self._schedstat = None
 
     def _times(self) -> tuple[float, float]:
-        if self._schedstat is None:
-            return 0.0, 0.0
-        ran, waited, *_ = os.pread(self._schedstat, 128, 0).split()
+        ran, waited, *_ = _read(self._schedstat).split() or (0, 0)
         return int(ran) / 1e9, int(waited) / 1e9
+
+
+def _read(file: int | None) -> bytes:
+    """What the file says; nothing where there is none, or its thread has ended."""
+    try:
+        return b"" if file is None else os.pread(file, 512, 0)
+    except ProcessLookupError:
+        return b""
 
 
 def _open_task_file(number: int, name: str) -> int | None:
