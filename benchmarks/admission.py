@@ -45,8 +45,8 @@ from rollout.config import (
     SchedulingConfig,
     ToolsConfig,
 )
+from rollout.engine.cores.simulated.stable import filler_text, stable_key, stable_lognormal
 from rollout.testing import Scenario, run_virtual, tool_call
-from rollout.testing.stable import filler_text, stable_key, stable_lognormal
 from rollout.tools import Tool, ToolContext, ToolSession
 
 if TYPE_CHECKING:

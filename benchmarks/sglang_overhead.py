@@ -38,6 +38,7 @@ import transformers
 
 import rollout
 from rollout.agents import AgentContext, AgentLoop, register_agent
+from rollout.cli.demo import arithmetic_tasks
 from rollout.config import (
     AgentConfig,
     LengthsConfig,
@@ -48,9 +49,8 @@ from rollout.config import (
     SchedulingConfig,
     SGLangEngine,
 )
-from rollout.demo import arithmetic_tasks
+from rollout.engine.driver.opening import core_spec
 from rollout.engine.model_files import resolve_model
-from rollout.engine.opening import core_spec
 from rollout.testing import simulated_tokenizer
 from rollout.tools import function_tool
 from rollout.tools.calculator import calculate, format_number

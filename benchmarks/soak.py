@@ -38,10 +38,10 @@ from rollout.config import (
     SchedulingConfig,
     SimulatedEngine,
 )
+from rollout.engine.cores.simulated.stable import stable_share
 from rollout.interactions import ScriptedUser
 from rollout.testing import Scenario, run_virtual, tool_call
 from rollout.testing.invariants import anomalies_of
-from rollout.testing.stable import stable_share
 from rollout.testing.witness import Witness
 
 if TYPE_CHECKING:

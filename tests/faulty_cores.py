@@ -12,8 +12,8 @@ import msgspec
 
 from fake_core import CountingCore
 from rollout.engine.core import Chunk, EngineBroken, GenerationRequest, unpack_ids
+from rollout.engine.cores.simulated.core import SimulatedCore
 from rollout.engine.weights import DiskWeights
-from rollout.testing.simulated import SimulatedCore
 
 #: A prompt that begins with this id is poison.
 POISON = 13

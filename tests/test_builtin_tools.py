@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 import rollout
-from rollout.check import config_faults
+from rollout.cli.check import config_faults
 from rollout.config.checks import BuiltinTools
 from rollout.errors import ConfigError, ToolError
 from rollout.testing import Scenario, tool_call

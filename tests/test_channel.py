@@ -14,9 +14,9 @@ from trio.testing import MockClock
 from fake_core import CountingCore
 from rollout.engine import client_session, frames
 from rollout.engine.core import Chunk, GenerationRequest, SamplingParams
-from rollout.engine.generation import Generation
-from rollout.engine.histories import HistoryStore
-from rollout.engine.protocol import DriverFacts, SendWhole, Submit, Terms
+from rollout.engine.driver.generation import Generation
+from rollout.engine.process.histories import HistoryStore
+from rollout.engine.wire.protocol import DriverFacts, SendWhole, Submit, Terms
 from rollout.errors import ChannelError
 from rollout.token_history import TokenHistory
 from wires import Asker, Wire, history_of, messages_of, packed

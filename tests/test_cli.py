@@ -338,7 +338,7 @@ def test_cli_check_explains_and_starts_nothing(
     def refuse(*_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("rollout.opening.open_engines", refuse)
+    monkeypatch.setattr("rollout.runtime.opening.open_engines", refuse)
     assert main(["check", "config.py", "--set", "sampling.temperature=0.25"]) == 0
     output, errors = capsys.readouterr()
     assert "sampling    temperature 0.25\n" in output
@@ -458,8 +458,8 @@ def test_cli_check_refuses_gpus_that_are_not_there_and_prompts_beyond_the_contex
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rollout.gpus.count_gpus", lambda _: gpus)
-    monkeypatch.setattr("rollout.check.is_importable", lambda _: True)
+    monkeypatch.setattr("rollout.cli.gpus.count_gpus", lambda _: gpus)
+    monkeypatch.setattr("rollout.cli.check.is_importable", lambda _: True)
     (folder / "mine.toml").write_text("")
     overrides = [f"model.path={tiny}", *options]
     arguments = [text for option in overrides for text in ("--set", option)]
@@ -643,8 +643,8 @@ def test_cli_signal_saves_what_there_is(folder: Path, signum: signal.Signals, ba
 #: What takes its time once everything is saved: engines that close, and a process that exits.
 LATE = {
     "closing": """
-import contextlib, anyio, rollout.opening
-real = rollout.opening.open_engines
+import contextlib, anyio, rollout.runtime.opening
+real = rollout.runtime.opening.open_engines
 
 @contextlib.asynccontextmanager
 async def slow_to_close(config):
@@ -654,7 +654,7 @@ async def slow_to_close(config):
         with anyio.CancelScope(shield=True):
             await anyio.sleep(1)
 
-rollout.opening.open_engines = slow_to_close
+rollout.runtime.opening.open_engines = slow_to_close
 """,
     "exiting": """
 import atexit, threading

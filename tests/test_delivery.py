@@ -15,15 +15,15 @@ import pytest
 
 import faulty_cores
 from rollout.engine import broadcasting
-from rollout.engine.broadcasting import describe_tensors, receive_weights
-from rollout.engine.devices import gpu_of
-from rollout.engine.operations import ReceiveWeights, carry_out
+from rollout.engine.cores.devices import gpu_of
+from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.placement.base import CoreSpec, ReplicaHandle
 from rollout.engine.placement.in_process import InProcess
-from rollout.engine.pool import EnginePool, open_pool
 from rollout.engine.routing import Router
-from rollout.engine.staging import PREFIX
 from rollout.engine.weights import DiskWeights, DistributedWeights
+from rollout.engine.wire.broadcasting import describe_tensors, receive_weights
+from rollout.engine.wire.operations import ReceiveWeights, carry_out
+from rollout.engine.wire.staging import PREFIX
 from rollout.errors import EngineError
 from rollout.testing import hold_clock
 

@@ -19,8 +19,8 @@ from rollout.config import (
     TransformersEngine,
 )
 from rollout.engine import SamplingParams, open_engines
-from rollout.engine.generation import Generation
-from rollout.engine.pool import EnginePool
+from rollout.engine.driver.generation import Generation
+from rollout.engine.driver.pool import EnginePool
 
 #: Ray's client opens connections when it needs them and keeps them.
 pytestmark = [pytest.mark.anyio, pytest.mark.rollout(allow_leaks=("files", "processes"))]

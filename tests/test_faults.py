@@ -74,7 +74,7 @@ def engines() -> list[psutil.Process]:
     return [
         process
         for process in psutil.Process().children(recursive=True)
-        if "rollout.engine.child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
+        if "rollout.engine.process.child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
     ]
 
 
@@ -106,7 +106,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultyProcesses]]:
         made.append(FaultyProcesses(**options))
         return made[-1]
 
-    monkeypatch.setattr("rollout.engine.opening.LocalProcess", make)
+    monkeypatch.setattr("rollout.engine.driver.opening.LocalProcess", make)
     yield made
     assert engines() == []
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field
 import executors
 from rollout.bridge import WorkerThreads
 from rollout.errors import ToolError
+from rollout.integrations.verl.tools import VerlSchema
 from rollout.tools import (
     ToolExecutor,
     ToolResult,
@@ -24,7 +25,6 @@ from rollout.tools import (
     load_verl_tools,
 )
 from rollout.tools.providers import open_tools
-from rollout.tools.verl import VerlSchema
 from rollout.types import ToolCall
 
 CLASSES = '''

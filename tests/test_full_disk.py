@@ -22,7 +22,8 @@ from rollout.batch import collate, load_trajectories
 from rollout.batch.storage import FILES, META, TENSORS, TRAJECTORIES
 from rollout.batch.trajectory_file import TrajectoryFile
 from rollout.chat import Transcript
-from rollout.cli import NOT_SAVED, main
+from rollout.cli import main
+from rollout.cli.exit_codes import NOT_SAVED
 from rollout.config import LengthsConfig
 
 LENGTHS = LengthsConfig(prompt=8, response=256)
@@ -256,7 +257,12 @@ def test_cli_run_whose_output_cannot_be_written_saves_all_the_same(
 ) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-c", "from rollout.cli import main; raise SystemExit(main())", *RUN],
+            [
+                sys.executable,
+                "-c",
+                "from rollout.cli import main; raise SystemExit(main())",
+                *RUN,
+            ],
             cwd=folder,
             text=True,
             check=False,

@@ -10,7 +10,7 @@ import pytest
 
 import rollout
 from rollout.config import SchedulingConfig
-from rollout.heap import frozen_heap
+from rollout.runtime.heap import frozen_heap
 from rollout.testing import Scenario
 
 SILENT = Scenario(seed=1).reply("", "ok")

@@ -11,11 +11,11 @@ from trio.testing import MockClock
 import fake_core
 from fake_core import CountingCore
 from rollout.engine.core import SamplingParams
-from rollout.engine.generation import Generation
-from rollout.engine.hosting import LAST_WORDS_S, watch_core
+from rollout.engine.driver.generation import Generation
+from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.in_process import InProcess
-from rollout.engine.pool import EnginePool, open_pool
+from rollout.engine.process.hosting import LAST_WORDS_S, watch_core
 from rollout.engine.routing import Router
 
 pytestmark = pytest.mark.anyio

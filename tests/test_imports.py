@@ -26,7 +26,7 @@ def test_import_rollout_loads_nothing_heavy() -> None:
 
 
 def test_engine_side_loads_msgspec_and_anyio_only() -> None:
-    loaded = loaded_by("import rollout.engine.child, rollout.testing.simulated")
+    loaded = loaded_by("import rollout.engine.process.child, rollout.engine.cores.simulated.core")
     assert not loaded & (HEAVY - {"anyio"})
 
 

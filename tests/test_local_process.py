@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from rollout.engine.core import SamplingParams
-from rollout.engine.generation import Generation
+from rollout.engine.driver.generation import Generation
+from rollout.engine.driver.pool import EnginePool, open_pool
+from rollout.engine.driver.recovery import RecoveryPolicy
 from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.local_process import LocalProcess
-from rollout.engine.pool import EnginePool, open_pool
-from rollout.engine.recovery import RecoveryPolicy
 from rollout.engine.routing import Router
 from rollout.errors import EngineError
 
@@ -36,7 +36,7 @@ def children() -> list[psutil.Process]:
     return [
         process
         for process in psutil.Process().children(recursive=True)
-        if "rollout.engine.child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
+        if "rollout.engine.process.child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
     ]
 
 

@@ -16,13 +16,13 @@ import pytest
 
 import rollout
 from rollout import Outcome, Prompt, RolloutConfig
+from rollout.clocks import monotonic
 from rollout.config import (
     AgentConfig,
     LengthsConfig,
     LimitsConfig,
 )
 from rollout.interactions import ScriptedUser
-from rollout.observe.clocks import monotonic
 
 pytestmark = [pytest.mark.model, pytest.mark.full]
 

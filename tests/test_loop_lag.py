@@ -19,7 +19,7 @@ import pytest
 
 import rollout
 from rollout import Prompt, function_tool
-from rollout.observe.clocks import monotonic
+from rollout.clocks import monotonic
 from rollout.observe.loop_lag import BLOCKED_S, LoopLag, Repeats
 from rollout.testing import Scenario, tool_call
 

@@ -27,8 +27,8 @@ from rollout.errors import ToolError
 from rollout.testing import Scenario
 from rollout.testing import tool_call as said_call
 from rollout.tools import Tool, ToolContext, ToolResult, connect_mcp
-from rollout.tools.mcp_sdk import bounded_bodies
-from rollout.tools.mcp_stdio import LineReader, LongLine
+from rollout.tools.mcp.sdk import bounded_bodies
+from rollout.tools.mcp.stdio import LineReader, LongLine
 from rollout.types import ToolCall
 
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_test_server.py"))]

@@ -15,17 +15,17 @@ import pytest
 from rollout.agents.identity import Identity
 from rollout.chat.transcript import Transcript
 from rollout.engine import client_session as host_module
-from rollout.engine.channel import Channel
-from rollout.engine.client_session import ClientSession
-from rollout.engine.generation import Generation
-from rollout.engine.pool import EnginePool
-from rollout.engine.recovery import Attempt
+from rollout.engine.cores.simulated.model import SimulatedModel
+from rollout.engine.driver.channel import Channel
+from rollout.engine.driver.generation import Generation
+from rollout.engine.driver.pool import EnginePool
+from rollout.engine.driver.recovery import Attempt
+from rollout.engine.process.client_session import ClientSession
 from rollout.limits import Deadline
 from rollout.scheduling import trajectory as trajectory_module
 from rollout.scheduling.batch_run import BatchRun
 from rollout.scheduling.trajectory import TrajectoryRunner
 from rollout.seeds import derive_seed
-from rollout.testing.model import SimulatedModel
 from rollout.tools.open_sessions import OpenSessions
 from rollout.tools.session import TrajectoryTools
 from trials import findings

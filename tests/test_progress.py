@@ -13,10 +13,10 @@ from rich.console import Console
 
 from rollout import LengthsConfig, Message, Outcome, Prompt, Trajectory, collate
 from rollout.chat import Transcript
-from rollout.observe.groups import group_table
-from rollout.observe.progress import ProgressDisplay, ProgressMeter, show_progress
-from rollout.observe.summary import summary_lines
-from rollout.observe.transcript_view import print_transcript
+from rollout.cli.groups import group_table
+from rollout.cli.progress import ProgressDisplay, ProgressMeter, show_progress
+from rollout.cli.summary import summary_lines
+from rollout.cli.transcript_view import print_transcript
 from rollout.testing import decode_ids, encode_text
 from rollout.types import Cause
 

@@ -11,10 +11,10 @@ from trio.testing import MockClock
 
 from rollout.engine import protocol
 from rollout.engine.core import Chunk, EngineInfo
-from rollout.engine.frames import FrameStream
-from rollout.engine.handshake import greet_as_client, greet_as_server, proof_of
 from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
-from rollout.engine.protocol import (
+from rollout.engine.wire.frames import FrameStream
+from rollout.engine.wire.handshake import greet_as_client, greet_as_server, proof_of
+from rollout.engine.wire.protocol import (
     Abort,
     FrameError,
     Hello,

@@ -22,8 +22,8 @@ from rollout import RolloutConfig
 from rollout.config import CustomEngine, RayPlacement, SGLangEngine, SimulatedEngine
 from rollout.engine import open_engines, seats_of
 from rollout.engine.core import SamplingParams
-from rollout.engine.generation import Generation
-from rollout.engine.pool import EnginePool
+from rollout.engine.driver.generation import Generation
+from rollout.engine.driver.pool import EnginePool
 from rollout.errors import ConfigError, EngineError
 
 #: Ray's client opens connections when it needs them and keeps them; `opened` looks for engines.
@@ -68,7 +68,7 @@ def engines() -> list[psutil.Process]:
     return [
         process
         for process in psutil.process_iter(["cmdline"])
-        if "rollout.engine.child" in (process.info["cmdline"] or ())
+        if "rollout.engine.process.child" in (process.info["cmdline"] or ())
     ]
 
 

@@ -159,7 +159,7 @@ async def test_reward_of_a_wrong_signature_is_refused_before_an_engine_starts(
     def refuse(*_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("rollout.opening.open_engines", refuse)
+    monkeypatch.setattr("rollout.runtime.opening.open_engines", refuse)
     with pytest.raises(rollout.ConfigError) as caught:
         await rewarded(reward)
     assert str(caught.value) == said + EXPECTED

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from rollout.config.checks import STRATEGIES as CONFIG_STRATEGIES
 from rollout.engine import EngineLoad, Router
 from rollout.engine.core import SamplingParams, pack_ids
-from rollout.engine.generation import Generation
+from rollout.engine.driver.generation import Generation
+from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.in_process import InProcess
-from rollout.engine.pool import EnginePool, open_pool
 from rollout.engine.routing import Dispatch, Fleet, ReplicaState, sessions
 from rollout.engine.routing.prices import Pace, Prices, Work
 from rollout.engine.routing.strategies import STRATEGIES
@@ -794,7 +794,7 @@ def simulated_pool(slownesses: tuple[float, ...], **options: Any) -> EnginePool:
     timings = [{"base_s": 0.01 * s, "slope_s": 1e-4 * s} for s in slownesses]
     return EnginePool(
         placement=InProcess(),
-        specs=[CoreSpec("rollout.testing.simulated:SimulatedCore", {"timing": t}) for t in timings],
+        specs=[CoreSpec("rollout.testing:SimulatedCore", {"timing": t}) for t in timings],
         router=Router(),
         start_timeout_s=5,
         **options,

@@ -13,7 +13,7 @@ from rollout.engine.core import EngineInfo, GenerationRequest, SamplingParams, p
 from rollout.engine.cores.sglang.answers import AnswerReader
 from rollout.engine.cores.sglang.arguments import Options, engine_arguments
 from rollout.engine.cores.sglang.requests import refusal_of, request_fields, salt_of
-from rollout.engine.generation import Generation
+from rollout.engine.driver.generation import Generation
 from rollout.errors import ConfigError, EngineError
 
 INFO = EngineInfo(vocab_size=100, eos_ids=(2,), context_length=50, fingerprint="f", max_requests=4)

@@ -25,6 +25,10 @@ from rollout.engine.core import (
     GenerationRequest,
     SamplingParams,
 )
+from rollout.engine.cores.simulated.batching import Batcher
+from rollout.engine.cores.simulated.jobs import Job
+from rollout.engine.cores.simulated.kv_cache import KvCache
+from rollout.engine.cores.simulated.options import Lognormal, Timing
 from rollout.errors import ConfigError
 from rollout.testing import (
     Scenario,
@@ -37,10 +41,6 @@ from rollout.testing import (
     simulated_tokenizer,
     tool_call,
 )
-from rollout.testing.batching import Batcher
-from rollout.testing.jobs import Job
-from rollout.testing.kv_cache import KvCache
-from rollout.testing.options import Lognormal, Timing
 
 pytest_plugins = ["rollout.testing.plugin"]
 anyio_test = pytest.mark.anyio
@@ -858,7 +858,8 @@ async def test_core_on_asyncio_in_real_time_answers_all() -> None:
 
 def test_engine_side_imports_little() -> None:
     code = (
-        "import sys, rollout.testing.simulated; heavy = {'attrs', 'attr', 'cattrs', 'numpy', "
+        "import sys, rollout.engine.cores.simulated.core; "
+        "heavy = {'attrs', 'attr', 'cattrs', 'numpy', "
         "'torch', 'transformers', 'tokenizers', 'pytest', 'trio', 'yaml'}; "
         "print(sorted(heavy & set(sys.modules)))"
     )
@@ -869,10 +870,10 @@ def test_engine_side_imports_little() -> None:
 def test_engine_process_dies_with_its_engine() -> None:
     code = (
         "import sys, anyio\n"
-        "from rollout.testing.simulated import SimulatedCore\n"
+        "from rollout.engine.cores.simulated.core import SimulatedCore\n"
         "from rollout.engine.core import GenerationRequest, SamplingParams\n"
         "sys.modules['__main__'].__spec__ = sys.modules['anyio'].__spec__.__class__("
-        "'rollout.engine.child', None)\n"
+        "'rollout.engine.process.child', None)\n"
         "async def main():\n"
         "    core = SimulatedCore(faults={'die_after_tokens': 3}, timing={'base_s': 0})\n"
         "    await core.start()\n"

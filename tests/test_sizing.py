@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from rollout.cli.public_models import published_facts
+from rollout.cli.sizing import context_tokens, sizing_lines
 from rollout.config import (
     LengthsConfig,
     ModelConfig,
@@ -18,8 +20,6 @@ from rollout.config import (
     load_config,
 )
 from rollout.errors import ConfigError
-from rollout.model_facts import published_facts
-from rollout.sizing import context_tokens, sizing_lines
 
 FACTS = {
     "num_hidden_layers": 4,

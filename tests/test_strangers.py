@@ -18,18 +18,18 @@ from trio.testing import MockClock
 
 from fake_core import CountingCore
 from rollout.engine import strangers
-from rollout.engine.connecting import connect_channel
 from rollout.engine.core import SamplingParams
-from rollout.engine.generation import Generation
-from rollout.engine.listening import PAUSE_S, accept_forever
+from rollout.engine.driver.connecting import connect_channel
+from rollout.engine.driver.generation import Generation
+from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.placement.memory import memory_stream_pair
-from rollout.engine.pool import EnginePool, open_pool
+from rollout.engine.process.listening import PAUSE_S, accept_forever
+from rollout.engine.process.server import EngineServer
+from rollout.engine.process.strangers import STRANGER_S, YOUNG_S, Strangers, most_strangers
 from rollout.engine.routing import Router
-from rollout.engine.server import EngineServer
-from rollout.engine.strangers import STRANGER_S, YOUNG_S, Strangers, most_strangers
-from rollout.engine.tls import TlsFiles
+from rollout.engine.wire.tls import TlsFiles
 from test_tls import files  # noqa: F401  (a fixture)
 from wires import SECRET, Asker, Wire
 
@@ -199,7 +199,7 @@ def attacked(count: int, words: bytes) -> Iterator[list[socket.socket]]:
     (engine,) = (
         child
         for child in psutil.Process().children()
-        if "rollout.engine.child" in child.as_dict(["cmdline"], ad_value=[])["cmdline"]
+        if "rollout.engine.process.child" in child.as_dict(["cmdline"], ad_value=[])["cmdline"]
     )
     (port,) = {c.laddr.port for c in engine.net_connections() if c.status == psutil.CONN_LISTEN}
     sockets = attack(port, count, words)

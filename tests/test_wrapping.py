@@ -20,10 +20,10 @@ from rich.console import Console
 
 from rollout.batch import collate
 from rollout.chat import Transcript
-from rollout.check_template import check_template
+from rollout.cli.check_template import check_template
+from rollout.cli.groups import group_table
+from rollout.cli.wrapping import wrapped
 from rollout.config import LengthsConfig
-from rollout.observe.groups import group_table
-from rollout.observe.wrapping import wrapped
 from rollout.types import Outcome, Prompt, Trajectory
 
 

@@ -24,10 +24,10 @@ from rollout.config import (
     SimulatedEngine,
     ToolsConfig,
 )
+from rollout.engine.cores.simulated.stable import stable_share
 from rollout.engine.placement.in_process import InProcess
 from rollout.interactions import ScriptedUser
 from rollout.testing import Scenario, run_virtual, tool_call
-from rollout.testing.stable import stable_share
 from rollout.testing.witness import Witness
 from rollout.tools import Tool, ToolContext, ToolSession
 from rollout.types import ToolCall
@@ -332,7 +332,7 @@ def _network(dice: Dice) -> Iterator[None]:
         max_read=dice.pick("max read", (None, None, 7, 100)),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rollout.engine.opening.InProcess", slow)
+        patch.setattr("rollout.engine.driver.opening.InProcess", slow)
         yield
 
 

@@ -12,14 +12,14 @@ import anyio
 import msgspec
 from anyio.abc import ByteStream
 
-from rollout.engine.channel import Channel
-from rollout.engine.connecting import connect_channel
 from rollout.engine.core import SamplingParams
-from rollout.engine.generation import Generation
-from rollout.engine.pending import PendingRequest
+from rollout.engine.driver.channel import Channel
+from rollout.engine.driver.connecting import connect_channel
+from rollout.engine.driver.generation import Generation
+from rollout.engine.driver.pending import PendingRequest
 from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
-from rollout.engine.protocol import DriverFacts, Role, Submit, Terms
-from rollout.engine.server import EngineServer
+from rollout.engine.process.server import EngineServer
+from rollout.engine.wire.protocol import DriverFacts, Role, Submit, Terms
 from rollout.scopes import open_task_group
 from rollout.token_history import TokenHistory
 

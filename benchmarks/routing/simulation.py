@@ -1,7 +1,7 @@
 """Trajectories against the simulated engine's own batching code, in the order of events.
 
-The engines are `rollout.testing.batching.Batcher` over `KvCache`, the state machines inside
-`rollout.testing.simulated.SimulatedCore`. They own no clock, so time is a heap of events here.
+The engines are `Batcher` over `KvCache`, the state machines inside `SimulatedCore`
+(`rollout.engine.cores.simulated`). They own no clock, so time is a heap of events here.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 
-from rollout.testing.batching import Batcher
-from rollout.testing.jobs import Job
-from rollout.testing.kv_cache import KvCache
-from rollout.testing.options import Capacity, Kv, Timing
+from rollout.engine.cores.simulated.batching import Batcher
+from rollout.engine.cores.simulated.jobs import Job
+from rollout.engine.cores.simulated.kv_cache import KvCache
+from rollout.engine.cores.simulated.options import Capacity, Kv, Timing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -179,7 +179,7 @@ class _Sink:
         self._replica = replica
 
     def emit(self, job: Job, first: int, stop: int, reason: str | None) -> None:
-        """See `rollout.testing.jobs.Sink`."""
+        """See `rollout.engine.cores.simulated.jobs.Sink`."""
         if reason is not None:
             self._simulation.end_turn(self._session, self._turn, self._replica, job)
 

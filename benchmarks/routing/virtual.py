@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.engine.core import GenerationRequest, SamplingParams
+from rollout.engine.cores.simulated.core import SimulatedCore
 from rollout.testing import run_virtual
-from rollout.testing.simulated import SimulatedCore
 
 from .simulation import (
     BLOCK_TOKENS,

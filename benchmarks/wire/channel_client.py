@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.bridge import loop_clock
-from rollout.engine.connecting import connect_channel
 from rollout.engine.core import SamplingParams
-from rollout.engine.generation import Generation
-from rollout.engine.protocol import Submit
+from rollout.engine.driver.connecting import connect_channel
+from rollout.engine.driver.generation import Generation
+from rollout.engine.wire.protocol import Submit
 from rollout.seeds import RequestIds
 from rollout.token_history import TokenHistory
 from wire.payload import ANSWER, Result, cpu_s, prompt_ids, wall_s
@@ -22,7 +22,7 @@ from wire.payload import ANSWER, Result, cpu_s, prompt_ids, wall_s
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from rollout.engine.channel import Channel
+    from rollout.engine.driver.channel import Channel
 
 SAMPLING = SamplingParams(max_new_tokens=ANSWER)
 GENERATION_S = 600.0

@@ -13,7 +13,6 @@ from rollout.lazy import lazy_exports
 if TYPE_CHECKING:
     from rollout.agents import AgentContext, AgentLoop, register_agent
     from rollout.batch import RolloutBatch, collate
-    from rollout.blocking import BlockingRollout, open_rollout_blocking
     from rollout.config import (
         AgentConfig,
         ChannelConfig,
@@ -53,8 +52,9 @@ if TYPE_CHECKING:
         ToolError,
     )
     from rollout.interactions import Interaction, InteractionTurn
-    from rollout.opening import open_rollout
-    from rollout.runtime import RolloutRuntime
+    from rollout.runtime.blocking import BlockingRollout, open_rollout_blocking
+    from rollout.runtime.opening import open_rollout
+    from rollout.runtime.runtime import RolloutRuntime
     from rollout.tools import Tool, ToolResult, ToolSession, function_tool
     from rollout.types import (
         Cause,
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "rollout.agents": ("AgentContext", "AgentLoop", "register_agent"),
     "rollout.batch": ("RolloutBatch", "collate"),
-    "rollout.blocking": ("BlockingRollout", "open_rollout_blocking"),
+    "rollout.runtime.blocking": ("BlockingRollout", "open_rollout_blocking"),
     "rollout.config": (
         "AgentConfig",
         "ChannelConfig",
@@ -110,8 +110,8 @@ _HOMES = {
         "ToolError",
     ),
     "rollout.interactions": ("Interaction", "InteractionTurn"),
-    "rollout.opening": ("open_rollout",),
-    "rollout.runtime": ("RolloutRuntime",),
+    "rollout.runtime.opening": ("open_rollout",),
+    "rollout.runtime.runtime": ("RolloutRuntime",),
     "rollout.tools": ("Tool", "ToolResult", "ToolSession", "function_tool"),
     "rollout.types": (
         "Cause",

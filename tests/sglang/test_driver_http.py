@@ -18,7 +18,7 @@ from rollout.engine.cores.sglang.plugin import CPU_VARIABLE
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from rollout.engine.pool import EnginePool
+    from rollout.engine.driver.pool import EnginePool
 
 pytestmark = [pytest.mark.anyio, shares_an_engine]
 INCREMENTAL = "--incremental-streaming-output"

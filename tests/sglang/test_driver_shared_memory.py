@@ -9,8 +9,8 @@ import pytest
 from driver import ask, command, is_alive, processes, prompts, schedulers, sglang, shares_an_engine
 
 from rollout.engine import open_engines
-from rollout.engine.generation import Generation
-from rollout.engine.guardian import shared_files
+from rollout.engine.driver.generation import Generation
+from rollout.engine.process.guardian import shared_files
 from rollout.errors import EngineError
 
 pytestmark = [pytest.mark.anyio, shares_an_engine]
@@ -42,7 +42,7 @@ async def test_killed_engine(models: list[str]) -> None:
         (engine,) = (
             process
             for process in set(processes()) - known
-            if "rollout.engine.child" in command(process)
+            if "rollout.engine.process.child" in command(process)
         )
         while_alive = shared_files() - before
         engine.kill()

@@ -17,7 +17,7 @@ from rollout.agents.turn import AssistantTurn, answer
 from rollout.agents.wording import Wording
 from rollout.chat.messages import template_messages, text_of_content
 from rollout.chat.transcript import Transcript
-from rollout.engine.generation import Generation
+from rollout.engine.driver.generation import Generation
 from rollout.errors import (
     AgentError,
     ConfigError,

@@ -8,7 +8,7 @@ from rollout.agents.long_texts import LongTexts
 from rollout.bridge import WorkerThreads
 from rollout.chat import ChatTemplate, ToolParser
 from rollout.config import RolloutConfig
-from rollout.engine.pool import EnginePool
+from rollout.engine.driver.pool import EnginePool
 from rollout.interactions import InteractionRegistry
 from rollout.observe.tally import Tally
 from rollout.tools import ToolExecutor

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from rollout.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from rollout.engine.connecting import connect_channel
     from rollout.engine.core import (
         Chunk,
         EngineCore,
@@ -20,14 +19,15 @@ if TYPE_CHECKING:
         GenerationRequest,
         SamplingParams,
     )
-    from rollout.engine.opening import open_engines
+    from rollout.engine.driver.connecting import connect_channel
+    from rollout.engine.driver.opening import open_engines
     from rollout.engine.placement.ray import seats_of
+    from rollout.engine.process.server import EngineServer
     from rollout.engine.routing import Router
-    from rollout.engine.server import EngineServer
     from rollout.engine.weights import DiskWeights, DistributedWeights, TensorWeights
 
 _HOMES = {
-    "rollout.engine.connecting": ("connect_channel",),
+    "rollout.engine.driver.connecting": ("connect_channel",),
     "rollout.engine.core": (
         "Chunk",
         "EngineCore",
@@ -36,10 +36,10 @@ _HOMES = {
         "GenerationRequest",
         "SamplingParams",
     ),
-    "rollout.engine.opening": ("open_engines",),
+    "rollout.engine.driver.opening": ("open_engines",),
     "rollout.engine.placement.ray": ("seats_of",),
     "rollout.engine.routing": ("Router",),
-    "rollout.engine.server": ("EngineServer",),
+    "rollout.engine.process.server": ("EngineServer",),
     "rollout.engine.weights": ("DiskWeights", "DistributedWeights", "TensorWeights"),
 }
 __all__ = sorted(name for names in _HOMES.values() for name in names)  # noqa: PLE0605

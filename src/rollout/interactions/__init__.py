@@ -1,4 +1,9 @@
-"""Interactions: simulated users who answer the model in its trajectories."""
+"""Interactions: simulated users who answer the model in its trajectories.
+
+What reads verl's formats lives in `rollout.integrations.verl` and is found here on first use.
+"""
+
+from __future__ import annotations
 
 from rollout.interactions.interaction import (
     Interaction,
@@ -10,8 +15,7 @@ from rollout.interactions.interaction import (
 from rollout.interactions.model_user import ModelUser
 from rollout.interactions.scripted import ScriptedUser
 from rollout.interactions.verifier import Verifier
-from rollout.interactions.verl import VerlInteraction
-from rollout.interactions.verl_config import load_verl_interactions
+from rollout.lazy import lazy_exports
 
 __all__ = [
     "Interaction",
@@ -25,3 +29,6 @@ __all__ = [
     "VerlInteraction",
     "load_verl_interactions",
 ]
+__getattr__ = lazy_exports(
+    globals(), {"rollout.integrations.verl": ("VerlInteraction", "load_verl_interactions")}
+)

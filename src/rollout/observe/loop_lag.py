@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import anyio
 import attrs
 
-from rollout.observe.clocks import ThreadTimes, monotonic, process_cpu, thread_cpu
+from rollout.clocks import ThreadTimes, monotonic, process_cpu, thread_cpu
 from rollout.observe.culprits import find_culprit
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 
 from rollout.agents.context import UNRESPONSIVE
-from rollout.observe.summary import count
+from rollout.cli.summary import count
 from rollout.types import Outcome, Trajectory
 
 logger = logging.getLogger("rollout.scheduling")

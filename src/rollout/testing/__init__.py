@@ -12,14 +12,14 @@ from rollout.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from rollout.config import SimulatedEngine
+    from rollout.engine.cores.simulated.core import SimulatedCore, SimulatedDeath
+    from rollout.engine.cores.simulated.tokenizer import simulated_tokenizer
+    from rollout.engine.cores.simulated.vocabulary import decode_ids, encode_text, expected_log_prob
     from rollout.testing.clock import hold_clock
     from rollout.testing.races import Exploration, Race, RacesFoundError, explore, replay
     from rollout.testing.scenario import Scenario, tool_call
     from rollout.testing.schedule import run_virtual, schedule_seed
-    from rollout.testing.simulated import SimulatedCore, SimulatedDeath
     from rollout.testing.token_books import Balance, balance_of
-    from rollout.testing.tokenizer import simulated_tokenizer
-    from rollout.testing.vocabulary import decode_ids, encode_text, expected_log_prob
     from rollout.testing.witness import Witness
 
 _HOMES = {
@@ -28,10 +28,10 @@ _HOMES = {
     "rollout.testing.races": ("Exploration", "Race", "RacesFoundError", "explore", "replay"),
     "rollout.testing.scenario": ("Scenario", "tool_call"),
     "rollout.testing.schedule": ("run_virtual", "schedule_seed"),
-    "rollout.testing.simulated": ("SimulatedCore", "SimulatedDeath"),
+    "rollout.engine.cores.simulated.core": ("SimulatedCore", "SimulatedDeath"),
     "rollout.testing.token_books": ("Balance", "balance_of"),
-    "rollout.testing.tokenizer": ("simulated_tokenizer",),
-    "rollout.testing.vocabulary": ("decode_ids", "encode_text", "expected_log_prob"),
+    "rollout.engine.cores.simulated.tokenizer": ("simulated_tokenizer",),
+    "rollout.engine.cores.simulated.vocabulary": ("decode_ids", "encode_text", "expected_log_prob"),
     "rollout.testing.witness": ("Witness",),
 }
 __all__ = [

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from rollout.batch import RolloutBatch
     from rollout.engine.core import SamplingParams
-    from rollout.engine.generation import Generation
+    from rollout.engine.driver.generation import Generation
     from rollout.testing.watched_tools import Use
     from rollout.types import Prompt, Trajectory
 

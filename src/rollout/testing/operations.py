@@ -13,7 +13,7 @@ from rollout.engine.weights import DiskWeights
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from rollout.runtime import RolloutRuntime
+    from rollout.runtime.runtime import RolloutRuntime
 
 #: How long a replica is drained, and how long one that is removed may take to end its requests.
 DRAINED_S = 0.5

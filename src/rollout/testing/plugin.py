@@ -17,11 +17,11 @@ import pytest
 import trio.lowlevel
 import trio.testing
 
+from rollout.engine.cores.simulated.stable import stable_key
 from rollout.testing.ceiling import CEILING_S, run_below_ceiling
 from rollout.testing.clock import VirtualClock, hold_while_threads_work
 from rollout.testing.leaks import KINDS, Belongings, leftovers
 from rollout.testing.schedule import reseed, schedule_seed
-from rollout.testing.stable import stable_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterator, Mapping

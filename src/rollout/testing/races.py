@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rollout.engine.cores.simulated.stable import stable_share
 from rollout.testing.race_run import INJECTIONS, RaceRun
-from rollout.testing.stable import stable_share
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

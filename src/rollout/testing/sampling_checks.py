@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from rollout.testing.model import SimulatedModel
-from rollout.testing.options import parse_scenario
+from rollout.engine.cores.simulated.model import SimulatedModel
+from rollout.engine.cores.simulated.options import parse_scenario
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from rollout.config import RolloutConfig
     from rollout.engine.core import SamplingParams
-    from rollout.engine.generation import Part
+    from rollout.engine.driver.generation import Part
     from rollout.testing.notes import Asked, Call
     from rollout.testing.transcript_checks import Facts
     from rollout.testing.watched_core import WatchedCore

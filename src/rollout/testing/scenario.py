@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.testing.options import Lognormal, ScenarioOptions, parse_scenario
+from rollout.engine.cores.simulated.options import Lognormal, ScenarioOptions, parse_scenario
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -99,19 +99,19 @@ class Scenario:
         return self._with(rules=rules)
 
     def timing(self, **options: Any) -> Scenario:
-        """Set fields of `rollout.testing.options.Timing`, e.g. ``base_s=0.02``."""
+        """Set fields of `rollout.engine.cores.simulated.options.Timing`, e.g. ``base_s=0.02``."""
         return self._with_section("timing", options)
 
     def capacity(self, **options: Any) -> Scenario:
-        """Set fields of `rollout.testing.options.Capacity`, e.g. ``max_running=8``."""
+        """Set fields of `Capacity` of the simulated engine, e.g. ``max_running=8``."""
         return self._with_section("capacity", options)
 
     def kv(self, **options: Any) -> Scenario:
-        """Set fields of `rollout.testing.options.Kv`, e.g. ``tokens=10_000``."""
+        """Set fields of `rollout.engine.cores.simulated.options.Kv`, e.g. ``tokens=10_000``."""
         return self._with_section("kv", options)
 
     def fault(self, **options: Any) -> Scenario:
-        """Set fields of `rollout.testing.options.Faults`, e.g. ``die_after_tokens=500``."""
+        """Set fields of `Faults` of the simulated engine, e.g. ``die_after_tokens=500``."""
         return self._with_section("faults", options)
 
     def to_dict(self) -> dict[str, Any]:

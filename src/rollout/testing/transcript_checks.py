@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rollout.chat.transcript import NO_VERSION
-from rollout.testing.vocabulary import log_probs_of
+from rollout.engine.cores.simulated.vocabulary import log_probs_of
 from rollout.types import Outcome
 
 if TYPE_CHECKING:

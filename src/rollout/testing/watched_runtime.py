@@ -11,11 +11,11 @@ import anyio
 from anyio.abc import ObjectReceiveStream
 
 from rollout.config import SimulatedEngine
+from rollout.engine.cores.simulated.options import parse_scenario
 from rollout.errors import EngineError, PromptError, RolloutError
 from rollout.scheduling.rewards import is_async
 from rollout.testing.notes import Asked, Call, name_of
 from rollout.testing.operations import OPERATIONS
-from rollout.testing.options import parse_scenario
 from rollout.types import Trajectory
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from rollout.batch import RolloutBatch
     from rollout.config import RolloutConfig
     from rollout.engine.core import SamplingParams
-    from rollout.engine.generation import Generation
-    from rollout.runtime import RolloutRuntime, RuntimeStatistics
+    from rollout.engine.driver.generation import Generation
+    from rollout.runtime.runtime import RolloutRuntime, RuntimeStatistics
     from rollout.scheduling.rewards import RewardFunction
     from rollout.testing.watched_core import WatchedCore
     from rollout.testing.watched_tools import Use

@@ -10,7 +10,7 @@ import anyio
 from rollout.config import InProcessPlacement
 from rollout.engine.placement.in_process import core_wrapper
 from rollout.errors import ConfigError
-from rollout.opening import open_rollout
+from rollout.runtime.opening import open_rollout
 from rollout.scopes import open_task_group
 from rollout.testing.fuse import Fuse
 from rollout.testing.invariants import anomalies_of

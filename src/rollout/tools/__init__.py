@@ -1,6 +1,12 @@
-"""Tools: what models can call, and the executor that runs the calls."""
+"""Tools: what models can call, and the executor that runs the calls.
+
+What reads verl's formats lives in `rollout.integrations.verl` and is found here on first use.
+"""
+
+from __future__ import annotations
 
 from rollout.errors import MediaError
+from rollout.lazy import lazy_exports
 from rollout.tools.calculator import calculator
 from rollout.tools.executor import ToolExecutor
 from rollout.tools.finish_tool import finish, submit
@@ -16,8 +22,6 @@ from rollout.tools.search_tool import SearchTool
 from rollout.tools.session import TrajectoryTools
 from rollout.tools.tool import Tool, ToolContext, ToolSession
 from rollout.tools.truncate import truncate_text
-from rollout.tools.verl_config import load_verl_tools
-from rollout.tools.verl_multi_turn import VerlMultiTurn, load_verl_multi_turn
 
 __all__ = [
     "FunctionTool",
@@ -47,3 +51,9 @@ __all__ = [
     "submit",
     "truncate_text",
 ]
+__getattr__ = lazy_exports(
+    globals(),
+    {
+        "rollout.integrations.verl": ("VerlMultiTurn", "load_verl_multi_turn", "load_verl_tools"),
+    },
+)

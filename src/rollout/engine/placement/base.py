@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 import attrs
 
-from rollout.engine.connecting import Connect
-from rollout.engine.tls import TlsFiles
+from rollout.engine.driver.connecting import Connect
+from rollout.engine.wire.tls import TlsFiles
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.engine.core import CORE_CLOSE_S, EngineCore
-from rollout.engine.hosting import watch_core
-from rollout.engine.loading import load_core, start_error_text
 from rollout.engine.placement.base import CoreSpec, ReplicaHandle
 from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
-from rollout.engine.server import EngineServer
+from rollout.engine.process.hosting import watch_core
+from rollout.engine.process.loading import load_core, start_error_text
+from rollout.engine.process.server import EngineServer
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
 from rollout.scopes import open_task_group

@@ -16,10 +16,10 @@ import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 from anyio.streams.text import TextReceiveStream
 
-from rollout.engine.child import ChildReady, ChildSpec
-from rollout.engine.guardian import name_of
 from rollout.engine.placement.base import CoreSpec, ReplicaHandle
-from rollout.engine.tls import encrypted
+from rollout.engine.process.child import ChildReady, ChildSpec
+from rollout.engine.process.guardian import name_of
+from rollout.engine.wire.tls import encrypted
 from rollout.errors import EngineError
 from rollout.scopes import open_task_group
 
@@ -42,7 +42,7 @@ MAX_ANSWER = 65536
 
 def child_command(python: str | None) -> list[str]:
     """What runs an engine for this process; with its own interpreter where none is named."""
-    return [python or sys.executable, "-m", "rollout.engine.child", name_of(os.getpid())]
+    return [python or sys.executable, "-m", "rollout.engine.process.child", name_of(os.getpid())]
 
 
 class LocalProcess:

@@ -23,10 +23,10 @@ import attrs
 import msgspec
 
 from rollout.bridge import wait_future
-from rollout.engine.child import ChildReady
 from rollout.engine.placement.base import CoreSpec, ReplicaHandle
 from rollout.engine.placement.host import EngineHost, child_spec
-from rollout.engine.tls import encrypted
+from rollout.engine.process.child import ChildReady
+from rollout.engine.wire.tls import encrypted
 from rollout.errors import EngineError
 from rollout.lazy import importing
 from rollout.limits import cleanup_scope

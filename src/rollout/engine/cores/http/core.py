@@ -15,7 +15,7 @@ from rollout.engine.cores.http.model_facts import ModelFacts, read_model_facts
 from rollout.engine.cores.http.sglang_api import SGLangApi
 from rollout.engine.cores.http.vllm_api import VllmApi
 from rollout.engine.cores.open_request import OpenRequest
-from rollout.engine.pacing import DecodeSpeed
+from rollout.engine.cores.pacing import DecodeSpeed
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout.engine.core import EngineInfo
+from rollout.engine.cores.devices import gpu_of
 from rollout.engine.cores.sglang import plugin
 from rollout.engine.cores.sglang.arguments import Options, engine_arguments
 from rollout.engine.cores.sglang.upkeep import SGLangUpkeep, fields_of
-from rollout.engine.devices import gpu_of
-from rollout.engine.guardian import mapped_files, remove, remove_at_end, shared_files
 from rollout.engine.model_files import resolve_model
+from rollout.engine.process.guardian import mapped_files, remove, remove_at_end, shared_files
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:

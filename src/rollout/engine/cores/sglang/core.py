@@ -12,15 +12,15 @@ import msgspec
 from anyio.lowlevel import current_token
 
 from rollout.bridge import loop_poster
-from rollout.engine.checkpoints import check_checkpoint
 from rollout.engine.core import CORE_CLOSE_S, Chunk, EngineInfo, EngineLoad, GenerationRequest
+from rollout.engine.cores.checkpoints import check_checkpoint
 from rollout.engine.cores.open_request import OpenRequest
 from rollout.engine.cores.sglang import plugin
 from rollout.engine.cores.sglang.answers import AnswerReader
 from rollout.engine.cores.sglang.arguments import Options
 from rollout.engine.cores.sglang.host import Host
 from rollout.engine.cores.sglang.requests import refusal_of, request_fields, salt_of
-from rollout.engine.operations import TAGS_OF_LEVEL
+from rollout.engine.wire.operations import TAGS_OF_LEVEL
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
 

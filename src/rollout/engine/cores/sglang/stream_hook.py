@@ -12,9 +12,9 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from rollout.clocks import monotonic
+from rollout.engine.cores.pacing import Pace
 from rollout.engine.cores.sglang.plugin import STREAM_VARIABLE
-from rollout.engine.pacing import Pace
-from rollout.observe.clocks import monotonic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -28,7 +28,7 @@ from rollout.engine.cores.transformers.worker import (
     Worker,
     stop_text,
 )
-from rollout.engine.operations import TAGS_OF_LEVEL
+from rollout.engine.wire.operations import TAGS_OF_LEVEL
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout.engine.core import EngineInfo
+from rollout.engine.cores.devices import gpu_of
 from rollout.engine.cores.transformers.attention import (
     BACKEND,
     Span,
@@ -28,7 +29,6 @@ from rollout.engine.cores.transformers.attention import (
 )
 from rollout.engine.cores.transformers.kv import KeyValueCache
 from rollout.engine.cores.transformers.quiet import quiet_transformers
-from rollout.engine.devices import gpu_of
 from rollout.engine.model_files import resolve_model
 from rollout.errors import EngineError
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rollout.clocks import monotonic
 from rollout.engine.core import CORE_CLOSE_S, Chunk, EngineInfo, EngineLoad, GenerationRequest
+from rollout.engine.cores.pacing import Pace
 from rollout.engine.cores.transformers.scheduler import Scheduler
 from rollout.engine.cores.transformers.scheduler import Sequence as Request
-from rollout.engine.pacing import Pace
 from rollout.errors import EngineError
-from rollout.observe.clocks import monotonic
 
 if TYPE_CHECKING:
     from rollout.bridge import Post

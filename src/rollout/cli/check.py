@@ -1,0 +1,184 @@
+"""What would keep a configuration from running here, found without starting anything."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout.agents import get_agent
+from rollout.chat import tool_parser_names
+from rollout.cli.gpus import gpu_faults
+from rollout.cli.sizing import context_tokens
+from rollout.config import (
+    CustomEngine,
+    HttpEngine,
+    SGLangEngine,
+    SimulatedEngine,
+    TransformersEngine,
+)
+from rollout.engine.driver.opening import core_spec
+from rollout.engine.model_files import model_path_fault
+from rollout.errors import AgentError, ConfigError, EngineError, ToolError
+from rollout.interactions import InteractionRegistry
+from rollout.runtime.assembly import SIMULATED_MODEL
+from rollout.tools import PythonTool
+from rollout.tools.sandbox.tool import SandboxTool
+from rollout.tools.shipped import shipped_tools
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rollout.config import ModelConfig, RolloutConfig
+    from rollout.tools import Tool
+
+#: Packages that the embedded engine imports in its own process.
+TRANSFORMERS_MODULES = ("torch", "transformers")
+
+
+def config_faults(
+    config: RolloutConfig, interactions: Sequence[Any] = (), *, asks_for_gpus: bool = False
+) -> list[str]:
+    """What is missing or unknown here, each fault with its key and what was expected.
+
+    Looks at files, names and installed packages; imports no engine and asks no network.
+
+    Args:
+        config: A configuration without faults of its own.
+        interactions: The simulated users that will be given to `open_rollout`.
+        asks_for_gpus: Have the engines' interpreter count them where there is a driver, which takes
+            seconds.
+    """
+    faults = [
+        *_model_faults(config),
+        *_opening_faults(config),
+        *_package_faults(config),
+        *gpu_faults(config, asks=asks_for_gpus),
+        *_length_faults(config),
+        *_name_faults(config, interactions),
+        *_corpus_faults(config),
+    ]
+    return list(dict.fromkeys(faults))
+
+
+def _model_faults(config: RolloutConfig) -> Iterator[str]:
+    model, kind = config.model, config.engine.kind
+    is_simulated = isinstance(config.engine, SimulatedEngine)
+    if is_simulated and model.path != SIMULATED_MODEL:
+        yield f"model.path = {model.path!r}: engine.kind = {kind!r} expects {SIMULATED_MODEL!r}"
+    elif isinstance(config.engine, TransformersEngine) and model.path == SIMULATED_MODEL:
+        yield f"model.path = {model.path!r}: engine.kind = {kind!r} needs a model with files"
+    elif model.path != SIMULATED_MODEL:
+        fault = model_path_fault(model.path, model.revision)
+        if fault is not None:
+            yield fault
+    yield from _template_faults(model)
+
+
+def _template_faults(model: ModelConfig) -> Iterator[str]:
+    if model.chat_template is None:
+        return
+    try:
+        Path(model.chat_template).read_text(encoding="utf-8")
+    except OSError as error:
+        yield f"model.chat_template = {model.chat_template!r}: {error.strerror}"
+    except UnicodeDecodeError as error:
+        yield f"model.chat_template = {model.chat_template!r}: not UTF-8: {error.reason}"
+
+
+def _opening_faults(config: RolloutConfig) -> Iterator[str]:
+    try:
+        core_spec(config, 0)
+    except (EngineError, ConfigError) as error:
+        yield str(error)
+
+
+def _package_faults(config: RolloutConfig) -> Iterator[str]:
+    """Packages that are missing in the interpreter that runs the engines, where it is this one."""
+    if config.placement.kind == "ray" and not is_importable("ray"):
+        yield "placement.kind = 'ray' needs the package ray: pip install 'rollout-rl[ray]'"
+    if isinstance(config.engine, HttpEngine) and not is_importable("httpx"):
+        yield "engine.kind = 'http' needs the package httpx: pip install 'rollout-rl[http]'"
+    python = getattr(config.placement, "python", None)
+    if python is not None:
+        if config.placement.kind != "ray" and shutil.which(python) is None:
+            yield f"placement.python = {python!r}: no such interpreter"
+        return
+    if isinstance(config.engine, TransformersEngine):
+        for name in TRANSFORMERS_MODULES:
+            if not is_importable(name):
+                yield f"engine.kind = 'transformers' needs the package {name}: pip install {name}"
+    if isinstance(config.engine, SGLangEngine) and not is_importable("sglang"):
+        yield (
+            "engine.kind = 'sglang' needs the package sglang in the engines' interpreter; "
+            "placement.python names another one than this"
+        )
+    if isinstance(config.engine, CustomEngine):
+        module = config.engine.core.partition(":")[0]
+        if not is_importable(module):
+            yield f"engine.core = {config.engine.core!r}: there is no module {module!r} here"
+
+
+def _length_faults(config: RolloutConfig) -> Iterator[str]:
+    """A prompt that may be as long as the context would leave no room for an answer."""
+    context, longest = context_tokens(config), config.lengths.prompt
+    if context is not None and longest >= context:
+        yield (
+            f"lengths.prompt = {longest}: expected less than the engine's context of {context} "
+            "tokens, which an answer must fit into as well"
+        )
+
+
+def _corpus_faults(config: RolloutConfig) -> Iterator[str]:
+    for path in config.tools.search_corpus:
+        if not Path(path).exists():
+            yield f"tools.search_corpus = {path!r}: no such file or directory"
+
+
+def is_importable(name: str) -> bool:
+    """Whether there is a module of this name; it is not imported."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # a parent package is missing, or a module is half made
+        return False
+
+
+def builtin_programs(config: RolloutConfig) -> list[Tool]:
+    """The tools of ``tools.builtin`` that run programs."""
+    names = [name for name in config.tools.builtin if name in ("python", "shell")]
+    return shipped_tools(names, isolation=config.tools.isolation)
+
+
+async def look_at_tools(tools: Sequence[Tool]) -> tuple[str, list[str]]:
+    """What isolates the programs that models write here, and which tools cannot run for want of it.
+
+    Tools with an isolation or interpreter of their own are named beside what holds for all others.
+    """
+    own = [tool for tool in tools if isinstance(tool, SandboxTool)]
+    usual = (await PythonTool().find_isolation()).describe()
+    found = {tool.name: (await tool.find_isolation()).describe() for tool in own}
+    unusual = [f"{name}: {text}" for name, text in found.items() if text != usual]
+    faults = []
+    for tool in own:
+        try:
+            await tool.prepare()
+        except ToolError as error:
+            faults.append(str(error))
+    return "; ".join([usual, *unusual]), faults
+
+
+def _name_faults(config: RolloutConfig, interactions: Sequence[Any]) -> Iterator[str]:
+    agent = config.agent
+    try:
+        get_agent(agent.name)
+    except AgentError as error:
+        yield f"agent.name = {agent.name!r}: {error}"
+    if agent.tool_format not in tool_parser_names():
+        known = ", ".join(tool_parser_names())
+        yield f"agent.tool_format = {agent.tool_format!r}: unknown; known: {known}"
+    if agent.interaction is not None:
+        try:
+            InteractionRegistry(interactions).check(agent.interaction)
+        except ConfigError as error:
+            yield f"agent.interaction = {agent.interaction!r}: {error}"

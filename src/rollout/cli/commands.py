@@ -1,0 +1,270 @@
+"""What the commands do, once their arguments are known to be well formed."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from rich.text import Text
+
+from rollout.cli.check import builtin_programs, config_faults, look_at_tools
+from rollout.cli.consoles import lasting_consoles
+from rollout.cli.exit_codes import BAD_INPUT, ENGINE_LOST, NOT_SAVED, OK, SOME_FAILED
+from rollout.cli.foreground import INTERRUPTED, Job, JobResult, run_job
+from rollout.cli.sizing import sizing_lines
+from rollout.cli.summary import count
+from rollout.cli.user_code import UserCode
+from rollout.cli.wrapping import print_line
+from rollout.config import describe_config, load_config
+from rollout.errors import (
+    ConfigError,
+    EngineError,
+    PromptError,
+    RolloutError,
+    TemplateError,
+    ToolError,
+)
+from rollout.interactions import InteractionRegistry
+from rollout.scheduling.prompt_files import read_prompts
+from rollout.scheduling.prompt_names import check_names
+from rollout.types import Outcome
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import Console
+
+    from rollout.batch import RolloutBatch
+    from rollout.scheduling.rewards import RewardFunction
+
+DEMO_DIRECTORY = "rollout-output/demo"
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Perform the command and return its exit code; errors are told on standard error."""
+    command = _COMMANDS[arguments.command]
+    with lasting_consoles() as (output, errors):
+        try:
+            with _shown_log(errors, is_verbose=arguments.verbose):
+                return command(arguments, output, errors)
+        except EngineError as error:
+            return _tell(errors, error, ENGINE_LOST)
+        except (ConfigError, PromptError, ToolError, TemplateError) as error:
+            return _tell(errors, error, BAD_INPUT)
+        except RolloutError as error:
+            return _tell(errors, error, SOME_FAILED)
+
+
+def _tell(errors: Console, error: object, code: int) -> int:
+    text = Text.assemble(("error: ", "bold red"), str(error))
+    errors.print(text, soft_wrap=True, highlight=False)
+    return code
+
+
+@contextmanager
+def _shown_log(errors: Console, *, is_verbose: bool) -> Iterator[None]:
+    """Print what the library logs, above the progress line where there is one."""
+    from rich.logging import RichHandler
+
+    handler: logging.Handler = logging.StreamHandler(errors.file)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    if errors.is_terminal:
+        handler = RichHandler(console=errors, show_time=False, show_path=False, markup=False)
+    logger = logging.getLogger("rollout")
+    before = (logger.handlers, logger.propagate, logger.level)
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.INFO if is_verbose else logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.handlers, logger.propagate = before[:2]
+        logger.setLevel(before[2])  # which also forgets what it had cached
+
+
+def _run(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
+    overrides = list(arguments.overrides)
+    if arguments.samples is not None:
+        key = "validation_samples_per_prompt" if arguments.validate else "samples_per_prompt"
+        overrides.append(f"scheduling.{key}={arguments.samples}")
+    config = load_config(arguments.config, overrides)
+    code = UserCode()
+    tools, interactions, reward = _code_of(arguments, code)
+    faults = config_faults(config, interactions)
+    if faults:
+        raise _cannot_run("the configuration", faults)
+    prompts = read_prompts(arguments.prompts)
+    known = [*config.tools.builtin, *(tool.name for tool in tools)]
+    check_names(prompts, config.agent, known, InteractionRegistry(interactions))
+    job = Job(
+        config=config,
+        prompts=prompts,
+        directory=_directory(arguments.out, arguments.overwrite),
+        tools=tools,
+        reward=reward,
+        interactions=interactions,
+        step=arguments.step,
+        validate=arguments.validate,
+    )
+    result = anyio.run(run_job, job, errors, backend=arguments.backend)
+    return _finished(result, job, output, errors)
+
+
+def _demo(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
+    from rollout import demo
+    from rollout.tools import calculator
+
+    own = [f"scheduling.samples_per_prompt={arguments.samples}", f"seed={arguments.seed}"]
+    config = load_config(demo, [*own, *arguments.overrides])
+    faults = [*config_faults(config), *demo.task_faults()]
+    if faults:
+        raise _cannot_run("the demo", faults)
+    tasks = demo.arithmetic_tasks(arguments.prompts, arguments.seed)
+    may_overwrite = arguments.overwrite or arguments.out is None
+    job = Job(
+        config=config,
+        prompts=tasks.prompts,
+        directory=_directory(arguments.out or DEMO_DIRECTORY, may_overwrite),
+        tools=[calculator],
+        reward=tasks.reward,
+    )
+    result = anyio.run(run_job, job, errors, backend=arguments.backend)
+    if result.batch is not None:
+        _print_demo(result.batch, output)
+    return _finished(result, job, output, errors)
+
+
+def _check(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
+    config = load_config(arguments.config, arguments.overrides)
+    tools, interactions, _ = _code_of(arguments, UserCode())
+    for line in describe_config(config):
+        print_line(output, line)
+    for label, text in sizing_lines(config):
+        print_line(output, f"{label:<12}{text}")
+    isolation, unfit = anyio.run(look_at_tools, [*builtin_programs(config), *tools])
+    print_line(output, f"{'isolation':<12}{isolation}")
+    faults = [*config_faults(config, interactions, asks_for_gpus=True), *unfit]
+    for fault in faults:
+        _tell(errors, fault, BAD_INPUT)
+    if not faults:
+        print_line(output, f"{'check':<12}can run here; nothing was started")
+    return BAD_INPUT if faults else OK
+
+
+def _check_template(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
+    from rollout.cli.check_template import check_template
+
+    is_appending = check_template(
+        arguments.model,
+        output,
+        revision=arguments.revision,
+        chat_template=arguments.chat_template,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    return OK if is_appending else SOME_FAILED
+
+
+_COMMANDS = {"run": _run, "demo": _demo, "check": _check, "check-template": _check_template}
+
+
+def _code_of(
+    arguments: argparse.Namespace, code: UserCode
+) -> tuple[list[Any], list[Any], RewardFunction | None]:
+    """Tools, simulated users and the reward that the options name."""
+    reward = None if arguments.reward is None else code.reward(arguments.reward)
+    if arguments.tools is None:
+        return [], [], reward
+    return list(code.tools(arguments.tools)), list(code.interactions(arguments.tools)), reward
+
+
+def _cannot_run(what: str, faults: Sequence[str]) -> ConfigError:
+    return ConfigError("\n  ".join((f"{what} cannot run here:", *faults)), tuple(faults))
+
+
+def _directory(path: str, may_overwrite: bool) -> Path:
+    """The directory for the results, made and known to be writable before any work starts."""
+    directory = Path(path)
+    try:
+        if directory.exists() and not may_overwrite and any(directory.iterdir()):
+            raise ConfigError(
+                f"--out {path}: is not empty; expected an empty or new directory, or --overwrite"
+            )
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return directory
+    except OSError as error:
+        raise ConfigError(f"--out {path}: cannot be written: {error.strerror}") from error
+
+
+def _print_demo(batch: RolloutBatch, output: Console) -> None:
+    """A table of the groups, one transcript, and how many trajectories solved their sum."""
+    from rollout.cli.demo import is_solved
+    from rollout.cli.groups import group_table
+    from rollout.cli.transcript_view import print_transcript
+
+    output.print(group_table(batch, is_plain=not output.is_terminal))
+    output.print()
+    shown = [row for row in batch.trajectories if row.transcript.response_length]
+    shown.sort(key=lambda row: (is_solved(row), row.trainable), reverse=True)
+    if shown and batch.decode is not None:
+        row = shown[0]
+        print_line(output, f"transcript of {row.uid}, member {row.member}")
+        print_transcript(output, row.transcript, batch.decode)
+        output.print()
+    solved = sum(map(is_solved, batch.trajectories))
+    share = f" ({solved / len(batch):.0%})" if len(batch) else ""
+    print_line(output, f"{'solved':<10}{solved} of {len(batch)}{share}, by a right call and answer")
+
+
+def _finished(result: JobResult, job: Job, output: Console, errors: Console) -> int:
+    """Say what became of a job; its exit code."""
+    from rollout.batch.storage import TRAJECTORIES
+    from rollout.cli.summary import summary_lines
+
+    if result.batch is not None:
+        kept = [TRAJECTORIES] if result.appended else []
+        files = None if result.fault is None else kept
+        for line in summary_lines(result.batch, result.seconds, job.directory, files):
+            print_line(output, line)
+    if result.fault is not None:
+        return _tell(errors, _loss(result, job.directory / TRAJECTORIES), NOT_SAVED)
+    return _exit_code(result, errors)
+
+
+def _loss(result: JobResult, path: Path) -> str:
+    """What could not be saved, and what there is in its place."""
+    assert result.batch is not None
+    ended = count(len(result.batch.trajectories), "trajectory")
+    kept = f"kept is {path} with {result.appended:,} of {ended}, as they ended; "
+    hint = "rollout.batch.load_trajectories reads it"
+    return f"{result.fault}\n  {kept + hint if result.appended else f'none of {ended} is saved'}"
+
+
+def _exit_code(result: JobResult, errors: Console) -> int:
+    if result.signal is not None:
+        errors.print(_interruption(result), soft_wrap=True, highlight=False)
+        return 128 + result.signal
+    assert result.batch is not None
+    failed = [row for row in result.batch.samples if row.outcome == Outcome.FAILED]
+    if any(row.reason == "engine" for row in failed):
+        return ENGINE_LOST
+    rejected = any(row.outcome == Outcome.REJECTED for row in result.batch.samples)
+    return SOME_FAILED if failed or rejected else OK
+
+
+def _interruption(result: JobResult) -> str:
+    if result.batch is None:
+        return "interrupted before a trajectory had started; nothing is saved"
+    rows = result.batch.trajectories
+    ended = sum(row.reason != INTERRUPTED for row in rows)
+    lost = f"; {result.lost} more had no time to end and are lost" if result.lost else ""
+    if ended == len(rows):
+        return f"interrupted: all {len(rows)} saved trajectories had ended by themselves{lost}"
+    return (
+        f"interrupted: {ended} of {len(rows)} saved trajectories had ended by themselves, "
+        f"the others are saved as far as they had come{lost}"
+    )

@@ -1,0 +1,200 @@
+"""One batch in the foreground of a terminal: progress, Ctrl-C, and results on disk."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import anyio
+import attrs
+
+from rollout.bridge import WorkerThreads
+from rollout.cli.progress import ProgressDisplay, show_progress
+from rollout.cli.summary import count
+from rollout.cli.trajectory_saving import appending
+from rollout.config import RolloutConfig
+from rollout.errors import RolloutError
+from rollout.runtime.opening import open_rollout
+from rollout.scheduling.rewards import RewardFunction
+from rollout.scopes import open_task_group
+from rollout.types import Prompt
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskStatus
+    from rich.console import Console
+
+    from rollout.batch import RolloutBatch
+    from rollout.batch.trajectory_file import TrajectoryFile
+    from rollout.runtime.runtime import RolloutRuntime, RuntimeStatistics
+
+#: From a signal to giving up on trajectories that have not ended by themselves: rewards that are
+#: being computed, say. The last answers of engines come before that. Closing the engines takes up
+#: to a second more.
+GRACE_S = 1.5
+#: Reason of trajectories that a signal has cancelled.
+INTERRUPTED = "interrupted"
+
+
+@attrs.frozen(kw_only=True)
+class Job:
+    """What to run, and the directory that takes the results."""
+
+    config: RolloutConfig
+    prompts: Sequence[Prompt]
+    directory: Path
+    tools: Sequence[Any] = ()
+    reward: RewardFunction | None = None
+    interactions: Sequence[Any] = ()
+    step: int | None = None
+    validate: bool = False
+
+
+class JobResult(NamedTuple):
+    """What became of it.
+
+    Attributes:
+        batch: What there was; None where a signal came before the engines served.
+        lost: Trajectories that had not ended when there was no more time for them.
+        seconds: From the call of `generate` to its end.
+        signal: The signal that ended it.
+        appended: Lines in ``trajectories.jsonl``, written as trajectories ended.
+        fault: Why the batch could not be saved; those lines are all that is on disk then.
+    """
+
+    batch: RolloutBatch | None
+    lost: int
+    seconds: float
+    signal: signal.Signals | None
+    appended: int
+    fault: RolloutError | None
+
+
+async def run_job(job: Job, console: Console) -> JobResult:
+    """Run the job and save its batch; progress goes to `console`.
+
+    Each trajectory is appended to ``trajectories.jsonl`` as it ends, so that what has ended is on
+    disk whatever happens; saving the batch puts the rows of all files in the order of the prompts.
+
+    SIGINT and SIGTERM belong to it meanwhile. The first one cancels what has not ended and saves
+    everything; where that takes longer than `GRACE_S`, or at a second signal, what has ended is
+    saved. While engines start, nothing has been admitted and nothing is saved.
+
+    Raises:
+        RolloutError: As `open_rollout` and `RolloutRuntime.generate`.
+    """
+    threads = WorkerThreads(max_threads=2, max_abandoned=1)
+    run = _Run(job, threads)
+    with closing(threads), ProgressDisplay(console) as display, run.without_lag_warnings():
+        async with open_task_group() as tasks:
+            await tasks.start(run.watch_signals)
+            tasks.start_soon(show_progress, display, _starting(job.config), run.statistics)
+            tasks.start_soon(run.load)
+            with run.starting:
+                async with open_rollout(
+                    job.config, job.tools, job.reward, job.interactions
+                ) as run.runtime:
+                    tasks.start_soon(run.generate)
+                    await run.leave.wait()
+            if run.runtime is not None:
+                await run.saved.wait()
+    return run.result()
+
+
+def _starting(config: RolloutConfig) -> str:
+    replicas = count(config.engine.replicas, "engine")
+    return f"starting {replicas} ({config.engine.kind}, {config.placement.kind})"
+
+
+class _Run:
+    """The tasks of one job."""
+
+    def __init__(self, job: Job, threads: WorkerThreads) -> None:
+        self._job = job
+        self._threads = threads
+        self._loaded = anyio.Event()
+        self._has_begun = False
+        self.starting = anyio.CancelScope()
+        self.runtime: RolloutRuntime | None = None
+        self.leave = anyio.Event()
+        self.saved = anyio.Event()
+        self.batch: RolloutBatch | None = None
+        self.seconds = 0.0
+        self.signal: signal.Signals | None = None
+        self.fault: RolloutError | None = None
+        self.file: TrajectoryFile | None = None
+
+    def result(self) -> JobResult:
+        """What became of the job, once its tasks have ended."""
+        statistics = self.statistics()
+        kept = 0 if self.batch is None else len(self.batch.trajectories)
+        lost = 0 if statistics is None else statistics.admitted - kept
+        appended = 0 if self.file is None else self.file.count
+        return JobResult(self.batch, lost, self.seconds, self.signal, appended, self.fault)
+
+    def statistics(self) -> RuntimeStatistics | None:
+        """The runtime's, once it has something to do."""
+        statistics = None if self.runtime is None else self.runtime.statistics()
+        return statistics if statistics is not None and statistics.admitted else None
+
+    @contextmanager
+    def without_lag_warnings(self) -> Iterator[None]:
+        """Until the batch begins, what holds up the event loop are imports, and nobody waits."""
+        logger = logging.getLogger("rollout.observe")
+
+        def is_worth_saying(_: logging.LogRecord) -> bool:
+            return self._has_begun
+
+        logger.addFilter(is_worth_saying)
+        try:
+            yield
+        finally:
+            logger.removeFilter(is_worth_saying)
+
+    async def load(self) -> None:
+        """Import what collates, while the engines start; on the loop it would hold up signals."""
+        await self._threads.run("import", importlib.import_module, "rollout.batch")
+        self._loaded.set()
+
+    async def generate(self) -> None:
+        """Run the batch, or what of it there is time for, and save it."""
+        assert self.runtime is not None
+        await self._loaded.wait()
+        self._has_begun = True
+        job = self._job
+        began = anyio.current_time()
+        async with appending(self.runtime, job.directory, self._threads) as self.file:
+            try:
+                self.batch = await self.runtime.generate(
+                    job.prompts, step=job.step, validate=job.validate
+                )
+            except RolloutError as error:
+                if error.partial is None:
+                    raise
+                self.batch = error.partial
+            self.seconds = anyio.current_time() - began
+        with anyio.CancelScope(shield=True):
+            try:
+                await self._threads.run("save", self.batch.save, job.directory)
+            except RolloutError as error:
+                self.fault = error
+        self.saved.set()
+        self.leave.set()
+
+    async def watch_signals(self, *, task_status: TaskStatus[None]) -> None:
+        """End the job at a signal; once it does, further signals change nothing."""
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            task_status.started()
+            self.signal = await anext(signals)
+            if self.runtime is None:
+                self.starting.cancel()
+            else:
+                self.runtime.cancel(reason=INTERRUPTED)
+                with anyio.move_on_after(GRACE_S):
+                    await anext(signals)
+                self.leave.set()
+            await anyio.sleep_forever()  # the receiver stays, and with it Python's own handler away

@@ -1,0 +1,216 @@
+"""What a model asks of GPUs and memory: the arithmetic that ``rollout check`` shows.
+
+Looks at files that are here already, the hub's cache included, and at the figures of public models
+that `model_facts` has; loads nothing, asks no network.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from rollout.cli.public_models import ModelFacts, published_facts
+from rollout.config import RayPlacement, SGLangEngine, SimulatedEngine, TransformersEngine
+from rollout.engine.model_files import EMBEDDED_PREFIX, converted_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rollout.config import RolloutConfig
+
+GIB = 2**30
+#: A common size of a GPU's memory, for the example: 80 GB.
+EXAMPLE_GPU = 80 * 10**9
+#: Tokens of a context that SGLang keeps to itself.
+SGLANG_KEEPS = 6
+_BYTES_OF = {"float32": 4, "float16": 2, "bfloat16": 2}
+#: By the names of safetensors.
+_BYTES_STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
+
+
+@attrs.frozen
+class ModelSize:
+    """A model's figures, as an engine holds it.
+
+    Attributes:
+        facts: Of its files.
+        bytes_each: Of a parameter.
+        origin: Where the figures come from, for people; empty: from its files.
+    """
+
+    facts: ModelFacts
+    bytes_each: int
+    origin: str = ""
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token in the KV cache, over all layers."""
+        facts = self.facts
+        return 2 * facts.layers * facts.kv_heads * facts.head_width * self.bytes_each
+
+    @property
+    def kv_text(self) -> str:
+        """How those come about."""
+        facts = self.facts
+        return (
+            f"2 × {facts.layers} layers × {facts.kv_heads} heads × {facts.head_width} × "
+            f"{self.bytes_each} bytes"
+        )
+
+
+def sizing_lines(config: RolloutConfig) -> list[tuple[str, str]]:
+    """Lines ``(label, text)`` on the GPUs and the memory of a configuration's engines."""
+    return [*_gpu_lines(config), *_memory_lines(config)]
+
+
+def _gpu_lines(config: RolloutConfig) -> Iterator[tuple[str, str]]:
+    engine, place = config.engine, config.placement
+    if not isinstance(engine, SGLangEngine) or engine.device == "cpu":
+        return
+    each, replicas = engine.tensor_parallel, engine.replicas
+    if isinstance(place, RayPlacement) and place.colocate:
+        yield "gpus", f"none of their own: {replicas} replicas share those of the trainer"
+        return
+    yield (
+        "gpus",
+        (
+            f"{replicas} × {each} (engine.replicas × engine.tensor_parallel) = "
+            f"{replicas * each} GPUs"
+        ),
+    )
+
+
+def _memory_lines(config: RolloutConfig) -> Iterator[tuple[str, str]]:
+    engine = config.engine
+    if not isinstance(engine, SGLangEngine | TransformersEngine):
+        return
+    found = model_size(config)
+    if found is None:
+        yield "memory", "unknown: the model's files are not on this machine"
+        return
+    shards = engine.tensor_parallel if isinstance(engine, SGLangEngine) else 1
+    weights, parameters = 0, found.facts.parameters
+    if parameters is not None:
+        weights = parameters * found.bytes_each // shards
+        split = f" ÷ {shards} GPUs" if shards > 1 else ""
+        yield (
+            "weights",
+            (
+                f"{parameters / 1e9:.3g} billion × {found.bytes_each} bytes{split} = "
+                f"{_gib(weights)} for each replica{' and GPU' if split else ''}{found.origin}"
+            ),
+        )
+    tokens = config.lengths.prompt + config.lengths.response
+    full = found.kv_bytes * tokens * engine.max_running
+    yield (
+        "kv cache",
+        (
+            f"{found.kv_text} = {found.kv_bytes / 1024:.3g} KiB a token; {engine.max_running} "
+            f"requests of {tokens} tokens: {_gib(full)} for each replica"
+        ),
+    )
+    if isinstance(engine, SGLangEngine) and engine.device == "cuda" and weights:
+        room = EXAMPLE_GPU * engine.memory_fraction - weights
+        held = int(room * shards / found.kv_bytes) if room > 0 else 0
+        yield (
+            "example",
+            (
+                f"of a GPU of {EXAMPLE_GPU / 1e9:.0f} GB, engine.memory_fraction = "
+                f"{engine.memory_fraction:g} leaves {_gib(room)} beside the weights: {held} "
+                f"tokens, {held // tokens} such requests"
+                if held
+                else f"a GPU of {EXAMPLE_GPU / 1e9:.0f} GB cannot hold the weights; raise "
+                "engine.tensor_parallel"
+            ),
+        )
+
+
+def model_size(config: RolloutConfig) -> ModelSize | None:
+    """The figures of a configuration's model; None where nobody here knows them."""
+    facts, origin = _facts_in(_files_of(config.model.path, config.model.revision)), ""
+    if facts is None:
+        facts, origin = published_facts(config.model.path), ", by its published figures"
+    if facts is None:
+        return None
+    dtype = getattr(config.engine, "dtype", "auto")
+    dtype = facts.dtype if dtype == "auto" else dtype
+    return ModelSize(facts, _BYTES_OF.get(dtype.removeprefix("torch."), 2), origin)
+
+
+def context_tokens(config: RolloutConfig) -> int | None:
+    """Tokens of prompt and response that an engine has room for; None where nobody here knows."""
+    engine = config.engine
+    if isinstance(engine, SimulatedEngine):
+        from rollout.engine.cores.simulated.options import (
+            parse_scenario,  # its defaults are its own
+        )
+
+        return parse_scenario(engine.scenario).capacity.context_length
+    if not isinstance(engine, SGLangEngine | TransformersEngine):
+        return None
+    size = model_size(config)
+    lengths = [engine.context_length, None if size is None else size.facts.context]
+    known = [length for length in lengths if length is not None]
+    kept = SGLANG_KEEPS if isinstance(engine, SGLangEngine) else 0
+    return min(known) - kept if known else None
+
+
+def _facts_in(files: Path | None) -> ModelFacts | None:
+    if files is None:
+        return None
+    try:
+        facts = json.loads((files / "config.json").read_text(encoding="utf-8"))
+        facts = facts.get("text_config", facts)
+        layers, heads = int(facts["num_hidden_layers"]), int(facts["num_attention_heads"])
+        kv_heads = int(facts.get("num_key_value_heads") or heads)
+        width = int(facts.get("head_dim") or facts["hidden_size"] // heads)
+        context = facts.get("max_position_embeddings")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    dtype = str(facts.get("dtype") or facts.get("torch_dtype") or "bfloat16")
+    longest = context if isinstance(context, int) else None
+    return ModelFacts(_parameters(files), layers, kv_heads, width, longest, dtype)
+
+
+def _files_of(path: str, revision: str | None) -> Path | None:
+    """The directory with the model's files, where there is one."""
+    if path.startswith(EMBEDDED_PREFIX):
+        here = converted_directory()
+        return here if here.is_dir() else None
+    here = Path(path).expanduser()
+    if here.is_dir():
+        return here
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(path, "config.json", revision=revision)
+    except (ImportError, ValueError):  # ValueError: not a name that the hub could have
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _parameters(files: Path) -> int | None:
+    """Counted in the headers of the safetensors files."""
+    headers = [_header(file) for file in files.glob("*.safetensors")]
+    tensors = [entry for header in headers for entry in header.values()]
+    total = sum(
+        (end - start) // _BYTES_STORED.get(entry["dtype"], 1)
+        for entry in tensors
+        for start, end in [entry["data_offsets"]]
+    )
+    return total or None
+
+
+def _header(file: Path) -> dict[str, Any]:
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header: dict[str, Any] = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    return header
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.3g} GiB"

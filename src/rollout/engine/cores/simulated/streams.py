@@ -1,0 +1,134 @@
+"""The way from the batch to those who iterate over answers, without a task of its own.
+
+Loaded in engine processes: imports msgspec, anyio and the standard library only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING
+
+import anyio
+
+from rollout.engine.core import Chunk, FinishReason
+from rollout.engine.cores.simulated.vocabulary import log_probs_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollout.engine.cores.simulated.faults import RequestFaults
+    from rollout.engine.cores.simulated.jobs import Job
+
+
+class Stream:
+    """The chunks of one request on their way to whoever iterates.
+
+    Attributes:
+        chunks: Sent and not yet taken.
+        is_ended: The last chunk has been sent.
+        job: The request in the batch; None where it never got there.
+        weight_version: Stamped on what is emitted from now on.
+    """
+
+    __slots__ = ("_faults", "_request_id", "chunks", "is_ended", "job", "wakeup", "weight_version")
+
+    def __init__(self, request_id: str, weight_version: int, faults: RequestFaults) -> None:
+        self._request_id = request_id
+        self.weight_version = weight_version
+        self._faults = faults
+        self.chunks: deque[Chunk] = deque()
+        self.is_ended = False
+        self.job: Job | None = None
+        self.wakeup: anyio.Event | None = None
+
+    def refuse(self, reason: FinishReason, error: str) -> None:
+        """Answer without a token."""
+        self._send(Chunk(request_id=self._request_id, finish_reason=reason, error=error))
+
+    def emit(self, job: Job, first: int, stop: int, reason: FinishReason | None) -> None:
+        """See `rollout.engine.cores.simulated.jobs.Sink`."""
+        ids = job.answer[first:stop]
+        self._send(
+            Chunk(
+                request_id=self._request_id,
+                offset=first,
+                ids=ids.tobytes(),
+                log_probs=log_probs_of(ids, len(job.prompt) // 4 + first).tobytes(),
+                weight_version=self.weight_version,
+                finish_reason=reason,
+                cached_tokens=0 if reason is None else job.cached_tokens,
+            )
+        )
+
+    def wake(self) -> None:
+        """Have whoever sleeps over this stream look again."""
+        if self.wakeup is not None:
+            self.wakeup.set()
+
+    def _send(self, chunk: Chunk) -> None:
+        self.is_ended = chunk.finish_reason is not None
+        self.chunks += self._faults.apply(chunk)
+        self.wake()
+
+
+class Sleepers:
+    """Those who wait for chunks; one of them drives the engine for all.
+
+    The driver sleeps until the engine's next event, advances the engine, which may fill any
+    stream, and sleeps again; when it has got its own chunk, or is cancelled, the next one takes
+    the wheel. So no task is needed beside those that wait anyway, and none can be left behind.
+
+    Args:
+        advance: Lets everything happen that happens up to now.
+        next_event: When something happens next, if nobody does anything.
+        is_ready: Whether a stream has a chunk that may be taken; raises where none will come.
+    """
+
+    def __init__(
+        self,
+        *,
+        advance: Callable[[], None],
+        next_event: Callable[[], float],
+        is_ready: Callable[[Stream], bool],
+    ) -> None:
+        self._advance = advance
+        self._next_event = next_event
+        self._is_ready = is_ready
+        self._waiting: OrderedDict[Stream, None] = OrderedDict()
+        self._driver: Stream | None = None
+
+    async def wait(self, stream: Stream) -> None:
+        """Return when `stream` is ready."""
+        self._waiting[stream] = None
+        try:
+            while not self._is_ready(stream):
+                if self._driver is None:
+                    self._driver = stream
+                await self._nap(stream)
+        finally:
+            del self._waiting[stream]
+            if self._driver is stream:
+                self._driver = next(iter(self._waiting), None)
+                self.replan()
+
+    def replan(self) -> None:
+        """Have the driver look again when the next event is."""
+        if self._driver is not None:
+            self._driver.wake()
+
+    def wake_all(self) -> None:
+        """Have everybody look again."""
+        for stream in self._waiting:
+            stream.wake()
+
+    async def _nap(self, stream: Stream) -> None:
+        """Sleep until woken; as the driver, or over chunks held back, until the next event."""
+        stream.wakeup = anyio.Event()
+        if self._driver is not stream and not stream.chunks:
+            await stream.wakeup.wait()
+            return
+        self._advance()
+        if not self._is_ready(stream):
+            with anyio.CancelScope(deadline=self._next_event()):
+                await stream.wakeup.wait()
+            self._advance()

@@ -1,0 +1,39 @@
+"""The simulated model's vocabulary as a tokenizer: real driver code runs on it unchanged."""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from rollout.chat.token_bounds import byte_letters
+from rollout.engine.cores.simulated.vocabulary import SPECIAL_TOKENS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def simulated_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer in which id b is byte b, with ChatML and Hermes tool calls as its template.
+
+    ``<|im_end|>`` ends a turn, ``<|endoftext|>`` pads. Every text encodes without loss, and a text
+    of n UTF-8 bytes without special tokens has n ids.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    template = resources.files("rollout.chat") / "templates" / "chatml_hermes.jinja"
+    make: Any = PreTrainedTokenizerFast  # untyped in transformers
+    tokenizer: PreTrainedTokenizerFast = make(
+        tokenizer_object=backend,
+        bos_token=None,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=template.read_text(encoding="utf-8"),
+        clean_up_tokenization_spaces=False,
+    )
+    return tokenizer

@@ -1,0 +1,452 @@
+"""The driver's side of the channel to one replica."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from typing import TYPE_CHECKING
+
+import anyio
+
+from rollout.bridge import event_type, loop_clock
+from rollout.engine.core import Chunk, EngineInfo, EngineLoad
+from rollout.engine.driver.generation import ChunkFault, Generation, TokenCounts
+from rollout.engine.driver.heartbeat import Heartbeat
+from rollout.engine.driver.orders import Orders
+from rollout.engine.driver.pending import PendingRequest
+from rollout.engine.wire.frames import IDLE_ACK_BYTES, FrameStream
+from rollout.engine.wire.handshake import RefusedError
+from rollout.engine.wire.protocol import (
+    CONNECTION_ERRORS,
+    ROLES,
+    Abort,
+    Ack,
+    Bye,
+    CommandDone,
+    CutError,
+    FrameError,
+    FrameTooLongError,
+    FromServer,
+    Ping,
+    Pong,
+    Role,
+    SendWhole,
+    Submit,
+    decode_from_server,
+)
+from rollout.errors import ChannelError, EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollout.engine.driver.connecting import Greeter
+    from rollout.engine.wire.operations import Operation
+    from rollout.token_history import TokenHistory
+
+logger = logging.getLogger("rollout.engine")
+
+#: Between two attempts to replace a broken connection; doubled up to the second.
+RECONNECT_BACKOFF_S = 0.05
+MAX_RECONNECT_BACKOFF_S = 1.0
+#: For telling a healthy engine that we leave.
+BYE_S = 0.5
+
+
+class Channel:
+    """A live connection pair to one replica; made by `connect_channel`.
+
+    Attributes:
+        info: The engine's facts from the handshake.
+        load: What the engine last said it was doing.
+        lost: Fires when the connection is of no more use; `lost_reason` then says why.
+        is_link_fault: It was lost because the connection broke, which the engine may survive.
+        on_lost: Called at that moment, before any request learns of it.
+        on_load: Called with what the engine says it is doing, at each answer to a heartbeat.
+        tokens: What became of the tokens that arrived.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        greeter: Greeter,
+        info: EngineInfo,
+        frames: dict[Role, FrameStream],
+        tokens: TokenCounts | None = None,
+    ) -> None:
+        self.name = name
+        self.info = info
+        self.load = EngineLoad()
+        self.lost = anyio.Event()
+        self.lost_reason = ""
+        self.is_link_fault = False
+        self.on_lost: Callable[[], None] = lambda: None
+        self.on_load: Callable[[EngineLoad], None] = lambda _: None
+        self.tokens = TokenCounts() if tokens is None else tokens
+        self._greeter = greeter
+        self._frames = frames
+        self._data = frames["data"]
+        self._control = frames["control"]
+        self._pending: dict[str, PendingRequest] = {}
+        self._zombies: dict[str, PendingRequest] = {}
+        self._orders = Orders()
+        self._heartbeat = Heartbeat(frames, greeter.terms)
+        self._new_event, self._now = event_type(), loop_clock()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that somebody waits for."""
+        return len(self._pending)
+
+    @property
+    def zombies(self) -> int:
+        """Cancelled requests whose end the engine has not confirmed yet."""
+        return len(self._zombies)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much waits to be sent that requests should `wait_for_room` first."""
+        return self._data.is_full
+
+    async def wait_for_room(self, request: Submit, history: TokenHistory | None = None) -> None:
+        """Return when this request may be sent; those who wait go in their order."""
+        size = len(request.ids) if history is None else 4 * len(history)
+        await self._data.wait_for_room(size)
+
+    def submit_nowait(
+        self,
+        request: Submit,
+        generation: Generation,
+        on_gone: Callable[[], None],
+        *,
+        history: TokenHistory | None = None,
+        deadline: float = math.inf,
+    ) -> PendingRequest:
+        """Send a request, at once; `generation` fills as chunks arrive.
+
+        `on_gone` is called exactly once, when the engine no longer works on the request: at its
+        last chunk, also of a cancelled one, or when the channel is lost.
+
+        Args:
+            request: With its `ids`, which are the prompt, or without and with a history; how much
+                the replica has and how much time is left is for the channel to say.
+            history: The prompt; only what the replica does not have of it is sent.
+            deadline: Clock time at which the engine aborts the request by itself.
+
+        Raises:
+            ChannelError: It does not fit into a frame; nothing has been sent.
+        """
+        done = self._new_event()
+        request_id = request.request_id
+        part = generation.begin(request_id, self.name)
+        length = 0
+        if history is not None:
+            request.has_history, length = True, len(history)
+        pending = PendingRequest(
+            request, history, length, deadline, generation, part, on_gone, done
+        )
+        if self.lost_reason:
+            pending.is_lost = True
+            self._end(pending, self.lost_reason)
+            return pending
+        try:
+            self._send(pending)
+        except BaseException:  # it cannot be encoded: nothing has left
+            on_gone()
+            raise
+        self._pending[request_id] = pending
+        return pending
+
+    def _send(self, pending: PendingRequest, *, whole: bool = False) -> None:
+        message = pending.message
+        if pending.history is not None:
+            lacking = self._what_it_lacks(pending, pending.history, whole=whole)
+            message.kept, message.kept_sum, message.ids = lacking
+        if pending.deadline != math.inf:
+            message.remaining_s = max(0.0, pending.deadline - self._now())
+        try:
+            self._data.send_nowait(message)
+        except FrameTooLongError as error:
+            raise ChannelError(f"{self.name}: the request does not fit: {error}") from None
+        if pending.history is not None:
+            pending.history.held_by[self._greeter.session] = pending.sent_tokens
+
+    def _what_it_lacks(
+        self, pending: PendingRequest, history: TokenHistory, *, whole: bool
+    ) -> tuple[int, int, bytes]:
+        """How much of the prompt the replica has, the sum of that, and the ids that follow."""
+        length = pending.sent_tokens
+        kept = 0 if whole else history.held_by.get(self._greeter.session, 0)
+        kept_sum = history.sum_of(kept) if kept < length else None
+        if kept_sum is None:
+            kept = kept_sum = 0
+        return kept, kept_sum, history.packed(kept, length)
+
+    def abandon_nowait(self, pending: PendingRequest) -> None:
+        """Have the engine end a request that is not waited for any longer.
+
+        Until its last chunk arrives it is a zombie, and the abort is sent again at each heartbeat.
+        Its generation still takes what arrives; whoever stops waiting for that sets it to None.
+        """
+        if self._pending.pop(pending.request_id, None) is None:
+            return
+        self._zombies[pending.request_id] = pending
+        self._control.send_nowait(Abort(pending.request_id))
+
+    def interrupt_nowait(self, request_id: str) -> None:
+        """Have the engine end a request; whoever waits for it gets the tokens that it has."""
+        self._control.send_nowait(Abort(request_id))
+
+    async def command(self, operation: Operation) -> str:
+        """Have the engine do something; returns when it has, with what came of it.
+
+        Cancellation leaves the engine to it.
+
+        Raises:
+            EngineError: It could not, and is as it was.
+            ChannelError: The channel was lost.
+        """
+        if not self.lost.is_set():
+            answer = await self._orders.give(operation, self._control)
+            if answer is not None:
+                if answer.error:
+                    raise EngineError(f"{self.name}: {answer.error}")
+                return answer.result
+        raise ChannelError(self.lost_reason)
+
+    def take(self, role: Role, payload: bytes | memoryview) -> None:
+        """One frame of the engine.
+
+        Raises:
+            FrameError: It is not one that an engine of ours sends.
+        """
+        message = decode_from_server(payload)
+        if type(message) is Chunk:
+            self._on_chunk(message)
+        else:
+            self._on_other(role, message)
+
+    def _on_other(self, role: Role, message: FromServer) -> None:
+        frames = self._frames[role]
+        match message:
+            case Pong(_, load) if math.isfinite(load.kv_used) and math.isfinite(load.measured_at_s):
+                self._heartbeat.answered(role)
+                if role == "control":
+                    self.load = load
+                    self.on_load(load)
+            case Ping(number):
+                frames.send_nowait(Pong(number))
+                frames.acknowledge_nowait(IDLE_ACK_BYTES)
+            case Ack(received):
+                frames.confirmed(received)
+            case CommandDone():
+                self._orders.answered(message)
+                if message.is_fatal:
+                    self._lose(f"the engine is broken: {message.error}")
+            case SendWhole(request_id):
+                self._send_whole(request_id)
+            case _:
+                raise FrameError(f"a {type(message).__name__} after the handshake")
+
+    def _send_whole(self, request_id: str) -> None:
+        """The engine did not take the request: it lacks what came before."""
+        zombie = self._zombies.pop(request_id, None)
+        if zombie is not None:
+            self._end(zombie, "")
+            return
+        pending = self._pending.get(request_id)
+        if pending is None:
+            return
+        try:
+            if pending.history is None:
+                raise FrameError("the engine asks for a whole prompt that it was sent")
+            self._send(pending, whole=True)
+        except ChannelError as error:
+            del self._pending[request_id]
+            assert pending.generation is not None
+            pending.generation.finish_reason = "error"
+            self._end(pending, str(error))
+
+    def _on_chunk(self, chunk: Chunk) -> None:
+        pending = self._pending.get(chunk.request_id)
+        if pending is None or chunk.is_fatal:
+            self._on_unawaited(chunk)
+            return
+        assert pending.generation is not None
+        try:
+            self._take(pending.generation, chunk)
+        except ChunkFault as fault:
+            self.tokens.refused += len(chunk.ids) // 4
+            self._on_garbled(pending, fault, is_last=chunk.finish_reason is not None)
+            return
+        if chunk.finish_reason is not None:
+            del self._pending[chunk.request_id]
+            if pending.history is not None:  # the next turn goes on from what the replica has
+                held = pending.sent_tokens + pending.part.count
+                pending.history.held_by[self._greeter.session] = held
+            self._end(pending, chunk.error)
+
+    def _take(self, generation: Generation, chunk: Chunk) -> None:
+        """Append the tokens of a chunk, and count them; raises a `ChunkFault` as `take` does."""
+        count = generation.take(chunk)
+        if count:
+            self.tokens.taken += count
+        else:
+            self.tokens.repeated += len(chunk.ids) // 4
+
+    def _take_late(self, zombie: PendingRequest, chunk: Chunk) -> None:
+        """Tokens of a request that was cancelled, kept while somebody waits for its last answer."""
+        if zombie.generation is not None:
+            try:
+                self._take(zombie.generation, chunk)
+            except ChunkFault:
+                zombie.generation = None
+            else:
+                return
+        self.tokens.late += len(chunk.ids) // 4
+
+    def _on_unawaited(self, chunk: Chunk) -> None:
+        """A chunk of a request that has been abandoned or is over, or the last an engine says."""
+        if self.lost_reason:
+            return  # its request was told that the connection is lost
+        if chunk.is_fatal:
+            self._lose(f"the engine is broken: {chunk.error}")
+            return
+        zombie = self._zombies.get(chunk.request_id)
+        if zombie is None:  # of a request that has ended
+            self.tokens.repeated += len(chunk.ids) // 4
+            return
+        self._take_late(zombie, chunk)
+        if chunk.finish_reason is not None:
+            self._end(self._zombies.pop(chunk.request_id), chunk.error)
+
+    def _on_garbled(self, pending: PendingRequest, fault: ChunkFault, *, is_last: bool) -> None:
+        pending.is_garbled = True
+        pending.error = f"{self.name} sent a faulty chunk: {fault}"
+        self.abandon_nowait(pending)
+        pending.generation = None
+        pending.done.set()
+        if is_last:  # it will say no more
+            self._end(self._zombies.pop(pending.request_id), pending.error)
+
+    def _end(self, pending: PendingRequest, error: str) -> None:
+        pending.error = pending.error or error
+        pending.on_gone()
+        pending.done.set()
+
+    def _lose(self, reason: str, *, is_link_fault: bool = False) -> None:
+        if self.lost.is_set():
+            return
+        self.is_link_fault = is_link_fault
+        self.lost_reason = f"{self.name}: {reason}"
+        self.lost.set()
+        self.on_lost()
+        self._data.let_all_pass()
+        for pending in (*self._pending.values(), *self._zombies.values()):
+            pending.is_lost = True
+            self._end(pending, self.lost_reason)
+        self._orders.give_up()
+        self._pending.clear()
+        self._zombies.clear()
+
+    async def _keep(self, role: Role) -> None:
+        """Use one of the connections, and the ones that replace it when it breaks."""
+        while True:
+            reason = await self._converse(role)
+            if not await self._reconnect(role, reason):
+                return
+
+    async def _converse(self, role: Role) -> str:
+        """Read and write until the connection breaks; why it did."""
+        frames = self._frames[role]
+        reasons: list[str] = []
+
+        async def write(scope: anyio.CancelScope) -> None:
+            try:
+                await frames.write_forever()
+            except CONNECTION_ERRORS as error:
+                reasons.append(_why(error))
+                scope.cancel()
+
+        with self._heartbeat.watching(role):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(write, tasks.cancel_scope)
+                try:
+                    while True:
+                        for payload in await frames.read():
+                            self.take(role, payload)
+                        frames.acknowledge_nowait()
+                except CutError as error:
+                    reasons.append(_why(error))
+                except FrameError as error:
+                    # It does not only break: it talks nonsense.
+                    self._lose(_why(error), is_link_fault=True)
+                except CONNECTION_ERRORS as error:
+                    reasons.append(_why(error))
+                tasks.cancel_scope.cancel()
+        return reasons[0] if reasons else self.lost_reason
+
+    async def _reconnect(self, role: Role, reason: str) -> bool:
+        """Replace a connection; False where the channel is lost instead."""
+        terms, backoff_s = self._greeter.terms, RECONNECT_BACKOFF_S
+        frames = self._frames[role]
+        await frames.aclose()
+        if self.lost.is_set():
+            return False
+        logger.debug("%s: %s; connecting again", self.name, reason)
+        with anyio.move_on_after(terms.reconnect_s):
+            while True:
+                try:
+                    new, welcome = await self._greeter.greet(role, received=frames.received)
+                    frames.continue_on(new, welcome.received)
+                except RefusedError as error:
+                    self._lose(f"{reason}; {error}", is_link_fault=True)
+                    return False
+                except ConnectionRefusedError:
+                    break  # nobody listens there any more
+                except CONNECTION_ERRORS:
+                    await anyio.sleep(backoff_s)
+                    backoff_s = min(2 * backoff_s, MAX_RECONNECT_BACKOFF_S)
+                else:
+                    return True
+        self._lose(reason, is_link_fault=True)
+        return False
+
+    async def _beat(self) -> None:
+        """Ping, repeat aborts, and judge the peer."""
+        number = 0
+        while await self._heartbeat.is_due():
+            number += 1
+            self._heartbeat.ping_nowait(number)
+            for request_id in self._zombies:
+                self._control.send_nowait(Abort(request_id))
+        self._lose(f"silent for {self._heartbeat.silence_s:.1f} s")
+
+    async def run(self) -> None:
+        """Serve the connections until they are lost."""
+        async with anyio.create_task_group() as tasks:
+            for role in ROLES:
+                tasks.start_soon(self._keep, role)
+            tasks.start_soon(self._beat)
+            await self.lost.wait()
+            tasks.cancel_scope.cancel()
+
+    def close(self, reason: str = "the channel was closed") -> None:
+        """End the channel; requests still under way fail with this reason."""
+        self._lose(reason)
+
+    async def leave(self) -> None:
+        """End the channel, and tell a healthy engine, which forgets us at once then."""
+        is_healthy = not self.lost.is_set()
+        self.close()
+        if is_healthy:
+            with anyio.CancelScope(deadline=anyio.current_time() + BYE_S, shield=True):
+                with contextlib.suppress(*CONNECTION_ERRORS):
+                    self._control.send_nowait(Bye())
+                    await self._control.flush()
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, anyio.EndOfStream):
+        return "the engine closed the connection"
+    return f"the connection broke ({type(error).__name__}: {error})"

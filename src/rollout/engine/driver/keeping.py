@@ -1,0 +1,194 @@
+"""Keeps replicas alive: each is started, served through its channel, and started again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import anyio
+import attrs
+
+from rollout.engine.driver.channel import Channel
+from rollout.engine.driver.connecting import connect_channel
+from rollout.engine.driver.generation import TokenCounts
+from rollout.engine.driver.recovery import Attempt
+from rollout.engine.driver.updating import Weights
+from rollout.engine.placement.base import CoreSpec, Placement
+from rollout.engine.routing import ReplicaState
+from rollout.engine.wire.protocol import Terms
+from rollout.errors import EngineError
+from rollout.scopes import open_task_group
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from anyio.abc import TaskStatus
+
+logger = logging.getLogger("rollout.engine")
+
+#: The longest pause before a replica is started again.
+MAX_BACKOFF_S = 30.0
+#: A replica that served this long died of something new: its next pause is the first one again.
+STABLE_S = 60.0
+#: How long after its connections an engine's end may be known: who lost only those is no corpse.
+DEATH_GRACE_S = 1.0
+
+
+@attrs.define(eq=False)
+class Replica:
+    """One engine over all of its starts.
+
+    Attributes:
+        state: "starting", "serving", "restarting", "given up", "removed" or "closed".
+        starts: How often it has come to serve.
+        channel, routed: While it serves.
+        weights: What it was given last since it started; None: what it starts with.
+        machines, is_here, machine: Of where it lives; see `ReplicaHandle`.
+        running: Generations whose request is in flight there.
+        lost: Those that were when it was lost last, and how many requests were in flight in all.
+        judged: Fires when it is known whether that was a death.
+        is_drained: It is to get nothing new, whatever becomes of it meanwhile.
+        is_leaving: It is being removed.
+        is_excused: Nothing that it has in flight is to blame for its end.
+        scope: Ends it; None before it is kept.
+        gone: It has ended and is not started again.
+    """
+
+    name: str
+    spec: CoreSpec
+    weight: float = 1.0
+    state: str = "starting"
+    starts: int = 0
+    channel: Channel | None = None
+    routed: ReplicaState | None = None
+    weights: Weights | None = None
+    machines: int = 1
+    is_here: bool = True
+    machine: str = ""
+    tokens: TokenCounts = attrs.field(factory=TokenCounts)
+    running: dict[Attempt, None] = attrs.field(factory=dict)
+    lost: tuple[tuple[Attempt, ...], int] = ((), 0)
+    judged: anyio.Event = attrs.field(factory=anyio.Event)
+    is_drained: bool = False
+    is_leaving: bool = False
+    is_excused: bool = False
+    scope: anyio.CancelScope | None = None
+    gone: anyio.Event = attrs.field(factory=anyio.Event)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it is routed to: its channel is not lost."""
+        return self.channel is not None and not self.channel.lost.is_set()
+
+
+@attrs.frozen(kw_only=True)
+class Keeper:
+    """Starts replicas, and starts them again when they die.
+
+    Attributes:
+        terms: Of the channels; None takes the defaults.
+        start_timeout_s: From the start of a replica to its answer to the hello.
+        backoff_s: Pause before the first restart; doubled at each further death or failed start.
+        max_start_failures: Failed starts in a row after which it is given up.
+        bring_up: Makes a connected replica serve.
+        judge: A replica was lost: whether it died of itself is known now.
+        taken_down: A replica serves no more, and why.
+    """
+
+    placement: Placement
+    terms: Terms | None
+    start_timeout_s: float
+    backoff_s: float
+    max_start_failures: int
+    bring_up: Callable[[Replica, Channel], Awaitable[None]]
+    judge: Callable[[Replica, Channel, bool], None]
+    taken_down: Callable[[Replica, str], None]
+
+    async def keep(
+        self, replica: Replica, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Keep one replica serving until it is removed or given up.
+
+        Raises:
+            EngineError: Its first start failed. Later failures are logged and counted.
+        """
+        try:
+            with anyio.CancelScope() as replica.scope:
+                if replica.is_leaving:  # removed before it began
+                    replica.scope.cancel()
+                await self._keep(replica, task_status)
+                replica.state = "given up"
+        finally:
+            if replica.state != "given up":
+                replica.state = "removed" if replica.is_leaving else "closed"
+            replica.gone.set()
+            self.taken_down(replica, "")
+
+    async def _keep(self, replica: Replica, task_status: TaskStatus[None]) -> None:
+        failures = deaths = 0
+        while True:
+            served_since = anyio.current_time()
+            try:
+                async with self._started(replica) as (channel, died):
+                    served_since = await self._serve(replica, channel, died, task_status)
+                failures = 0
+            except EngineError as error:
+                if replica.starts == 0:
+                    raise
+                failures += 1
+                logger.error("%s did not start again: %s", replica.name, error)
+                self.taken_down(replica, str(error))
+            if failures == self.max_start_failures:
+                return
+            replica.state = "restarting"
+            if anyio.current_time() - served_since >= STABLE_S:
+                deaths = 0
+            longest_s = max(MAX_BACKOFF_S, self.backoff_s)
+            await anyio.sleep(min(self.backoff_s * 2**deaths, longest_s))
+            deaths += 1
+
+    @asynccontextmanager
+    async def _started(self, replica: Replica) -> AsyncIterator[tuple[Channel, anyio.Event]]:
+        """The old one, if any, is gone before this begins: its context has been left."""
+        name = replica.name
+        async with (
+            self.placement.open_replica(name, replica.spec, self.start_timeout_s) as handle,
+            connect_channel(
+                name, handle.connect, handle.secret, replica.tokens, terms=self.terms
+            ) as channel,
+        ):
+            replica.machines, replica.is_here = handle.machines, handle.is_here
+            replica.machine = handle.machine
+            yield channel, handle.died
+
+    async def _serve(
+        self, replica: Replica, channel: Channel, died: anyio.Event, task_status: TaskStatus[None]
+    ) -> float:
+        """Serve until the replica is lost; returns when it began to serve."""
+        try:
+            async with open_task_group() as tasks:
+                tasks.start_soon(self._close_when_dead, channel, died)
+                tasks.start_soon(channel.run)
+                await self.bring_up(replica, channel)
+                is_first = replica.starts == 0
+                replica.starts += 1
+                if is_first:
+                    task_status.started()
+                served_since = anyio.current_time()
+                await channel.lost.wait()
+                if channel.is_link_fault:
+                    with anyio.move_on_after(DEATH_GRACE_S):
+                        await died.wait()
+        finally:
+            channel.close()
+            self.judge(replica, channel, died.is_set() or not channel.is_link_fault)
+            replica.channel = replica.routed = None
+        logger.warning("lost %s", channel.lost_reason)
+        self.taken_down(replica, channel.lost_reason)
+        return served_since
+
+    async def _close_when_dead(self, channel: Channel, died: anyio.Event) -> None:
+        await died.wait()
+        channel.close("the engine died")

@@ -1,0 +1,55 @@
+"""Commands to an engine that wait for their answers."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import anyio
+
+from rollout.engine.wire.protocol import Command, CommandDone
+
+if TYPE_CHECKING:
+    from rollout.engine.wire.frames import FrameStream
+    from rollout.engine.wire.operations import Operation
+
+
+class _Order:
+    """A command under way; `done` fires at its answer, or without one when none can come."""
+
+    __slots__ = ("answer", "done")
+
+    def __init__(self) -> None:
+        self.done = anyio.Event()
+        self.answer: CommandDone | None = None
+
+
+class Orders:
+    """The commands under way on one channel."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[int, _Order] = {}
+        self._numbers = itertools.count()
+
+    async def give(self, operation: Operation, frames: FrameStream) -> CommandDone | None:
+        """Send a command and wait for its answer; None where the channel was lost first."""
+        number, order = next(self._numbers), _Order()
+        self._under_way[number] = order
+        try:
+            frames.send_nowait(Command(number, operation))
+            await order.done.wait()
+        finally:
+            del self._under_way[number]
+        return order.answer
+
+    def answered(self, answer: CommandDone) -> None:
+        """The engine has done one, or could not; one that nobody waits for changes nothing."""
+        order = self._under_way.get(answer.number)
+        if order is not None and not answer.is_fatal:
+            order.answer = answer
+            order.done.set()
+
+    def give_up(self) -> None:
+        """The channel is lost."""
+        for order in self._under_way.values():
+            order.done.set()

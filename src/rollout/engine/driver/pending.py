@@ -1,0 +1,44 @@
+"""A request under way on a channel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anyio
+import msgspec
+
+from rollout.engine.driver.generation import Generation, Part
+from rollout.engine.wire.protocol import Submit
+from rollout.token_history import TokenHistory
+
+
+class PendingRequest(msgspec.Struct, eq=False):
+    """A request under way: `done` fires at its last chunk or when the channel is lost.
+
+    Attributes:
+        message: The request itself, as it was sent last.
+        history: The prompt, where it is not in the message; its first `sent_tokens` tokens.
+        generation: Filled as chunks come, also of an abandoned request; None once nobody waits for
+            them any more.
+        part: What this request gave to it.
+        error: Why the engine refused or failed it; empty otherwise.
+        is_lost: The channel was lost under it.
+        is_garbled: The engine's answer contradicted itself; what came before stays.
+    """
+
+    message: Submit
+    history: TokenHistory | None
+    sent_tokens: int
+    deadline: float
+    generation: Generation | None
+    part: Part
+    on_gone: Callable[[], None]
+    done: anyio.Event
+    error: str = ""
+    is_lost: bool = False
+    is_garbled: bool = False
+
+    @property
+    def request_id(self) -> str:
+        """Its key on the wire."""
+        return self.message.request_id

@@ -1,0 +1,473 @@
+"""The engines of a rollout: replicas kept alive, requests placed, answers gathered."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio
+import attrs
+import numpy as np
+
+from rollout.engine.driver.generation import TokenCounts
+from rollout.engine.driver.keeping import Keeper, Replica
+from rollout.engine.driver.recovery import Attempt, RecoveryCounts, RecoveryPolicy, note_death
+from rollout.engine.driver.requests import LAST_ANSWER_S, Requests
+from rollout.engine.driver.sleeping import Sleeping
+from rollout.engine.driver.updating import Updating
+from rollout.engine.driver.upkeep import Upkeep
+from rollout.engine.driver.waiting import Bell, WaitingLine
+from rollout.engine.weights import UPDATE_MODES
+from rollout.engine.wire.operations import ALL_TAGS
+from rollout.errors import ChannelError, EngineError
+from rollout.scopes import leaf_of, open_task_group
+from rollout.token_history import TokenHistory
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+
+    from anyio.abc import TaskGroup
+
+    from rollout.engine.core import EngineInfo, EngineLoad, SamplingParams
+    from rollout.engine.driver.channel import Channel
+    from rollout.engine.driver.generation import Generation
+    from rollout.engine.placement.base import CoreSpec, Placement
+    from rollout.engine.routing import Router
+    from rollout.engine.weights import UpdateMode, WeightSource
+    from rollout.engine.wire.protocol import Terms
+
+
+@attrs.frozen
+class ReplicaStatistics:
+    """One replica now.
+
+    Attributes:
+        state: "starting", "serving", "restarting", "given up" or "removed".
+        in_flight: Requests sent and not known to be gone, zombies included.
+        zombies: Cancelled requests whose end is not confirmed.
+        starts: How often it has come to serve.
+        tokens: What became of the tokens that arrived from it, over all of its starts.
+    """
+
+    name: str
+    state: str
+    in_flight: int
+    zombies: int
+    starts: int
+    tokens: TokenCounts = attrs.field(factory=TokenCounts)
+
+
+class EnginePool:
+    """Replicas behind a router, one for each of `specs`; made by `open_engines`.
+
+    Args:
+        weights: Shares of the load, one for each of `specs`; empty makes all equal.
+        spec_of: What a replica that is added at run time runs, by its number; None: what the
+            first one does.
+        policy: What becomes of requests whose replica is lost.
+        wait_s: How long requests wait for a replica once none serves.
+        backoff_s: Pause before a replica that died is started again; doubled each time.
+        max_start_failures: Failed starts in a row after which a replica is given up.
+        terms: Of the channels; None takes the defaults.
+        last_answer_s: How long a cancelled request waits for the tokens of its last answer.
+
+    Attributes:
+        recoveries: What was done about requests whose replica was lost.
+    """
+
+    def __init__(
+        self,
+        *,
+        placement: Placement,
+        specs: Sequence[CoreSpec],
+        router: Router,
+        start_timeout_s: float,
+        weights: Sequence[float] = (),
+        spec_of: Callable[[int], CoreSpec] | None = None,
+        policy: RecoveryPolicy = "resume",
+        wait_s: float | None = 300.0,
+        backoff_s: float = 1.0,
+        max_start_failures: int = 3,
+        terms: Terms | None = None,
+        last_answer_s: float = LAST_ANSWER_S,
+    ) -> None:
+        self._keeper = Keeper(
+            terms=terms,
+            placement=placement,
+            start_timeout_s=start_timeout_s,
+            backoff_s=backoff_s,
+            max_start_failures=max_start_failures,
+            bring_up=self._bring_up,
+            judge=self._judge,
+            taken_down=self._taken_down,
+        )
+        self._router = router
+        self._policy = policy
+        self._wait_s = math.inf if wait_s is None else wait_s
+        self._spec_of = spec_of or (lambda _: specs[0])
+        self._replicas: dict[str, Replica] = {}
+        self._numbers = itertools.count()
+        shares = weights or (1.0,) * len(specs)
+        for spec, share in zip(specs, shares, strict=True):
+            self._new_replica(spec, share)
+        self._line = WaitingLine(lambda: router.has_room and not self._requests.is_held)
+        self._bell = Bell()
+        self._requests = Requests(router, self._replicas, self._line, self._bell, last_answer_s)
+        self._upkeep = Upkeep()
+        self._updating = Updating(
+            router,
+            self._requests,
+            self._replicas.values(),
+            limit_s=start_timeout_s,
+            changed=self._line.call_next,
+        )
+        self._sleeping = Sleeping(
+            self._requests,
+            self._replicas.values(),
+            changed=self._line.call_next,
+            limit_s=start_timeout_s,
+        )
+        self._info: EngineInfo | None = None
+        self._tasks: TaskGroup | None = None
+        self.recoveries = RecoveryCounts()
+
+    @property
+    def info(self) -> EngineInfo:
+        """The facts that all replicas share."""
+        if self._info is None:
+            raise EngineError("no engine has started yet")
+        return self._info
+
+    @property
+    def router(self) -> Router:
+        """Who decides where requests go; its `statistics` say why."""
+        return self._router
+
+    def statistics(self) -> tuple[ReplicaStatistics, ...]:
+        """A snapshot of every replica, those removed included."""
+        return tuple(
+            ReplicaStatistics(
+                name=replica.name,
+                state=replica.state,
+                in_flight=replica.routed.in_flight if replica.routed else 0,
+                zombies=replica.channel.zombies if replica.channel else 0,
+                starts=replica.starts,
+                tokens=attrs.evolve(replica.tokens),
+            )
+            for replica in self._replicas.values()
+        )
+
+    def loads(self) -> dict[str, EngineLoad]:
+        """What each serving engine last said it was doing, by replica."""
+        return {r.name: r.channel.load for r in self._replicas.values() if r.channel is not None}
+
+    @property
+    def tokens_under_way(self) -> int:
+        """Tokens that have arrived for generations that have not ended."""
+        return sum(len(attempt.generation.ids) for attempt in self._requests.active)
+
+    # Replicas at run time.
+
+    def drain(self, name: str) -> None:
+        """Send a replica nothing new until `resume`; what it has in flight goes on.
+
+        Also if it dies meanwhile and is started again.
+
+        Raises:
+            EngineError: There is no such replica.
+        """
+        replica = self._find(name)
+        replica.is_drained = True
+        if replica.routed is not None:
+            self._router.drain(name)
+
+    def resume(self, name: str) -> None:
+        """End `drain`.
+
+        Raises:
+            EngineError: There is no such replica.
+        """
+        replica = self._find(name)
+        replica.is_drained = False
+        if replica.routed is not None:
+            self._router.resume(name)
+            self._line.call_next()
+
+    async def add_replica(self, *, weight: float = 1.0) -> str:
+        """Start one more replica, with the current weights; its name, once it serves.
+
+        Cancellation leaves nothing of it.
+
+        Raises:
+            EngineError: It did not start.
+        """
+        if self._tasks is None:
+            raise EngineError("the engines are closed")
+        replica = self._new_replica(None, weight)
+        try:
+            await self._tasks.start(self._keeper.keep, replica)
+        except RuntimeError:  # it ended, without an error of its own, before it served
+            why = "it was removed" if replica.is_leaving else "the engines were closed"
+            raise EngineError(f"{replica.name}: {why} while it started") from None
+        finally:
+            if replica.starts == 0:
+                del self._replicas[replica.name]
+        return replica.name
+
+    async def remove_replica(self, name: str, *, drain_s: float | None = None) -> None:
+        """End a replica; returns when nothing of it is left.
+
+        It gets nothing new, and what it has in flight may end within `drain_s` (None: without a
+        limit); what is left then goes on elsewhere, as after a loss. Cancelled while it drains,
+        the replica stays.
+
+        Raises:
+            EngineError: There is no such replica.
+        """
+        replica = self._find(name)
+        was_drained = replica.is_drained
+        self.drain(name)
+        try:
+            with anyio.move_on_after(math.inf if drain_s is None else drain_s):
+                while replica.routed is not None and replica.routed.in_flight:
+                    await self._bell.wait()
+        except BaseException:
+            if not was_drained and not replica.is_leaving:
+                self.resume(name)
+            raise
+        replica.is_leaving = replica.is_excused = True
+        if replica.scope is not None:
+            replica.scope.cancel()
+        await replica.gone.wait()
+
+    async def update_weights(
+        self, version: int, source: WeightSource, mode: UpdateMode = "abort_and_resume"
+    ) -> None:
+        """Every replica has these weights afterwards; one that starts later gets them first.
+
+        Replicas load them side by side, and get new requests when they have. One that cannot load
+        them is started again, unless none can. Cancellation leaves them to it.
+
+        Args:
+            version: What the tokens sampled with them are stamped with.
+            mode: What becomes of the requests that a replica has in flight. "wait": they end
+                first. "abort_and_resume": they are cut off, keep their tokens, and go on from
+                those under the new weights. "in_place": they go on, with what was computed of
+                them under the old weights.
+
+        Raises:
+            EngineError: No replica could load them; all have the weights that they had.
+        """
+        if mode not in UPDATE_MODES:
+            raise EngineError(f"mode = {mode!r}; expected {', '.join(UPDATE_MODES)}")
+        if not 0 <= version < 2**31:
+            raise EngineError(f"version = {version!r}; expected 0 to 2**31 - 1")
+        await self._upkeep.do(partial(self._updating.update, version, source, mode))
+
+    async def sleep(self, level: int = 1) -> None:
+        """Every replica has released memory afterwards; returns once it is free.
+
+        Running requests are cut off and keep their tokens; they, and those that come, wait and go
+        on after `wake_up`. Replicas that start meanwhile sleep too.
+
+        Args:
+            level: 1 releases the KV cache, 2 the weights as well.
+
+        Raises:
+            EngineError: An engine could not; all stay awake.
+        """
+        await self._upkeep.do(partial(self._sleeping.sleep, level))
+
+    async def wake_up(self, tags: Iterable[str] = ALL_TAGS) -> None:
+        """Take back what `sleep` released; requests go on once all of it is there.
+
+        Weights are those that were current, or were loaded while the engines slept.
+
+        Args:
+            tags: "weights", "kv_cache", or both.
+
+        Raises:
+            EngineError: An engine could not; it is started again.
+        """
+        await self._upkeep.do(partial(self._sleeping.wake_up, tags))
+
+    async def flush_cache(self) -> None:
+        """Every replica forgets what it computed of earlier requests, once none runs there.
+
+        Raises:
+            EngineError: An engine could not.
+        """
+        await self._upkeep.do(self._sleeping.flush_cache)
+
+    def _find(self, name: str) -> Replica:
+        replica = self._replicas.get(name)
+        if replica is None or replica.is_leaving:
+            raise EngineError(f"there is no replica {name!r}")
+        return replica
+
+    def _new_replica(self, spec: CoreSpec | None, weight: float) -> Replica:
+        number = next(self._numbers)
+        replica = Replica(f"engine-{number}", spec or self._spec_of(number), weight)
+        self._replicas[replica.name] = replica
+        return replica
+
+    # Requests.
+
+    async def generate(
+        self,
+        generation: Generation,
+        *,
+        session_id: str,
+        prompt_ids: bytes | TokenHistory,
+        sampling: SamplingParams,
+        priority: int = 0,
+        group_id: str = "",
+        deadline: float = math.inf,
+    ) -> None:
+        """Run one request to its end; `generation` fills as tokens come.
+
+        Where its replica is lost it goes on elsewhere, as the policy says. Cancellation keeps in
+        `generation` what had arrived, and has the engine end the request.
+
+        Args:
+            session_id: The trajectory; its requests stay on one replica while that serves well.
+            prompt_ids: int32 little-endian, packed; or the trajectory's history, of which only
+                what the replica does not have is sent.
+            group_id: Trajectories that begin with the same prompt; "" for one on its own.
+            deadline: Clock time at which the engine ends the request by itself.
+
+        Raises:
+            EngineError: The request is refused for good, the engine failed it, replicas died of
+                it, or no engine is left; `reason` says which.
+        """
+        self._check_ids(prompt_ids)
+        attempt = Attempt(
+            generation,
+            session_id=session_id,
+            prompt_ids=prompt_ids,
+            deadline=deadline,
+            sampling=sampling,
+            info=self.info,
+            policy=self._policy,
+            counts=self.recoveries,
+        )
+        await self._requests.run(attempt, group_id=group_id, priority=priority)
+
+    def forget(self, session_id: str) -> None:
+        """The trajectory has ended; nothing is kept for it."""
+        self._router.forget(session_id)
+
+    def _check_ids(self, prompt: bytes | TokenHistory) -> None:
+        """An id outside the vocabulary can kill an engine; it does not leave the driver."""
+        history = prompt if isinstance(prompt, TokenHistory) else None
+        start = history.checked if history is not None else 0
+        data = prompt if isinstance(prompt, bytes) else prompt.packed(start)
+        ids, most = np.frombuffer(data, dtype=np.int32), self.info.vocab_size
+        # Negative ones are the largest as unsigned.
+        if len(ids) and ids.view(np.uint32).max() >= most:
+            at = int(np.argmax((ids < 0) | (ids >= most)))
+            raise EngineError(
+                f"token id {ids[at]} at position {start + at} is outside the engine's vocabulary "
+                f"of {most} ids"
+            )
+        if history is not None:
+            history.checked = start + len(ids)
+
+    # What the keeper asks for.
+
+    async def _bring_up(self, replica: Replica, channel: Channel) -> None:
+        """Let a connected replica serve, once it has the current weights.
+
+        Raises:
+            EngineError: It serves another model, or cannot load the weights.
+        """
+        if self._info is None:
+            self._info = channel.info
+        elif channel.info.fingerprint != self._info.fingerprint:
+            raise EngineError(
+                f"{replica.name} serves model {channel.info.fingerprint}, the other engines "
+                f"{self._info.fingerprint}"
+            )
+        await self._updating.bring_up(replica, channel)
+        await self._sleeping.bring_up(channel)
+        if channel.lost.is_set():
+            raise ChannelError(channel.lost_reason)
+        replica.channel, replica.state, replica.is_excused = channel, "serving", False
+        replica.routed = self._router.add(
+            replica.name,
+            channel.info.max_requests,
+            weight=replica.weight,
+            weight_version=channel.info.weight_version,
+            now=anyio.current_time(),
+        )
+        if replica.is_drained:
+            self._router.drain(replica.name)
+        # At once, so that no request is sent to a replica that is known to be lost.
+        channel.on_lost = partial(self._lost, replica)
+        channel.on_load = lambda load: self._router.report(
+            replica.name, load, now=anyio.current_time()
+        )
+        self._line.close_at(math.inf)
+        self._line.call_next()
+
+    def _lost(self, replica: Replica) -> None:
+        routed = replica.routed
+        assert routed is not None
+        self._router.remove(replica.name)
+        replica.routed = None
+        replica.lost, replica.judged = (tuple(replica.running), routed.in_flight), anyio.Event()
+
+    def _judge(self, replica: Replica, channel: Channel, is_death: bool) -> None:
+        attempts, in_flight = replica.lost
+        if is_death and not replica.is_excused and self._tasks is not None:
+            note_death(attempts, channel.lost_reason, in_flight=in_flight)
+        replica.lost = ((), 0)
+        replica.judged.set()
+
+    def _taken_down(self, replica: Replica, why: str) -> None:
+        self._requests.last_failure = why or self._requests.last_failure
+        if all(other.channel is None for other in self._replicas.values()):
+            self._line.close_at(min(self._line.deadline, anyio.current_time() + self._wait_s))
+        self._bell.ring()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Keep every replica, all of them serving first; none is left afterwards.
+
+        Raises:
+            EngineError: One of them did not start, with what it said.
+        """
+        try:
+            async with open_task_group() as tasks:
+                self._tasks, self._requests.is_open = tasks, True
+                self._upkeep.open(tasks)
+                try:
+                    await self._start_all(tasks)
+                    yield
+                finally:
+                    self._tasks, self._requests.is_open = None, False
+                    self._upkeep.close()
+                    self._line.call_all()
+        finally:
+            self._updating.close()
+
+    async def _start_all(self, tasks: TaskGroup) -> None:
+        try:
+            async with anyio.create_task_group() as starting:
+                for replica in self._replicas.values():
+                    starting.start_soon(tasks.start, self._keeper.keep, replica)
+        except BaseExceptionGroup as group:
+            error = leaf_of(group)
+        else:
+            return
+        raise error
+
+
+@asynccontextmanager
+async def open_pool(pool: EnginePool) -> AsyncIterator[EnginePool]:
+    """The pool with all of its replicas serving; they are gone when the block has been left."""
+    async with pool.serving():
+        yield pool

@@ -1,0 +1,245 @@
+"""What becomes of a request whose replica was lost; no task and no clock in here.
+
+A request goes on elsewhere from the tokens that it has, begins anew, or fails, as the policy says.
+Requests that kill replicas are told from those that were only there; ``docs/engines.md`` has the
+rule.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+import attrs
+import msgspec
+
+from rollout.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from rollout.engine.core import EngineInfo, SamplingParams
+    from rollout.engine.driver.generation import Generation
+    from rollout.token_history import TokenHistory
+
+RecoveryPolicy = Literal["resume", "restart", "fail"]
+
+#: Answers that contradict themselves before their request fails.
+MAX_GARBLED = 3
+#: Deaths after which a request starts where nobody else does, and after which it is quarantined.
+SUSPECT_DEATHS = 2
+QUARANTINE_DEATHS = 3
+#: Deaths that suffice whatever the circumstances: what kills now and then must end too.
+MOST_DEATHS = 6
+#: Deaths that suffice where nothing else was in flight on the last replica that died.
+LONE_DEATHS = 2
+#: Reasons of trajectories whose requests are not made again, whatever `scheduling.max_retries` is.
+QUARANTINED, NO_ENGINE = "quarantined", "no_engine"
+#: Fields of the sampling whose state is not in the tokens: a request that goes on elsewhere would
+#: be sampled by other rules than before.
+STATEFUL_SAMPLING = ("presence_penalty", "frequency_penalty")
+
+
+@attrs.define
+class RecoveryCounts:
+    """What was done about requests whose replica was lost.
+
+    Attributes:
+        resumed: Went on elsewhere from the tokens that they had.
+        restarted: Began anew; the tokens that they had were dropped.
+        quarantined: Failed, because replicas died of them.
+    """
+
+    resumed: int = 0
+    restarted: int = 0
+    quarantined: int = 0
+
+
+class Attempt:
+    """One generation and what has happened to its requests so far.
+
+    Args:
+        generation: Filled by one request after the other.
+        session_id: The trajectory, for errors.
+        prompt_ids: int32 little-endian, packed, or the trajectory's history.
+
+    Attributes:
+        deadline: Clock time at which an engine ends it by itself.
+        deaths: Why replicas died while it was in flight there.
+        is_interrupted: Its request is cut off, to go on later from the tokens that it has.
+        is_running: It has a request in flight.
+        was_held: The runtime has held it back: engines may know an earlier deadline.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        *,
+        session_id: str,
+        prompt_ids: bytes | TokenHistory,
+        deadline: float = math.inf,
+        sampling: SamplingParams,
+        info: EngineInfo,
+        policy: RecoveryPolicy,
+        counts: RecoveryCounts,
+    ) -> None:
+        self.generation = generation
+        self.session_id = session_id
+        self.deadline = deadline
+        self.deaths: list[str] = []
+        self.is_interrupted = False
+        self.is_running = False
+        self.was_held = False
+        self._is_held = False
+        self._prompt_ids = prompt_ids
+        self._sampling = sampling
+        self._info = info
+        self._policy = policy
+        self._counts = counts
+        self._tokens_at_death = 0
+        self._was_silent = False
+        self._garbled = 0
+        self._is_convicted = False
+
+    @property
+    def prompt_ids(self) -> bytes:
+        """What the next request begins with: the prompt and the tokens there are."""
+        prompt = self._prompt_ids
+        packed = prompt if isinstance(prompt, bytes) else prompt.packed()
+        return packed + self.generation.ids.tobytes()
+
+    @property
+    def history(self) -> TokenHistory | None:
+        """That, where it is the trajectory's history and nothing else."""
+        if self.generation.ids or isinstance(self._prompt_ids, bytes):
+            return None
+        return self._prompt_ids
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The length of that."""
+        prompt = self._prompt_ids
+        count = len(prompt) // 4 if isinstance(prompt, bytes) else len(prompt)
+        return count + len(self.generation.ids)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How the next request is sampled: what is left of the budget, the same seed."""
+        done = len(self.generation.ids)
+        if not done:
+            return self._sampling
+        left = self._sampling.max_new_tokens - done
+        return msgspec.structs.replace(self._sampling, max_new_tokens=left)
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether the replica that was asked last has given it a token."""
+        parts = self.generation.parts
+        return bool(parts) and parts[-1].count > 0
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it starts where nobody else does, until it is past the point of its last death.
+
+        One that died before it had a token of that replica, or with a second replica.
+        """
+        if len(self.generation.ids) > self._tokens_at_death or not self.deaths:
+            return False
+        return self._was_silent or len(self.deaths) >= SUSPECT_DEATHS
+
+    def die(self, reason: str, *, is_alone: bool) -> None:
+        """The replica died with it in flight; `is_alone`: and with nothing else."""
+        was_suspect = self.is_suspect
+        self.deaths.append(reason)
+        self._was_silent = not self.has_answer
+        self._tokens_at_death = len(self.generation.ids)
+        enough = LONE_DEATHS if is_alone else QUARANTINE_DEATHS
+        is_caught = (is_alone or was_suspect) and len(self.deaths) >= enough
+        self._is_convicted = is_caught or len(self.deaths) >= MOST_DEATHS
+
+    def recover(self, why: str, *, is_garbled: bool = False) -> bool:
+        """Prepare the next request; False where the tokens there are are the whole answer.
+
+        Raises:
+            EngineError: There is no next request.
+        """
+        self._garbled += is_garbled
+        if self._is_convicted:
+            self._counts.quarantined += 1
+            raise self.failed(self._verdict(), reason=QUARANTINED)
+        if self._policy == "fail" or self._garbled > MAX_GARBLED:
+            raise self.failed(why)
+        if self._is_whole():
+            return False
+        stateful = stateful_field(self._sampling)
+        if stateful or self._policy == "restart":
+            rule = f"sampling.{stateful}" if stateful else "recovery.policy"
+            self.generation.restart(f"{why} ({rule})")
+            self._counts.restarted += 1
+        else:
+            self.generation.resumes += 1
+            self._counts.resumed += 1
+        return True
+
+    def hold(self) -> None:
+        """The runtime holds it back from now on; harmless when called again."""
+        if not self._is_held:
+            self._is_held = self.was_held = True
+            for deadline in self.generation.held:
+                deadline.hold()
+
+    def release(self) -> None:
+        """End `hold`; harmless where there is none."""
+        if self._is_held:
+            self._is_held = False
+            for deadline in self.generation.held:
+                deadline.go_on()
+                self.deadline = deadline.now.at  # the last one is the request's own
+
+    def go_on(self) -> bool:
+        """Prepare the next request after an interruption; False where its answer is whole."""
+        self.generation.finish_reason = None
+        if self._is_whole():
+            return False
+        stateful = stateful_field(self._sampling)
+        if stateful:
+            self.generation.restart(f"it was interrupted (sampling.{stateful})")
+        return True
+
+    def failed(self, message: str, *, reason: str | None = None) -> EngineError:
+        """The error that ends it; the generation keeps its tokens."""
+        self.generation.finish_reason = "error"
+        return EngineError(message, reason=reason)
+
+    def _is_whole(self) -> bool:
+        """Whether the lost replica had only not said that it was done."""
+        ids, sampling = self.generation.ids, self._sampling
+        ends = sampling.stop_token_ids + (() if sampling.ignore_eos else self._info.eos_ids)
+        if ids and ids[-1] in ends:
+            self.generation.finish_reason = "stop"
+        elif len(ids) >= sampling.max_new_tokens or self.prompt_tokens >= self._info.context_length:
+            self.generation.finish_reason = "length"
+        return self.generation.finish_reason is not None
+
+    def _verdict(self) -> str:
+        deaths = "; ".join(self.deaths)
+        return (
+            f"the request of {self.session_id} is quarantined: engines died {len(self.deaths)} "
+            f"times with it in flight ({deaths})"
+        )
+
+
+def stateful_field(sampling: SamplingParams) -> str:
+    """The first field of `sampling` whose state the tokens do not carry; "" where none is set."""
+    return next((name for name in STATEFUL_SAMPLING if getattr(sampling, name)), "")
+
+
+def note_death(running: Collection[Attempt], reason: str, *, in_flight: int) -> None:
+    """A replica died.
+
+    Args:
+        running: Requests there that somebody waits for.
+        in_flight: All requests there, also those that nobody waits for.
+    """
+    for attempt in running:
+        attempt.die(reason, is_alone=in_flight == 1)

@@ -1,0 +1,261 @@
+"""Makes the requests of generations: placed, sent and waited for, again where it must be."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio
+
+from rollout.engine.driver.recovery import NO_ENGINE
+from rollout.engine.wire.protocol import Submit
+from rollout.limits import cleanup_scope
+from rollout.seeds import RequestIds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from rollout.engine.driver.channel import Channel
+    from rollout.engine.driver.generation import Generation
+    from rollout.engine.driver.keeping import Replica
+    from rollout.engine.driver.pending import PendingRequest
+    from rollout.engine.driver.recovery import Attempt
+    from rollout.engine.driver.waiting import Bell, WaitingLine
+    from rollout.engine.routing import Dispatch, Router
+
+#: Seconds before a request that a full engine refused is placed again; doubled up to the second.
+REFUSED_BACKOFF_S = 0.05
+MAX_REFUSED_BACKOFF_S = 1.0
+#: How long a cancelled request waits for its last answer. An engine gives it between two of its
+#: steps; `rollout run` gives up on trajectories somewhat later.
+LAST_ANSWER_S = 1.0
+#: An abort can be lost within an engine: it is sent again as often as heartbeats do.
+ABORT_AGAIN_S = 1.0
+
+
+def last_answer_s(cleanup_s: float) -> float:
+    """How long a cancelled request waits, where whatever is cancelled has `cleanup_s` to end."""
+    return min(LAST_ANSWER_S, cleanup_s / 2)
+
+
+class Requests:
+    """Runs attempts on the replicas of a pool.
+
+    Args:
+        line: Those who wait for a place.
+        gone: Rung when a request is known to be gone.
+        last_answer_s: How long a cancelled request waits for the tokens that it has not got yet.
+
+    Attributes:
+        is_open: Whether there is a pool; who waits for a place after that learns so.
+        is_held: Whether none may be made for now.
+        active: Attempts that have not ended, also those that wait for a place.
+        last_failure: Why a replica was lost or did not start, the last time.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        replicas: Mapping[str, Replica],
+        line: WaitingLine,
+        gone: Bell,
+        last_answer_s: float,
+    ) -> None:
+        self.is_open = False
+        self.is_held = False
+        self._holds = 0
+        self.active: dict[Attempt, None] = {}
+        self.last_failure = ""
+        self._router = router
+        self._replicas = replicas
+        self._line = line
+        self._gone = gone
+        self._last_answer_s = last_answer_s
+        self._ids = RequestIds()
+
+    async def run(self, attempt: Attempt, *, group_id: str, priority: int) -> None:
+        """Make requests until the attempt has its answer; see `EnginePool.generate`."""
+        self.active[attempt] = None
+        try:
+            await self._run(attempt, group_id, priority)
+        finally:
+            attempt.release()
+            del self.active[attempt]
+
+    def hold(self, *, running: bool) -> None:
+        """Time counts for `batch_s` only until `release`, or until an attempt is placed.
+
+        Args:
+            running: For those in flight too, and not only for those that wait for a place.
+        """
+        self._holds += 1
+        for attempt in self.active:
+            if running or not attempt.is_running:
+                attempt.hold()
+
+    def release(self) -> None:
+        """End one `hold`."""
+        self._holds -= 1
+        if not self._holds:
+            for attempt in self.active:
+                attempt.release()
+
+    async def finish(self, replica: Replica) -> None:
+        """Return when nothing is in flight there, or when it is lost; give it nothing new."""
+        routed = replica.routed
+        while routed is not None and routed.in_flight and replica.routed is routed:
+            await self._gone.wait()
+
+    async def interrupt(self, replica: Replica) -> None:
+        """Have its requests cut off, which then go on from their tokens, and `finish`."""
+        is_empty = False
+        while not is_empty:
+            for attempt in replica.running:
+                attempt.is_interrupted = True
+                if replica.channel is not None:
+                    replica.channel.interrupt_nowait(attempt.generation.request_id)
+            with anyio.move_on_after(ABORT_AGAIN_S):
+                await self.finish(replica)
+                is_empty = True
+
+    async def _run(self, attempt: Attempt, group_id: str, priority: int) -> None:
+        generation = attempt.generation
+        backoff_s, avoid = REFUSED_BACKOFF_S, None
+        while True:
+            dispatch = await self._place(attempt, partial(self._ask, attempt, group_id, avoid))
+            pending = await self._send(attempt, dispatch, priority)
+            avoid = dispatch.replica.name if len(self._router.replicas) > 1 else None
+            if pending.is_lost or pending.is_garbled:
+                if pending.is_lost:
+                    await self._replicas[dispatch.replica.name].judged.wait()
+                if not attempt.recover(pending.error, is_garbled=pending.is_garbled):
+                    return
+            elif generation.finish_reason == "abort" and _has_more_to_come(attempt):
+                avoid = None
+                if not attempt.go_on():
+                    return
+            elif generation.finish_reason == "rejected":
+                await anyio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, MAX_REFUSED_BACKOFF_S)
+            elif generation.finish_reason == "error":
+                raise attempt.failed(pending.error or f"{dispatch.replica.name}: the engine failed")
+            else:
+                return
+
+    def _ask(self, attempt: Attempt, group_id: str, avoid: str | None) -> Dispatch | None:
+        if self.is_held:
+            return None
+        ask = partial(
+            self._router.assign,
+            attempt.session_id,
+            group_id=group_id,
+            prompt_tokens=attempt.prompt_tokens,
+            max_new_tokens=attempt.sampling.max_new_tokens,
+            now=anyio.current_time(),
+        )
+        return ask(avoid=avoid) or (ask() if avoid is not None else None)
+
+    async def _place(self, attempt: Attempt, ask: Callable[[], Dispatch | None]) -> Dispatch:
+        """Wait for a place on a replica; those who wait are served in their order."""
+        dispatch = None if self._line else ask()
+        if dispatch is None and self._holds:
+            attempt.hold()
+        while dispatch is None:
+            if not self.is_open:
+                raise attempt.failed("the engines are closed", reason=NO_ENGINE)
+            if not await self._line.wait():
+                raise attempt.failed(f"no engine is left: {self.last_failure}", reason=NO_ENGINE)
+            dispatch = ask()
+        self._line.call_next()  # there may be room for the next one too
+        return dispatch
+
+    async def _send(self, attempt: Attempt, dispatch: Dispatch, priority: int) -> PendingRequest:
+        """Make one request and wait for its end."""
+        replica = self._replicas[dispatch.replica.name]
+        channel = replica.channel
+        assert channel is not None  # the router offers no other
+        attempt.is_interrupted = False
+        attempt.release()
+        history = attempt.history
+        request = Submit(
+            self._ids.new(),
+            attempt.prompt_ids if history is None else b"",
+            attempt.sampling,
+            attempt.session_id,
+            priority,
+        )
+        with self._noting(replica, attempt):
+            on_gone = partial(self._released, dispatch, attempt.generation, request.request_id)
+            try:
+                if channel.is_full:
+                    await channel.wait_for_room(request, history)
+            except BaseException:
+                on_gone()
+                raise
+            pending = channel.submit_nowait(
+                request, attempt.generation, on_gone, history=history, deadline=attempt.deadline
+            )
+            await self._wait(channel, pending)
+        return pending
+
+    async def _wait(self, channel: Channel, pending: PendingRequest) -> None:
+        """Wait for the end of a request.
+
+        Cancelled, it has the engine end the request, and waits a moment for the tokens that the
+        last answer brings: they have been sampled already.
+        """
+        try:
+            await pending.done.wait()
+        except anyio.get_cancelled_exc_class():
+            channel.abandon_nowait(pending)
+            with cleanup_scope(self._last_answer_s):
+                await pending.done.wait()
+            raise
+        except BaseException:  # closed by force, which may not be awaited in
+            channel.abandon_nowait(pending)
+            raise
+        finally:
+            pending.generation = None
+
+    @contextmanager
+    def _noting(self, replica: Replica, attempt: Attempt) -> Iterator[None]:
+        """The attempt is in flight there; a suspect has the start to itself."""
+
+        def look() -> None:
+            if not attempt.is_suspect:
+                attempt.generation.on_tokens = None
+                self._unhold(replica)
+
+        is_suspect = attempt.is_suspect
+        if is_suspect:
+            self._router.hold(replica.name)
+            attempt.generation.on_tokens = look
+        replica.running[attempt] = None
+        attempt.is_running = True
+        try:
+            yield
+        finally:
+            attempt.is_running = False
+            del replica.running[attempt]
+            if is_suspect and attempt.generation.on_tokens is not None:
+                attempt.generation.on_tokens = None
+                self._unhold(replica)
+
+    def _unhold(self, replica: Replica) -> None:
+        self._router.unhold(replica.name)
+        self._line.call_next()
+
+    def _released(self, dispatch: Dispatch, generation: Generation, request_id: str) -> None:
+        is_whole = generation.finish_reason in ("stop", "length")
+        is_its_own = is_whole and generation.request_id == request_id
+        generated = generation.parts[-1].count if is_its_own else None
+        self._router.release(dispatch, generated=generated, now=anyio.current_time())
+        self._line.call_next()
+        self._gone.ring()
+
+
+def _has_more_to_come(attempt: Attempt) -> bool:
+    """Whether an abort was ours, or by a deadline that has been put off since."""
+    is_early = attempt.was_held and anyio.current_time() < attempt.deadline
+    return attempt.is_interrupted or is_early

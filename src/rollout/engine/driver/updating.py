@@ -1,0 +1,277 @@
+"""Which weights the replicas of a pool are to have, and how they get them."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import anyio
+import msgspec
+
+from rollout.engine.driver.delivery import Delivery, check_gpus
+from rollout.engine.weights import DiskWeights, DistributedWeights, TensorWeights
+from rollout.engine.wire.operations import LoadWeights
+from rollout.engine.wire.staging import stage, unstage
+from rollout.errors import ChannelError, EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from rollout.engine.driver.channel import Channel
+    from rollout.engine.driver.keeping import Replica
+    from rollout.engine.driver.requests import Requests
+    from rollout.engine.routing import Router
+    from rollout.engine.weights import UpdateMode, WeightSource
+
+logger = logging.getLogger("rollout.engine")
+
+#: Why a replica that started waits.
+UNREACHED = "the current ones were sent once, or are in the memory of the driver's machine"
+#: What the router takes a replica's version for while it gets other weights: nobody asks for it.
+NO_WEIGHTS = -1
+
+
+class Weights:
+    """Weights that replicas were told to load.
+
+    Attributes:
+        version: What the tokens sampled with them are stamped with.
+        source: Where they find them.
+        is_staged: Those are files of ours.
+        delivery: How they reach the replicas, where they are sent to them.
+    """
+
+    def __init__(
+        self, version: int, source: DiskWeights | DistributedWeights, *, is_staged: bool = False
+    ) -> None:
+        self.version = version
+        self.source = source
+        self.is_staged = is_staged
+        self.delivery: Delivery | None = None
+
+    def can_reach(self, replica: Replica) -> bool:
+        """Whether a replica that has just started can still get them."""
+        if isinstance(self.source, DistributedWeights):
+            return False
+        return replica.is_here or not self.is_staged
+
+    def discard(self) -> None:
+        """They are not needed any more; harmless when called again."""
+        if self.is_staged and isinstance(self.source, DiskWeights):
+            unstage(self.source.path)
+
+
+class Updating:
+    """The current weights of a pool, and their changes, one after the other.
+
+    All replicas that serve have the current weights, or none of them has: one about which that is
+    not certain is started again, and does not serve before it has them.
+
+    Args:
+        limit_s: How long a replica may load, and how long it may take to end requests before.
+        changed: Called when replicas may get requests again.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        requests: Requests,
+        replicas: Collection[Replica],
+        *,
+        limit_s: float,
+        changed: Callable[[], None],
+    ) -> None:
+        self._router = router
+        self._requests = requests
+        self._replicas = replicas
+        self._limit_s = limit_s
+        self._changed = changed
+        self._current: Weights | None = None
+        self._kept: list[Weights] = []
+        self._changed_again = anyio.Event()
+
+    async def bring_up(self, replica: Replica, channel: Channel) -> None:
+        """Give a replica that does not serve yet the current weights.
+
+        Raises:
+            EngineError: It cannot load them.
+            ChannelError: It was lost.
+        """
+        replica.weights = None
+        while self._current is not replica.weights:  # they may change meanwhile
+            wanted = self._current
+            if wanted is None:
+                raise EngineError(f"{replica.name}: the weights that it has were taken back")
+            try:
+                if not wanted.can_reach(replica):
+                    logger.warning("%s waits for the next weights: %s", replica.name, UNREACHED)
+                    await self._changed_again.wait()
+                else:
+                    await self._load(replica, channel, wanted)
+            except EngineError:
+                if wanted is self._current or channel.lost.is_set():
+                    raise
+
+    async def update(self, version: int, source: WeightSource, mode: UpdateMode) -> None:
+        """Have the replicas that serve load new weights, side by side.
+
+        A replica gets new requests when it has them.
+
+        Raises:
+            EngineError: None of them could; all have the weights that they had.
+        """
+        self._check_reach(source)
+        weights = await _staged(version, source)
+        self._requests.hold(running=mode != "wait")
+        try:
+            await self._change(weights, mode)
+        finally:
+            self._requests.release()
+
+    def _check_reach(self, source: WeightSource) -> None:
+        """Raise an `EngineError` where a replica that serves could not load them."""
+        serving = [replica for replica in self._replicas if replica.is_serving]
+        count = len(serving)
+        if isinstance(source, DistributedWeights) and source.world_size != count + 1:
+            raise EngineError(
+                f"world_size = {source.world_size}; expected {count + 1}: the sender and "
+                f"{count} replicas that serve"
+            )
+        for replica in serving:
+            place = None
+            if isinstance(source, DistributedWeights) and replica.machines > 1:
+                place = f"spread over {replica.machines} machines"
+            elif isinstance(source, TensorWeights) and not replica.is_here:
+                place = "on another machine than the driver"
+            if place is not None:
+                raise EngineError(
+                    f"{replica.name} is {place}, where {type(source).__name__} do not reach; "
+                    "expected DiskWeights in a directory that every machine sees"
+                )
+        if isinstance(source, DistributedWeights) and source.backend == "nccl":
+            check_gpus(serving)
+
+    async def _change(self, weights: Weights, mode: UpdateMode) -> None:
+        self._kept.append(weights)
+        before, self._current = self._current, weights
+        self._router.require_weights(weights.version)
+        serving = [replica for replica in self._replicas if replica.is_serving]
+        if isinstance(weights.source, DistributedWeights):
+            weights.delivery = Delivery(weights.source, serving)
+        self._note_change()
+        for replica in serving:
+            self._router.set_weights(replica.name, NO_WEIGHTS)
+        errors: dict[Replica, EngineError] = {}
+        async with anyio.create_task_group() as tasks:
+            for replica in serving:
+                tasks.start_soon(self._load_one, replica, weights, mode, errors)
+        is_loaded = any(replica.weights is weights for replica in self._replicas)
+        if errors and not is_loaded:
+            self._take_back(before)
+            self._discard_others()
+            raise next(iter(errors.values()))
+        self._discard_others()
+        for replica, error in errors.items():
+            _fence(replica, f"other weights are needed: {error}")
+
+    def close(self) -> None:
+        """The engines are gone."""
+        self._current = None
+        self._discard_others()
+
+    def _discard_others(self) -> None:
+        """Only the current weights are still needed."""
+        for weights in self._kept:
+            if weights is not self._current:
+                weights.discard()
+        self._kept = [weights for weights in self._kept if weights is self._current]
+
+    def _note_change(self) -> None:
+        self._changed_again.set()
+        self._changed_again = anyio.Event()
+
+    def _take_back(self, before: Weights | None) -> None:
+        """Nobody could load the new weights: who has the old ones goes on with them."""
+        self._current = before
+        self._note_change()
+        self._router.require_weights(before.version if before else None)
+        for replica in self._replicas:
+            channel = replica.channel
+            if channel is not None and replica.is_serving and replica.weights is before:
+                version = channel.info.weight_version
+                self._router.set_weights(replica.name, version)
+            else:
+                _fence(replica, "its weights were taken back")
+        self._changed()
+
+    async def _load_one(
+        self,
+        replica: Replica,
+        weights: Weights,
+        mode: UpdateMode,
+        errors: dict[Replica, EngineError],
+    ) -> None:
+        """A refusal is noted; a replica that is lost meanwhile gets them when it comes back."""
+        channel = replica.channel
+        assert channel is not None  # it serves
+        try:
+            if mode != "in_place":
+                await self._empty(replica, is_patient=mode == "wait")
+            await self._load(replica, channel, weights)
+        except ChannelError:
+            return
+        except EngineError as error:
+            errors[replica] = error
+            return
+        for attempt in replica.running:  # those that stood still in their place
+            attempt.release()
+        if replica.channel is channel and replica.is_serving:
+            self._router.set_weights(replica.name, weights.version)
+            self._changed()
+
+    async def _empty(self, replica: Replica, *, is_patient: bool) -> None:
+        """No request is left there afterwards."""
+        if is_patient:
+            await self._requests.finish(replica)
+            return
+        with anyio.move_on_after(self._limit_s) as scope:
+            await self._requests.interrupt(replica)
+        if scope.cancelled_caught:
+            _fence(replica, f"requests have not ended {self._limit_s:g} s after their aborts")
+
+    async def _load(self, replica: Replica, channel: Channel, weights: Weights) -> None:
+        try:
+            with anyio.fail_after(self._limit_s):
+                if isinstance(weights.source, DiskWeights):
+                    await channel.command(LoadWeights(weights.version, weights.source))
+                else:
+                    assert weights.delivery is not None  # who comes later waits for others
+                    await weights.delivery.load(replica, channel, weights.version)
+        except TimeoutError:
+            error = EngineError(
+                f"{channel.name}: the weights of version {weights.version} are not loaded after "
+                f"engine.start_timeout_s = {self._limit_s:g} s"
+            )
+            channel.close(str(error))  # it may get them yet: nobody knows what it has
+            raise error from None
+        channel.info = msgspec.structs.replace(channel.info, weight_version=weights.version)
+        replica.weights = weights
+
+
+async def _staged(version: int, source: WeightSource) -> Weights:
+    """The weights where every engine of this node finds them.
+
+    Raises:
+        EngineError: There is no room for them.
+    """
+    if not isinstance(source, TensorWeights):
+        return Weights(version, source)
+    path = await anyio.to_thread.run_sync(stage, source)
+    return Weights(version, DiskWeights(path), is_staged=True)
+
+
+def _fence(replica: Replica, why: str) -> None:
+    """Have a replica started again; nothing that it has in flight is to blame."""
+    if replica.channel is not None:
+        replica.is_excused = True
+        replica.channel.close(why)

@@ -1,0 +1,1 @@
+"""What runs where an engine lives, beside its core: msgspec and anyio are all that it needs."""

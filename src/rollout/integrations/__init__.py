@@ -1,0 +1,1 @@
+"""One trainer or framework each."""

@@ -1,0 +1,20 @@
+"""The one owner of a runtime's task groups, and how it is opened."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollout.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from rollout.runtime.blocking import BlockingRollout, open_rollout_blocking
+    from rollout.runtime.opening import open_rollout
+    from rollout.runtime.runtime import RolloutRuntime, RuntimeStatistics
+
+_HOMES = {
+    "rollout.runtime.blocking": ("BlockingRollout", "open_rollout_blocking"),
+    "rollout.runtime.opening": ("open_rollout",),
+    "rollout.runtime.runtime": ("RolloutRuntime", "RuntimeStatistics"),
+}
+__all__ = sorted(name for names in _HOMES.values() for name in names)  # noqa: PLE0605
+__getattr__ = lazy_exports(globals(), _HOMES)

@@ -1,0 +1,346 @@
+"""The runtime for callers without an event loop, or with one of their own."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import threading
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import anyio
+
+from rollout.bridge import Post, loop_poster, wait_future
+from rollout.engine.wire.operations import ALL_TAGS
+from rollout.errors import RolloutError
+from rollout.runtime.blocking_views import BlockingEngines, BlockingTrajectories
+from rollout.runtime.opening import open_rollout
+from rollout.scopes import open_task_group
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+    from types import TracebackType
+
+    from anyio.abc import TaskGroup
+    from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+    from rollout.batch import RolloutBatch
+    from rollout.chat import ChatTemplate
+    from rollout.config import RolloutConfig
+    from rollout.engine.weights import UpdateMode, WeightSource
+    from rollout.runtime.runtime import RolloutRuntime, RuntimeStatistics
+    from rollout.scheduling.rewards import RewardFunction
+    from rollout.types import Prompt, Trajectory
+
+T = TypeVar("T")
+
+logger = logging.getLogger("rollout")
+
+CLOSED_MEANWHILE = "the runtime was closed while this call was running"
+
+
+class _Call:
+    """One call on the runtime's loop, seen from the thread that waits for it."""
+
+    def __init__(self, function: Callable[[], Awaitable[Any]]) -> None:
+        self._function = function
+        self._scope: anyio.CancelScope | None = None
+        self._is_abandoned = False
+        self.future: Future[Any] = Future()
+
+    async def run(self) -> None:
+        """Perform the call; its result or its error goes to the future."""
+        try:
+            with anyio.CancelScope() as self._scope:
+                try:
+                    self.future.set_result(await self._function())
+                except Exception as error:
+                    self.future.set_exception(error)
+        finally:
+            if not self.future.done():
+                why = "the call was cancelled" if self._is_abandoned else CLOSED_MEANWHILE
+                self.future.set_exception(RolloutError(why))
+
+    def cancel(self) -> None:
+        """End it; on the runtime's loop."""
+        self._is_abandoned = True
+        if self._scope is not None:
+            self._scope.cancel()
+
+
+class BlockingRollout:
+    """A `RolloutRuntime` on a thread of its own; made by `open_rollout_blocking`.
+
+    Every method may be called from any thread. Ctrl-C, or any other exception that reaches a
+    caller while it waits, ends that call's trajectories, leaves as itself, and leaves the runtime
+    usable.
+    """
+
+    def __init__(
+        self, open_runtime: Callable[[], Any], backend: Literal["trio", "asyncio"]
+    ) -> None:
+        self._runtime: RolloutRuntime
+        self._inbox: MemoryObjectSendStream[_Call]
+        self._leave: anyio.Event
+        self._post: Post
+        self._calls: set[_Call] = set()
+        self._is_ready = threading.Event()
+        started: Future[None] = Future()
+        # A daemon: a caller that forgets to close must not hang the exit of its process.
+        self._thread = threading.Thread(
+            target=self._run, args=(open_runtime, backend, started), name="rollout", daemon=True
+        )
+        self._thread.start()
+        try:
+            started.result()
+        except BaseException:
+            self.close()
+            raise
+        atexit.register(self.close)
+
+    def __enter__(self) -> BlockingRollout:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The model's tokenizer and chat format."""
+        return self._runtime.template
+
+    @property
+    def engines(self) -> BlockingEngines:
+        """The engines: replicas can be added, removed and drained there while calls run."""
+        return BlockingEngines(self._runtime.engines, self._wait)
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
+    ) -> RolloutBatch:
+        """`RolloutRuntime.generate`, waited for in this thread."""
+        return self._wait(lambda: self._runtime.generate(prompts, step=step, validate=validate))
+
+    async def agenerate(
+        self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
+    ) -> RolloutBatch:
+        """`RolloutRuntime.generate`, awaited from any trio or asyncio loop in any thread.
+
+        Cancellation ends the call's trajectories and passes through.
+        """
+        call = self._start(lambda: self._runtime.generate(prompts, step=step, validate=validate))
+        try:
+            batch: RolloutBatch = await wait_future(call.future)
+        except anyio.get_cancelled_exc_class():
+            self._post(call.cancel)
+            with anyio.CancelScope(shield=True):
+                await _settled(call.future)
+            raise
+        return batch
+
+    @contextmanager
+    def stream(
+        self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
+    ) -> Iterator[BlockingTrajectories]:
+        """`RolloutRuntime.stream`: ``with … as trajectories``, an iterator of any thread.
+
+        Leaving the block cancels the rest and waits for its end.
+        """
+        opened: Future[tuple[MemoryObjectReceiveStream[Trajectory], anyio.Event]] = Future()
+
+        async def hold() -> None:
+            async with self._runtime.stream(prompts, step=step, validate=validate) as received:
+                leave = anyio.Event()
+                opened.set_result((received, leave))
+                await leave.wait()
+
+        def give_up(ended: Future[None]) -> None:
+            if not opened.done():
+                opened.set_exception(ended.exception() or RolloutError("the runtime is closed"))
+
+        call = self._start(hold)
+        call.future.add_done_callback(give_up)
+        try:
+            received, leave = opened.result()
+
+            def end() -> None:
+                self._post(leave.set)
+                self._finish(call)
+
+            yield BlockingTrajectories(received, self._wait, end)
+        except BaseException:
+            self._abandon(call)
+            raise
+        end()
+
+    def cancel(
+        self, uid: str | None = None, member: int | None = None, *, reason: str = "cancelled"
+    ) -> int:
+        """`RolloutRuntime.cancel`, from any thread, also while `generate` runs in another."""
+
+        async def cancel() -> int:
+            return self._runtime.cancel(uid, member, reason=reason)
+
+        return self._wait(cancel)
+
+    def update_weights(
+        self, *, version: int, source: WeightSource, mode: UpdateMode = "abort_and_resume"
+    ) -> None:
+        """`RolloutRuntime.update_weights`, waited for in this thread.
+
+        An exception that reaches the thread while it waits leaves the engines to it.
+        """
+        update = self._start(
+            lambda: self._runtime.update_weights(version=version, source=source, mode=mode)
+        )
+        update.future.result()
+
+    def sleep(self, level: int = 1) -> None:
+        """`RolloutRuntime.sleep`, waited for in this thread."""
+        self._start(lambda: self._runtime.sleep(level)).future.result()
+
+    def wake_up(self, tags: Iterable[str] = ALL_TAGS) -> None:
+        """`RolloutRuntime.wake_up`, waited for in this thread."""
+        self._start(lambda: self._runtime.wake_up(tags)).future.result()
+
+    def statistics(self) -> RuntimeStatistics:
+        """`RolloutRuntime.statistics`, from any thread."""
+
+        async def statistics() -> RuntimeStatistics:
+            return self._runtime.statistics()
+
+        return self._wait(statistics)
+
+    def flush_cache(self) -> None:
+        """`RolloutRuntime.flush_cache`, waited for in this thread."""
+        self._start(self._runtime.flush_cache).future.result()
+
+    def close(self) -> None:
+        """End the runtime and its thread; calls of other threads fail. Idempotent.
+
+        Raises:
+            RolloutError: It is called on the runtime's own thread, which it would wait for.
+        """
+        if threading.current_thread() is self._thread:
+            raise RolloutError("close: called on the runtime's own thread")
+        atexit.unregister(self.close)
+        self._is_ready.wait()
+        self._post(self._leave.set)
+        self._thread.join()
+
+    def _wait(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What a call returns; an exception that reaches this thread meanwhile ends the call."""
+        call = self._start(function)
+        self._finish(call)
+        result: T = call.future.result()
+        return result
+
+    def _finish(self, call: _Call) -> None:
+        """Wait for the end of a call; an exception that reaches this thread brings it about."""
+        try:
+            call.future.result()
+        except BaseException:
+            self._abandon(call)
+            raise
+
+    def _abandon(self, call: _Call) -> None:
+        """End a call, and wait until it has."""
+        if not call.future.done():
+            self._post(call.cancel)
+            call.future.exception()
+
+    def _start(self, function: Callable[[], Awaitable[Any]]) -> _Call:
+        call = _Call(function)
+        self._calls.add(call)
+        call.future.add_done_callback(lambda _: self._calls.discard(call))
+        self._post(lambda: self._accept(call))
+        # The thread may end before the callback runs, and its own sweep may have passed by then.
+        if not self._thread.is_alive():
+            self._fail_calls()
+        return call
+
+    def _accept(self, call: _Call) -> None:
+        """On the loop, but in no task of it: the call is handed to one that can start tasks."""
+        try:
+            self._inbox.send_nowait(call)
+        except (anyio.ClosedResourceError, anyio.BrokenResourceError):
+            _fail(call)
+
+    def _fail_calls(self) -> None:
+        for call in tuple(self._calls):
+            _fail(call)
+
+    def _run(self, open_runtime: Callable[[], Any], backend: str, started: Future[None]) -> None:
+        try:
+            anyio.run(self._serve, open_runtime, started, backend=backend)
+        except BaseException as error:
+            if not started.done():
+                started.set_exception(error)
+            else:
+                logger.exception("the runtime's thread failed")
+        finally:
+            self._is_ready.set()
+            self._fail_calls()
+
+    async def _serve(self, open_runtime: Callable[[], Any], started: Future[None]) -> None:
+        self._leave = anyio.Event()
+        self._post = loop_poster()
+        self._is_ready.set()
+        self._inbox, calls = anyio.create_memory_object_stream[_Call](math.inf)
+        async with open_task_group() as tasks, self._inbox:
+            tasks.start_soon(self._start_calls, calls, tasks)
+            tasks.start_soon(self._leave_while_opening, started, tasks.cancel_scope)
+            async with open_runtime() as self._runtime:
+                started.set_result(None)
+                await self._leave.wait()
+        if not started.done():
+            started.set_exception(RolloutError("the runtime was closed while it opened"))
+
+    async def _start_calls(self, calls: MemoryObjectReceiveStream[_Call], tasks: TaskGroup) -> None:
+        async with calls:
+            async for call in calls:
+                tasks.start_soon(call.run)
+
+    async def _leave_while_opening(self, started: Future[None], opening: anyio.CancelScope) -> None:
+        await self._leave.wait()
+        if not started.done():
+            opening.cancel()
+
+
+def _fail(call: _Call) -> None:
+    if not call.future.done():
+        call.future.set_exception(RolloutError("the runtime is closed"))
+
+
+async def _settled(future: Future[Any]) -> None:
+    """Wait for a future, whatever comes of it."""
+    try:
+        await wait_future(future)
+    except Exception as error:
+        logger.debug("a cancelled call ended with %r", error)
+
+
+def open_rollout_blocking(
+    config: RolloutConfig,
+    tools: Sequence[Any] = (),
+    reward: RewardFunction | None = None,
+    interactions: Sequence[Any] = (),
+    *,
+    backend: Literal["trio", "asyncio"] = "trio",
+) -> BlockingRollout:
+    """A runtime for callers without a loop, or with one of their own; use it as a context manager.
+
+    Args:
+        config, tools, reward, interactions: As for `open_rollout`.
+        backend: The loop on which async tools, rewards and agents run.
+
+    Raises:
+        As `open_rollout`.
+    """
+    return BlockingRollout(lambda: open_rollout(config, tools, reward, interactions), backend)

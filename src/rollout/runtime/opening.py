@@ -1,0 +1,141 @@
+"""Opens a runtime: tools, templates and engines, put together and taken apart in one place."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from rollout.agents.long_texts import LongTexts
+from rollout.agents.services import Services
+from rollout.bridge import WorkerThreads
+from rollout.chat.parsers import stop_token_ids
+from rollout.config import RolloutConfig
+from rollout.engine.driver.opening import open_engines
+from rollout.errors import ConfigError
+from rollout.interactions import InteractionRegistry
+from rollout.observe.tally import Tally
+from rollout.runtime.assembly import (
+    builtin_tools,
+    check_fit,
+    load_template,
+    tool_executor,
+    tool_parser,
+)
+from rollout.runtime.heap import frozen_heap
+from rollout.runtime.runtime import SLEEP_BETWEEN_BATCHES_LEVEL, RolloutRuntime
+from rollout.scheduling.reward_signatures import check_reward, of_trajectory
+from rollout.scheduling.tokenization import TokenizationCheck
+from rollout.scheduling.trajectory import TrajectoryRunner
+from rollout.scopes import OneTask, open_task_group
+from rollout.tools.providers import open_tools
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from rollout.chat import ToolParser
+    from rollout.scheduling.rewards import RewardFunction
+
+
+def open_rollout(
+    config: RolloutConfig,
+    tools: Sequence[Any] = (),
+    reward: RewardFunction | None = None,
+    interactions: Sequence[Any] = (),
+) -> AbstractAsyncContextManager[RolloutRuntime]:
+    """A runtime with its engines serving; nothing of it is left when the block has been left.
+
+    Args:
+        config: See `rollout.config`.
+        tools: Tools offered to the model beside those of ``tools.builtin``: `Tool` objects,
+            functions, which become one, or async context managers that have a list of tools, such
+            as `connect_mcp`, opened and closed with the runtime.
+        reward: ``reward(trajectory) -> float | Reward``, or verl's ``compute_score(data_source,
+            solution_str, ground_truth, extra_info)``, told by its parameters' names; sync (runs in
+            a thread) or async. A mapping with a ``score`` is a reward too.
+        interactions: Factories of simulated users, found by their names.
+
+    Raises:
+        ConfigError: The agent, the tool format or an interaction of the configuration is unknown,
+            or the reward function cannot be called like that.
+        ToolError: A tool is defined wrongly or cannot run here, or two share a name.
+        EngineError: An engine did not start, or does not fit the tokenizer.
+        RolloutError: It is left in another task than it was entered in; nothing has happened then.
+    """
+    return OneTask("open_rollout", _open(config, tools, reward, interactions))
+
+
+@asynccontextmanager
+async def _open(
+    config: RolloutConfig,
+    tools: Sequence[Any],
+    reward: RewardFunction | None,
+    interactions: Sequence[Any],
+) -> AsyncIterator[RolloutRuntime]:
+    if not isinstance(config, RolloutConfig):
+        raise ConfigError(f"config: expected a RolloutConfig, got {type(config).__name__}")
+    if reward is not None:
+        check_reward(reward)
+    registry = InteractionRegistry(interactions)
+    parser = tool_parser(config, registry)
+    builtin = await builtin_tools(config.tools)
+    async with (
+        open_tools([*builtin, *tools]) as opened,
+        _open_runtime(config, opened, reward, registry, parser) as runtime,
+    ):
+        with frozen_heap() if config.scheduling.freeze_heap else nullcontext():
+            yield runtime
+
+
+@asynccontextmanager
+async def _open_runtime(
+    config: RolloutConfig,
+    tools: Sequence[Any],
+    reward: RewardFunction | None,
+    registry: InteractionRegistry,
+    parser: ToolParser,
+) -> AsyncIterator[RolloutRuntime]:
+    threads = WorkerThreads(
+        max_threads=config.tools.max_threads, max_abandoned=config.tools.max_abandoned_threads
+    )
+    executor = tool_executor(config, tools, threads)
+    texts = LongTexts(executor.schemas())
+    tally = Tally()
+    try:
+        await executor.prepare()
+        async with open_task_group() as tasks:
+            loading = tasks.start_soon(load_template, config, threads)  # while engines start
+            async with open_engines(config) as engines:
+                await loading.wait()
+                template = loading.return_value
+                check_fit(template, engines)
+                services = Services(
+                    config=config,
+                    engines=engines,
+                    template=template,
+                    parser=parser,
+                    stop_token_ids=(
+                        *template.stop_token_ids,
+                        *stop_token_ids(parser, template.tokenizer),
+                    ),
+                    tools=executor,
+                    interactions=registry,
+                    tally=tally,
+                    threads=threads,
+                    texts=texts,
+                )
+                runner = TrajectoryRunner(
+                    services=services,
+                    reward=None if reward is None else of_trajectory(reward, template.tokenizer),
+                    tokens=TokenizationCheck(
+                        config.agent.tokenization_check, config.agent.tokenization_ignore
+                    ),
+                )
+                runtime = RolloutRuntime(config, runner, threads, tally)
+                async with runtime.serving():
+                    if config.engine.sleep_between_batches:
+                        await engines.sleep(SLEEP_BETWEEN_BATCHES_LEVEL)
+                    yield runtime
+    finally:
+        await executor.close()
+        threads.close()
+        texts.close()
