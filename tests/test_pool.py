@@ -48,7 +48,7 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     assert all(not core._aborted for core in made), "requests were left in a core"
 
 
-POOL_OPTIONS = ("policy", "wait_s", "backoff_s")
+POOL_OPTIONS = ("policy", "wait_s", "backoff_s", "last_answer_s")
 
 
 def pool_of(core: str = "WatchedCore", replicas: int = 1, **options: Any) -> EnginePool:
@@ -107,7 +107,7 @@ async def test_generate_cancelled_keeps_tokens_and_the_engine_confirms(cores: li
 async def test_generate_abort_is_lost_it_is_sent_again(
     cores: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_pool(pool_of(token_s=60.0)) as pool:
+    async with open_pool(pool_of(token_s=60.0, last_answer_s=0.0)) as pool:
         delivered: list[str] = []
         real = cores[0].abort_nowait
 

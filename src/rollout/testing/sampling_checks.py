@@ -134,11 +134,12 @@ def _expected(
 def _settings(
     config: RolloutConfig, overrides: Mapping[str, Any], is_validation: bool
 ) -> dict[str, Any]:
-    """The section that holds, with what the prompt says in its place."""
+    """The section that holds, with what the prompt says in its place: a temperature samples."""
     import attrs
 
     section = config.validation_sampling if is_validation else config.sampling
-    return attrs.asdict(section) | dict(overrides)
+    samples = {"greedy": False} if "temperature" in overrides else {}
+    return attrs.asdict(section) | samples | dict(overrides)
 
 
 def _differences(
