@@ -20,9 +20,9 @@ import pytest
 
 from fake_core import CountingCore
 from rollout.engine.driver.pool import EnginePool, open_pool
+from rollout.engine.guardian import SHARED, is_alive, name_of, remove_at_end
 from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.local_process import LocalProcess, child_command
-from rollout.engine.process.guardian import SHARED, is_alive, name_of, remove_at_end
 from rollout.engine.routing import Router
 
 HERE = Path(__file__).parent
@@ -372,7 +372,7 @@ def test_name_of_a_process_is_its_own_as_long_as_it_lives() -> None:
 
 
 def test_name_of_a_process_without_proc_is_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.engine.process.guardian._facts", lambda _: None)
+    monkeypatch.setattr("rollout.engine.guardian._facts", lambda _: None)
     name = name_of(os.getpid())
     assert is_alive(name)
     child = subprocess.Popen(["true"])

@@ -35,7 +35,7 @@ def convert_gguf(source, template, directory):
     sys.stdin.read()
     (directory / "model.safetensors").write_text(template)
 
-name = "rollout.engine.cores.transformers.conversion"
+name = "rollout.engine.gguf_conversion"
 sys.modules[name] = types.SimpleNamespace(convert_gguf=convert_gguf)
 
 from rollout.engine import model_files
@@ -134,7 +134,7 @@ def test_resolve_failing_conversion_says_why_and_leaves_nothing(
         directory.mkdir()
         raise ValueError("a tensor of no known type")
 
-    name = "rollout.engine.cores.transformers.conversion"
+    name = "rollout.engine.gguf_conversion"
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(convert_gguf=convert_gguf))
     monkeypatch.setattr(model_files, "_gguf_file", lambda: Path("model.gguf"))
     with pytest.raises(EngineError) as caught:

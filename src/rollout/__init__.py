@@ -13,6 +13,7 @@ from rollout.lazy import lazy_exports
 if TYPE_CHECKING:
     from rollout.agents import AgentContext, AgentLoop, register_agent
     from rollout.batch import RolloutBatch, collate
+    from rollout.chat.trajectory import Trajectory
     from rollout.config import (
         AgentConfig,
         ChannelConfig,
@@ -56,21 +57,13 @@ if TYPE_CHECKING:
     from rollout.runtime.opening import open_rollout
     from rollout.runtime.runtime import RolloutRuntime
     from rollout.tools import Tool, ToolResult, ToolSession, function_tool
-    from rollout.types import (
-        Cause,
-        InvalidToolCall,
-        Message,
-        Outcome,
-        Prompt,
-        Reward,
-        ToolCall,
-        Trajectory,
-    )
+    from rollout.types import Cause, InvalidToolCall, Message, Outcome, Prompt, Reward, ToolCall
 
 _HOMES = {
     "rollout.agents": ("AgentContext", "AgentLoop", "register_agent"),
     "rollout.batch": ("RolloutBatch", "collate"),
     "rollout.runtime.blocking": ("BlockingRollout", "open_rollout_blocking"),
+    "rollout.chat.trajectory": ("Trajectory",),
     "rollout.config": (
         "AgentConfig",
         "ChannelConfig",
@@ -121,7 +114,6 @@ _HOMES = {
         "Prompt",
         "Reward",
         "ToolCall",
-        "Trajectory",
     ),
 }
 

@@ -6,21 +6,46 @@ ends a running batch carries what had been collected as `partial`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from rollout.batch import RolloutBatch
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+class PartialBatch(Protocol):
+    """What an error needs to know of the `rollout.RolloutBatch` that it carries."""
+
+    @property
+    def tensors(self) -> Any:
+        """See `RolloutBatch`."""
+
+    @property
+    def samples(self) -> Sequence[Any]:
+        """See `RolloutBatch`."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """See `RolloutBatch`."""
+
+    @property
+    def trajectories(self) -> Sequence[Any]:
+        """See `RolloutBatch`."""
+
+    def save(self, directory: str | Path) -> None:
+        """See `RolloutBatch`."""
 
 
 class RolloutError(Exception):
     """Base of every error that this library raises on purpose.
 
-    `partial` is the batch collected so far where the error ended a running batch, else None.
+    `partial` is the `RolloutBatch` collected so far where the error ended a running batch, else
+    None.
     """
 
-    partial: RolloutBatch | None = None
+    partial: PartialBatch | None = None
 
     def __init__(self, *args: object) -> None:  # a signature, which `Exception` has none of
         super().__init__(*args)

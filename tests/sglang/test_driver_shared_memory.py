@@ -10,7 +10,7 @@ from driver import ask, command, is_alive, processes, prompts, schedulers, sglan
 
 from rollout.engine import open_engines
 from rollout.engine.driver.generation import Generation
-from rollout.engine.process.guardian import shared_files
+from rollout.engine.guardian import shared_files
 from rollout.errors import EngineError
 
 pytestmark = [pytest.mark.anyio, shares_an_engine]

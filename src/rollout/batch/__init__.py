@@ -1,7 +1,8 @@
 """Trajectories to tensors, and a batch to disk and back. Importing this imports torch."""
 
 from rollout.batch.collate import collate
-from rollout.batch.rollout_batch import RolloutBatch, Sample
+from rollout.batch.rollout_batch import RolloutBatch
+from rollout.batch.sample import Sample
 from rollout.batch.storage import load_trajectories
 
 __all__ = ["RolloutBatch", "Sample", "collate", "load_trajectories"]

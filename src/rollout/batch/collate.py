@@ -11,14 +11,15 @@ import torch
 from tensordict import TensorDict
 
 from rollout.batch.metrics import batch_metrics
-from rollout.batch.rollout_batch import RolloutBatch, Sample
+from rollout.batch.rollout_batch import RolloutBatch
+from rollout.batch.sample import Sample
 from rollout.chat.transcript import NO_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from rollout.chat.trajectory import Trajectory
     from rollout.chat.transcript import Transcript
-    from rollout.types import Trajectory
 
 Layout = Literal["padded", "packed"]
 

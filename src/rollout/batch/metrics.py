@@ -11,7 +11,7 @@ from rollout.types import DRIFT
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from rollout.types import Trajectory
+    from rollout.chat.trajectory import Trajectory
 
 
 #: Sums over trajectories, with the names of the metrics that they sum up.

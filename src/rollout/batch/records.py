@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from rollout.batch.rollout_batch import Sample
+from rollout.batch.sample import Sample
+from rollout.chat.trajectory import Trajectory
 from rollout.chat.transcript import SpanKind, Transcript
-from rollout.types import Cause, Message, Outcome, Prompt, Trajectory
+from rollout.types import Cause, Message, Outcome, Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -9,29 +9,10 @@ from typing import Any
 import msgspec
 from tensordict import TensorDict
 
-from rollout.types import Outcome, Trajectory
-
-
-class Sample(msgspec.Struct, kw_only=True):
-    """One row of a batch beside its tensors; the fields are those of its `Trajectory`.
-
-    `row` is the row's place in the tensors; `reward` is None where it is unknown.
-    """
-
-    uid: str
-    group: int
-    member: int
-    row: int
-    num_turns: int
-    outcome: Outcome
-    reason: str
-    limit_source: str | None
-    trainable: bool
-    reward: float | None
-    turn_scores: list[float]
-    tool_rewards: list[float]
-    metrics: dict[str, float]
-    extra: dict[str, Any]
+from rollout.batch.sample import Sample
+from rollout.batch.storage import read_batch, write_batch
+from rollout.chat.trajectory import Trajectory
+from rollout.types import Outcome
 
 
 class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
@@ -89,8 +70,6 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
                 what is needed and what there is. Nothing is left of the attempt: make room and
                 call it again.
         """
-        from rollout.batch.storage import write_batch
-
         write_batch(Path(directory), self)
 
     @classmethod
@@ -100,9 +79,7 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
         Raises:
             RolloutError: A file is missing, damaged or not of this batch; names it and says why.
         """
-        from rollout.batch.storage import read_batch
-
-        return read_batch(Path(directory))
+        return cls(**read_batch(Path(directory)))
 
     def _count(self, outcome: Outcome) -> int:
         return sum(sample.outcome is outcome for sample in self.samples)

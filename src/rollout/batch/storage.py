@@ -6,7 +6,7 @@ import hashlib
 import logging
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -23,13 +23,13 @@ from rollout.batch.records import (
     trajectory_from_line,
     trajectory_line,
 )
-from rollout.batch.rollout_batch import RolloutBatch
 from rollout.errors import RolloutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-    from rollout.types import Trajectory
+    from rollout.batch.sample import Sample
+    from rollout.chat.trajectory import Trajectory
 
 logger = logging.getLogger("rollout.batch")
 
@@ -63,7 +63,17 @@ class _Meta(msgspec.Struct, kw_only=True):
     files: dict[str, _File]
 
 
-def write_batch(directory: Path, batch: RolloutBatch) -> None:
+class Parts(Protocol):
+    """What is kept of a `RolloutBatch`."""
+
+    tensors: TensorDict
+    samples: list[Sample]
+    metrics: dict[str, float]
+    trajectories: list[Trajectory]
+    decode: Callable[[Sequence[int]], str] | None
+
+
+def write_batch(directory: Path, batch: Parts) -> None:
     """See `RolloutBatch.save`."""
     try:
         with NewFiles(directory) as files:
@@ -75,22 +85,22 @@ def write_batch(directory: Path, batch: RolloutBatch) -> None:
         raise unwritable(path, failure, files.needed) from failure
 
 
-def read_batch(directory: Path) -> RolloutBatch:
-    """See `RolloutBatch.load`."""
+def read_batch(directory: Path) -> dict[str, Any]:
+    """The fields of a `RolloutBatch`; see its `load`."""
     with _reading(directory):
         meta = _read_meta(directory / META)
         for name in FILES:
             _check_file(directory / name, meta.files[name])
         metrics = _decoded(directory / METRICS, dict[str, Number])
-        return RolloutBatch(
-            tensors=_read_tensors(directory / TENSORS, meta),
-            samples=_read_lines(directory / SAMPLES, sample_from_line),
-            metrics={name: float(value) for name, value in metrics.items()},
-            trajectories=_read_lines(directory / TRAJECTORIES, trajectory_from_line),
-        )
+        return {
+            "tensors": _read_tensors(directory / TENSORS, meta),
+            "samples": _read_lines(directory / SAMPLES, sample_from_line),
+            "metrics": {name: float(value) for name, value in metrics.items()},
+            "trajectories": _read_lines(directory / TRAJECTORIES, trajectory_from_line),
+        }
 
 
-def _write_files(files: NewFiles, batch: RolloutBatch) -> None:
+def _write_files(files: NewFiles, batch: Parts) -> None:
     entries, jagged = _entries(batch.tensors)
     files.write_tensors(TENSORS, entries)
     files.write(SAMPLES, (sample_line(sample) + b"\n" for sample in batch.samples))
@@ -102,7 +112,7 @@ def _write_files(files: NewFiles, batch: RolloutBatch) -> None:
     files.write(METRICS, [_formatted(metrics)])
     if files.failure is None:
         listed = {name: _file(files.aside(name)) for name in FILES}
-        meta = _Meta(format=FORMAT, rows=len(batch), jagged=jagged, files=listed)
+        meta = _Meta(format=FORMAT, rows=len(batch.samples), jagged=jagged, files=listed)
         files.write(META, [_formatted(meta)])
     if files.failure is None:
         files.put_in_place((*FILES, META))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from io import FileIO
     from pathlib import Path
 
-    from rollout.types import Trajectory
+    from rollout.chat.trajectory import Trajectory
 
 
 class TrajectoryFile:

@@ -15,7 +15,7 @@ from rollout.chat.drift import DRIFT_KINDS
 from rollout.chat.loading import with_template
 from rollout.cli.wrapping import column_widths, print_line, wrapped
 from rollout.engine.model_files import resolve_model
-from rollout.runtime.assembly import SIMULATED_MODEL
+from rollout.runtime.opening import SIMULATED_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -69,7 +69,7 @@ def check_template(
 
 def _loaded(model: str, *, revision: str | None, **options: Any) -> ChatTemplate:
     if model == SIMULATED_MODEL:
-        from rollout.testing import simulated_tokenizer
+        from rollout.engine.cores.simulated.tokenizer import simulated_tokenizer
 
         return with_template(
             simulated_tokenizer(), chat_template_path=options["chat_template_path"]

@@ -16,7 +16,6 @@ from rollout.cli.consoles import lasting_consoles
 from rollout.cli.exit_codes import BAD_INPUT, ENGINE_LOST, NOT_SAVED, OK, SOME_FAILED
 from rollout.cli.foreground import INTERRUPTED, Job, JobResult, run_job
 from rollout.cli.sizing import sizing_lines
-from rollout.cli.summary import count
 from rollout.cli.user_code import UserCode
 from rollout.cli.wrapping import print_line
 from rollout.config import describe_config, load_config
@@ -29,6 +28,7 @@ from rollout.errors import (
     ToolError,
 )
 from rollout.interactions import InteractionRegistry
+from rollout.plurals import count
 from rollout.scheduling.prompt_files import read_prompts
 from rollout.scheduling.prompt_names import check_names
 from rollout.types import Outcome

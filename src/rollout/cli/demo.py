@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -22,7 +22,10 @@ from rollout.config import (
 )
 from rollout.seeds import derive_seed
 from rollout.tools.calculator import calculate, calculator, format_number
-from rollout.types import Message, Prompt, Reward, ToolCall, Trajectory
+from rollout.types import Message, Prompt, Reward, ToolCall
+
+if TYPE_CHECKING:
+    from rollout.chat.trajectory import Trajectory
 
 config = RolloutConfig(
     engine=TransformersEngine(max_running=64),

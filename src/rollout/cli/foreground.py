@@ -8,17 +8,17 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import anyio
 import attrs
 
 from rollout.bridge import WorkerThreads
 from rollout.cli.progress import ProgressDisplay, show_progress
-from rollout.cli.summary import count
 from rollout.cli.trajectory_saving import appending
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
+from rollout.plurals import count
 from rollout.runtime.opening import open_rollout
 from rollout.scheduling.rewards import RewardFunction
 from rollout.scopes import open_task_group
@@ -175,7 +175,7 @@ class _Run:
             except RolloutError as error:
                 if error.partial is None:
                     raise
-                self.batch = error.partial
+                self.batch = cast("RolloutBatch", error.partial)
             self.seconds = anyio.current_time() - began
         with anyio.CancelScope(shield=True):
             try:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from rollout.batch import RolloutBatch
-    from rollout.types import Trajectory
+    from rollout.chat.trajectory import Trajectory
 
 COLUMNS = ("question", "answer", "rewards", "outcomes", "turns", "tokens")
 #: A longer question is cut to this many characters.

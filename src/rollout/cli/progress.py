@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import anyio
 import attrs
 
-from rollout.cli.summary import count
+from rollout.plurals import count
 
 if TYPE_CHECKING:
     from collections.abc import Callable

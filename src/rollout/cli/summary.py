@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from rollout.plurals import count
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -99,9 +101,3 @@ def _files(directory: Path, names: Sequence[str] | None) -> str:
 
     names = (*FILES, META) if names is None else names
     return f"{directory}: {', '.join(names) or 'none'}"
-
-
-def count(number: int, noun: str) -> str:
-    """``1 row``, ``2 rows``, ``2 trajectories``."""
-    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
-    return f"{number:,} {noun if number == 1 else plural}"

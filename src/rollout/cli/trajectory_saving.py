@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from rollout.chat.trajectory import Trajectory
 from rollout.scopes import open_task_group
-from rollout.types import Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from rollout.cli.summary import count
+from rollout.plurals import count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

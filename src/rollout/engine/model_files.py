@@ -169,7 +169,7 @@ def _embedded_model() -> Path:
 
 
 def _convert_into(target: Path) -> None:
-    from rollout.engine.cores.transformers.conversion import convert_gguf
+    from rollout.engine.gguf_conversion import convert_gguf
 
     source = _gguf_file()
     if source is None:  # it was there when the path was checked

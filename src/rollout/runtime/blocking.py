@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 
     from rollout.batch import RolloutBatch
     from rollout.chat import ChatTemplate
+    from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.runtime.runtime import RolloutRuntime, RuntimeStatistics
     from rollout.scheduling.rewards import RewardFunction
-    from rollout.types import Prompt, Trajectory
+    from rollout.types import Prompt
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio
 
+from rollout.chat.trajectory import Trajectory
 from rollout.errors import RolloutError
-from rollout.types import Trajectory
 
 if TYPE_CHECKING:
     from anyio.streams.memory import MemoryObjectReceiveStream

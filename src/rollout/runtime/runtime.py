@@ -35,12 +35,13 @@ if TYPE_CHECKING:
 
     from rollout.batch import RolloutBatch
     from rollout.chat import ChatTemplate
+    from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.observe.loop_lag import LagWindow
     from rollout.observe.tally import Tally
     from rollout.scheduling.trajectory import TrajectoryRunner
-    from rollout.types import Prompt, Trajectory
+    from rollout.types import Prompt
 
 #: Between batches a trainer needs all of the memory, and gives new weights as a rule.
 SLEEP_BETWEEN_BATCHES_LEVEL = 2

@@ -11,11 +11,12 @@ from rollout.errors import LimitExceeded, RolloutError
 from rollout.scheduling.endings import LISTED_CAUSES, BadEndings
 from rollout.scheduling.trajectory import ended_before_start
 from rollout.scopes import leaf_of
-from rollout.types import Outcome, Trajectory
+from rollout.types import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from rollout.chat.trajectory import Trajectory
     from rollout.config import SchedulingConfig
     from rollout.limits import Deadline
     from rollout.observe.tally import Tally

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from rollout.agents.context import UNRESPONSIVE
-from rollout.cli.summary import count
-from rollout.types import Outcome, Trajectory
+from rollout.plurals import count
+from rollout.types import Outcome
+
+if TYPE_CHECKING:
+    from rollout.chat.trajectory import Trajectory
 
 logger = logging.getLogger("rollout.scheduling")
 

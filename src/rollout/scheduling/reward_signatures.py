@@ -6,11 +6,12 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import ConfigError
-from rollout.types import Reward, Trajectory
+from rollout.types import Reward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from rollout.chat.trajectory import Trajectory
     from rollout.scheduling.rewards import RewardFunction
 
 #: What verl gives to a ``compute_score``, always by keyword.

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.types import Reward, Trajectory
+from rollout.types import Reward
 
 if TYPE_CHECKING:
     from rollout.bridge import WorkerThreads
+    from rollout.chat.trajectory import Trajectory
 
 #: Takes a trajectory, or what verl gives to its functions; see `reward_signatures`.
 RewardFunction = Callable[..., "RewardValue | Awaitable[RewardValue]"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.types import Trajectory
+from rollout.chat.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from rollout.scheduling.batch_run import BatchRun

@@ -16,6 +16,7 @@ from rollout.agents.base import AgentLoop, get_agent
 from rollout.agents.context import UNRESPONSIVE, AgentContext
 from rollout.agents.identity import Ending, RejectedPrompt
 from rollout.agents.services import Services
+from rollout.chat.trajectory import Trajectory
 from rollout.chat.transcript import Transcript
 from rollout.errors import (
     AgentError,
@@ -32,7 +33,7 @@ from rollout.scheduling.sampling import sampling_of
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
 from rollout.scopes import leaf_of, passing_of
 from rollout.supervision import Supervised, UnresponsiveError, is_given_up
-from rollout.types import DRIFT, Cause, Outcome, Reward, Trajectory
+from rollout.types import DRIFT, Cause, Outcome, Reward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

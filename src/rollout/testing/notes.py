@@ -10,10 +10,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rollout.batch import RolloutBatch
+    from rollout.chat.trajectory import Trajectory
     from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
     from rollout.testing.watched_tools import Use
-    from rollout.types import Prompt, Trajectory
+    from rollout.types import Prompt
 
 
 @dataclass(eq=False, slots=True)

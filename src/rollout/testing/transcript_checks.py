@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from rollout.chat.trajectory import Trajectory
     from rollout.chat.transcript import Span
     from rollout.config import RolloutConfig
     from rollout.testing.notes import Asked, Call
-    from rollout.types import Trajectory
 
 #: Outcomes of which no reward can be known.
 REWARDLESS = (Outcome.FAILED, Outcome.REJECTED, Outcome.CANCELLED)

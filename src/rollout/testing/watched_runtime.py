@@ -5,18 +5,18 @@ from __future__ import annotations
 import itertools
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 from anyio.abc import ObjectReceiveStream
 
+from rollout.chat.trajectory import Trajectory
 from rollout.config import SimulatedEngine
 from rollout.engine.cores.simulated.options import parse_scenario
 from rollout.errors import EngineError, PromptError, RolloutError
 from rollout.scheduling.rewards import is_async
 from rollout.testing.notes import Asked, Call, name_of
 from rollout.testing.operations import OPERATIONS
-from rollout.types import Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -272,7 +272,7 @@ class WatchedRuntime:
             call.failure = name_of(error)
             call.is_refused = isinstance(error, PromptError) or str(error) == _IS_CLOSED
             if isinstance(error, RolloutError) and kind == "generate":
-                call.batch = error.partial
+                call.batch = cast("RolloutBatch | None", error.partial)
             raise
         finally:
             call.ended = anyio.current_time()

@@ -40,7 +40,7 @@ from rollout.errors import ChannelError, EngineError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollout.engine.driver.connecting import Greeter
+    from rollout.engine.wire.greeting import Greeter
     from rollout.engine.wire.operations import Operation
     from rollout.token_history import TokenHistory
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rollout.engine.driver.channel import Channel
-    from rollout.engine.driver.keeping import Replica
+    from rollout.engine.driver.replica import Replica
 
 #: To remove the files that engines have loaded.
 DROP_S = 10.0

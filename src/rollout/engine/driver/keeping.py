@@ -12,11 +12,8 @@ import attrs
 
 from rollout.engine.driver.channel import Channel
 from rollout.engine.driver.connecting import connect_channel
-from rollout.engine.driver.generation import TokenCounts
-from rollout.engine.driver.recovery import Attempt
-from rollout.engine.driver.updating import Weights
-from rollout.engine.placement.base import CoreSpec, Placement
-from rollout.engine.routing import ReplicaState
+from rollout.engine.driver.replica import Replica
+from rollout.engine.placement.base import Placement
 from rollout.engine.wire.protocol import Terms
 from rollout.errors import EngineError
 from rollout.scopes import open_task_group
@@ -34,53 +31,6 @@ MAX_BACKOFF_S = 30.0
 STABLE_S = 60.0
 #: How long after its connections an engine's end may be known: who lost only those is no corpse.
 DEATH_GRACE_S = 1.0
-
-
-@attrs.define(eq=False)
-class Replica:
-    """One engine over all of its starts.
-
-    Attributes:
-        state: "starting", "serving", "restarting", "given up", "removed" or "closed".
-        starts: How often it has come to serve.
-        channel, routed: While it serves.
-        weights: What it was given last since it started; None: what it starts with.
-        machines, is_here, machine: Of where it lives; see `ReplicaHandle`.
-        running: Generations whose request is in flight there.
-        lost: Those that were when it was lost last, and how many requests were in flight in all.
-        judged: Fires when it is known whether that was a death.
-        is_drained: It is to get nothing new, whatever becomes of it meanwhile.
-        is_leaving: It is being removed.
-        is_excused: Nothing that it has in flight is to blame for its end.
-        scope: Ends it; None before it is kept.
-        gone: It has ended and is not started again.
-    """
-
-    name: str
-    spec: CoreSpec
-    weight: float = 1.0
-    state: str = "starting"
-    starts: int = 0
-    channel: Channel | None = None
-    routed: ReplicaState | None = None
-    weights: Weights | None = None
-    machines: int = 1
-    is_here: bool = True
-    machine: str = ""
-    tokens: TokenCounts = attrs.field(factory=TokenCounts)
-    running: dict[Attempt, None] = attrs.field(factory=dict)
-    lost: tuple[tuple[Attempt, ...], int] = ((), 0)
-    judged: anyio.Event = attrs.field(factory=anyio.Event)
-    is_drained: bool = False
-    is_leaving: bool = False
-    is_excused: bool = False
-    scope: anyio.CancelScope | None = None
-    gone: anyio.Event = attrs.field(factory=anyio.Event)
-
-    @property
-    def is_serving(self) -> bool:
-        """Whether it is routed to: its channel is not lost."""
-        return self.channel is not None and not self.channel.lost.is_set()
 
 
 @attrs.frozen(kw_only=True)

@@ -13,8 +13,9 @@ import attrs
 import numpy as np
 
 from rollout.engine.driver.generation import TokenCounts
-from rollout.engine.driver.keeping import Keeper, Replica
+from rollout.engine.driver.keeping import Keeper
 from rollout.engine.driver.recovery import Attempt, RecoveryCounts, RecoveryPolicy, note_death
+from rollout.engine.driver.replica import Replica
 from rollout.engine.driver.requests import LAST_ANSWER_S, Requests
 from rollout.engine.driver.sleeping import Sleeping
 from rollout.engine.driver.updating import Updating

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from rollout.engine.driver.channel import Channel
     from rollout.engine.driver.generation import Generation
-    from rollout.engine.driver.keeping import Replica
     from rollout.engine.driver.pending import PendingRequest
     from rollout.engine.driver.recovery import Attempt
+    from rollout.engine.driver.replica import Replica
     from rollout.engine.driver.waiting import Bell, WaitingLine
     from rollout.engine.routing import Dispatch, Router
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterable
 
     from rollout.engine.driver.channel import Channel
-    from rollout.engine.driver.keeping import Replica
+    from rollout.engine.driver.replica import Replica
     from rollout.engine.driver.requests import Requests
 
     Work = Callable[[Replica, Channel], Awaitable[None]]

@@ -9,16 +9,17 @@ import anyio
 import msgspec
 
 from rollout.engine.driver.delivery import Delivery, check_gpus
+from rollout.engine.driver.replica import Weights
 from rollout.engine.weights import DiskWeights, DistributedWeights, TensorWeights
 from rollout.engine.wire.operations import LoadWeights
-from rollout.engine.wire.staging import stage, unstage
+from rollout.engine.wire.staging import stage
 from rollout.errors import ChannelError, EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from rollout.engine.driver.channel import Channel
-    from rollout.engine.driver.keeping import Replica
+    from rollout.engine.driver.replica import Replica
     from rollout.engine.driver.requests import Requests
     from rollout.engine.routing import Router
     from rollout.engine.weights import UpdateMode, WeightSource
@@ -29,36 +30,6 @@ logger = logging.getLogger("rollout.engine")
 UNREACHED = "the current ones were sent once, or are in the memory of the driver's machine"
 #: What the router takes a replica's version for while it gets other weights: nobody asks for it.
 NO_WEIGHTS = -1
-
-
-class Weights:
-    """Weights that replicas were told to load.
-
-    Attributes:
-        version: What the tokens sampled with them are stamped with.
-        source: Where they find them.
-        is_staged: Those are files of ours.
-        delivery: How they reach the replicas, where they are sent to them.
-    """
-
-    def __init__(
-        self, version: int, source: DiskWeights | DistributedWeights, *, is_staged: bool = False
-    ) -> None:
-        self.version = version
-        self.source = source
-        self.is_staged = is_staged
-        self.delivery: Delivery | None = None
-
-    def can_reach(self, replica: Replica) -> bool:
-        """Whether a replica that has just started can still get them."""
-        if isinstance(self.source, DistributedWeights):
-            return False
-        return replica.is_here or not self.is_staged
-
-    def discard(self) -> None:
-        """They are not needed any more; harmless when called again."""
-        if self.is_staged and isinstance(self.source, DiskWeights):
-            unstage(self.source.path)
 
 
 class Updating:
@@ -89,6 +60,8 @@ class Updating:
         self._current: Weights | None = None
         self._kept: list[Weights] = []
         self._changed_again = anyio.Event()
+        #: How weights reach the replicas that are sent to them.
+        self._delivery: Delivery | None = None
 
     async def bring_up(self, replica: Replica, channel: Channel) -> None:
         """Give a replica that does not serve yet the current weights.
@@ -103,7 +76,7 @@ class Updating:
             if wanted is None:
                 raise EngineError(f"{replica.name}: the weights that it has were taken back")
             try:
-                if not wanted.can_reach(replica):
+                if not wanted.can_reach(is_here=replica.is_here):
                     logger.warning("%s waits for the next weights: %s", replica.name, UNREACHED)
                     await self._changed_again.wait()
                 else:
@@ -157,7 +130,7 @@ class Updating:
         self._router.require_weights(weights.version)
         serving = [replica for replica in self._replicas if replica.is_serving]
         if isinstance(weights.source, DistributedWeights):
-            weights.delivery = Delivery(weights.source, serving)
+            self._delivery = Delivery(weights.source, serving)
         self._note_change()
         for replica in serving:
             self._router.set_weights(replica.name, NO_WEIGHTS)
@@ -245,8 +218,8 @@ class Updating:
                 if isinstance(weights.source, DiskWeights):
                     await channel.command(LoadWeights(weights.version, weights.source))
                 else:
-                    assert weights.delivery is not None  # who comes later waits for others
-                    await weights.delivery.load(replica, channel, weights.version)
+                    assert self._delivery is not None  # a later one waits for other weights
+                    await self._delivery.load(replica, channel, weights.version)
         except TimeoutError:
             error = EngineError(
                 f"{channel.name}: the weights of version {weights.version} are not loaded after "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 import attrs
 
-from rollout.engine.driver.connecting import Connect
+from rollout.engine.wire.greeting import Connect
 from rollout.engine.wire.tls import TlsFiles
 
 if TYPE_CHECKING:

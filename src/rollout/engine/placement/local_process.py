@@ -16,9 +16,9 @@ import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 from anyio.streams.text import TextReceiveStream
 
+from rollout.engine.guardian import name_of
 from rollout.engine.placement.base import CoreSpec, ReplicaHandle
 from rollout.engine.process.child import ChildReady, ChildSpec
-from rollout.engine.process.guardian import name_of
 from rollout.engine.wire.tls import encrypted
 from rollout.errors import EngineError
 from rollout.scopes import open_task_group

@@ -29,7 +29,7 @@ import anyio
 import msgspec
 
 from rollout.engine.core import CORE_CLOSE_S
-from rollout.engine.process.guardian import (
+from rollout.engine.guardian import (
     GRACE_S,
     LOOK_S,
     dismiss,

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.engine.process.guardian import remove_at_end
+from rollout.engine.guardian import remove_at_end
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:

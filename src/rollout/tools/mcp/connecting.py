@@ -19,6 +19,7 @@ from rollout.scopes import open_task_group
 from rollout.tools.mcp.link import McpLink
 from rollout.tools.mcp.links import McpLinks, OwnLinks, SharedLinks
 from rollout.tools.mcp.sdk import import_sdk
+from rollout.tools.mcp.transports import transport
 from rollout.tools.results import ToolResult, error_result
 from rollout.tools.tool import Tool, ToolContext, ToolSession
 
@@ -70,8 +71,8 @@ async def connect_mcp(
     _check(server)
     _check_numbers(connections, per_trajectory, ping_s, max_answer_bytes)
     sdk = await anyio.to_thread.run_sync(import_sdk)  # it takes seconds
-    new_transport = sdk.transport(
-        server, env=env, cwd=cwd, headers=headers, max_bytes=max_answer_bytes
+    new_transport = transport(
+        sdk, server, env=env, cwd=cwd, headers=headers, max_bytes=max_answer_bytes
     )
 
     def new_link() -> McpLink:

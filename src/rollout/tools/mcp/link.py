@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskStatus
 
-    from rollout.tools.mcp.sdk import McpSdk, NewTransport
+    from rollout.tools.mcp.sdk import McpSdk
+    from rollout.tools.mcp.transports import NewTransport
 
 logger = logging.getLogger("rollout.tools")
 

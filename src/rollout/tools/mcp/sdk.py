@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import attrs
 
 from rollout.errors import ToolError
-from rollout.tools.mcp.stdio import open_stdio, too_long
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-    from contextlib import AbstractAsyncContextManager
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     #: Opens a transport: the file for a command's standard error, and whether the server is frozen.
-    NewTransport = Callable[[TextIO, Callable[[], bool]], AbstractAsyncContextManager[Any]]
 
 #: Seconds for a connection, and for sending a request, over HTTP.
 CONNECT_S = 30.0
@@ -41,29 +38,6 @@ class McpSdk:
         self._types = mcp_types
         self._message = SessionMessage
         self._over_http = streamable_http_client
-
-    def transport(
-        self,
-        server: str | Sequence[str],
-        *,
-        env: Mapping[str, str] | None,
-        cwd: str | None,
-        headers: Mapping[str, str] | None,
-        max_bytes: int,
-    ) -> NewTransport:
-        """Makes a transport for each connection."""
-        if isinstance(server, str):
-            asked = {"Accept-Encoding": "identity", **(headers or {})}
-            return lambda *_: self._http_streams(server, asked, max_bytes)
-        return lambda errors, is_frozen: open_stdio(
-            self,
-            server,
-            env=env,
-            cwd=cwd,
-            errors=errors,
-            max_bytes=max_bytes,
-            is_frozen=is_frozen,
-        )
 
     def message(self, line: bytes) -> Any:
         """A line of a server as the client takes it: a message, or why it is none."""
@@ -90,9 +64,10 @@ class McpSdk:
         return "Server-sent event exceeded" in error.message
 
     @asynccontextmanager
-    async def _http_streams(
+    async def http_streams(
         self, url: str, headers: dict[str, str], max_bytes: int
     ) -> AsyncIterator[Any]:
+        """The streams to and from a server over HTTP."""
         # A call's own deadline bounds it: a server may be silent for as long as it works.
         timeout = self.http.Timeout(CONNECT_S, read=None)
         async with (
@@ -104,6 +79,14 @@ class McpSdk:
             self._over_http(url, http_client=client, max_sse_event_size=max_bytes) as streams,
         ):
             yield streams
+
+
+def too_long(max_bytes: int, size: str = "") -> str:
+    """What is said in the place of an answer that was not read."""
+    return (
+        f"the MCP server's answer has more than {max_bytes:,} bytes{size}, and was not read "
+        "(connect_mcp: max_answer_bytes)"
+    )
 
 
 def bounded_bodies(http: Any, max_bytes: int) -> Callable[[Any], Awaitable[None]]:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import attrs
 
+from rollout.tools.mcp.sdk import too_long
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
@@ -155,14 +157,6 @@ def _message(sdk: McpSdk, line: bytes | LongLine, max_bytes: int) -> Any:
             return None
         return sdk.refusal(request_id, too_long(max_bytes, f" ({line.size:,})"))
     return sdk.message(line) if line.strip() else None
-
-
-def too_long(max_bytes: int, size: str = "") -> str:
-    """What is said in the place of an answer that was not read."""
-    return (
-        f"the MCP server's answer has more than {max_bytes:,} bytes{size}, and was not read "
-        "(connect_mcp: max_answer_bytes)"
-    )
 
 
 async def _write(

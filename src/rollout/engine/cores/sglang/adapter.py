@@ -20,9 +20,10 @@ from rollout.engine.core import EngineInfo
 from rollout.engine.cores.devices import gpu_of
 from rollout.engine.cores.sglang import plugin
 from rollout.engine.cores.sglang.arguments import Options, engine_arguments
+from rollout.engine.cores.sglang.stream_hook import STREAM_VARIABLE
 from rollout.engine.cores.sglang.upkeep import SGLangUpkeep, fields_of
+from rollout.engine.guardian import mapped_files, remove, remove_at_end, shared_files
 from rollout.engine.model_files import resolve_model
-from rollout.engine.process.guardian import mapped_files, remove, remove_at_end, shared_files
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class SGLang:
     def __init__(self, options: Options) -> None:
         os.environ[plugin.ENGINE_VARIABLE] = "1"
         gathered = f"{options.stream_interval} {options.stream_interval_s}"
-        os.environ[plugin.STREAM_VARIABLE] = gathered
+        os.environ[STREAM_VARIABLE] = gathered
         if options.has_memory_saver:  # it captures graphs where they cannot be released, else
             os.environ.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
         if options.is_cpu:

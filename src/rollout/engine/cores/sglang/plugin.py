@@ -14,8 +14,6 @@ from importlib.metadata import entry_points
 CPU_VARIABLE = "ROLLOUT_SGLANG_CPU"
 #: Set to "1" in engines of ours.
 ENGINE_VARIABLE = "ROLLOUT_SGLANG_ENGINE"
-#: How tokens are gathered in engines of ours: how many at most, and for how many seconds.
-STREAM_VARIABLE = "ROLLOUT_SGLANG_STREAM"
 #: Where SGLang looks for `hooks`, and what it finds there.
 HOOKS_GROUP, HOOKS = "sglang.srt.plugins", "rollout.engine.cores.sglang.plugin:hooks"
 PLATFORM = "rollout.engine.cores.sglang.cpu_platform.CpuPlatform"

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.clocks import monotonic
 from rollout.engine.cores.pacing import Pace
-from rollout.engine.cores.sglang.plugin import STREAM_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+#: How tokens are gathered in engines of ours: how many at most, and for how many seconds.
+STREAM_VARIABLE = "ROLLOUT_SGLANG_STREAM"
 STREAMER = "sglang.srt.managers.scheduler_components.output_streamer"
 #: On a request of SGLang's: when its tokens left last, and when they could have.
 TIMES = "rollout_times"

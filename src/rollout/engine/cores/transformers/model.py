@@ -28,8 +28,8 @@ from rollout.engine.cores.transformers.attention import (
     register_backend,
 )
 from rollout.engine.cores.transformers.kv import KeyValueCache
-from rollout.engine.cores.transformers.quiet import quiet_transformers
 from rollout.engine.model_files import resolve_model
+from rollout.engine.quiet import quiet_transformers
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:

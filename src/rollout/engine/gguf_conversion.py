@@ -9,7 +9,7 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from rollout.engine.cores.transformers.quiet import quiet_transformers
+from rollout.engine.quiet import quiet_transformers
 
 if TYPE_CHECKING:
     from pathlib import Path
