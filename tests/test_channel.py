@@ -12,10 +12,11 @@ import pytest
 from trio.testing import MockClock
 
 from fake_core import CountingCore
-from rollout.engine import client_session, frames
 from rollout.engine.core import Chunk, GenerationRequest, SamplingParams
 from rollout.engine.driver.generation import Generation
+from rollout.engine.process import client_session
 from rollout.engine.process.histories import HistoryStore
+from rollout.engine.wire import frames
 from rollout.engine.wire.protocol import DriverFacts, SendWhole, Submit, Terms
 from rollout.errors import ChannelError
 from rollout.token_history import TokenHistory

@@ -470,7 +470,7 @@ def test_cli_check_refuses_gpus_that_are_not_there_and_prompts_beyond_the_contex
 
 
 def test_cli_check_finds_no_gpu_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollout import gpus
+    from rollout.cli import gpus
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError
@@ -483,7 +483,7 @@ def test_cli_check_finds_no_gpu_where_there_is_no_driver(monkeypatch: pytest.Mon
 def test_cli_check_asks_the_engines_interpreter_for_its_gpus(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollout import gpus
+    from rollout.cli import gpus
 
     monkeypatch.setattr(gpus, "_DRIVERS", ("/",))
     python = folder / "python"

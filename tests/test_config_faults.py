@@ -290,7 +290,14 @@ def test_config_placement_without_kind_is_a_local_process() -> None:
     assert config.engine == TransformersEngine(replicas=2)
 
 
-NUMBERS = (True, "1", b"1", [1], {}, object(), 1 + 0j)
+class Foreign:
+    """Of no type that a configuration knows; named alike in every process that collects tests."""
+
+    def __repr__(self) -> str:
+        return "Foreign()"
+
+
+NUMBERS = (True, "1", b"1", [1], {}, Foreign(), 1 + 0j)
 STRINGS = (1, 0.5, True, b"text", ["text"], {}, PurePosixPath("x"), "", "  ")
 WRONG: dict[tuple[type, str], tuple[object, ...]] = {
     (ModelConfig, "path"): (None, *STRINGS),
@@ -304,7 +311,7 @@ WRONG: dict[tuple[type, str], tuple[object, ...]] = {
     (TransformersEngine, "dtype"): (None, "int8", "BFLOAT16", 16, True, ["auto"], ""),
     (TransformersEngine, "device"): (None, *STRINGS),
     (TransformersEngine, "context_length"): (0, 1.0, "8192", True),
-    (SimulatedEngine, "scenario"): (None, "x", [("a", 1)], 3, {"a": object()}, {1: 2}, {"a": {1}}),
+    (SimulatedEngine, "scenario"): (None, "x", [("a", 1)], 3, {"a": Foreign()}, {1: 2}, {"a": {1}}),
     (SGLangEngine, "tensor_parallel"): (None, 0, 1.0, *NUMBERS),
     (SGLangEngine, "memory_fraction"): (None, 0, 1, 1.0, 1.5, -0.1, math.nan, *NUMBERS),
     (SGLangEngine, "server_args"): (None, "x", {"a": math.nan}, {"a": [1, {"b": b""}]}),

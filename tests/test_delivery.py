@@ -14,13 +14,13 @@ import msgspec
 import pytest
 
 import faulty_cores
-from rollout.engine import broadcasting
 from rollout.engine.cores.devices import gpu_of
 from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.placement.base import CoreSpec, ReplicaHandle
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.routing import Router
 from rollout.engine.weights import DiskWeights, DistributedWeights
+from rollout.engine.wire import broadcasting
 from rollout.engine.wire.broadcasting import describe_tensors, receive_weights
 from rollout.engine.wire.operations import ReceiveWeights, carry_out
 from rollout.engine.wire.staging import PREFIX

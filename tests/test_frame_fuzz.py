@@ -16,8 +16,8 @@ import pytest
 from trio.testing import MockClock
 
 from fake_core import CountingCore
-from rollout.engine import protocol
 from rollout.engine.core import Chunk, EngineLoad, GenerationRequest, SamplingParams
+from rollout.engine.wire import protocol
 from rollout.engine.wire.protocol import FrameError, Terms, encoder
 from rollout.token_history import TokenHistory
 from wires import SECRET, Asker, Wire, packed

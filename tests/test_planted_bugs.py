@@ -14,12 +14,12 @@ import pytest
 
 from rollout.agents.identity import Identity
 from rollout.chat.transcript import Transcript
-from rollout.engine import client_session as host_module
 from rollout.engine.cores.simulated.model import SimulatedModel
 from rollout.engine.driver.channel import Channel
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool
 from rollout.engine.driver.recovery import Attempt
+from rollout.engine.process import client_session as host_module
 from rollout.engine.process.client_session import ClientSession
 from rollout.limits import Deadline
 from rollout.scheduling import trajectory as trajectory_module

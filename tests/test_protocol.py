@@ -9,9 +9,9 @@ import anyio
 import pytest
 from trio.testing import MockClock
 
-from rollout.engine import protocol
 from rollout.engine.core import Chunk, EngineInfo
 from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
+from rollout.engine.wire import protocol
 from rollout.engine.wire.frames import FrameStream
 from rollout.engine.wire.handshake import greet_as_client, greet_as_server, proof_of
 from rollout.engine.wire.protocol import (

@@ -17,7 +17,6 @@ import pytest
 from trio.testing import MockClock
 
 from fake_core import CountingCore
-from rollout.engine import strangers
 from rollout.engine.core import SamplingParams
 from rollout.engine.driver.connecting import connect_channel
 from rollout.engine.driver.generation import Generation
@@ -25,6 +24,7 @@ from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.placement.memory import memory_stream_pair
+from rollout.engine.process import strangers
 from rollout.engine.process.listening import PAUSE_S, accept_forever
 from rollout.engine.process.server import EngineServer
 from rollout.engine.process.strangers import STRANGER_S, YOUNG_S, Strangers, most_strangers

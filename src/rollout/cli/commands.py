@@ -115,7 +115,7 @@ def _run(arguments: argparse.Namespace, output: Console, errors: Console) -> int
 
 
 def _demo(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
-    from rollout import demo
+    from rollout.cli import demo
     from rollout.tools import calculator
 
     own = [f"scheduling.samples_per_prompt={arguments.samples}", f"seed={arguments.seed}"]
