@@ -195,6 +195,7 @@ class AgentContext:
                     session_id=self.identity.session_id,
                     prompt_ids=self.transcript.history,
                     sampling=self._sampling_of_turn(budget),
+                    priority=self.prompt.priority,
                     group_id=f"{self.identity.step}/{self.identity.uid}",
                     deadline=deadline.now.at,
                 )

@@ -337,6 +337,7 @@ class EnginePool:
             session_id: The trajectory; its requests stay on one replica while that serves well.
             prompt_ids: int32 little-endian, packed; or the trajectory's history, of which only
                 what the replica does not have is sent.
+            priority: Larger is served first, here and in the engine.
             group_id: Trajectories that begin with the same prompt; "" for one on its own.
             deadline: Clock time at which the engine ends the request by itself.
 
@@ -354,8 +355,9 @@ class EnginePool:
             info=self.info,
             policy=self._policy,
             counts=self.recoveries,
+            priority=priority,
         )
-        await self._requests.run(attempt, group_id=group_id, priority=priority)
+        await self._requests.run(attempt, group_id=group_id)
 
     def forget(self, session_id: str) -> None:
         """The trajectory has ended; nothing is kept for it."""

@@ -62,6 +62,7 @@ class Attempt:
         generation: Filled by one request after the other.
         session_id: The trajectory, for errors.
         prompt_ids: int32 little-endian, packed, or the trajectory's history.
+        priority: Larger is served first.
 
     Attributes:
         deadline: Clock time at which an engine ends it by itself.
@@ -82,10 +83,12 @@ class Attempt:
         info: EngineInfo,
         policy: RecoveryPolicy,
         counts: RecoveryCounts,
+        priority: int = 0,
     ) -> None:
         self.generation = generation
         self.session_id = session_id
         self.deadline = deadline
+        self.priority = priority
         self.deaths: list[str] = []
         self.is_interrupted = False
         self.is_running = False

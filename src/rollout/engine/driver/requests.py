@@ -74,11 +74,11 @@ class Requests:
         self._last_answer_s = last_answer_s
         self._ids = RequestIds()
 
-    async def run(self, attempt: Attempt, *, group_id: str, priority: int) -> None:
+    async def run(self, attempt: Attempt, *, group_id: str) -> None:
         """Make requests until the attempt has its answer; see `EnginePool.generate`."""
         self.active[attempt] = None
         try:
-            await self._run(attempt, group_id, priority)
+            await self._run(attempt, group_id)
         finally:
             attempt.release()
             del self.active[attempt]
@@ -119,12 +119,12 @@ class Requests:
                 await self.finish(replica)
                 is_empty = True
 
-    async def _run(self, attempt: Attempt, group_id: str, priority: int) -> None:
+    async def _run(self, attempt: Attempt, group_id: str) -> None:
         generation = attempt.generation
         backoff_s, avoid = REFUSED_BACKOFF_S, None
         while True:
             dispatch = await self._place(attempt, partial(self._ask, attempt, group_id, avoid))
-            pending = await self._send(attempt, dispatch, priority)
+            pending = await self._send(attempt, dispatch)
             avoid = dispatch.replica.name if len(self._router.replicas) > 1 else None
             if pending.is_lost or pending.is_garbled:
                 if pending.is_lost:
@@ -157,20 +157,20 @@ class Requests:
         return ask(avoid=avoid) or (ask() if avoid is not None else None)
 
     async def _place(self, attempt: Attempt, ask: Callable[[], Dispatch | None]) -> Dispatch:
-        """Wait for a place on a replica; those who wait are served in their order."""
+        """Wait for a place on a replica; those who wait are served by priority."""
         dispatch = None if self._line else ask()
         if dispatch is None and self._holds:
             attempt.hold()
         while dispatch is None:
             if not self.is_open:
                 raise attempt.failed("the engines are closed", reason=NO_ENGINE)
-            if not await self._line.wait():
+            if not await self._line.wait(attempt.priority):
                 raise attempt.failed(f"no engine is left: {self.last_failure}", reason=NO_ENGINE)
             dispatch = ask()
         self._line.call_next()  # there may be room for the next one too
         return dispatch
 
-    async def _send(self, attempt: Attempt, dispatch: Dispatch, priority: int) -> PendingRequest:
+    async def _send(self, attempt: Attempt, dispatch: Dispatch) -> PendingRequest:
         """Make one request and wait for its end."""
         replica = self._replicas[dispatch.replica.name]
         channel = replica.channel
@@ -183,7 +183,7 @@ class Requests:
             attempt.prompt_ids if history is None else b"",
             attempt.sampling,
             attempt.session_id,
-            priority,
+            attempt.priority,
         )
         with self._noting(replica, attempt):
             on_gone = partial(self._released, dispatch, attempt.generation, request.request_id)
