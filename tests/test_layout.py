@@ -24,6 +24,7 @@ FLOORS = (
     "engine.quiet",
     "engine.gguf_conversion",
     "engine.model_files",
+    "engine.model_facts",
     "engine.wire",
     "engine.cores",
     "engine.process",

@@ -27,6 +27,7 @@ from rollout.engine.core import (
 )
 from rollout.engine.cores.transformers import TransformersCore, stepping
 from rollout.engine.cores.transformers import core as core_module
+from rollout.engine.model_facts import model_fingerprint
 from rollout.engine.model_files import resolve_model
 from rollout.errors import EngineError
 from rollout.seeds import RequestIds
@@ -768,7 +769,7 @@ async def test_core_start_that_is_cancelled_leaves_nothing(tiny: str) -> None:
 async def test_core_info_is_the_same_for_every_replica(tiny: str) -> None:
     async with opened(tiny) as first, opened(tiny, dtype="bfloat16", max_running=2) as second:
         one, other = first.info, second.info
-    assert one.fingerprint == other.fingerprint
+    assert one.fingerprint == other.fingerprint == model_fingerprint(tiny)
     assert (one.vocab_size, one.eos_ids, one.context_length) == (VOCABULARY, (2,), CONTEXT)
     assert (one.max_requests, other.max_requests) == (1032, 1026)
     assert one.core == "transformers"

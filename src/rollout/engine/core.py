@@ -156,10 +156,12 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The facts about an engine that its clients must agree with.
 
     Attributes:
-        vocab_size: Ids of requests must lie in [0, vocab_size).
-        eos_ids: Ids that end a generation unless `ignore_eos`.
+        vocab_size: Ids of requests must lie in [0, vocab_size), which the driver's tokenizer must
+            fit into. 0: nobody knows.
+        eos_ids: Ids that end a generation unless `ignore_eos`; one of them is among the driver's.
+            Empty: nobody knows.
         context_length: Prompt plus generated tokens fit in it.
-        fingerprint: Names the model; replicas of one pool must agree.
+        fingerprint: Names the model; replicas of one pool must agree. Empty: nobody knows.
         max_requests: How many requests the engine holds at once, running and queued.
         weight_version: Version of the weights loaded.
         core: Name of the core, for people.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +12,14 @@ from rollout.agents import get_agent
 from rollout.agents.long_texts import LongTexts
 from rollout.agents.services import Services
 from rollout.bridge import WorkerThreads
-from rollout.chat import ChatTemplate, get_tool_parser, load_chat_template, tool_parser_names
-from rollout.chat.loading import with_template
+from rollout.chat import get_tool_parser, tool_parser_names
 from rollout.chat.parsers import stop_token_ids
 from rollout.config import RolloutConfig
 from rollout.engine.driver.opening import open_engines
-from rollout.engine.model_files import resolve_model
-from rollout.errors import AgentError, ConfigError, EngineError
+from rollout.errors import AgentError, ConfigError
 from rollout.interactions import InteractionRegistry
-from rollout.lazy import importing
 from rollout.observe.tally import Tally
+from rollout.runtime.driver_model import load_driver_model, warn_of_end_token
 from rollout.runtime.heap import frozen_heap
 from rollout.runtime.runtime import SLEEP_BETWEEN_BATCHES_LEVEL, RolloutRuntime
 from rollout.scheduling.reward_signatures import check_reward, of_trajectory
@@ -37,15 +34,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from rollout.chat import ToolParser
-    from rollout.config import ModelConfig, ToolsConfig
-    from rollout.engine.driver.pool import EnginePool
+    from rollout.config import ToolsConfig
+    from rollout.engine.wire.protocol import DriverFacts
     from rollout.scheduling.rewards import RewardFunction
     from rollout.tools import Tool
-
-logger = logging.getLogger("rollout")
-
-#: Path of the model that `rollout.testing` simulates: a byte-level tokenizer, no files.
-SIMULATED_MODEL = "simulated"
 
 
 def open_rollout(
@@ -70,7 +62,7 @@ def open_rollout(
         ConfigError: The agent, the tool format or an interaction of the configuration is unknown,
             or the reward function cannot be called like that.
         ToolError: A tool is defined wrongly or cannot run here, or two share a name.
-        EngineError: An engine did not start, or does not fit the tokenizer.
+        EngineError: An engine did not start, or refused to serve with this tokenizer.
         RolloutError: It is left in another task than it was entered in; nothing has happened then.
     """
     return OneTask("open_rollout", _open(config, tools, reward, interactions))
@@ -115,11 +107,15 @@ async def _open_runtime(
     try:
         await executor.prepare()
         async with open_task_group() as tasks:
-            loading = tasks.start_soon(load_template, config, threads)  # while engines start
-            async with open_engines(config) as engines:
+            loading = tasks.start_soon(load_driver_model, config, threads)  # while engines start
+
+            async def facts() -> DriverFacts:
                 await loading.wait()
-                template = loading.return_value
-                check_fit(template, engines)
+                return loading.return_value.facts
+
+            async with open_engines(config, facts) as engines:
+                template = loading.return_value.template
+                warn_of_end_token(template, engines.info)
                 services = Services(
                     config=config,
                     engines=engines,
@@ -209,73 +205,3 @@ def tool_parser(config: RolloutConfig, registry: InteractionRegistry) -> ToolPar
             f"agent.tool_format = {config.agent.tool_format!r}: unknown; known: {known}"
         )
     return get_tool_parser(config.agent.tool_format)
-
-
-async def load_template(config: RolloutConfig, threads: WorkerThreads) -> ChatTemplate:
-    """The tokenizer and chat format of the configuration's model.
-
-    Raises:
-        TemplateError, EngineError: They cannot be loaded.
-    """
-    model = config.model
-    if model.path == SIMULATED_MODEL:  # inline: a thread would let virtual time run away from it
-        _import_tensors()
-        if model.chat_template is None and not model.chat_template_kwargs:
-            return _simulated_template()
-        return _other_simulated_template(model)
-    return await threads.run("tokenizer", _load_tokenizer, model)
-
-
-@functools.cache
-def _simulated_template() -> ChatTemplate:
-    """One for all runtimes: harnesses open thousands of them."""
-    from rollout.engine.cores.simulated.tokenizer import simulated_tokenizer
-
-    return ChatTemplate(simulated_tokenizer())
-
-
-def _other_simulated_template(model: ModelConfig) -> ChatTemplate:
-    from rollout.engine.cores.simulated.tokenizer import simulated_tokenizer
-
-    return with_template(
-        simulated_tokenizer(),
-        chat_template_path=model.chat_template,
-        chat_template_kwargs=model.chat_template_kwargs,
-    )
-
-
-def _import_tensors() -> None:
-    """Import what `generate` needs in the end: torch, which would block the loop there."""
-    with importing:
-        import rollout.batch  # noqa: F401
-
-
-def _load_tokenizer(model: ModelConfig) -> ChatTemplate:
-    _import_tensors()
-    return load_chat_template(
-        resolve_model(model.path, model.revision),
-        revision=model.revision,
-        trust_remote_code=model.trust_remote_code,
-        chat_template_path=model.chat_template,
-        chat_template_kwargs=model.chat_template_kwargs,
-    )
-
-
-def check_fit(template: ChatTemplate, engines: EnginePool) -> None:
-    """An engine of another model would answer with ids that mean something else.
-
-    Raises:
-        EngineError: The tokenizer has ids that the engine does not know.
-    """
-    if template.vocab_size > engines.info.vocab_size:
-        raise EngineError(
-            f"the tokenizer knows {template.vocab_size} ids, the engine's model "
-            f"{engines.info.vocab_size}: they do not belong together"
-        )
-    if template.eos_token_id not in engines.info.eos_ids:
-        logger.warning(
-            "the tokenizer's end token %s is not among the engine's %s; it is sent as a stop "
-            "token with each request",
-            template.eos_token_id,
-            engines.info.eos_ids,
-        )

@@ -130,7 +130,7 @@ class TrajectoryRunner:
             raise RejectedPrompt("bad_sampling", str(error)) from None
         vocab_size = self.services.engines.info.vocab_size
         foreign = [token for token in sampling.stop_token_ids if token >= vocab_size]
-        if foreign:
+        if foreign and vocab_size:
             raise RejectedPrompt(
                 "bad_sampling",
                 f"sampling.stop_token_ids: {foreign[0]} is outside the engine's vocabulary of "

@@ -14,7 +14,7 @@ from rollout.engine.driver.channel import Channel
 from rollout.engine.driver.connecting import connect_channel
 from rollout.engine.driver.replica import Replica
 from rollout.engine.placement.base import Placement
-from rollout.engine.wire.protocol import Terms
+from rollout.engine.wire.protocol import DriverFacts, Terms
 from rollout.errors import EngineError
 from rollout.scopes import open_task_group
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.engine")
 
+FactsGiver = Callable[[], Awaitable[DriverFacts]]
+
 #: The longest pause before a replica is started again.
 MAX_BACKOFF_S = 30.0
 #: A replica that served this long died of something new: its next pause is the first one again.
@@ -33,12 +35,18 @@ STABLE_S = 60.0
 DEATH_GRACE_S = 1.0
 
 
+async def nothing_known() -> DriverFacts:
+    """The facts of a driver that takes nothing for granted."""
+    return DriverFacts()
+
+
 @attrs.frozen(kw_only=True)
 class Keeper:
     """Starts replicas, and starts them again when they die.
 
     Attributes:
         terms: Of the channels; None takes the defaults.
+        facts: Gives what the driver takes for granted of the engines.
         start_timeout_s: From the start of a replica to its answer to the hello.
         backoff_s: Pause before the first restart; doubled at each further death or failed start.
         max_start_failures: Failed starts in a row after which it is given up.
@@ -49,6 +57,7 @@ class Keeper:
 
     placement: Placement
     terms: Terms | None
+    facts: FactsGiver
     start_timeout_s: float
     backoff_s: float
     max_start_failures: int
@@ -106,7 +115,12 @@ class Keeper:
         async with (
             self.placement.open_replica(name, replica.spec, self.start_timeout_s) as handle,
             connect_channel(
-                name, handle.connect, handle.secret, replica.tokens, terms=self.terms
+                name,
+                handle.connect,
+                handle.secret,
+                replica.tokens,
+                terms=self.terms,
+                facts=await self.facts(),
             ) as channel,
         ):
             replica.machines, replica.is_here = handle.machines, handle.is_here

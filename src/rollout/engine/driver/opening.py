@@ -36,6 +36,8 @@ from rollout.errors import EngineError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from rollout.engine.driver.keeping import FactsGiver
+
 
 def core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
     """Which core serves this configuration, with its arguments for one replica.
@@ -186,8 +188,13 @@ async def open_placement(config: RolloutConfig) -> AsyncIterator[Placement]:
 
 
 @asynccontextmanager
-async def open_engines(config: RolloutConfig) -> AsyncIterator[EnginePool]:
+async def open_engines(
+    config: RolloutConfig, facts: FactsGiver | None = None
+) -> AsyncIterator[EnginePool]:
     """The engines of a configuration, all serving; none is left when the block has been left.
+
+    Args:
+        facts: Gives what the driver takes for granted of them; awaited before each connects.
 
     Raises:
         EngineError: One of them did not start, with what it said.
@@ -209,6 +216,7 @@ async def open_engines(config: RolloutConfig) -> AsyncIterator[EnginePool]:
             policy=config.recovery.policy,
             wait_s=config.recovery.wait_s,
             terms=channel_terms(config),
+            facts=facts,
             backoff_s=config.recovery.backoff_s,
             max_start_failures=config.recovery.max_start_failures,
             last_answer_s=last_answer_s(config.limits.cleanup_s),

@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 
 from rollout.engine.driver.generation import TokenCounts
-from rollout.engine.driver.keeping import Keeper
+from rollout.engine.driver.keeping import Keeper, nothing_known
 from rollout.engine.driver.recovery import Attempt, RecoveryCounts, RecoveryPolicy, note_death
 from rollout.engine.driver.replica import Replica
 from rollout.engine.driver.requests import LAST_ANSWER_S, Requests
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from rollout.engine.core import EngineInfo, EngineLoad, SamplingParams
     from rollout.engine.driver.channel import Channel
     from rollout.engine.driver.generation import Generation
+    from rollout.engine.driver.keeping import FactsGiver
     from rollout.engine.placement.base import CoreSpec, Placement
     from rollout.engine.routing import Router
     from rollout.engine.weights import UpdateMode, WeightSource
@@ -73,6 +74,8 @@ class EnginePool:
         backoff_s: Pause before a replica that died is started again; doubled each time.
         max_start_failures: Failed starts in a row after which a replica is given up.
         terms: Of the channels; None takes the defaults.
+        facts: Gives what the driver takes for granted of the engines, which refuse it where they
+            know better; None: nothing.
         last_answer_s: How long a cancelled request waits for the tokens of its last answer.
 
     Attributes:
@@ -93,10 +96,12 @@ class EnginePool:
         backoff_s: float = 1.0,
         max_start_failures: int = 3,
         terms: Terms | None = None,
+        facts: FactsGiver | None = None,
         last_answer_s: float = LAST_ANSWER_S,
     ) -> None:
         self._keeper = Keeper(
             terms=terms,
+            facts=facts or nothing_known,
             placement=placement,
             start_timeout_s=start_timeout_s,
             backoff_s=backoff_s,
@@ -370,11 +375,12 @@ class EnginePool:
         data = prompt if isinstance(prompt, bytes) else prompt.packed(start)
         ids, most = np.frombuffer(data, dtype=np.int32), self.info.vocab_size
         # Negative ones are the largest as unsigned.
-        if len(ids) and ids.view(np.uint32).max() >= most:
-            at = int(np.argmax((ids < 0) | (ids >= most)))
+        if len(ids) and ids.view(np.uint32).max() >= (most or 2**31):
+            at = int(np.argmax((ids < 0) | (ids >= (most or 2**31))))
+            of = f" of {most} ids" if most else ""
             raise EngineError(
-                f"token id {ids[at]} at position {start + at} is outside the engine's vocabulary "
-                f"of {most} ids"
+                f"token id {ids[at]} at position {start + at} is outside the engine's vocabulary"
+                + of
             )
         if history is not None:
             history.checked = start + len(ids)

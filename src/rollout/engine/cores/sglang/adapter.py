@@ -8,8 +8,6 @@ and everything else of it is called on the event loop.
 from __future__ import annotations
 
 import atexit
-import hashlib
-import json
 import multiprocessing
 import os
 import signal
@@ -23,14 +21,12 @@ from rollout.engine.cores.sglang.arguments import Options, engine_arguments
 from rollout.engine.cores.sglang.stream_hook import STREAM_VARIABLE
 from rollout.engine.cores.sglang.upkeep import SGLangUpkeep, fields_of
 from rollout.engine.guardian import mapped_files, remove, remove_at_end, shared_files
+from rollout.engine.model_facts import model_fingerprint
 from rollout.engine.model_files import resolve_model
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
-
-#: Facts of a model's configuration that differ between copies of the same model.
-INCIDENTAL = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
 
 class SchedulerLoad(NamedTuple):
@@ -90,7 +86,7 @@ class SGLang:
             return
         self._request_type = GenerateReqInput
         self._request_fields = fields_of(GenerateReqInput)
-        self.info = self._describe(options)
+        self.info = self._describe(options, model_path)
         self.model_path = model_path
         self.upkeep = SGLangUpkeep(self._tokens)
 
@@ -183,17 +179,13 @@ class SGLang:
         if watchdog is not None:
             watchdog.stop()
 
-    def _describe(self, options: Options) -> EngineInfo:
+    def _describe(self, options: Options, model_path: str) -> EngineInfo:
         model = self._tokens.model_config
-        eos_ids = tuple(sorted(model.hf_eos_token_id or ()))
-        facts = model.hf_config.to_dict()
-        named = {name: value for name, value in facts.items() if name not in INCIDENTAL}
-        text = json.dumps([named, model.vocab_size, eos_ids], sort_keys=True, default=str)
         return EngineInfo(
             vocab_size=model.vocab_size,
-            eos_ids=eos_ids,
+            eos_ids=tuple(sorted(model.hf_eos_token_id or ())),
             context_length=self._tokens.max_req_input_len,
-            fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16],
+            fingerprint=model_fingerprint(model_path, options.revision),
             max_requests=options.max_running + options.max_queued,
             weight_version=options.weight_version,
             core="sglang",

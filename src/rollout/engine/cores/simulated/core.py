@@ -23,7 +23,12 @@ from rollout.engine.cores.simulated.kv_cache import KvCache
 from rollout.engine.cores.simulated.model import SimulatedModel, end_ids
 from rollout.engine.cores.simulated.options import parse_scenario
 from rollout.engine.cores.simulated.streams import Sleepers, Stream
-from rollout.engine.cores.simulated.vocabulary import EOS_ID, VOCAB_SIZE, first_bad_position
+from rollout.engine.cores.simulated.vocabulary import (
+    EOS_ID,
+    FINGERPRINT,
+    VOCAB_SIZE,
+    first_bad_position,
+)
 from rollout.engine.wire.operations import TAGS_OF_LEVEL
 
 if TYPE_CHECKING:
@@ -103,7 +108,7 @@ class SimulatedCore:
             vocab_size=VOCAB_SIZE,
             eos_ids=(EOS_ID,),
             context_length=min(options.capacity.context_length, options.kv.tokens),
-            fingerprint="simulated",
+            fingerprint=FINGERPRINT,
             max_requests=options.capacity.max_running + options.capacity.max_queued,
             weight_version=self._weight_version,
             core="simulated",

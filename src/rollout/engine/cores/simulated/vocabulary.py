@@ -12,6 +12,8 @@ from __future__ import annotations
 import re
 from array import array
 
+#: Of the simulated model; see `EngineInfo`.
+FINGERPRINT = "simulated"
 #: Ids of the special tokens, after the 256 bytes.
 SPECIAL_TOKENS = {"<|endoftext|>": 256, "<|im_start|>": 257, "<|im_end|>": 258}
 PAD_ID = 256
