@@ -231,7 +231,7 @@ async def test_turn_history_disagrees_it_is_sent_whole() -> None:
         history = history_of(list(range(100)))
         await turns(channel, history, 1)
         changed = history_of([7, *list(history.ids)[1:]])
-        changed.held_by = history.held_by
+        changed.sent_to = history.sent_to
         changed.extend(array("i", [1, 2]))
         generation = await Asker(channel).ask(changed, 3, request_id="f" * 32)
         assert list(generation.ids) == expected(2, 3)

@@ -350,7 +350,7 @@ async def test_add_replica_gets_work_and_does_not_start_twice_under_one_name(
             for number, generation in enumerate(generations):
                 tasks.start_soon(ask, pool, [5, 100 + number], 4, generation)
             await anyio.sleep(0.5)
-            assert await pool.add_replica(weight=2.0) == "engine-1"
+            assert await pool.add_replica(load_share=2.0) == "engine-1"
         assert anyio.current_time() == pytest.approx(4.5)
         assert {g.replica for g in generations} == {"engine-0", "engine-1"}
         assert pool.router.replicas[1].weight == 2.0

@@ -332,7 +332,7 @@ def _network(dice: Dice) -> Iterator[None]:
         max_read=dice.pick("max read", (None, None, 7, 100)),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rollout.engine.driver.opening.InProcess", slow)
+        patch.setattr("rollout.engine.driver.engine_opening.InProcess", slow)
         yield
 
 

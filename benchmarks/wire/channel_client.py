@@ -12,7 +12,7 @@ import anyio
 
 from rollout.bridge import loop_clock
 from rollout.engine.core import SamplingParams
-from rollout.engine.driver.connecting import connect_channel
+from rollout.engine.driver.channel_connecting import connect_channel
 from rollout.engine.driver.generation import Generation
 from rollout.engine.wire.protocol import Submit
 from rollout.seeds import RequestIds

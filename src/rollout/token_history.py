@@ -16,15 +16,15 @@ class TokenHistory:
 
     Attributes:
         ids: All of them, packed; change it by `extend` only.
-        held_by: How many of the first ids each channel's replica has, by the channel's key.
+        sent_to: How many of the first ids each channel's replica has, by the channel's key.
         checked: How many of the first ids are known to lie in the engines' vocabulary.
     """
 
-    __slots__ = ("_sum", "_sums", "checked", "held_by", "ids")
+    __slots__ = ("_sum", "_sums", "checked", "ids", "sent_to")
 
     def __init__(self) -> None:
         self.ids: array[int] = array("i")
-        self.held_by: dict[str, int] = {}
+        self.sent_to: dict[str, int] = {}
         self.checked = 0
         self._sum = 0
         self._sums = {0: 0}

@@ -25,7 +25,7 @@ from rollout.errors import (
     LimitExceeded,
 )
 from rollout.interactions import Interaction, InteractionContext, InteractionTurn
-from rollout.limits import Deadline, HeldDeadline, fail_at_deadline
+from rollout.limits import Deadline, PausableDeadline, fail_at_deadline
 from rollout.supervision import Duty, UnresponsiveError
 from rollout.tools.attempt import CallError, attempt
 from rollout.types import InvalidToolCall, Message, Outcome, Prompt, ToolCall
@@ -101,7 +101,7 @@ class AgentContext:
         self._services = services
         self._tools = tools
         self._outermost = outermost
-        self._deadline = HeldDeadline(deadline, outermost)
+        self._deadline = PausableDeadline(deadline, outermost)
         self._turn_deadline = deadline
         self._interaction: Interaction | None = None
         self._calls_asked = 0
@@ -129,7 +129,7 @@ class AgentContext:
         return self._identity
 
     @property
-    def deadline(self) -> HeldDeadline:
+    def deadline(self) -> PausableDeadline:
         """The trajectory's own."""
         return self._deadline
 
@@ -178,12 +178,12 @@ class AgentContext:
         await self.settle()
         limits = self._services.config.limits
         turn = Deadline.after(limits.turn_s, "limits.turn_s", self._deadline.now)
-        turn_deadline = HeldDeadline(turn, self._outermost)
-        deadline = HeldDeadline(
+        turn_deadline = PausableDeadline(turn, self._outermost)
+        deadline = PausableDeadline(
             Deadline.after(limits.generation_s, "limits.generation_s", turn), self._outermost
         )
         generation = Generation()
-        generation.held = (self._deadline, turn_deadline, deadline)
+        generation.pausable_deadlines = (self._deadline, turn_deadline, deadline)
         started, bounded_by = anyio.current_time(), ""
         is_over = False
         try:

@@ -17,7 +17,7 @@ from rollout.chat import ChatTemplate, get_tool_parser, load_chat_template, tool
 from rollout.chat.loading import with_template
 from rollout.chat.parsers import stop_token_ids
 from rollout.config import RolloutConfig
-from rollout.engine.driver.opening import open_engines
+from rollout.engine.driver.engine_opening import open_engines
 from rollout.engine.model_files import resolve_model
 from rollout.errors import AgentError, ConfigError, EngineError
 from rollout.interactions import InteractionRegistry

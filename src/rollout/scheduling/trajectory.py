@@ -26,7 +26,7 @@ from rollout.errors import (
     TemplateError,
     ToolError,
 )
-from rollout.limits import Deadline, HeldDeadline
+from rollout.limits import Deadline, PausableDeadline
 from rollout.scheduling.intact import restore
 from rollout.scheduling.rewards import RewardFunction, compute_reward
 from rollout.scheduling.sampling import sampling_of
@@ -74,9 +74,9 @@ class TrajectoryRunner:
                 loop, context = self._prepare(member, deadline, batch_deadline)
             except RejectedPrompt as error:
                 return rejected(member, error)
-            held = context.deadline
-            ending, cause = await self._run_agent(member, loop, context, held)
-            deadline = held.now
+            pausable = context.deadline
+            ending, cause = await self._run_agent(member, loop, context, pausable)
+            deadline = pausable.now
             discarded += context.discarded_tokens
             resumes += context.resumes
             restarts += context.restarts
@@ -153,7 +153,11 @@ class TrajectoryRunner:
         return loop, context
 
     async def _run_agent(
-        self, member: Member, loop: type[AgentLoop], context: AgentContext, deadline: HeldDeadline
+        self,
+        member: Member,
+        loop: type[AgentLoop],
+        context: AgentContext,
+        deadline: PausableDeadline,
     ) -> tuple[Ending, Cause | None]:
         work = self._supervised(f"agent {loop.__name__}", Cause)
         deadline.govern(work)

@@ -79,7 +79,7 @@ class WatchedRuntime:
         self.forgotten: set[str] = set()
         self.closed_in_s: float | None = None
         self._steps = itertools.count()
-        self._orders: list[str] = []
+        self._chosen: list[str] = []
         self._ordered = anyio.Event()
         self._runtime: RolloutRuntime | None = None
 
@@ -120,7 +120,7 @@ class WatchedRuntime:
 
     def order(self, kind: str) -> None:
         """Have something done to the replicas, beside what goes on: see `OPERATIONS`."""
-        self._orders.append(kind)
+        self._chosen.append(kind)
         self._ordered.set()
 
     async def operate(self) -> None:
@@ -128,9 +128,9 @@ class WatchedRuntime:
         while True:
             await self._ordered.wait()
             self._ordered = anyio.Event()
-            while self._orders:
+            while self._chosen:
                 with suppress(RolloutError):  # it is closing, or the replica is gone
-                    await OPERATIONS[self._orders.pop()](self._real)
+                    await OPERATIONS[self._chosen.pop()](self._real)
 
     async def settle(self) -> None:
         """Wait, shielded and with bounded patience, until no request is under way any more.

@@ -13,8 +13,8 @@ from rollout.bridge import event_type, loop_clock
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad
 from rollout.engine.driver.generation import ChunkFault, Generation, TokenCounts
 from rollout.engine.driver.heartbeat import Heartbeat
-from rollout.engine.driver.orders import Orders
-from rollout.engine.driver.pending import PendingRequest
+from rollout.engine.driver.pending_commands import PendingCommands
+from rollout.engine.driver.pending_request import PendingRequest
 from rollout.engine.wire.frames import IDLE_ACK_BYTES, FrameStream
 from rollout.engine.wire.handshake import RefusedError
 from rollout.engine.wire.protocol import (
@@ -89,7 +89,7 @@ class Channel:
         self._control = frames["control"]
         self._pending: dict[str, PendingRequest] = {}
         self._zombies: dict[str, PendingRequest] = {}
-        self._orders = Orders()
+        self._commands = PendingCommands()
         self._heartbeat = Heartbeat(frames, greeter.terms)
         self._new_event, self._now = event_type(), loop_clock()
 
@@ -169,14 +169,14 @@ class Channel:
         except FrameTooLongError as error:
             raise ChannelError(f"{self.name}: the request does not fit: {error}") from None
         if pending.history is not None:
-            pending.history.held_by[self._greeter.session] = pending.sent_tokens
+            pending.history.sent_to[self._greeter.session] = pending.sent_tokens
 
     def _what_it_lacks(
         self, pending: PendingRequest, history: TokenHistory, *, whole: bool
     ) -> tuple[int, int, bytes]:
         """How much of the prompt the replica has, the sum of that, and the ids that follow."""
         length = pending.sent_tokens
-        kept = 0 if whole else history.held_by.get(self._greeter.session, 0)
+        kept = 0 if whole else history.sent_to.get(self._greeter.session, 0)
         kept_sum = history.sum_of(kept) if kept < length else None
         if kept_sum is None:
             kept = kept_sum = 0
@@ -207,7 +207,7 @@ class Channel:
             ChannelError: The channel was lost.
         """
         if not self.lost.is_set():
-            answer = await self._orders.give(operation, self._control)
+            answer = await self._commands.give(operation, self._control)
             if answer is not None:
                 if answer.error:
                     raise EngineError(f"{self.name}: {answer.error}")
@@ -240,7 +240,7 @@ class Channel:
             case Ack(received):
                 frames.confirmed(received)
             case CommandDone():
-                self._orders.answered(message)
+                self._commands.answered(message)
                 if message.is_fatal:
                     self._lose(f"the engine is broken: {message.error}")
             case SendWhole(request_id):
@@ -282,8 +282,8 @@ class Channel:
         if chunk.finish_reason is not None:
             del self._pending[chunk.request_id]
             if pending.history is not None:  # the next turn goes on from what the replica has
-                held = pending.sent_tokens + pending.part.count
-                pending.history.held_by[self._greeter.session] = held
+                sent = pending.sent_tokens + pending.part.count
+                pending.history.sent_to[self._greeter.session] = sent
             self._end(pending, chunk.error)
 
     def _take(self, generation: Generation, chunk: Chunk) -> None:
@@ -345,11 +345,11 @@ class Channel:
         for pending in (*self._pending.values(), *self._zombies.values()):
             pending.is_lost = True
             self._end(pending, self.lost_reason)
-        self._orders.give_up()
+        self._commands.give_up()
         self._pending.clear()
         self._zombies.clear()
 
-    async def _keep(self, role: Role) -> None:
+    async def _keep_connected(self, role: Role) -> None:
         """Use one of the connections, and the ones that replace it when it breaks."""
         while True:
             reason = await self._converse(role)
@@ -426,7 +426,7 @@ class Channel:
         """Serve the connections until they are lost."""
         async with anyio.create_task_group() as tasks:
             for role in ROLES:
-                tasks.start_soon(self._keep, role)
+                tasks.start_soon(self._keep_connected, role)
             tasks.start_soon(self._beat)
             await self.lost.wait()
             tasks.cancel_scope.cancel()

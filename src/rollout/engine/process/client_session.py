@@ -14,7 +14,7 @@ import anyio
 import msgspec
 
 from rollout.engine.core import Chunk, EngineBroken, GenerationRequest
-from rollout.engine.process.loading import start_error_text
+from rollout.engine.process.core_loading import start_error_text
 from rollout.engine.process.running import Running
 from rollout.engine.wire.frames import IDLE_ACK_BYTES
 from rollout.engine.wire.operations import carry_out
@@ -348,14 +348,14 @@ class ClientSession:
             )
         for each in running.gather(chunk, self._gathered):
             self._send(each)
-        if running.held and running.held_until == math.inf:
-            running.held_until = anyio.current_time() + self._terms.stream_interval_s
-            if running.held_until < self._due:
-                self._be_awake_at(running.held_until)
+        if running.buffered and running.buffered_until == math.inf:
+            running.buffered_until = anyio.current_time() + self._terms.stream_interval_s
+            if running.buffered_until < self._due:
+                self._be_awake_at(running.buffered_until)
 
     def _release(self, running: Running) -> None:
         """Send the tokens that waited for more."""
-        for chunk in running.release():
+        for chunk in running.take_buffered():
             self._send(chunk)
 
     def _send(self, chunk: Chunk) -> None:
@@ -400,12 +400,12 @@ class ClientSession:
                         self._frames[role].send_nowait(Ping(number))
             self._due = math.inf
             for running in self.requests.values():
-                if running.held_until <= soon:
+                if running.buffered_until <= soon:
                     self._release(running)
                 if running.deadline <= now:
                     running.deadline = math.inf
                     self.abort(running.request.request_id)
-                self._due = min(self._due, running.held_until, running.deadline)
+                self._due = min(self._due, running.buffered_until, running.deadline)
             self._earlier = anyio.Event()
             with anyio.CancelScope(deadline=min(beat, self._due)):
                 await self._earlier.wait()

@@ -22,7 +22,7 @@ from rollout.config import (
 from rollout.config.engines import SGLANG_OWN
 from rollout.config.placements import gpus_of
 from rollout.engine.driver.pool import EnginePool, open_pool
-from rollout.engine.driver.requests import last_answer_s
+from rollout.engine.driver.request_runner import last_answer_s
 from rollout.engine.model_files import model_path_fault
 from rollout.engine.placement.base import CoreSpec, Placement
 from rollout.engine.placement.in_process import InProcess
@@ -204,7 +204,7 @@ async def open_engines(config: RolloutConfig) -> AsyncIterator[EnginePool]:
             specs=specs,
             router=router,
             start_timeout_s=config.engine.start_timeout_s,
-            weights=config.router.weights,
+            load_shares=config.router.weights,
             spec_of=partial(replica_spec, config),
             policy=config.recovery.policy,
             wait_s=config.recovery.wait_s,

@@ -19,7 +19,7 @@ class _Turn:
         self.scope: anyio.CancelScope | None = None
 
 
-class WaitingLine:
+class WaitQueue:
     """A line of tasks; whoever makes room lets the first one look.
 
     Args:
@@ -40,7 +40,7 @@ class WaitingLine:
     async def wait(self) -> bool:
         """Return when it is the caller's turn; False once the line's deadline has passed.
 
-        Who does not use the turn calls `call_next`; cancellation passes it on.
+        Who does not use the turn calls `wake_next`; cancellation passes it on.
         """
         turn = _Turn()
         self._turns[turn] = None
@@ -49,21 +49,21 @@ class WaitingLine:
                 await turn.came.wait()
         except BaseException:
             if self._turns.pop(turn, self) is self:
-                self.call_next()  # the turn was given to us
+                self.wake_next()  # the turn was given to us
             raise
         if turn.came.is_set():
             return True
         del self._turns[turn]
         return False
 
-    def call_next(self) -> None:
+    def wake_next(self) -> None:
         """Give the first in line its turn, if there is room."""
         if self._turns and self._has_room():
             turn = next(iter(self._turns))
             del self._turns[turn]
             turn.came.set()
 
-    def call_all(self) -> None:
+    def wake_all(self) -> None:
         """Let all of them look, because nothing is as it was."""
         for turn in self._turns:
             turn.came.set()
@@ -77,20 +77,20 @@ class WaitingLine:
                 turn.scope.deadline = deadline
 
 
-class Bell:
+class Notifier:
     """Wakes whoever waits for something to change; costs nothing where nobody does."""
 
     def __init__(self) -> None:
-        self._rung: anyio.Event | None = None
+        self._changed: anyio.Event | None = None
 
     async def wait(self) -> None:
-        """Return at the next `ring`."""
-        if self._rung is None:
-            self._rung = anyio.Event()
-        await self._rung.wait()
+        """Return at the next `notify`."""
+        if self._changed is None:
+            self._changed = anyio.Event()
+        await self._changed.wait()
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wake all who wait."""
-        if self._rung is not None:
-            self._rung.set()
-            self._rung = None
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
