@@ -201,7 +201,7 @@ class SchedulingConfig(Section):
     validation_samples_per_prompt: Count = 1
     #: Trajectories that run at once; bounds the memory of a batch.
     max_in_flight: Count = 1024
-    #: Runs fewer at once while engines are too full to remember the trajectories' histories.
+    #: Runs fewer at once while engines are too full to remember the trajectories' prefixes.
     adaptive_admission: Flag = True
     #: How often a member is run again from its start after its engine failed or was lost.
     max_retries: Natural = 2

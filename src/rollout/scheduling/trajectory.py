@@ -227,17 +227,17 @@ class TrajectoryRunner:
             failure = error
         failure = work.verdict or failure
         if failure is not None:
-            _spoil(trajectory, Outcome.FAILED, None, self._note(failure))
+            _end_without_reward(trajectory, Outcome.FAILED, None, self._note(failure))
             if work.verdict is not None:
                 trajectory.reason = UNRESPONSIVE
         elif reward is not None:
             trajectory.reward = reward.value
             trajectory.extra.update(reward.extra)
         elif member.cancel_reason is not None:
-            _spoil(trajectory, Outcome.CANCELLED, None, None)
+            _end_without_reward(trajectory, Outcome.CANCELLED, None, None)
             trajectory.reason = member.cancel_reason
         else:
-            _spoil(trajectory, Outcome.DEADLINE, deadline.source, None)
+            _end_without_reward(trajectory, Outcome.DEADLINE, deadline.source, None)
         trajectory.metrics["reward_s"] = anyio.current_time() - started
 
 
@@ -304,7 +304,7 @@ def _natural_ending(context: AgentContext) -> Ending:
     return Ending(outcome=Outcome.LENGTH, reason=reason, limit_source=context.cut_by)
 
 
-def _spoil(
+def _end_without_reward(
     trajectory: Trajectory, outcome: Outcome, source: str | None, cause: Cause | None
 ) -> None:
     """A trajectory whose reward is unknown keeps its tokens, and is not trained on."""

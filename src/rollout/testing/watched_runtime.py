@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rollout.scheduling.rewards import RewardFunction
     from rollout.testing.watched_core import WatchedCore
     from rollout.testing.watched_tools import Use
-    from rollout.token_history import TokenHistory
+    from rollout.token_prefix import TokenPrefix
     from rollout.types import Prompt
 
 #: Seconds in which whatever was ended must be gone, beside what the scenario itself delays.
@@ -192,7 +192,7 @@ class WatchedRuntime:
             generation: Generation,
             *,
             session_id: str,
-            prompt_ids: bytes | TokenHistory,
+            prompt_ids: bytes | TokenPrefix,
             sampling: SamplingParams,
             **options: Any,
         ) -> None:

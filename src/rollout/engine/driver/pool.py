@@ -25,7 +25,7 @@ from rollout.engine.weights import UPDATE_MODES
 from rollout.engine.wire.operations import ALL_TAGS
 from rollout.errors import ChannelError, EngineError
 from rollout.scopes import leaf_of, open_task_group
-from rollout.token_history import TokenHistory
+from rollout.token_prefix import TokenPrefix
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -326,7 +326,7 @@ class EnginePool:
         generation: Generation,
         *,
         session_id: str,
-        prompt_ids: bytes | TokenHistory,
+        prompt_ids: bytes | TokenPrefix,
         sampling: SamplingParams,
         priority: int = 0,
         group_id: str = "",
@@ -339,7 +339,7 @@ class EnginePool:
 
         Args:
             session_id: The trajectory; its requests stay on one replica while that serves well.
-            prompt_ids: int32 little-endian, packed; or the trajectory's history, of which only
+            prompt_ids: int32 little-endian, packed; or the trajectory's prefix, of which only
                 what the replica does not have is sent.
             group_id: Trajectories that begin with the same prompt; "" for one on its own.
             deadline: Clock time at which the engine ends the request by itself.
@@ -365,10 +365,10 @@ class EnginePool:
         """The trajectory has ended; nothing is kept for it."""
         self._router.forget(session_id)
 
-    def _check_ids(self, prompt: bytes | TokenHistory) -> None:
+    def _check_ids(self, prompt: bytes | TokenPrefix) -> None:
         """An id outside the vocabulary can kill an engine; it does not leave the driver."""
-        history = prompt if isinstance(prompt, TokenHistory) else None
-        start = history.checked if history is not None else 0
+        prefix = prompt if isinstance(prompt, TokenPrefix) else None
+        start = prefix.checked if prefix is not None else 0
         data = prompt if isinstance(prompt, bytes) else prompt.packed(start)
         ids, most = np.frombuffer(data, dtype=np.int32), self.info.vocab_size
         # Negative ones are the largest as unsigned.
@@ -378,8 +378,8 @@ class EnginePool:
                 f"token id {ids[at]} at position {start + at} is outside the engine's vocabulary "
                 f"of {most} ids"
             )
-        if history is not None:
-            history.checked = start + len(ids)
+        if prefix is not None:
+            prefix.checked = start + len(ids)
 
     # What the supervisor asks for.
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rollout.engine.core import EngineInfo, SamplingParams
     from rollout.engine.driver.generation import Generation
-    from rollout.token_history import TokenHistory
+    from rollout.token_prefix import TokenPrefix
 
 RecoveryPolicy = Literal["resume", "restart", "fail"]
 
@@ -61,7 +61,7 @@ class Attempt:
     Args:
         generation: Filled by one request after the other.
         session_id: The trajectory, for errors.
-        prompt_ids: int32 little-endian, packed, or the trajectory's history.
+        prompt_ids: int32 little-endian, packed, or the trajectory's prefix.
 
     Attributes:
         deadline: Clock time at which an engine ends it by itself.
@@ -76,7 +76,7 @@ class Attempt:
         generation: Generation,
         *,
         session_id: str,
-        prompt_ids: bytes | TokenHistory,
+        prompt_ids: bytes | TokenPrefix,
         deadline: float = math.inf,
         sampling: SamplingParams,
         info: EngineInfo,
@@ -109,8 +109,8 @@ class Attempt:
         return packed + self.generation.ids.tobytes()
 
     @property
-    def history(self) -> TokenHistory | None:
-        """That, where it is the trajectory's history and nothing else."""
+    def prefix(self) -> TokenPrefix | None:
+        """That, where it is the trajectory's prefix and nothing else."""
         if self.generation.ids or isinstance(self._prompt_ids, bytes):
             return None
         return self._prompt_ids

@@ -177,10 +177,10 @@ class RequestRunner:
         assert channel is not None  # the router offers no other
         attempt.is_interrupted = False
         attempt.resume_deadlines()
-        history = attempt.history
+        prefix = attempt.prefix
         request = Submit(
             self._ids.new(),
-            attempt.prompt_ids if history is None else b"",
+            attempt.prompt_ids if prefix is None else b"",
             attempt.sampling,
             attempt.session_id,
             priority,
@@ -189,12 +189,12 @@ class RequestRunner:
             on_gone = partial(self._released, dispatch, attempt.generation, request.request_id)
             try:
                 if channel.is_full:
-                    await channel.wait_for_room(request, history)
+                    await channel.wait_for_room(request, prefix)
             except BaseException:
                 on_gone()
                 raise
             pending = channel.submit_nowait(
-                request, attempt.generation, on_gone, history=history, deadline=attempt.deadline
+                request, attempt.generation, on_gone, prefix=prefix, deadline=attempt.deadline
             )
             await self._wait(channel, pending)
         return pending

@@ -17,14 +17,14 @@ class Running(msgspec.Struct, eq=False):
 
     Attributes:
         is_aborted: Its end was asked for before the core had it.
-        answered: Tokens of its answer that have been added to the history.
+        answered: Tokens of its answer that have been added to the prefix.
         buffered: Tokens that wait for more before they are sent, until `buffered_until`.
         deadline: Clock time at which it is aborted.
     """
 
     request: GenerationRequest
     deadline: float
-    has_history: bool
+    has_prefix: bool
     is_aborted: bool = False
     is_started: bool = False
     answered: int = 0
