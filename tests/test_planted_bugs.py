@@ -368,8 +368,8 @@ def test_checker_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch
     trajectories, seed = 0, 0
     found: list[str] = []
     while trajectories < MOST_TRAJECTORIES:
-        texts, witness = findings(seed)
-        trajectories += sum(call.members for each in witness.runtimes for call in each.calls)
+        texts, recorder = findings(seed)
+        trajectories += sum(call.members for each in recorder.runtimes for call in each.calls)
         found += texts
         if any(re.search(found_as, text) for text in texts):
             return
