@@ -3,7 +3,7 @@
 The whole library in virtual time: batches of 512 trajectories, at most 128 in flight, on one
 simulated engine with the speed of an 8B model on one GPU (a step of 12 ms and 60 µs for each
 request, 15,000 prompt tokens prefilled in a second, during which nothing is decoded). An engine
-whose memory is full puts requests back, which are prefilled again, and forgets the histories of
+whose memory is full puts requests back, which are prefilled again, and forgets the prefixes of
 trajectories that wait for a tool, least recently used first. Answers are log-normal with a long
 tail; most tools take a second or two, some a minute.
 
@@ -11,7 +11,7 @@ tail; most tools take a second or two, some a minute.
 * `mixed`: half of the groups have tools, the others are one long answer.
 * `single`: one long answer each.
 
-Each workload runs with two sizes of memory in which not all histories fit (`kv`), and with room for
+Each workload runs with two sizes of memory in which not all prefixes fit (`kv`), and with room for
 all of them (`plain`). A seed gives both runs of a pair the same trajectories. `makespan_ratio_kv`
 and `makespan_ratio_plain` are geometric means over workloads, sizes and seeds. Intervals are 95 %
 over the seeds. The controller's constants were chosen on other seeds, lengths and sizes.
@@ -204,7 +204,7 @@ class Run:
     Attributes:
         makespan_s: From the call to its end, in virtual time.
         fewest: The smallest number of trajectories that was allowed.
-        reuse: Share of the histories that engines still had when the next turn came.
+        reuse: Share of the prefixes that engines still had when the next turn came.
         preemptions: Requests put back for want of memory.
     """
 

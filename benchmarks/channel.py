@@ -11,7 +11,7 @@ bookkeeping and all; a real core adds its own work on every road.
 
 `linear_64_turns` is a trajectory's turn 64 over its turn 2, in CPU, where each turn adds the same
 tokens: 200 generated and 100 observed, 2k to 21k in all. Neither the driver nor the server looks at
-the whole history again, but a core does: `none` is one that does not, `ids` looks at every id, and
+the whole prefix again, but a core does: `none` is one that does not, `ids` looks at every id, and
 `list` makes a list of them, which is what SGLang's interface wants. `turn_us` has the turns.
 
     python benchmarks/channel.py [--quick] [--roads channel,ray,http,router]

@@ -49,7 +49,7 @@ from rollout.config import (
     SchedulingConfig,
     SGLangEngine,
 )
-from rollout.engine.driver.opening import core_spec
+from rollout.engine.driver.engine_opening import core_spec
 from rollout.engine.model_files import resolve_model
 from rollout.testing import simulated_tokenizer
 from rollout.tools import function_tool

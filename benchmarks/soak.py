@@ -4,14 +4,14 @@
 
 One runtime lives for the whole run, in virtual time: four simulated engines that die, refuse,
 repeat, reorder and garble; tools that fail and hang; callers that cancel and leave. After each
-round the witness of `rollout.testing` compares what engines, tools and callers really did with
+round the recorder of `rollout.testing` compares what engines, tools and callers really did with
 what the library says. The last line is JSON:
 
 * ``trajectories``: run and checked; ``anomalies``: broken invariants, also told as they come;
 * ``rss_start_mb``, ``rss_end_mb``, ``rss_growth``: resident memory after the warm-up and at the
   end, and the growth as a share;
 * ``virtual_hours``: on the clock of the engines;
-* ``cpu_us_per_turn``: CPU of this process for each assistant's turn, engines and witness
+* ``cpu_us_per_turn``: CPU of this process for each assistant's turn, engines and recorder
   included, the checks between rounds not.
 """
 
@@ -42,7 +42,7 @@ from rollout.engine.cores.simulated.stable import stable_share
 from rollout.interactions import ScriptedUser
 from rollout.testing import Scenario, run_virtual, tool_call
 from rollout.testing.invariants import anomalies_of
-from rollout.testing.witness import Witness
+from rollout.testing.recorder import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -171,9 +171,9 @@ class Soak:
 
     async def run(self) -> None:
         """Open the runtime, run every round and close it again."""
-        witness = Witness()
+        recorder = Recorder()
         critic = ScriptedUser(["Go on."], name="critic", scores=[0.5])
-        async with witness.open_rollout(config(), [add, nap, fail], reward, [critic]) as runtime:
+        async with recorder.open_rollout(config(), [add, nap, fail], reward, [critic]) as runtime:
             number = 0
             while self.trajectories < self.wanted:
                 await self._round(runtime, number)
@@ -182,7 +182,7 @@ class Soak:
                 if self.trajectories * REPORTS // self.wanted > self._told:
                     self._tell()
             self.virtual_s = anyio.current_time()
-        self.anomalies += witness.anomalies()
+        self.anomalies += recorder.anomalies()
 
     @property
     def _told(self) -> int:
@@ -205,7 +205,9 @@ class Soak:
             print(f"round {number}: {text}", flush=True)
             self.anomalies.append(text)
         self.trajectories += sum(call.members for call in runtime.calls)
-        self.turns += sum(each.has_spoken for call in runtime.calls for each in call.all_asked())
+        self.turns += sum(
+            each.has_output for call in runtime.calls for each in call.all_generations()
+        )
 
     def _look_at_memory(self) -> None:
         warm_up = min(WARM_UP_SHARE * self.wanted, WARM_UP)

@@ -2,8 +2,8 @@
 
 Ray is asked for no GPU. The trainer, which has joined the cluster, says where its workers sit:
 
-    seats = rollout.engine.seats_of(workers)               # ("<node>:0", "<node>:1")
-    config = load_config("conf/sglang_colocated.py", [f"placement.colocate={list(seats)}"])
+    gpu_slots = rollout.engine.gpu_slots_of(workers)               # ("<node>:0", "<node>:1")
+    config = load_config("conf/sglang_colocated.py", [f"placement.colocate={list(gpu_slots)}"])
 
 ``node:0`` below stands for such a place. The engines take what `memory_fraction` leaves to the
 trainer's weights, gradients and optimizer.

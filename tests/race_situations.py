@@ -20,7 +20,7 @@ from rollout.config import (
 from rollout.engine import DiskWeights
 from rollout.interactions import ScriptedUser
 from rollout.testing import Scenario, tool_call
-from rollout.testing.witness import Witness
+from rollout.testing.recorder import Recorder
 
 LENGTHS = LengthsConfig(prompt=1200, response=600)
 
@@ -57,7 +57,7 @@ async def length_reward(trajectory: Trajectory) -> float:
     return float(trajectory.transcript.generated_length)
 
 
-async def single_turn(witness: Witness) -> None:
+async def single_turn(recorder: Recorder) -> None:
     config = (
         Scenario(seed=1)
         .reply("", filler=40)
@@ -69,11 +69,11 @@ async def single_turn(witness: Witness) -> None:
             sampling=SamplingConfig(max_new_tokens=32),
         )
     )
-    async with witness.open_rollout(config, reward=length_reward) as runtime:
+    async with recorder.open_rollout(config, reward=length_reward) as runtime:
         await runtime.generate([user("one"), user("two")])
 
 
-async def tool_agent(witness: Witness) -> None:
+async def tool_agent(recorder: Recorder) -> None:
     calls = tool_call("add", a=2, b=3) + tool_call("nap", seconds=0.2) + tool_call("add", a=1, b=1)
     config = (
         Scenario(seed=2)
@@ -86,11 +86,11 @@ async def tool_agent(witness: Witness) -> None:
             lengths=LENGTHS,
         )
     )
-    async with witness.open_rollout(config, [add, nap], length_reward) as runtime:
+    async with recorder.open_rollout(config, [add, nap], length_reward) as runtime:
         await runtime.generate([user("a sum")])
 
 
-async def scripted_user(witness: Witness) -> None:
+async def scripted_user(recorder: Recorder) -> None:
     config = (
         Scenario(seed=3)
         .reply("start", "First answer.", filler=20)
@@ -102,11 +102,11 @@ async def scripted_user(witness: Witness) -> None:
         )
     )
     critic = ScriptedUser(["Try again."], name="critic", scores=[0.5])
-    async with witness.open_rollout(config, interactions=[critic]) as runtime:
+    async with recorder.open_rollout(config, interactions=[critic]) as runtime:
         await runtime.generate([user("start")])
 
 
-async def slow_consumer(witness: Witness) -> None:
+async def slow_consumer(recorder: Recorder) -> None:
     config = (
         Scenario(seed=4)
         .reply("", filler=20)
@@ -115,13 +115,13 @@ async def slow_consumer(witness: Witness) -> None:
             lengths=LENGTHS,
         )
     )
-    async with witness.open_rollout(config) as runtime:
+    async with recorder.open_rollout(config) as runtime:
         async with runtime.stream([user("go")]) as trajectories:
             async for _ in trajectories:
                 await anyio.sleep(0.6)  # so that the buffer is full for a while
 
 
-async def leaving_consumer(witness: Witness) -> None:
+async def leaving_consumer(recorder: Recorder) -> None:
     config = (
         Scenario(seed=5)
         .reply("quick", "ok")
@@ -132,7 +132,7 @@ async def leaving_consumer(witness: Witness) -> None:
             lengths=LENGTHS,
         )
     )
-    async with witness.open_rollout(config, [nap]) as runtime:
+    async with recorder.open_rollout(config, [nap]) as runtime:
         prompts = [user("slow", uid="slow"), user("quick", uid="quick")]
         async with runtime.stream(prompts) as trajectories:
             async for _ in trajectories:
@@ -140,7 +140,7 @@ async def leaving_consumer(witness: Witness) -> None:
         await runtime.generate([user("quick")])
 
 
-async def close_during_start(witness: Witness) -> None:
+async def close_during_start(recorder: Recorder) -> None:
     config = (
         Scenario(seed=6)
         .reply("", "ok")
@@ -148,10 +148,10 @@ async def close_during_start(witness: Witness) -> None:
         .config(engine=SimulatedEngine(replicas=3), lengths=LENGTHS)
     )
     with anyio.move_on_after(1.0):
-        async with witness.open_rollout(config) as runtime:
+        async with recorder.open_rollout(config) as runtime:
             await runtime.generate([user("never")])
     async with anyio.create_task_group() as tasks:
-        async with witness.open_rollout(
+        async with recorder.open_rollout(
             Scenario(seed=6).reply("", filler=60).config(lengths=LENGTHS)
         ) as runtime:
             tasks.start_soon(_generate_until_closed, runtime)
@@ -165,7 +165,7 @@ async def _generate_until_closed(runtime: Any) -> None:
         return
 
 
-async def changing_fleet(witness: Witness) -> None:
+async def changing_fleet(recorder: Recorder) -> None:
     """Replicas come and go, and weights change, in the middle of a batch."""
     config = (
         Scenario(seed=7)
@@ -178,7 +178,7 @@ async def changing_fleet(witness: Witness) -> None:
             lengths=LENGTHS,
         )
     )
-    async with witness.open_rollout(config) as runtime:
+    async with recorder.open_rollout(config) as runtime:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_change_fleet, runtime)
             await runtime.generate([user("one"), user("two")])
@@ -197,7 +197,7 @@ async def _change_fleet(runtime: Any) -> None:
         await engines.add_replica()
 
 
-SITUATIONS: dict[str, Callable[[Witness], Awaitable[None]]] = {
+SITUATIONS: dict[str, Callable[[Recorder], Awaitable[None]]] = {
     "single turn": single_turn,
     "tool agent with parallel calls": tool_agent,
     "scripted user": scripted_user,

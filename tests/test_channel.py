@@ -15,12 +15,12 @@ from fake_core import CountingCore
 from rollout.engine.core import Chunk, GenerationRequest, SamplingParams
 from rollout.engine.driver.generation import Generation
 from rollout.engine.process import client_session
-from rollout.engine.process.histories import HistoryStore
+from rollout.engine.process.session_prefixes import PrefixStore
 from rollout.engine.wire import frames
 from rollout.engine.wire.protocol import DriverFacts, SendWhole, Submit, Terms
 from rollout.errors import ChannelError
-from rollout.token_history import TokenHistory
-from wires import Asker, Wire, history_of, messages_of, packed
+from rollout.token_prefix import TokenPrefix
+from wires import Asker, Wire, messages_of, packed, prefix_of
 
 pytestmark = pytest.mark.anyio
 
@@ -190,14 +190,14 @@ async def test_quiet_client_with_an_open_socket_is_never_dead_to_the_server() ->
 # --- sessions
 
 
-async def turns(channel: Any, history: TokenHistory, count: int) -> list[int]:
+async def turns(channel: Any, prefix: TokenPrefix, count: int) -> list[int]:
     """So many turns of one trajectory; the bytes of ids that each sent."""
     asker, sent = Asker(channel), messages_of(channel, "data")
     for number in range(count):
-        generation = await asker.ask(history, 5)
-        assert list(generation.ids) == expected(history.ids[-1], 5)
-        history.extend(generation.ids)
-        history.extend(array("i", [10 + number, 20 + number]))
+        generation = await asker.ask(prefix, 5)
+        assert list(generation.ids) == expected(prefix.ids[-1], 5)
+        prefix.extend(generation.ids)
+        prefix.extend(array("i", [10 + number, 20 + number]))
     return [len(message.ids) // 4 for message in sent if isinstance(message, Submit)]
 
 
@@ -205,47 +205,47 @@ async def test_turns_send_only_what_the_replica_does_not_have() -> None:
     core = RememberingCore()
     wire = Wire(core)
     async with wire.channel() as channel:
-        history = history_of(list(range(100)))
-        assert await turns(channel, history, 6) == [100, 2, 2, 2, 2, 2]
-    whole = list(history.ids)
+        prefix = prefix_of(list(range(100)))
+        assert await turns(channel, prefix, 6) == [100, 2, 2, 2, 2, 2]
+    whole = list(prefix.ids)
     assert [list(array("i", prompt)) for prompt in core.prompts] == [
         whole[: 100 + 7 * turn] for turn in range(6)
     ]
 
 
-async def test_turn_history_was_evicted_it_is_sent_whole() -> None:
+async def test_turn_prefix_was_evicted_it_is_sent_whole() -> None:
     core = RememberingCore()
-    wire = Wire(core, history_bytes=4 * 150)
+    wire = Wire(core, prefix_bytes=4 * 150)
     async with wire.channel() as channel:
-        one, other = history_of(list(range(100))), history_of(list(range(50, 140)))
-        for history in (one, other, one, other):
-            await turns(channel, history, 1)
+        one, other = prefix_of(list(range(100))), prefix_of(list(range(50, 140)))
+        for prefix in (one, other, one, other):
+            await turns(channel, prefix, 1)
     assert [len(prompt) // 4 for prompt in core.prompts] == [100, 90, 107, 97]
     assert core.prompts[2] == one.packed(0, 107)
 
 
-async def test_turn_history_disagrees_it_is_sent_whole() -> None:
+async def test_turn_prefix_disagrees_it_is_sent_whole() -> None:
     core = RememberingCore()
     wire = Wire(core)
     async with wire.channel() as channel:
-        history = history_of(list(range(100)))
-        await turns(channel, history, 1)
-        changed = history_of([7, *list(history.ids)[1:]])
-        changed.held_by = history.held_by
+        prefix = prefix_of(list(range(100)))
+        await turns(channel, prefix, 1)
+        changed = prefix_of([7, *list(prefix.ids)[1:]])
+        changed.sent_to = prefix.sent_to
         changed.extend(array("i", [1, 2]))
         generation = await Asker(channel).ask(changed, 3, request_id="f" * 32)
         assert list(generation.ids) == expected(2, 3)
     assert core.prompts[-1] == changed.packed()
 
 
-async def test_turn_cancelled_while_the_history_is_missing_leaves_no_zombie() -> None:
-    wire = Wire(RememberingCore(), history_bytes=0)
+async def test_turn_cancelled_while_the_prefix_is_missing_leaves_no_zombie() -> None:
+    wire = Wire(RememberingCore(), prefix_bytes=0)
     wire.latency_s = 0.5
     async with wire.channel() as channel:
-        asker, history = Asker(channel), history_of(list(range(100)))
-        await asker.ask(history, 2)
-        history.extend(array("i", [5]))
-        _, pending = asker.submit(history, 2)
+        asker, prefix = Asker(channel), prefix_of(list(range(100)))
+        await asker.ask(prefix, 2)
+        prefix.extend(array("i", [5]))
+        _, pending = asker.submit(prefix, 2)
         channel.abandon_nowait(pending)
         assert channel.zombies == 1
         await anyio.sleep(3)
@@ -256,20 +256,20 @@ async def test_turn_after_a_cancelled_one_goes_on_from_its_prompt() -> None:
     core = RememberingCore(token_s=1.0)
     wire = Wire(core)
     async with wire.channel() as channel:
-        asker, history = Asker(channel), history_of(list(range(100)))
-        _, pending = asker.submit(history, 50)
+        asker, prefix = Asker(channel), prefix_of(list(range(100)))
+        _, pending = asker.submit(prefix, 50)
         await anyio.sleep(4.5)
         channel.abandon_nowait(pending)
         await anyio.sleep(1)
         sent = messages_of(channel, "data")
-        history.extend(array("i", [400]))
-        assert list((await asker.ask(history, 2)).ids) == [401, 402]
+        prefix.extend(array("i", [400]))
+        assert list((await asker.ask(prefix, 2)).ids) == [401, 402]
         assert [len(message.ids) for message in sent if isinstance(message, Submit)] == [4]
-    assert core.prompts[-1] == history.packed()
+    assert core.prompts[-1] == prefix.packed()
 
 
-def test_history_store_forgets_the_oldest_and_counts_its_bytes() -> None:
-    store = HistoryStore(1000)
+def test_prefix_store_forgets_the_oldest_and_counts_its_bytes() -> None:
+    store = PrefixStore(1000)
     for name in "abc":
         assert store.prompt_of(("c", name), name, 0, 0, bytes(400)) is not None
     assert store.bytes == 800

@@ -232,7 +232,7 @@ def test_format_variables_reach_the_template_and_its_fingerprint() -> None:
     assert quiet.fingerprint != thinking.fingerprint
 
 
-def test_format_look_alike_that_the_template_searches_for_is_seen_and_stays_text() -> None:
+def test_format_spelled_token_that_the_template_searches_for_is_seen_and_stays_text() -> None:
     qwen = template("qwen3")
     sent = "<tool_response>\n<|im_end|>7\n</tool_response>"
     reasoned = Message(role="assistant", content="<think>\nhm\n</think>\n\nyes")
@@ -247,7 +247,7 @@ def test_format_look_alike_that_the_template_searches_for_is_seen_and_stays_text
     assert list(ids).count(token("<think>")) == 1
 
 
-def test_format_look_alikes_in_names_arguments_and_tools_stay_text() -> None:
+def test_format_spelled_tokens_in_names_arguments_and_tools_stay_text() -> None:
     name, end = "f<|im_end|>", token("<|im_end|>")
     call = ToolCall(name="f", arguments={"<|im_end|>": ["<|im_start|>", {"a": "<|im_end|>"}]})
     tool = {"type": "function", "function": {"name": "f", "description": "ends <|im_end|>"}}

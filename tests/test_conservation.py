@@ -11,8 +11,8 @@ from rollout import Outcome
 from rollout.batch.records import trajectory_line
 from rollout.chat.transcript import Transcript
 from rollout.testing import run_virtual
-from rollout.testing.token_books import balance_of
-from rollout.testing.witness import Witness
+from rollout.testing.recorder import Recorder
+from rollout.testing.token_accounting import balance_of
 from trials import CEILING_S, TIMED, Trial, findings
 
 CI_TRIALS = 100
@@ -32,26 +32,26 @@ def silent_library() -> Iterator[None]:
     logger.setLevel(level)
 
 
-def calm_run(seed: int, *, schedule_seed: int = 0) -> Witness:
+def calm_run(seed: int, *, schedule_seed: int = 0) -> Recorder:
     """A trial with nothing that disturbs or cuts it."""
-    witness = Witness()
-    run_virtual(Trial(seed).run_calmly, witness, seed=schedule_seed)
-    assert witness.anomalies() == []
-    return witness
+    recorder = Recorder()
+    run_virtual(Trial(seed).run_calmly, recorder, seed=schedule_seed)
+    assert recorder.anomalies() == []
+    return recorder
 
 
-def transcripts(witness: Witness) -> dict[str, Transcript]:
+def transcripts(recorder: Recorder) -> dict[str, Transcript]:
     """Every transcript that was delivered and does not depend on time, by session."""
     return {
         call.session_of(trajectory): trajectory.transcript
-        for each in witness.runtimes
+        for each in recorder.runtimes
         for call in each.calls
         for trajectory in call.delivered
         if trajectory.prompt is not None and trajectory.prompt.agent_name not in TIMED
     }
 
 
-def differences(seed: int, disturbed: Witness) -> list[str]:
+def differences(seed: int, disturbed: Recorder) -> list[str]:
     """Trajectories that did not say what they say undisturbed, as far as they came."""
     calm = {name: t.ids_bytes() for name, t in transcripts(calm_run(seed)).items()}
     found = []
@@ -68,9 +68,9 @@ def differences(seed: int, disturbed: Witness) -> list[str]:
 
 def check_trials(seeds: range) -> None:
     for seed in seeds:
-        found, witness = findings(seed, schedule_seed=seed)
-        found += differences(seed, witness)
-        for each in witness.runtimes:
+        found, recorder = findings(seed, schedule_seed=seed)
+        found += differences(seed, recorder)
+        for each in recorder.runtimes:
             balance = balance_of(each)
             if each.is_settled and not balance.is_even:
                 found.append(f"the books do not balance: {balance}")
@@ -88,10 +88,10 @@ def test_random_trial_conservation_laws_hold_in_full(first: int) -> None:
     check_trials(range(first, first + SHARE))
 
 
-def everything(witness: Witness) -> list[bytes]:
+def everything(recorder: Recorder) -> list[bytes]:
     """Tensors and trajectories, with metrics and times, to the byte."""
     found = []
-    for each in witness.runtimes:
+    for each in recorder.runtimes:
         for call in each.calls:
             found += [trajectory_line(trajectory, None) for trajectory in call.delivered]
             if call.batch is not None:
@@ -107,9 +107,9 @@ def check_schedules(seed: int) -> None:
     for schedule in range(SCHEDULES):
         runs = []
         for _ in range(2):
-            witness = Witness()
-            run_virtual(Trial(seed).run, witness, seed=schedule, ceiling_s=CEILING_S)
-            runs.append(everything(witness))
+            recorder = Recorder()
+            run_virtual(Trial(seed).run, recorder, seed=schedule, ceiling_s=CEILING_S)
+            runs.append(everything(recorder))
         assert runs[0] == runs[1], f"trial {seed}, schedule {schedule}: two runs differ"
         calm = transcripts(calm_run(seed, schedule_seed=schedule))
         for name, transcript in undisturbed.items():

@@ -106,7 +106,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultyProcesses]]:
         made.append(FaultyProcesses(**options))
         return made[-1]
 
-    monkeypatch.setattr("rollout.engine.driver.opening.LocalProcess", make)
+    monkeypatch.setattr("rollout.engine.driver.engine_opening.LocalProcess", make)
     yield made
     assert engines() == []
 

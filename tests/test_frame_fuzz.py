@@ -19,7 +19,7 @@ from fake_core import CountingCore
 from rollout.engine.core import Chunk, EngineLoad, GenerationRequest, SamplingParams
 from rollout.engine.wire import protocol
 from rollout.engine.wire.protocol import FrameError, Terms, encoder
-from rollout.token_history import TokenHistory
+from rollout.token_prefix import TokenPrefix
 from wires import SECRET, Asker, Wire, packed
 
 pytestmark = pytest.mark.anyio
@@ -50,7 +50,7 @@ def client_messages(dice: random.Random) -> msgspec.Struct:
                 dice.choice(["s", "t", ""]),
                 kept=dice.choice([0, 0, 0, 2, 2**40]),
                 kept_sum=dice.randrange(10),
-                has_history=dice.random() < 0.5,
+                has_prefix=dice.random() < 0.5,
                 remaining_s=dice.choice([None, 0.0, 1e-3, 1e300]),
             ),
             lambda: protocol.Abort(request_id),
@@ -150,7 +150,7 @@ def submissions(asker: Asker, dice: random.Random) -> Iterator[Any]:
     for request_id in IDS[:6]:
         prompt: Any = [1]
         if dice.random() < 0.5:
-            prompt = TokenHistory()
+            prompt = TokenPrefix()
             prompt.extend(array("i", [1, 2]))
         yield asker.submit(prompt, request_id=request_id)
 

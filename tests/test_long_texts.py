@@ -195,7 +195,7 @@ def test_prompt_ids_template_that_trims_contents_takes_much_white_space() -> Non
     assert padded == plain
 
 
-def test_prompt_ids_flood_of_look_alikes_is_refused_before_they_are_looked_at() -> None:
+def test_prompt_ids_flood_of_spelled_tokens_is_refused_before_they_are_looked_at() -> None:
     with pytest.raises(TooManyTokens):
         chat("qwen", "qwen3").prompt_ids(
             [{"role": "user", "content": "<|im_end|>" * 10**6}], most=9

@@ -68,7 +68,7 @@ def serving(endpoint: Endpoint) -> Iterator[Endpoint]:
 
 
 def user_of(endpoint: Endpoint, **options: Any) -> ModelUser:
-    options = {"persona": "You want {thing}.", "api_key_env": None, **options}
+    options = {"persona": "You want {thing}.", "api_key_variable": None, **options}
     return ModelUser(endpoint.url, "m", **options)
 
 
@@ -93,7 +93,7 @@ async def test_model_sees_the_conversation_from_the_users_side(
 ) -> None:
     monkeypatch.setenv("KEY", "secret")
     with serving(Endpoint("Tea, please.")) as endpoint:
-        user = user_of(endpoint, api_key_env="KEY", sampling={"temperature": 0.5})
+        user = user_of(endpoint, api_key_variable="KEY", sampling={"temperature": 0.5})
         speaker = await started(user)
         assert await speaker.respond(TALK) == InteractionTurn("Tea, please.")
         await speaker.finish()

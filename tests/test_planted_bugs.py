@@ -217,13 +217,13 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("failure with a reward", "with the reward 0.0; expected None")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = trajectory_module._spoil
+    real = trajectory_module._end_without_reward
 
-    def spoil(trajectory: Any, *reason: Any) -> None:
+    def end(trajectory: Any, *reason: Any) -> None:
         real(trajectory, *reason)
         trajectory.reward = 0.0
 
-    patch.setattr(trajectory_module, "_spoil", spoil)
+    patch.setattr(trajectory_module, "_end_without_reward", end)
 
 
 @bug("row that ends on an observation", "response_mask|attention_mask|input_ids|responses")
@@ -368,8 +368,8 @@ def test_checker_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch
     trajectories, seed = 0, 0
     found: list[str] = []
     while trajectories < MOST_TRAJECTORIES:
-        texts, witness = findings(seed)
-        trajectories += sum(call.members for each in witness.runtimes for call in each.calls)
+        texts, recorder = findings(seed)
+        trajectories += sum(call.members for each in recorder.runtimes for call in each.calls)
         found += texts
         if any(re.search(found_as, text) for text in texts):
             return

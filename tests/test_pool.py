@@ -16,7 +16,7 @@ from fake_core import CountingCore
 from rollout.engine.core import Chunk, GenerationRequest, SamplingParams
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool, open_pool
-from rollout.engine.driver.waiting import WaitingLine
+from rollout.engine.driver.wait_queue import WaitQueue
 from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.process.client_session import ClientSession
@@ -168,11 +168,11 @@ async def test_generate_waiter_of_higher_priority_is_served_first(cores: list[An
 
 
 async def test_line_turn_that_was_given_is_not_taken_by_a_newcomer() -> None:
-    line = WaitingLine(lambda: True)
+    line = WaitQueue(lambda: True)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(line.wait)
         await anyio.wait_all_tasks_blocked()
-        line.call_next()
+        line.wake_next()
         assert len(line) == 1  # whoever comes now waits for the one that was called
     assert len(line) == 0
 

@@ -10,7 +10,7 @@ from race_situations import SITUATIONS
 from rollout.config import SchedulingConfig
 from rollout.testing import Scenario, run_virtual
 from rollout.testing.races import INJECTIONS, RacesFoundError, explore, replay
-from rollout.testing.witness import Witness
+from rollout.testing.recorder import Recorder
 
 #: Share of all runs that CI makes, less of those that take longest; the seed chooses which.
 SHARE = dict.fromkeys(SITUATIONS, 0.03) | {
@@ -48,17 +48,17 @@ UNDISTURBED = {
 
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_situation_undisturbed_does_what_its_name_says(name: str) -> None:
-    witness = Witness()
-    run_virtual(SITUATIONS[name], witness)
-    calls = [call for each in witness.runtimes for call in each.calls]
+    recorder = Recorder()
+    run_virtual(SITUATIONS[name], recorder)
+    calls = [call for each in recorder.runtimes for call in each.calls]
     ends = [(len(c.delivered), {str(t.outcome) for t in c.delivered}) for c in calls]
     assert ends == UNDISTURBED[name]
 
 
-async def leaky(witness: Witness) -> None:
+async def leaky(recorder: Recorder) -> None:
     """Swallows the cancellation of its caller, which is a fault of the situation's own."""
     config = Scenario(seed=1).reply("", filler=50).config(scheduling=SchedulingConfig())
-    async with witness.open_rollout(config) as runtime:
+    async with recorder.open_rollout(config) as runtime:
         prompt = rollout.Prompt(messages=[{"role": "user", "content": "x"}])
         try:
             await runtime.generate([prompt])

@@ -20,7 +20,7 @@ from anyio.abc import Process
 
 from rollout import RolloutConfig
 from rollout.config import CustomEngine, RayPlacement, SGLangEngine, SimulatedEngine
-from rollout.engine import open_engines, seats_of
+from rollout.engine import gpu_slots_of, open_engines
 from rollout.engine.core import SamplingParams
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool
@@ -131,9 +131,9 @@ async def test_actor_killed_ends_its_engine_and_is_replaced(cluster: Any) -> Non
     before = {process.pid for process in engines()}
     async with opened(config()) as pool:
         (engine,) = [process for process in engines() if process.pid not in before]
-        keeper = engine.parent()
-        assert keeper is not None
-        os.kill(keeper.pid, signal.SIGKILL)
+        host = engine.parent()
+        assert host is not None
+        os.kill(host.pid, signal.SIGKILL)
         with anyio.fail_after(60):
             while pool.statistics()[0].starts < 2 or engine.is_running():
                 await anyio.sleep(0.05)
@@ -195,8 +195,8 @@ async def test_colocated_replica_shares_the_gpus_of_a_worker(cluster: Any) -> No
         pass
 
     worker = Worker.remote()
-    seats = await anyio.to_thread.run_sync(seats_of, [worker])
-    async with opened(config(1, core="DeviceCore", colocate=seats)) as pool:
+    gpu_slots = await anyio.to_thread.run_sync(gpu_slots_of, [worker])
+    async with opened(config(1, core="DeviceCore", colocate=gpu_slots)) as pool:
         (replica,) = pool._replicas.values()
         assert replica.channel is not None
         assert replica.channel.info.core == "CUDA_VISIBLE_DEVICES=0,1"

@@ -22,7 +22,7 @@ from rollout.engine.placement.in_process import InProcess
 from rollout.engine.routing import Router
 from rollout.engine.weights import DiskWeights
 from rollout.errors import EngineError
-from rollout.testing import Scenario, Witness
+from rollout.testing import Recorder, Scenario
 
 pytestmark = [pytest.mark.anyio, pytest.mark.rollout(ceiling_s=3000)]
 
@@ -350,7 +350,7 @@ async def test_add_replica_gets_work_and_does_not_start_twice_under_one_name(
             for number, generation in enumerate(generations):
                 tasks.start_soon(ask, pool, [5, 100 + number], 4, generation)
             await anyio.sleep(0.5)
-            assert await pool.add_replica(weight=2.0) == "engine-1"
+            assert await pool.add_replica(load_share=2.0) == "engine-1"
         assert anyio.current_time() == pytest.approx(4.5)
         assert {g.replica for g in generations} == {"engine-0", "engine-1"}
         assert pool.router.replicas[1].weight == 2.0
@@ -529,14 +529,14 @@ def user(text: str) -> Prompt:
 @pytest.mark.parametrize("sampling", [{}, {"presence_penalty": 0.1}, {"frequency_penalty": -1}])
 async def test_trajectory_says_what_was_done_about_it(sampling: dict[str, float]) -> None:
     scenario = Scenario(seed=1).reply("", filler=100).fault(die_after_tokens=150, replicas=(0,))
-    witness = Witness()
+    recorder = Recorder()
     config = scenario.config(
         engine=SimulatedEngine(replicas=2), scheduling=SchedulingConfig(samples_per_prompt=4)
     )
-    async with witness.open_rollout(config) as runtime:
+    async with recorder.open_rollout(config) as runtime:
         batch = await runtime.generate([Prompt(messages=user("go").messages, sampling=sampling)])
         statistics = runtime.statistics()
-    assert witness.anomalies() == []
+    assert recorder.anomalies() == []
     assert {t.outcome for t in batch.trajectories} == {Outcome.COMPLETED}
     done, told = statistics.recoveries, [t for t in batch.trajectories if "restarts" in t.extra]
     assert batch.metrics["recovery/resumes"] == done.resumed
@@ -566,12 +566,12 @@ async def test_trajectory_whose_request_kills_engines_fails_and_is_not_run_again
 async def test_trajectory_without_an_engine_fails_at_the_deadline() -> None:
     scenario = Scenario(seed=1).reply("", filler=200)
     config = scenario.config(recovery=RecoveryConfig(wait_s=30.0, backoff_s=1000.0))
-    witness = Witness()
-    async with witness.open_rollout(config) as runtime, anyio.create_task_group() as tasks:
+    recorder = Recorder()
+    async with recorder.open_rollout(config) as runtime, anyio.create_task_group() as tasks:
 
         async def kill() -> None:
             await anyio.sleep(1)
-            witness.engines_alive()[0].kill()
+            recorder.engines_alive()[0].kill()
 
         tasks.start_soon(kill)
         batch = await runtime.generate([user("go")])
@@ -579,4 +579,4 @@ async def test_trajectory_without_an_engine_fails_at_the_deadline() -> None:
     (trajectory,) = batch.trajectories
     assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "no_engine")
     assert trajectory.transcript.generated_length > 0
-    assert witness.anomalies() == []
+    assert recorder.anomalies() == []

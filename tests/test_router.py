@@ -22,8 +22,8 @@ from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.in_process import InProcess
-from rollout.engine.routing import Dispatch, Fleet, ReplicaState, sessions
-from rollout.engine.routing.prices import Pace, Prices, Work
+from rollout.engine.routing import Dispatch, ReplicaSet, ReplicaState, sessions
+from rollout.engine.routing.cost_model import CostModel, SpeedEstimate, Work
 from rollout.engine.routing.strategies import STRATEGIES
 from rollout.errors import ConfigError, EngineError
 from rollout.testing import run_virtual
@@ -251,23 +251,23 @@ def test_report_of_another_driver_s_requests_counts_once_two_reports_have_them()
 
 
 def test_report_that_waited_to_be_read_says_nothing_of_the_engine() -> None:
-    pace = Pace()
-    pace.report(EngineLoad(running=10, generated_tokens=0, measured_at_s=100.0), 5.0)
+    speed = SpeedEstimate()
+    speed.report(EngineLoad(running=10, generated_tokens=0, measured_at_s=100.0), 5.0)
     # Our loop stood still for a minute; the engine took this a second after the first.
-    pace.report(EngineLoad(running=10, generated_tokens=500, measured_at_s=101.0), 65.0)
-    assert pace.latest == Work(seconds=1.0, steps=50.0, tokens=500, prompt_tokens=0.0)
-    assert pace.tokens_per_s == 500
+    speed.report(EngineLoad(running=10, generated_tokens=500, measured_at_s=101.0), 65.0)
+    assert speed.latest == Work(seconds=1.0, steps=50.0, tokens=500, prompt_tokens=0.0)
+    assert speed.tokens_per_s == 500
 
 
 def test_report_of_an_idle_or_restarted_replica_is_no_measurement() -> None:
-    pace = Pace()
+    speed = SpeedEstimate()
 
     def measured(tokens: int, now: float) -> bool:
-        pace.report(EngineLoad(running=5, generated_tokens=tokens), now)
-        return pace.latest is not None
+        speed.report(EngineLoad(running=5, generated_tokens=tokens), now)
+        return speed.latest is not None
 
     assert not measured(100, 1.0)  # the first
-    pace.was_idle = True
+    speed.was_idle = True
     assert not measured(200, 2.0)
     assert not measured(50, 3.0)  # a new engine
     assert not measured(60, 3.1)  # too soon
@@ -308,19 +308,19 @@ def test_report_of_one_replica_is_silent_the_others_are_priced_without_it() -> N
 def test_prices_fit_finds_what_an_engine_costs(
     step_ms: float, token_ms: float, prompt_ms: float
 ) -> None:
-    prices = Prices()
+    costs = CostModel()
     for second in range(60):
         for replica in range(8):
             batch, prompt = 1 + (7 * second + 13 * replica) % 60, 100 * ((second + replica) % 5)
             decode_s = max(0.1, 1 - prompt * prompt_ms / 1000)
             steps = decode_s / ((step_ms + token_ms * batch) / 1000)
             seconds = decode_s + prompt * prompt_ms / 1000
-            prices.observe(Work(seconds, steps, steps * batch, prompt), 1.0)
-        prices.fit()
+            costs.observe(Work(seconds, steps, steps * batch, prompt), 1.0)
+        costs.fit()
     for batch in (4, 40):
         work = Work(0.0, 100, 100 * batch, 1000)
         true_s = 0.1 * (step_ms + token_ms * batch) + prompt_ms
-        assert prices.seconds(work) == pytest.approx(true_s, rel=0.1)
+        assert costs.seconds(work) == pytest.approx(true_s, rel=0.1)
 
 
 # The prompt of a group.
@@ -580,16 +580,16 @@ def test_consistent_hash_removing_a_replica_moves_only_its_own() -> None:
 class Last:
     """The last candidate."""
 
-    def choose(self, dispatch: Dispatch, fleet: Fleet) -> ReplicaState | None:
-        candidates = fleet.candidates(dispatch)
+    def choose(self, dispatch: Dispatch, replica_set: ReplicaSet) -> ReplicaState | None:
+        candidates = replica_set.candidates(dispatch)
         return candidates[-1] if candidates else None
 
 
 class Stubborn:
     """The first replica, whatever its state."""
 
-    def choose(self, dispatch: Dispatch, fleet: Fleet) -> ReplicaState | None:
-        return fleet.replicas[0]
+    def choose(self, dispatch: Dispatch, replica_set: ReplicaSet) -> ReplicaState | None:
+        return replica_set.replicas[0]
 
 
 class Broken:
@@ -847,7 +847,7 @@ def test_pool_tells_the_router_what_engines_report_and_requests_need() -> None:
 
 def test_pool_gives_each_replica_its_weight() -> None:
     async def main() -> dict[str, float]:
-        async with open_pool(simulated_pool((1.0, 1.0), weights=(1.0, 2.5))) as pool:
+        async with open_pool(simulated_pool((1.0, 1.0), load_shares=(1.0, 2.5))) as pool:
             return {replica.name: replica.weight for replica in pool.router.replicas}
 
     assert run_virtual(main) == {"engine-0": 1.0, "engine-1": 2.5}

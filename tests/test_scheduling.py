@@ -268,8 +268,8 @@ class Looks:
     """A controller that is shown engines; at each look 100 tokens were sampled.
 
     Args:
-        lost: Tokens of histories that were computed again meanwhile.
-        reused: Tokens of histories that were not.
+        lost: Tokens of prefixes that were computed again meanwhile.
+        reused: Tokens of prefixes that were not.
     """
 
     def __init__(self, most: int, *, lost: int = 1000, reused: int = 100) -> None:
@@ -388,7 +388,7 @@ def test_controller_silent_engines_change_nothing() -> None:
 
 @pytest.mark.full
 async def test_admission_with_agents_on_a_small_kv_cache_is_faster() -> None:
-    """What `benchmarks/admission.py` measures, small: histories do not all fit."""
+    """What `benchmarks/admission.py` measures, small: prefixes do not all fit."""
 
     @function_tool
     async def wait() -> str:

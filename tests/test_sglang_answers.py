@@ -12,7 +12,7 @@ from rollout.config import RolloutConfig, SamplingConfig, SGLangEngine, config_f
 from rollout.engine.core import EngineInfo, GenerationRequest, SamplingParams, pack_ids
 from rollout.engine.cores.sglang.answers import AnswerReader
 from rollout.engine.cores.sglang.arguments import Options, engine_arguments
-from rollout.engine.cores.sglang.requests import refusal_of, request_fields, salt_of
+from rollout.engine.cores.sglang.generate_requests import refusal_of, request_fields, salt_of
 from rollout.engine.driver.generation import Generation
 from rollout.errors import ConfigError, EngineError
 
@@ -71,7 +71,7 @@ def test_reader_weights_change_under_a_request_each_token_has_its_version() -> N
 
 def test_reader_held_nothing_leaves_before_the_final_answer() -> None:
     reader = AnswerReader("r")
-    reader.is_held = True
+    reader.is_buffering = True
     assert reader.read(answer(4)) == []
     chunks = reader.read(answer(9, "1", weight_versions=spans(("0", 2), ("1", 9)), **LENGTH))
     assert [(chunk.offset, chunk.weight_version) for chunk in chunks] == [(0, 0), (2, 1)]
@@ -80,7 +80,7 @@ def test_reader_held_nothing_leaves_before_the_final_answer() -> None:
 
 def test_reader_partial_answers_that_name_versions_leave_at_once() -> None:
     reader = AnswerReader("r")
-    reader.is_held = True  # the weights change meanwhile
+    reader.is_buffering = True  # the weights change meanwhile
     first = reader.read(answer(4, "7", weight_versions=spans(("7", 4))))
     both = reader.read(answer(9, "8", weight_versions=spans(("7", 5), ("8", 9))))
     last = reader.read(answer(9, "8", weight_versions=spans(("7", 5), ("8", 9)), **LENGTH))

@@ -15,7 +15,7 @@ from rollout.config import LocalProcessPlacement, RayPlacement, RolloutConfig, S
 from rollout.config.engines import SGLANG_OWN
 from rollout.engine.cores.sglang import SGLangCore
 from rollout.engine.cores.sglang.arguments import NO_MEMORY_SAVER, Options
-from rollout.engine.driver.opening import core_spec
+from rollout.engine.driver.engine_opening import core_spec
 from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.in_process import InProcess
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.anyio
 SAVER = {"enable_memory_saver": True}
 
 
-class Upkeep:
+class Maintenance:
     """Notes what SGLang would be asked."""
 
     def __init__(self) -> None:
@@ -48,23 +48,23 @@ class Upkeep:
 class RunningSGLang:
     """As much of `adapter.SGLang` as its memory concerns."""
 
-    upkeep: Upkeep = attrs.field(factory=Upkeep)
+    maintenance: Maintenance = attrs.field(factory=Maintenance)
     info: Any = CountingCore().info
 
 
-def core_of(**options: Any) -> tuple[SGLangCore, Upkeep]:
+def core_of(**options: Any) -> tuple[SGLangCore, Maintenance]:
     core, running = SGLangCore(model="m", **options), RunningSGLang()
     core._sglang = running  # type: ignore[assignment]
     core._failure = ""
-    return core, running.upkeep
+    return core, running.maintenance
 
 
 async def test_sleep_at_level_2_releases_the_graphs_too_and_they_come_back_with_the_cache() -> None:
-    core, upkeep = core_of(server_args=SAVER)
+    core, maintenance = core_of(server_args=SAVER)
     await core.sleep(2)
     await core.wake_up(("weights",))
     await core.wake_up(("kv_cache",))
-    assert upkeep.asked == [
+    assert maintenance.asked == [
         ("release", ("cuda_graph", "kv_cache", "weights")),
         ("resume", ("weights",)),
         ("load", 0),
@@ -73,21 +73,21 @@ async def test_sleep_at_level_2_releases_the_graphs_too_and_they_come_back_with_
 
 
 async def test_sleep_at_level_1_releases_the_cache_alone() -> None:
-    core, upkeep = core_of(server_args=SAVER)
+    core, maintenance = core_of(server_args=SAVER)
     await core.sleep(1)
     await core.wake_up(("kv_cache", "weights"))
-    assert upkeep.asked == [("release", ("kv_cache",)), ("resume", ("kv_cache",))]
+    assert maintenance.asked == [("release", ("kv_cache",)), ("resume", ("kv_cache",))]
 
 
 async def test_sleep_deeper_after_level_1_releases_the_rest() -> None:
-    core, upkeep = core_of(server_args=SAVER)
+    core, maintenance = core_of(server_args=SAVER)
     await core.sleep(1)
     await core.sleep(2)
-    assert upkeep.asked[1:] == [("release", ("cuda_graph", "weights"))]
+    assert maintenance.asked[1:] == [("release", ("cuda_graph", "weights"))]
 
 
 async def test_sleep_without_the_memory_saver_is_refused_by_name() -> None:
-    core, upkeep = core_of()
+    core, maintenance = core_of()
     with pytest.raises(EngineError) as caught:
         await core.sleep(1)
     assert str(caught.value) == (
@@ -95,7 +95,7 @@ async def test_sleep_without_the_memory_saver_is_refused_by_name() -> None:
         "engine.server_args.enable_memory_saver = true (engine.sleep_between_batches and "
         "placement.colocate set it)"
     )
-    assert upkeep.asked == []
+    assert maintenance.asked == []
     assert Options(model="m").no_sleep == NO_MEMORY_SAVER
     assert Options(model="m", device="cpu").no_sleep == ""
 

@@ -149,11 +149,11 @@ def test_seats_with_fewer_gpus_than_shards_are_refused(model: Path) -> None:
 
 
 def test_seats_over_several_machines_share_the_shards(model: Path) -> None:
-    def on(*seats: str) -> RolloutConfig:
+    def on(*gpu_slots: str) -> RolloutConfig:
         return RolloutConfig(
             model=ModelConfig(path=str(model)),
             engine=SGLangEngine(tensor_parallel=4),
-            placement=RayPlacement(colocate=seats, machines_per_replica=2),
+            placement=RayPlacement(colocate=gpu_slots, machines_per_replica=2),
         )
 
     assert on("a:0,1", "b:0,1").engine.replicas == 1

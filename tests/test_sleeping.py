@@ -12,7 +12,7 @@ import rollout
 from rollout.config import LimitsConfig, RolloutConfig, SchedulingConfig, SimulatedEngine
 from rollout.engine import DiskWeights
 from rollout.errors import ConfigError, EngineError
-from rollout.testing import Scenario, Witness
+from rollout.testing import Recorder, Scenario
 
 pytestmark = [pytest.mark.anyio, pytest.mark.rollout(ceiling_s=3000)]
 
@@ -38,8 +38,8 @@ def tokens_of(batch: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("level", [1, 2])
 async def test_sleep_under_trajectories_they_go_on_where_they_were(level: int) -> None:
-    witness = Witness()
-    async with witness.open_rollout(config_of()) as runtime:
+    recorder = Recorder()
+    async with recorder.open_rollout(config_of()) as runtime:
         start = anyio.current_time()
         undisturbed = await runtime.generate([PROMPT], step=1)
         usual_s = anyio.current_time() - start
@@ -66,11 +66,11 @@ async def _nap(runtime: Any, level: int) -> None:
 
 
 async def test_sleep_replica_dies_or_comes_it_sleeps_too() -> None:
-    witness = Witness()
-    async with witness.open_rollout(config_of()) as runtime:
+    recorder = Recorder()
+    async with recorder.open_rollout(config_of()) as runtime:
         await runtime.sleep(2)
         added = await runtime.engines.add_replica()
-        core = witness.runtimes[-1].cores[-1]
+        core = recorder.runtimes[-1].cores[-1]
         assert core._core._asleep == {"kv_cache", "weights"}
         await runtime.wake_up()
         assert not core._core._asleep
@@ -79,12 +79,12 @@ async def test_sleep_replica_dies_or_comes_it_sleeps_too() -> None:
 
 
 async def test_sleep_between_batches_engines_are_awake_in_batches_only() -> None:
-    witness = Witness()
+    recorder = Recorder()
 
     def asleep() -> list[bool]:
-        return [bool(core._core._asleep) for core in witness.runtimes[-1].cores]
+        return [bool(core._core._asleep) for core in recorder.runtimes[-1].cores]
 
-    async with witness.open_rollout(config_of(sleep_between_batches=True)) as runtime:
+    async with recorder.open_rollout(config_of(sleep_between_batches=True)) as runtime:
         assert asleep() == [True, True]
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(runtime.generate, [PROMPT])
@@ -111,8 +111,8 @@ async def test_sleep_between_batches_engines_are_awake_in_batches_only() -> None
 
 
 async def test_sleep_wrong_argument_engines_stay_awake() -> None:
-    witness = Witness()
-    async with witness.open_rollout(config_of()) as runtime:
+    recorder = Recorder()
+    async with recorder.open_rollout(config_of()) as runtime:
         with pytest.raises(EngineError, match=r"^level = 3; expected 1 or 2$"):
             await runtime.sleep(3)
         with pytest.raises(EngineError, match=r"^tags: 'kv'; expected kv_cache, weights$"):
@@ -136,9 +136,9 @@ async def test_sleep_counts_for_the_batch_only(limit: str) -> None:
         limits[name] = min(limits[name], 12.0)
         if name == limit:
             break
-    witness = Witness()
+    recorder = Recorder()
     config = attrs.evolve(config_of(), limits=LimitsConfig(**limits))
-    async with witness.open_rollout(config) as runtime:
+    async with recorder.open_rollout(config) as runtime:
         start = anyio.current_time()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_sleep_a_minute, runtime)
@@ -162,8 +162,8 @@ async def _sleep_a_minute(runtime: Any) -> None:
 
 async def test_sleep_is_over_the_limit_counts_on_from_where_it_stood() -> None:
     limits = LimitsConfig(generation_s=7.0, turn_s=100.0, tool_s=1.0, trajectory_s=100.0)
-    witness = Witness()
-    async with witness.open_rollout(attrs.evolve(config_of(), limits=limits)) as runtime:
+    recorder = Recorder()
+    async with recorder.open_rollout(attrs.evolve(config_of(), limits=limits)) as runtime:
         start = anyio.current_time()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_sleep_a_minute, runtime)

@@ -18,7 +18,7 @@ from trio.testing import MockClock
 
 from fake_core import CountingCore
 from rollout.engine.core import SamplingParams
-from rollout.engine.driver.connecting import connect_channel
+from rollout.engine.driver.channel_connecting import connect_channel
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.placement.base import CoreSpec

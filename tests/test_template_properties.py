@@ -231,7 +231,9 @@ def test_template_prompt_of_harmless_text_has_the_ids_of_transformers(
 
 
 @FORMATS
-def test_template_prompt_with_look_alikes_keeps_them_text(vocabulary: str, examples: int) -> None:
+def test_template_prompt_with_spelled_tokens_keeps_them_text(
+    vocabulary: str, examples: int
+) -> None:
     @settings(SETTINGS, max_examples=examples)
     @given(FAMILY, conversations(HOSTILE))
     def check(family: str, messages: list[Message]) -> None:
@@ -241,7 +243,7 @@ def test_template_prompt_with_look_alikes_keeps_them_text(vocabulary: str, examp
 
 
 @FORMATS
-def test_template_observation_with_look_alikes_keeps_them_text(
+def test_template_observation_with_spelled_tokens_keeps_them_text(
     vocabulary: str, examples: int
 ) -> None:
     @settings(SETTINGS, max_examples=examples)

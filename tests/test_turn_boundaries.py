@@ -200,7 +200,9 @@ async def test_turn_that_was_cut_gets_its_end_with_mask_zero_before_what_follows
     assert not transcript.log_probs()[~transcript.mask()].any()
 
 
-async def test_turn_that_ended_itself_is_followed_by_its_newline_and_look_alikes_as_text() -> None:
+async def test_turn_that_ended_itself_is_followed_by_its_newline_and_spelled_tokens_as_text() -> (
+    None
+):
     scenario = Scenario(seed=1).reply("go", CALL).then("Done.")
     batch = await run(scenario)
     (trajectory,) = batch.trajectories

@@ -24,7 +24,7 @@ from rollout.engine.placement.in_process import InProcess
 from rollout.engine.routing import Router
 from rollout.engine.weights import UPDATE_MODES, DiskWeights, DistributedWeights, TensorWeights
 from rollout.errors import EngineError
-from rollout.testing import Scenario, Witness, hold_clock
+from rollout.testing import Recorder, Scenario, hold_clock
 
 pytestmark = [pytest.mark.anyio, pytest.mark.rollout(ceiling_s=3000)]
 
@@ -348,8 +348,8 @@ async def test_batch_weights_change_under_it_every_row_says_which_token_is_whose
     config = scenario.config(
         engine=SimulatedEngine(replicas=2), scheduling=SchedulingConfig(samples_per_prompt=32)
     )
-    witness = Witness()
-    async with witness.open_rollout(config) as runtime:
+    recorder = Recorder()
+    async with recorder.open_rollout(config) as runtime:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_update_runtime_at, 5.0, runtime, mode)
             batch = await runtime.generate([rollout.Prompt(messages=[USER], uid="p")])

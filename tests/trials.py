@@ -28,7 +28,7 @@ from rollout.engine.cores.simulated.stable import stable_share
 from rollout.engine.placement.in_process import InProcess
 from rollout.interactions import ScriptedUser
 from rollout.testing import Scenario, run_virtual, tool_call
-from rollout.testing.witness import Witness
+from rollout.testing.recorder import Recorder
 from rollout.tools import Tool, ToolContext, ToolSession
 from rollout.types import ToolCall
 
@@ -332,7 +332,7 @@ def _network(dice: Dice) -> Iterator[None]:
         max_read=dice.pick("max read", (None, None, 7, 100)),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rollout.engine.driver.opening.InProcess", slow)
+        patch.setattr("rollout.engine.driver.engine_opening.InProcess", slow)
         yield
 
 
@@ -350,36 +350,36 @@ class Trial:
     def act(self) -> str:
         return self.dice.pick("act", ACTS)
 
-    async def run(self, witness: Witness) -> None:
+    async def run(self, recorder: Recorder) -> None:
         dice = self.dice
         try:
             with _network(dice):
-                await self._run(witness, dice)
+                await self._run(recorder, dice)
         except* rollout.RolloutError:
-            pass  # a named error is a way for a call to end; the witness has noted it
+            pass  # a named error is a way for a call to end; the recorder has noted it
 
-    async def _run(self, witness: Witness, dice: Dice) -> None:
+    async def _run(self, recorder: Recorder, dice: Dice) -> None:
         async with anyio.create_task_group() as tasks:
-            async with self._open(witness, config_of(dice)) as runtime:
+            async with self._open(recorder, config_of(dice)) as runtime:
                 if dice.chance("kill", 0.2):
-                    tasks.start_soon(self._kill, witness)
+                    tasks.start_soon(self._kill, recorder)
                 act = getattr(self, "_" + self.act.replace(" ", "_"))
                 await act(runtime, tasks)
 
-    async def run_calmly(self, witness: Witness) -> None:
+    async def run_calmly(self, recorder: Recorder) -> None:
         """The same prompts, with nothing that disturbs or cuts them."""
-        async with self._open(witness, config_of(self.dice, is_calm=True)) as runtime:
+        async with self._open(recorder, config_of(self.dice, is_calm=True)) as runtime:
             for call in range(2 if self.act in ("two", "cancel caller") else 1):
                 validate = self.act == "validate"
                 await runtime.generate(prompts_of(self.dice, call), step=call, validate=validate)
 
-    def _open(self, witness: Witness, config: RolloutConfig) -> Any:
+    def _open(self, recorder: Recorder, config: RolloutConfig) -> Any:
         critic = ScriptedUser(["Try again."], name="critic", scores=[0.5])
-        return witness.open_rollout(config, TOOLS, reward_of(self.dice), [critic])
+        return recorder.open_rollout(config, TOOLS, reward_of(self.dice), [critic])
 
-    async def _kill(self, witness: Witness) -> None:
+    async def _kill(self, recorder: Recorder) -> None:
         await anyio.sleep(self.dice.between("killed at", 0, 3))
-        for core in witness.engines_alive()[:1]:
+        for core in recorder.engines_alive()[:1]:
             core.kill()
 
     async def _generate(self, runtime: Any, tasks: Any) -> None:
@@ -474,11 +474,11 @@ class Trial:
             await self._quietly(runtime, 0)
 
 
-def findings(seed: int, *, schedule_seed: int = 0) -> tuple[list[str], Witness]:
+def findings(seed: int, *, schedule_seed: int = 0) -> tuple[list[str], Recorder]:
     """What is wrong with a trial, and who watched it; an error or a hang is a finding too."""
-    witness = Witness()
+    recorder = Recorder()
     try:
-        run_virtual(Trial(seed).run, witness, seed=schedule_seed, ceiling_s=CEILING_S)
+        run_virtual(Trial(seed).run, recorder, seed=schedule_seed, ceiling_s=CEILING_S)
     except Exception as error:
-        return [f"{type(error).__name__}: {error}"], witness
-    return witness.anomalies(), witness
+        return [f"{type(error).__name__}: {error}"], recorder
+    return recorder.anomalies(), recorder

@@ -14,14 +14,14 @@ from anyio.abc import ByteStream
 
 from rollout.engine.core import SamplingParams
 from rollout.engine.driver.channel import Channel
-from rollout.engine.driver.connecting import connect_channel
+from rollout.engine.driver.channel_connecting import connect_channel
 from rollout.engine.driver.generation import Generation
-from rollout.engine.driver.pending import PendingRequest
+from rollout.engine.driver.pending_request import PendingRequest
 from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
 from rollout.engine.process.server import EngineServer
 from rollout.engine.wire.protocol import DriverFacts, Role, Submit, Terms
 from rollout.scopes import open_task_group
-from rollout.token_history import TokenHistory
+from rollout.token_prefix import TokenPrefix
 
 SECRET = b"s" * 32
 TERMS = Terms()
@@ -100,7 +100,7 @@ class Asker:
 
     def submit(
         self,
-        prompt: list[int] | TokenHistory,
+        prompt: list[int] | TokenPrefix,
         count: int = 4,
         *,
         session: str = "s",
@@ -108,24 +108,24 @@ class Asker:
         request_id: str = "",
     ) -> tuple[Generation, PendingRequest]:
         self._count += 1
-        history = prompt if isinstance(prompt, TokenHistory) else None
+        prefix = prompt if isinstance(prompt, TokenPrefix) else None
         request_id = request_id or f"{self._count:032x}"
         generation = Generation()
         pending = self.channel.submit_nowait(
             Submit(
                 request_id,
-                b"" if isinstance(prompt, TokenHistory) else packed(prompt),
+                b"" if isinstance(prompt, TokenPrefix) else packed(prompt),
                 SamplingParams(max_new_tokens=count),
                 session,
             ),
             generation,
             lambda: self.gone.append(request_id),
-            history=history,
+            prefix=prefix,
             deadline=deadline,
         )
         return generation, pending
 
-    async def ask(self, prompt: list[int] | TokenHistory, count: int = 4, **options: Any) -> Any:
+    async def ask(self, prompt: list[int] | TokenPrefix, count: int = 4, **options: Any) -> Any:
         generation, pending = self.submit(prompt, count, **options)
         await pending.done.wait()
         assert not pending.error, pending.error
@@ -136,10 +136,10 @@ def packed(ids: list[int]) -> bytes:
     return array("i", ids).tobytes()
 
 
-def history_of(ids: list[int]) -> TokenHistory:
-    history = TokenHistory()
-    history.extend(array("i", ids))
-    return history
+def prefix_of(ids: list[int]) -> TokenPrefix:
+    prefix = TokenPrefix()
+    prefix.extend(array("i", ids))
+    return prefix
 
 
 def messages_of(channel: Channel, role: Role) -> list[msgspec.Struct]:

@@ -12,11 +12,11 @@ import anyio
 
 from rollout.bridge import loop_clock
 from rollout.engine.core import SamplingParams
-from rollout.engine.driver.connecting import connect_channel
+from rollout.engine.driver.channel_connecting import connect_channel
 from rollout.engine.driver.generation import Generation
 from rollout.engine.wire.protocol import Submit
 from rollout.seeds import RequestIds
-from rollout.token_history import TokenHistory
+from rollout.token_prefix import TokenPrefix
 from wire.payload import ANSWER, Result, cpu_s, prompt_ids, wall_s
 
 if TYPE_CHECKING:
@@ -41,16 +41,16 @@ class Asker:
         self._ids, self._now = RequestIds(), loop_clock()
 
     async def ask(
-        self, prompt: bytes, history: TokenHistory | None = None, session_id: str = ""
+        self, prompt: bytes, prefix: TokenPrefix | None = None, session_id: str = ""
     ) -> Generation:
         """One generation, as a pool makes it."""
         generation = Generation()
         request = Submit(self._ids.new(), prompt, SAMPLING, session_id)
         deadline = self._now() + GENERATION_S
         if self._channel.is_full:
-            await self._channel.wait_for_room(request, history)
+            await self._channel.wait_for_room(request, prefix)
         pending = self._channel.submit_nowait(
-            request, generation, _nothing, history=history, deadline=deadline
+            request, generation, _nothing, prefix=prefix, deadline=deadline
         )
         await pending.done.wait()
         assert len(generation.ids) == ANSWER, pending.error
@@ -116,20 +116,20 @@ def linear(port: int, secret: bytes, pid: int, rounds: int) -> tuple[float, floa
 async def _turns(port: int, secret: bytes, pid: int) -> tuple[float, float]:
     costs: list[float] = []
     prompt, observation = prompt_ids(2048), array("i", range(OBSERVATION))
-    histories = [TokenHistory() for _ in range(TRAJECTORIES)]
-    for history in histories:
-        history.extend(prompt)
+    prefixes = [TokenPrefix() for _ in range(TRAJECTORIES)]
+    for prefix in prefixes:
+        prefix.extend(prompt)
     async with open_asker(port, secret) as asker:
 
-        async def turn(number: int, history: TokenHistory) -> None:
-            generation = await asker.ask(b"", history, f"{number}")
-            history.extend(generation.ids)
-            history.extend(observation)
+        async def turn(number: int, prefix: TokenPrefix) -> None:
+            generation = await asker.ask(b"", prefix, f"{number}")
+            prefix.extend(generation.ids)
+            prefix.extend(observation)
 
         for _ in range(TURNS):
             cpu = cpu_s(pid)
             async with anyio.create_task_group() as tasks:
-                for number, history in enumerate(histories):
-                    tasks.start_soon(turn, number, history)
+                for number, prefix in enumerate(prefixes):
+                    tasks.start_soon(turn, number, prefix)
             costs.append((cpu_s(pid) - cpu) / TRAJECTORIES * 1e6)
     return costs[1], costs[-1]

@@ -62,10 +62,10 @@ class HasDeadline(Protocol):
     deadline: float
 
 
-class HeldDeadline:
-    """A deadline that stands still while the runtime holds what it is for.
+class PausableDeadline:
+    """A deadline that stands still while the runtime lets what it is for wait.
 
-    Only `outermost` counts the time between `hold` and `go_on`, which may nest.
+    Only `outermost` counts the time between `pause` and `resume`, which may nest.
 
     Attributes:
         now: What counts at present.
@@ -75,8 +75,8 @@ class HeldDeadline:
         self.now = deadline
         self._outermost = outermost
         self._scope: HasDeadline | None = None
-        self._held: Deadline | None = None
-        self._holds = 0
+        self._paused: Deadline | None = None
+        self._pauses = 0
         self._since = 0.0
 
     def govern(self, scope: HasDeadline) -> None:
@@ -93,19 +93,19 @@ class HeldDeadline:
         if scope.cancelled_caught and anyio.current_time() >= self.now.at:
             raise self.now.error()
 
-    def hold(self) -> None:
-        """The runtime holds it from now on."""
-        self._holds += 1
-        if self._holds == 1:
-            self._since, self._held = anyio.current_time(), self.now
+    def pause(self) -> None:
+        """The runtime lets it wait from now on."""
+        self._pauses += 1
+        if self._pauses == 1:
+            self._since, self._paused = anyio.current_time(), self.now
             self._become(self._outermost)
 
-    def go_on(self) -> None:
-        """End one `hold`."""
-        self._holds -= 1
-        if self._holds == 0:
-            assert self._held is not None
-            self._become(self._held.later(anyio.current_time() - self._since, self._outermost))
+    def resume(self) -> None:
+        """End one `pause`."""
+        self._pauses -= 1
+        if self._pauses == 0:
+            assert self._paused is not None
+            self._become(self._paused.later(anyio.current_time() - self._since, self._outermost))
 
     def _become(self, deadline: Deadline) -> None:
         self.now = deadline

@@ -11,8 +11,8 @@ import anyio
 import msgspec
 
 from rollout.agents.budget import generation_budget
-from rollout.agents.history import History, said_again
 from rollout.agents.identity import Ending, Identity, RejectedPrompt
+from rollout.agents.message_log import MessageLog, said_again
 from rollout.agents.turn import AssistantTurn, answer
 from rollout.agents.wording import Wording
 from rollout.chat.messages import template_messages, text_of_content
@@ -25,7 +25,7 @@ from rollout.errors import (
     LimitExceeded,
 )
 from rollout.interactions import Interaction, InteractionContext, InteractionTurn
-from rollout.limits import Deadline, HeldDeadline, fail_at_deadline
+from rollout.limits import Deadline, PausableDeadline, fail_at_deadline
 from rollout.supervision import Duty, UnresponsiveError
 from rollout.tools.attempt import CallError, attempt
 from rollout.types import InvalidToolCall, Message, Outcome, Prompt, ToolCall
@@ -101,14 +101,14 @@ class AgentContext:
         self._services = services
         self._tools = tools
         self._outermost = outermost
-        self._deadline = HeldDeadline(deadline, outermost)
+        self._deadline = PausableDeadline(deadline, outermost)
         self._turn_deadline = deadline
         self._interaction: Interaction | None = None
         self._calls_asked = 0
         self._errors_in_a_row = 0
         self._in_reasoning = False
         self._said: dict[int, str] = {}
-        self._history = History()
+        self._message_log = MessageLog()
         self._wording = Wording(services, tools)
         self._unsettled: list[Sequence[Message | Mapping[str, Any]]] = []
         self.earlier: list[Transcript] = []
@@ -129,7 +129,7 @@ class AgentContext:
         return self._identity
 
     @property
-    def deadline(self) -> HeldDeadline:
+    def deadline(self) -> PausableDeadline:
         """The trajectory's own."""
         return self._deadline
 
@@ -161,7 +161,7 @@ class AgentContext:
         if self._interaction_name is not None:
             self._interaction = self._new_interaction(self._interaction_name)
         self.transcript.append_prompt(ids)
-        self._history.begin(given, ids)
+        self._message_log.begin(given, ids)
         self._in_reasoning = self._services.template.opens_reasoning
         if self._interaction is not None:
             await self._interaction.start(self._interaction_context())
@@ -178,12 +178,12 @@ class AgentContext:
         await self.settle()
         limits = self._services.config.limits
         turn = Deadline.after(limits.turn_s, "limits.turn_s", self._deadline.now)
-        turn_deadline = HeldDeadline(turn, self._outermost)
-        deadline = HeldDeadline(
+        turn_deadline = PausableDeadline(turn, self._outermost)
+        deadline = PausableDeadline(
             Deadline.after(limits.generation_s, "limits.generation_s", turn), self._outermost
         )
         generation = Generation()
-        generation.held = (self._deadline, turn_deadline, deadline)
+        generation.pausable_deadlines = (self._deadline, turn_deadline, deadline)
         started, bounded_by = anyio.current_time(), ""
         is_over = False
         try:
@@ -193,7 +193,7 @@ class AgentContext:
                 await self._services.engines.generate(
                     generation,
                     session_id=self.identity.session_id,
-                    prompt_ids=self.transcript.history,
+                    prompt_ids=self.transcript.prefix,
                     sampling=self._sampling_of_turn(budget),
                     priority=self.prompt.priority,
                     group_id=f"{self.identity.step}/{self.identity.uid}",
@@ -332,13 +332,13 @@ class AgentContext:
         self.transcript.append_observation(ids)
         self._in_reasoning = self._services.template.opens_reasoning_after(given)
         self.messages += plain
-        self._history.add(given)
+        self._message_log.add(given)
 
     def _note_silence(self) -> None:
         """The template's opening of a turn stands there and ends at once: a turn without words."""
         self._said[len(self.messages)] = ""
         self.messages.append(Message(role="assistant", content=""))
-        self._history.say({"role": "assistant", "content": ""})
+        self._message_log.say({"role": "assistant", "content": ""})
 
     async def check_tokens(self) -> Drift | None:
         """How the transcript differs from its conversation rendered anew.
@@ -445,7 +445,7 @@ class AgentContext:
         """
         if self.config.history == "append_only" or not self.assistant_turns:
             return
-        row = await self._wording.row(self._history)
+        row = await self._wording.row(self._message_log)
         if row.ids_bytes() != self.transcript.ids_bytes():
             self.earlier.append(self.transcript)
             self.transcript, self._known_tokens = row, 0
@@ -500,7 +500,7 @@ class AgentContext:
                 tool_calls=tuple(call for call in calls if isinstance(call, ToolCall)),
             )
         )
-        self._history.say(said_again(parsed, calls))
+        self._message_log.say(said_again(parsed, calls))
         return AssistantTurn(
             content=parsed.content,
             reasoning=parsed.reasoning,

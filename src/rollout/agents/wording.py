@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Mapping, Sequence
 
-    from rollout.agents.history import History
+    from rollout.agents.message_log import MessageLog
     from rollout.agents.services import Services
     from rollout.chat.drift import Drift
     from rollout.chat.transcript import Transcript
@@ -90,8 +90,8 @@ class Wording:
                 raise _no_room(source, f"at least {error.least}") from None
         return None
 
-    async def row(self, history: History) -> Transcript:
-        """The whole conversation rendered anew, as `History.row` makes it.
+    async def row(self, log: MessageLog) -> Transcript:
+        """The whole conversation rendered anew, as `MessageLog.row` makes it.
 
         Raises:
             TemplateError: The template refuses the conversation.
@@ -102,8 +102,8 @@ class Wording:
         tools = self._tools.schemas or None
         try:
             row = await self._services.texts.run(
-                is_long(history.messages, self._services.texts.prompt_room),
-                *(history.row, self._services.template, tools, lengths.prompt, most),
+                is_long(log.messages, self._services.texts.prompt_room),
+                *(log.row, self._services.template, tools, lengths.prompt, most),
             )
         except TooManyTokens:
             source = "engine.context_length" if most == context else "lengths.response"

@@ -20,18 +20,18 @@ import msgspec
 
 from rollout.chat.content_tests import content_tests
 from rollout.chat.encoding import Place, TextEncoder, WrittenText
-from rollout.chat.look_alikes import render_written
-from rollout.chat.made_up import (
-    ANSWER,
-    HISTORY,
+from rollout.chat.messages import TemplateMessage
+from rollout.chat.placeholder_exchange import (
+    ASSISTANT_MARKER,
+    USER_MARKER,
     Answer,
     after_answer,
     conversation,
     unusable,
     with_contents,
 )
-from rollout.chat.messages import TemplateMessage
 from rollout.chat.reasoning import opens_reasoning
+from rollout.chat.special_token_escaping import render_escaped
 from rollout.errors import TemplateError
 
 #: `render(messages, add_generation_prompt)`: what the template makes of a conversation.
@@ -122,7 +122,7 @@ class ContinuationRenderer:
             most += len(form.turn_end.encode())  # it may have been sampled: then it needs no room
         joined = self._joined(form, messages, most)
         if joined is None:
-            joined = render_written(
+            joined = render_escaped(
                 lambda given, _: self._rendered(form.answer, given)[0],
                 self._encoder,
                 messages,
@@ -177,7 +177,7 @@ class ContinuationRenderer:
             return said
         if calling.endswith(said):
             return said
-        places = self._encoder.look_alikes(calling)
+        places = self._encoder.special_token_spellings(calling)
         return calling[places[-1][0] :] if places else said
 
     def _joined(
@@ -193,7 +193,7 @@ class ContinuationRenderer:
             return WrittenText(joined)
         plain, length = list[Place](), len(form.literals[0])
         for text, literal in zip(contents, form.literals[1:], strict=True):
-            plain += self._encoder.look_alikes(text, length)
+            plain += self._encoder.special_token_spellings(text, length)
             length += len(text) + len(literal)
         return WrittenText(joined, tuple(plain))
 
@@ -219,7 +219,7 @@ class ContinuationRenderer:
             after = after_answer(whole)
             return after, self._end_of(after, ends.said)
         calling = self._render(conversation(messages, answer)[:2], False)
-        if ANSWER in calling:  # what stands before it may change, see `_refuse_rewriting`
+        if ASSISTANT_MARKER in calling:  # what stands before it may change, see `_refuse_rewriting`
             calling, whole = after_answer(calling), after_answer(whole)
         if not (calling.endswith(ends.called) and whole.startswith(calling)):
             raise unusable("it writes a call in another way once it is answered")
@@ -229,7 +229,7 @@ class ContinuationRenderer:
         """What of `after` ends the turn: some templates end it otherwise once something follows."""
         if not said or after.startswith(said):
             return said
-        places = self._encoder.look_alikes(after)
+        places = self._encoder.special_token_spellings(after)
         if not places or self._encoder.is_plain(said):
             return common_prefix(said, after, self._encoder)
         end = after[: places[0][1]]
@@ -309,14 +309,14 @@ class ContinuationRenderer:
         is_calling = "tool_calls" in exchange[1]
         if not is_calling:
             after_answer(text)
-        for marker, what in ((HISTORY, "user"), (ANSWER, "assistant")):
+        for marker, what in ((USER_MARKER, "user"), (ASSISTANT_MARKER, "assistant")):
             times = text.count(marker)
-            if times != 1 and not (marker == ANSWER and is_calling and times == 0):
+            if times != 1 and not (marker == ASSISTANT_MARKER and is_calling and times == 0):
                 raise unusable(f"it writes an earlier {what} message {times} times")
-        head = text.partition(HISTORY)[0]
-        if ANSWER in head:
+        head = text.partition(USER_MARKER)[0]
+        if ASSISTANT_MARKER in head:
             raise unusable("it changes the order of messages")
-        if head != self._render(conversation(), False).partition(HISTORY)[0]:
+        if head != self._render(conversation(), False).partition(USER_MARKER)[0]:
             raise unusable("new messages change the text before the first message")
 
     def _is_foretold(
@@ -371,6 +371,9 @@ def common_prefix(left: str, right: str, encoder: TextEncoder) -> str:
     pairs = zip(left, right, strict=False)
     length = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
     for text in (left, right):
-        places = [*encoder.look_alikes(text), *(tag.span() for tag in _TAG.finditer(text))]
+        places = [
+            *encoder.special_token_spellings(text),
+            *(tag.span() for tag in _TAG.finditer(text)),
+        ]
         length = min([length, *(start for start, stop in places if start < length < stop)])
     return left[:length]

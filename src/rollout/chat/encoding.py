@@ -122,7 +122,7 @@ class TextEncoder:
         """Whether nothing in `text` looks like a special token."""
         return self._pattern is None or self._pattern.search(text) is None
 
-    def look_alikes(self, text: str, start: int = 0) -> list[Place]:
+    def special_token_spellings(self, text: str, start: int = 0) -> list[Place]:
         """Where `text` would be read as special tokens, moved by `start`."""
         return [(start + a, start + b) for a, b in self._matches(text)]
 

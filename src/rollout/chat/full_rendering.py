@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.chat.continuation import common_prefix
-from rollout.chat.made_up import HISTORY
 from rollout.chat.messages import template_call
+from rollout.chat.placeholder_exchange import USER_MARKER
 from rollout.chat.reasoning import END_THINK, THINK, lacks_reasoning, opens_reasoning
 from rollout.errors import TemplateError
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
     from rollout.chat.continuation import TurnEnds
     from rollout.chat.encoding import TextEncoder
-    from rollout.chat.look_alikes import Tools
     from rollout.chat.messages import TemplateMessage
+    from rollout.chat.special_token_escaping import Tools
 
     #: `render(messages, add_generation_prompt, tools)`.
     RenderAll = Callable[[Sequence[TemplateMessage], bool, Tools], str]
 
 
-_QUESTION: TemplateMessage = {"role": "user", "content": HISTORY}
+_QUESTION: TemplateMessage = {"role": "user", "content": USER_MARKER}
 
 
 class FullRendering(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class FullRendering(msgspec.Struct, frozen=True):
     is_reasoning_stripped: bool
 
 
-class HistoryRenderer:
+class FullRenderer:
     """Renders conversations with sampled turns in them.
 
     Args:
@@ -64,9 +64,9 @@ class HistoryRenderer:
         self._encoder = encoder
         self._ends = ends
         self._stops = stops
-        self._opening = render([_QUESTION], True, None).partition(HISTORY)[2]
+        self._opening = render([_QUESTION], True, None).partition(USER_MARKER)[2]
         answer = {"role": "assistant", "content": _mark(0)}
-        answered = render([_QUESTION, answer], False, None).partition(HISTORY)[2]
+        answered = render([_QUESTION, answer], False, None).partition(USER_MARKER)[2]
         self._drops_opening = lacks_reasoning(answered, self._opening)
 
     def render(
@@ -120,7 +120,7 @@ class HistoryRenderer:
 
     def _body(self, turn: TemplateMessage, at: int) -> str:
         """What the template writes of a turn, from where the model takes over to its end."""
-        alone = self._render([_QUESTION, turn], False, None).partition(HISTORY)[2]
+        alone = self._render([_QUESTION, turn], False, None).partition(USER_MARKER)[2]
         body = alone.removesuffix(self._ends.called if "tool_calls" in turn else self._ends.said)
         common = len(common_prefix(self._opening, body, self._encoder))
         return body[common:] if _mark(at) in body[common:] else _mark(at)

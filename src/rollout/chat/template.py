@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from rollout.chat.continuation import ContinuationRenderer
 from rollout.chat.drift import DRIFT_KINDS, Drift, compare
 from rollout.chat.encoding import WrittenText, encoder_of
-from rollout.chat.full_rendering import FullRendering, HistoryRenderer
-from rollout.chat.look_alikes import render_written
-from rollout.chat.made_up import HISTORY
+from rollout.chat.full_rendering import FullRenderer, FullRendering
 from rollout.chat.messages import TemplateMessage, template_messages
+from rollout.chat.placeholder_exchange import USER_MARKER
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.rendering import Renderer
+from rollout.chat.special_token_escaping import render_escaped
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class ChatTemplate:
             TemplateError: The template refuses the messages.
             TooManyTokens: They certainly have more than `most`.
         """
-        return render_written(
+        return render_escaped(
             lambda given, offered: self._renderer.render(given, add_generation_prompt, offered),
             self._encoder,
             messages,
@@ -185,12 +185,12 @@ class ChatTemplate:
         """
         ends = self._continuations.turn_ends()
         names = [self.decode([token]) for token in self._turn_ends or self._next_openings()]
-        history = HistoryRenderer(self._renderer.render, self._encoder, ends, names)
+        renderer = FullRenderer(self._renderer.render, self._encoder, ends, names)
         given, text = template_messages(messages), self.decode(transcript.ids())
         drifts: list[Drift] = []
         for with_calls in (False, True):
             try:
-                full = history.render(given, said, tools, with_calls=with_calls)
+                full = renderer.render(given, said, tools, with_calls=with_calls)
             except TemplateError:
                 if with_calls and not drifts:
                     raise
@@ -261,8 +261,8 @@ class ChatTemplate:
     @cached_property
     def opens_reasoning(self) -> bool:
         """Whether the opening of the assistant's turn ends inside reasoning (``<think>``)."""
-        text = self._renderer.render([{"role": "user", "content": HISTORY}], True)
-        return opens_reasoning(text.rpartition(HISTORY)[2])
+        text = self._renderer.render([{"role": "user", "content": USER_MARKER}], True)
+        return opens_reasoning(text.rpartition(USER_MARKER)[2])
 
     @cached_property
     def added_system_prompt(self) -> str:
@@ -270,9 +270,9 @@ class ChatTemplate:
 
         Empty unless it holds more than special tokens and the name of a role.
         """
-        text = self._renderer.render([{"role": "user", "content": HISTORY}], True)
-        head = text.partition(HISTORY)[0]
-        places = self._encoder.look_alikes(head)
+        text = self._renderer.render([{"role": "user", "content": USER_MARKER}], True)
+        head = text.partition(USER_MARKER)[0]
+        places = self._encoder.special_token_spellings(head)
         words = sum(len(piece.split()) for piece in _around(head, places))
         return head if words > 1 + len(places) // 2 else ""
 
@@ -312,8 +312,8 @@ class ChatTemplate:
         """The special tokens that open other turns, where nothing else ends the assistant's."""
         for role in ("user", "tool"):
             with suppress(TemplateError):
-                written, _ = self._continuations.render([{"role": role, "content": HISTORY}])
-                yield from self._specials_of(written.text.partition(HISTORY)[0])[:1]
+                written, _ = self._continuations.render([{"role": role, "content": USER_MARKER}])
+                yield from self._specials_of(written.text.partition(USER_MARKER)[0])[:1]
 
     def _specials_of(self, text: str) -> list[int]:
         return [token for token in self._encoder.encode(text) if token in self._specials]

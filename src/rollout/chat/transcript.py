@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rollout.token_history import TokenHistory
+from rollout.token_prefix import TokenPrefix
 
 SpanKind = Literal["prompt", "generated", "observation"]
 Ids = Sequence[int] | npt.NDArray[np.int32]
@@ -53,14 +53,14 @@ class Transcript:
     can be changed or removed.
 
     Attributes:
-        history: Every id in order, in the form in which engines are asked with it.
+        prefix: Every id in order, in the form in which engines are asked with it.
     """
 
-    __slots__ = ("_ids", "_log_probs", "_spans", "history")
+    __slots__ = ("_ids", "_log_probs", "_spans", "prefix")
 
     def __init__(self) -> None:
-        self.history = TokenHistory()
-        self._ids = self.history.ids
+        self.prefix = TokenPrefix()
+        self._ids = self.prefix.ids
         self._log_probs = array("f")
         self._spans: list[Span] = []
 
@@ -203,7 +203,7 @@ class Transcript:
         versions: tuple[tuple[int, int], ...] = (),
     ) -> None:
         start = len(self._ids)
-        self.history.extend(_packed("i", np.int32, ids))
+        self.prefix.extend(_packed("i", np.int32, ids))
         self._spans.append(Span(kind, start, len(self._ids), finish_reason, versions))
 
 

@@ -18,7 +18,7 @@ from rollout.config import (
     SimulatedEngine,
     TransformersEngine,
 )
-from rollout.engine.driver.opening import core_spec
+from rollout.engine.driver.engine_opening import core_spec
 from rollout.engine.model_files import model_path_fault
 from rollout.errors import AgentError, ConfigError, EngineError, ToolError
 from rollout.interactions import InteractionRegistry

@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rollout.chat import load_chat_template
-from rollout.chat.battery import SceneReport, play_battery
 from rollout.chat.drift import DRIFT_KINDS
 from rollout.chat.loading import with_template
+from rollout.chat.template_conformance import SceneReport, conformance_reports
 from rollout.cli.wrapping import column_widths, print_line, wrapped
 from rollout.engine.model_files import resolve_model
 from rollout.runtime.driver_model import SIMULATED_MODEL
@@ -51,7 +51,7 @@ def check_template(
         trust_remote_code=trust_remote_code,
         chat_template_path=chat_template,
     )
-    reports = list(play_battery(template))
+    reports = list(conformance_reports(template))
     for label, text in _facts(model, template):
         print_line(console, f"{label:<{_LABEL_WIDTH}}{text}")
     rows = [_cells(report) for report in reports]

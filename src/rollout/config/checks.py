@@ -80,14 +80,14 @@ StrategyName = Annotated[
 ]
 Weights = Annotated[tuple[Positive, ...], Rule("a list of numbers > 0", lambda _: True)]
 Texts = Annotated[tuple[Text, ...], Rule("a list of strings", lambda _: True)]
-Seat = Annotated[
+GpuSlot = Annotated[
     str,
     Rule(
         "a string like 'node:0,1' (a Ray node's id or address, and GPU ids)",
         lambda text: bool(re.fullmatch(r"\S+:\d+(,\d+)*", text)),
     ),
 ]
-Seats = Annotated[tuple[Seat, ...], Rule("a list of strings", lambda _: True)]
+GpuSlots = Annotated[tuple[GpuSlot, ...], Rule("a list of strings", lambda _: True)]
 Url = Annotated[str, Rule("an http or https URL", is_http_url)]
 Urls = Annotated[tuple[Url, ...], Rule("a list of one http or https URL or more", bool)]
 TokenIds = Annotated[tuple[TokenId, ...], Rule("a list of token ids", lambda _: True)]

@@ -8,7 +8,7 @@ from typing import ClassVar, get_args
 import attrs
 
 from rollout.config.base import Section, fields_named
-from rollout.config.checks import Count, NonNegative, Seats, Text, Texts
+from rollout.config.checks import Count, GpuSlots, NonNegative, Text, Texts
 from rollout.config.faults import Fault
 
 
@@ -61,9 +61,10 @@ class RayPlacement(PlacementConfig):
     #: Machines by Ray node id or address; replica i lives on the i-th, counted round, or on the
     #: next `machines_per_replica` of them.
     nodes: Texts = ()
-    #: GPUs that a trainer holds, one ``node:0,1`` for each machine of each replica
-    #: (`rollout.engine.seats_of` finds them). The replicas share those GPUs, and ask Ray for none.
-    colocate: Seats = ()
+    #: GPUs of a trainer, one ``node:0,1`` for each machine of each replica
+    #: (`rollout.engine.gpu_slots_of` finds them). The replicas share those GPUs and ask Ray for
+    #: none.
+    colocate: GpuSlots = ()
 
     def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
         """A place is found in one way."""

@@ -201,7 +201,7 @@ class SchedulingConfig(Section):
     validation_samples_per_prompt: Count = 1
     #: Trajectories that run at once; bounds the memory of a batch.
     max_in_flight: Count = 1024
-    #: Runs fewer at once while engines are too full to remember the trajectories' histories.
+    #: Runs fewer at once while engines are too full to remember the trajectories' prefixes.
     adaptive_admission: Flag = True
     #: How often a member is run again from its start after its engine failed or was lost.
     max_retries: Natural = 2
@@ -275,15 +275,20 @@ class RolloutConfig(Section):
             problem = f"expected a number for each of engine.replicas = {replicas}"
             yield Fault("router.weights", problem, list(weights))
         yield from self._gpu_faults()
-        yield from self._seat_faults()
-        seats = getattr(self.placement, "colocate", ())
+        yield from self._gpu_slot_faults()
+        gpu_slots = getattr(self.placement, "colocate", ())
         machines = getattr(self.placement, "machines_per_replica", 1)
-        is_sound = isinstance(seats, tuple) and isinstance(machines, int)
-        if is_sound and isinstance(replicas, int) and seats and len(seats) != replicas * machines:
+        is_sound = isinstance(gpu_slots, tuple) and isinstance(machines, int)
+        if (
+            is_sound
+            and isinstance(replicas, int)
+            and gpu_slots
+            and len(gpu_slots) != replicas * machines
+        ):
             problem = f"expected one for each of engine.replicas = {replicas}"
             if machines > 1:
                 problem = f"expected {machines} for each of engine.replicas = {replicas}"
-            yield Fault("placement.colocate", problem, list(seats))
+            yield Fault("placement.colocate", problem, list(gpu_slots))
         if isinstance(machines, int) and machines > 1:
             yield from self._spread_faults(machines)
 
@@ -324,23 +329,23 @@ class RolloutConfig(Section):
             problem = f"expected at least engine.tensor_parallel = {wanted}"
             yield Fault("placement.gpus_per_replica", problem, given)
 
-    def _seat_faults(self) -> Iterator[Fault]:
-        """Seats beside a trainer have a GPU for each shard of the replica that sits there."""
+    def _gpu_slot_faults(self) -> Iterator[Fault]:
+        """GPU slots of a trainer have a GPU for each shard of the replica that sits there."""
         wanted = getattr(self.engine, "tensor_parallel", 1)
-        seats = getattr(self.placement, "colocate", ())
+        gpu_slots = getattr(self.placement, "colocate", ())
         machines = getattr(self.placement, "machines_per_replica", 1)
         is_on_cpu = getattr(self.engine, "device", "cpu") == "cpu"
-        is_sound = isinstance(seats, tuple) and isinstance(wanted, int)
+        is_sound = isinstance(gpu_slots, tuple) and isinstance(wanted, int)
         is_even = isinstance(machines, int) and machines > 0 and is_sound and not wanted % machines
         if is_on_cpu or not is_even:
             return
         share = wanted // machines
-        for index, seat in enumerate(seats):
-            gpus = str(seat).rpartition(":")[2].split(",")
+        for index, gpu_slot in enumerate(gpu_slots):
+            gpus = str(gpu_slot).rpartition(":")[2].split(",")
             if len(set(gpus)) < share:
                 each = "" if machines == 1 else f" over {machines} machines"
                 problem = f"expected {share} GPUs for engine.tensor_parallel = {wanted}{each}"
-                yield Fault(f"placement.colocate[{index}]", problem, seat)
+                yield Fault(f"placement.colocate[{index}]", problem, gpu_slot)
 
     @classmethod
     def homes_of(cls, key: str) -> list[str]:

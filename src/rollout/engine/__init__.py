@@ -19,15 +19,15 @@ if TYPE_CHECKING:
         GenerationRequest,
         SamplingParams,
     )
-    from rollout.engine.driver.connecting import connect_channel
-    from rollout.engine.driver.opening import open_engines
-    from rollout.engine.placement.ray import seats_of
+    from rollout.engine.driver.channel_connecting import connect_channel
+    from rollout.engine.driver.engine_opening import open_engines
+    from rollout.engine.placement.ray import gpu_slots_of
     from rollout.engine.process.server import EngineServer
     from rollout.engine.routing import Router
     from rollout.engine.weights import DiskWeights, DistributedWeights, TensorWeights
 
 _HOMES = {
-    "rollout.engine.driver.connecting": ("connect_channel",),
+    "rollout.engine.driver.channel_connecting": ("connect_channel",),
     "rollout.engine.core": (
         "Chunk",
         "EngineCore",
@@ -36,8 +36,8 @@ _HOMES = {
         "GenerationRequest",
         "SamplingParams",
     ),
-    "rollout.engine.driver.opening": ("open_engines",),
-    "rollout.engine.placement.ray": ("seats_of",),
+    "rollout.engine.driver.engine_opening": ("open_engines",),
+    "rollout.engine.placement.ray": ("gpu_slots_of",),
     "rollout.engine.routing": ("Router",),
     "rollout.engine.process.server": ("EngineServer",),
     "rollout.engine.weights": ("DiskWeights", "DistributedWeights", "TensorWeights"),

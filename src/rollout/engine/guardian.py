@@ -31,7 +31,7 @@ GRACE_S = 2.0
 #: Of the environment: whoever looks for an engine by its own should find the engine.
 NEEDED = ("LD_LIBRARY_PATH",)
 #: What tells a guardian that it is not needed any longer, and for how long it is waited for.
-DISMISSED, DISMISSAL_S = b"\0", 1.0
+RELEASED, RELEASE_S = b"\0", 1.0
 #: Where files are in memory.
 SHARED = "/dev/shm"
 #: In ``/proc/<pid>/stat``, counted after the name: the state, the threads, and the start.
@@ -117,14 +117,14 @@ def guard(driver: str) -> None:
 _ledger: list[tuple[int, set[str]]] = []
 
 
-def dismiss() -> None:
+def release_guardian() -> None:
     """Have the guardian leave, and return when it has: this process ends in order."""
     for descriptor, _ in _ledger:
         with suppress(OSError):
-            os.write(descriptor, DISMISSED)
+            os.write(descriptor, RELEASED)
             left = select.poll()
             left.register(descriptor, 0)  # its end of the pipe closes, which is an error here
-            left.poll(1000 * DISMISSAL_S)
+            left.poll(1000 * RELEASE_S)
 
 
 def remove_at_end(path: str) -> None:
@@ -198,9 +198,9 @@ def _let_go(ledger: int) -> None:
 def main(driver: str, engine: str, group: str) -> None:
     """Watch, end the engine when it is time, and remove what it leaves."""
     before = shared_files()
-    ledger, *dismissed = _watch(driver, engine).split(DISMISSED)
-    left = set() if dismissed else mapped_files(_session_of(int(group))) - before
-    if not dismissed:
+    ledger, *released = _watch(driver, engine).split(RELEASED)
+    left = set() if released else mapped_files(_session_of(int(group))) - before
+    if not released:
         _end(engine, int(group))
     remove(left | {os.fsdecode(line) for line in ledger.split(b"\n") if line})
 
@@ -208,7 +208,7 @@ def main(driver: str, engine: str, group: str) -> None:
 def _watch(driver: str, engine: str) -> bytes:
     """Return when it is time, with what the engine has written down."""
     written, is_open, patience = b"", True, GRACE_S
-    while is_alive(engine) and patience > 0 and DISMISSED not in written:
+    while is_alive(engine) and patience > 0 and RELEASED not in written:
         if is_open and select.select([0], [], [], LOOK_S)[0]:
             words = os.read(0, 65536)
             written, is_open = written + words, bool(words)

@@ -55,7 +55,7 @@ class ModelUser:
         persona: Who the user is and what the user wants; ``{…}`` fields are filled from the
             prompt's ``extra["interaction_kwargs"]``.
         name: What prompts and ``agent.interaction`` call it.
-        api_key_env: The environment variable with the key; None sends none.
+        api_key_variable: The environment variable with the key; None sends none.
         max_turns: Messages after which the user leaves.
         sampling: Further fields of the request: ``{"temperature": 0.7, "max_tokens": 200}``.
         timeout_s: Of one try.
@@ -72,7 +72,7 @@ class ModelUser:
         *,
         persona: str,
         name: str = "model_user",
-        api_key_env: str | None = "OPENAI_API_KEY",
+        api_key_variable: str | None = "OPENAI_API_KEY",
         max_turns: int = 8,
         sampling: Mapping[str, Any] | None = None,
         timeout_s: float = 60.0,
@@ -92,7 +92,7 @@ class ModelUser:
         self._endpoint = _Endpoint(
             label=f"interaction {name!r}",
             base_url=base_url,
-            key="" if api_key_env is None else os.environ.get(api_key_env, ""),
+            key="" if api_key_variable is None else os.environ.get(api_key_variable, ""),
             timeout_s=timeout_s,
             max_tries=max_tries,
             fields={"model": model, **(sampling or {})},

@@ -60,9 +60,9 @@ class BlockingEngines:
         """`EnginePool.resume`."""
         self._now(lambda: self._pool.resume(name))
 
-    def add_replica(self, *, weight: float = 1.0) -> str:
+    def add_replica(self, *, load_share: float = 1.0) -> str:
         """`EnginePool.add_replica`, waited for in this thread."""
-        return self._wait(lambda: self._pool.add_replica(weight=weight))
+        return self._wait(lambda: self._pool.add_replica(load_share=load_share))
 
     def remove_replica(self, name: str, *, drain_s: float | None = None) -> None:
         """`EnginePool.remove_replica`, waited for in this thread."""

@@ -15,7 +15,7 @@ from rollout.bridge import WorkerThreads
 from rollout.chat import get_tool_parser, tool_parser_names
 from rollout.chat.parsers import stop_token_ids
 from rollout.config import RolloutConfig
-from rollout.engine.driver.opening import open_engines
+from rollout.engine.driver.engine_opening import open_engines
 from rollout.errors import AgentError, ConfigError
 from rollout.interactions import InteractionRegistry
 from rollout.observe.tally import Tally

@@ -1,8 +1,8 @@
 """How many trajectories may run at once, given what the engines say of themselves.
 
 More in flight than the engines' KV caches hold does not make batches larger: the others wait in a
-queue, and whoever's turn comes finds the history of the trajectory pushed out of the cache and has
-it computed again. The histories fit when there are no more trajectories than *requests that fill
+queue, and whoever's turn comes finds the prefix of the trajectory pushed out of the cache and has
+it computed again. The prefixes fit when there are no more trajectories than *requests that fill
 the caches*: those that run, divided by the share of the caches that they hold.
 
 Fewer in flight cost something too: while some wait for their tools, batches are smaller, and every
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 WINDOW = 6
 #: Mean KV use past which it is memory that requests wait for.
 HIGH_KV = 0.90
-#: Mean KV use below which there is room for the histories of more trajectories.
+#: Mean KV use below which there is room for the prefixes of more trajectories.
 LOW_KV = 0.50
 #: Share of the tokens that engines had and compute again, past which that may matter.
 LOST_SHARE = 0.3
@@ -87,7 +87,7 @@ class AdmissionController:
 
     A cut is to a number that is measured, not by a share of the last one: looking again before it
     has acted gives the same number. What it is measured from is averaged over a trajectory's
-    lifetime, because histories are short at first and all long in the end; where trajectories
+    lifetime, because prefixes are short at first and all long in the end; where trajectories
     finish at a steady pace, as many finish in a lifetime as are in flight (Little 1961).
 
     Attributes:
@@ -116,7 +116,7 @@ class AdmissionController:
             in_flight: Trajectories running now.
             progress: What trajectories have done.
         """
-        if in_flight == 0:  # the next batch begins with short histories
+        if in_flight == 0:  # the next batch begins with short prefixes
             self._looks.clear()
             self._release()
         elif loads:

@@ -26,7 +26,7 @@ from rollout.errors import (
     TemplateError,
     ToolError,
 )
-from rollout.limits import Deadline, HeldDeadline
+from rollout.limits import Deadline, PausableDeadline
 from rollout.scheduling.intact import restore
 from rollout.scheduling.rewards import RewardFunction, compute_reward
 from rollout.scheduling.sampling import sampling_of
@@ -74,9 +74,9 @@ class TrajectoryRunner:
                 loop, context = self._prepare(member, deadline, batch_deadline)
             except RejectedPrompt as error:
                 return rejected(member, error)
-            held = context.deadline
-            ending, cause = await self._run_agent(member, loop, context, held)
-            deadline = held.now
+            pausable = context.deadline
+            ending, cause = await self._run_agent(member, loop, context, pausable)
+            deadline = pausable.now
             discarded += context.discarded_tokens
             resumes += context.resumes
             restarts += context.restarts
@@ -153,7 +153,11 @@ class TrajectoryRunner:
         return loop, context
 
     async def _run_agent(
-        self, member: Member, loop: type[AgentLoop], context: AgentContext, deadline: HeldDeadline
+        self,
+        member: Member,
+        loop: type[AgentLoop],
+        context: AgentContext,
+        deadline: PausableDeadline,
     ) -> tuple[Ending, Cause | None]:
         work = self._supervised(f"agent {loop.__name__}", Cause)
         deadline.govern(work)
@@ -223,17 +227,17 @@ class TrajectoryRunner:
             failure = error
         failure = work.verdict or failure
         if failure is not None:
-            _spoil(trajectory, Outcome.FAILED, None, self._note(failure))
+            _end_without_reward(trajectory, Outcome.FAILED, None, self._note(failure))
             if work.verdict is not None:
                 trajectory.reason = UNRESPONSIVE
         elif reward is not None:
             trajectory.reward = reward.value
             trajectory.extra.update(reward.extra)
         elif member.cancel_reason is not None:
-            _spoil(trajectory, Outcome.CANCELLED, None, None)
+            _end_without_reward(trajectory, Outcome.CANCELLED, None, None)
             trajectory.reason = member.cancel_reason
         else:
-            _spoil(trajectory, Outcome.DEADLINE, deadline.source, None)
+            _end_without_reward(trajectory, Outcome.DEADLINE, deadline.source, None)
         trajectory.metrics["reward_s"] = anyio.current_time() - started
 
 
@@ -300,7 +304,7 @@ def _natural_ending(context: AgentContext) -> Ending:
     return Ending(outcome=Outcome.LENGTH, reason=reason, limit_source=context.cut_by)
 
 
-def _spoil(
+def _end_without_reward(
     trajectory: Trajectory, outcome: Outcome, source: str | None, cause: Cause | None
 ) -> None:
     """A trajectory whose reward is unknown keeps its tokens, and is not trained on."""

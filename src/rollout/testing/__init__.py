@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from rollout.engine.cores.simulated.vocabulary import decode_ids, encode_text, expected_log_prob
     from rollout.testing.clock import hold_clock
     from rollout.testing.races import Exploration, Race, RacesFoundError, explore, replay
+    from rollout.testing.recorder import Recorder
     from rollout.testing.scenario import Scenario, tool_call
     from rollout.testing.schedule import run_virtual, schedule_seed
-    from rollout.testing.token_books import Balance, balance_of
-    from rollout.testing.witness import Witness
+    from rollout.testing.token_accounting import Balance, balance_of
 
 _HOMES = {
     "rollout.config": ("SimulatedEngine",),
@@ -29,21 +29,21 @@ _HOMES = {
     "rollout.testing.scenario": ("Scenario", "tool_call"),
     "rollout.testing.schedule": ("run_virtual", "schedule_seed"),
     "rollout.engine.cores.simulated.core": ("SimulatedCore", "SimulatedDeath"),
-    "rollout.testing.token_books": ("Balance", "balance_of"),
+    "rollout.testing.token_accounting": ("Balance", "balance_of"),
     "rollout.engine.cores.simulated.tokenizer": ("simulated_tokenizer",),
     "rollout.engine.cores.simulated.vocabulary": ("decode_ids", "encode_text", "expected_log_prob"),
-    "rollout.testing.witness": ("Witness",),
+    "rollout.testing.recorder": ("Recorder",),
 }
 __all__ = [
     "Balance",
     "Exploration",
     "Race",
     "RacesFoundError",
+    "Recorder",
     "Scenario",
     "SimulatedCore",
     "SimulatedDeath",
     "SimulatedEngine",
-    "Witness",
     "balance_of",
     "decode_ids",
     "encode_text",

@@ -17,18 +17,18 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from rollout.engine.core import CORE_CLOSE_S
-from rollout.engine.driver.requests import last_answer_s
+from rollout.engine.driver.request_runner import last_answer_s
 from rollout.scheduling.batch_run import CLOSED
 from rollout.testing.sampling_checks import sampling_anomalies
 from rollout.testing.tensor_checks import batch_anomalies
-from rollout.testing.token_books import book_anomalies
+from rollout.testing.token_accounting import accounting_anomalies
 from rollout.testing.transcript_checks import EPSILON_S, Facts, trajectory_anomalies
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rollout.config import LimitsConfig
-    from rollout.testing.notes import Asked, Call
+    from rollout.testing.call_records import CallRecord, GenerationRecord
     from rollout.testing.watched_runtime import WatchedRuntime
     from rollout.testing.watched_tools import Use
 
@@ -55,7 +55,7 @@ def _anomalies(watched: WatchedRuntime) -> Iterator[str]:
     yield from _leftover_anomalies(watched)
     if watched.statistics_at_end is not None:
         yield from _count_anomalies(watched)
-        yield from book_anomalies(watched)
+        yield from accounting_anomalies(watched)
 
 
 def _facts(watched: WatchedRuntime) -> Facts:
@@ -70,7 +70,7 @@ def _facts(watched: WatchedRuntime) -> Facts:
     )
 
 
-def _delivery_anomalies(call: Call) -> Iterator[str]:
+def _delivery_anomalies(call: CallRecord) -> Iterator[str]:
     """Each member at most once; each exactly once, in the order of rows, where all came."""
     expected = [
         (f"prompt-{group}" if prompt.uid is None else prompt.uid, group, member)
@@ -88,7 +88,7 @@ def _delivery_anomalies(call: Call) -> Iterator[str]:
         yield "generate: the rows are not in the order of the prompts"
 
 
-def _time_anomalies(call: Call, limits: LimitsConfig) -> Iterator[str]:
+def _time_anomalies(call: CallRecord, limits: LimitsConfig) -> Iterator[str]:
     assert call.ended is not None
     slack = 4 * limits.cleanup_s + EPSILON_S
     took = call.ended - call.started
@@ -104,23 +104,25 @@ def _time_anomalies(call: Call, limits: LimitsConfig) -> Iterator[str]:
         went_on = call.ended - call.stopped_at
         if went_on > slack:
             yield f"generate took {went_on:g} s to return after everything was cancelled"
-    for session, asked in call.asked.items():
-        for each in asked:
+    for session, records in call.generations.items():
+        for each in records:
             yield from _request_anomalies(session, each, limits)
     for (uid, member), uses in call.uses.items():
-        asked = call.asked.get(f"{call.step}/{uid}/{member}", [])
+        records = call.generations.get(f"{call.step}/{uid}/{member}", [])
         for use in uses:
-            yield from _use_anomalies(f"{call.step}/{uid}/{member}", use, asked, limits)
+            yield from _use_anomalies(f"{call.step}/{uid}/{member}", use, records, limits)
 
 
-def _request_anomalies(session: str, asked: Asked, limits: LimitsConfig) -> Iterator[str]:
-    if asked.ended is None:
+def _request_anomalies(
+    session: str, record: GenerationRecord, limits: LimitsConfig
+) -> Iterator[str]:
+    if record.ended is None:
         yield f"{session}: a generation is still under way"
         return
-    if not asked.failure and asked.generation.finish_reason is None:
+    if not record.failure and record.generation.finish_reason is None:
         yield f"{session}: a generation returned before its engine had finished"
     if limits.generation_s is not None:
-        took = asked.ended - asked.started
+        took = record.ended - record.started
         # One that is cut off waits a moment for what has been sampled already.
         slack = last_answer_s(limits.cleanup_s) + EPSILON_S
         if took > limits.generation_s + slack:
@@ -130,7 +132,7 @@ def _request_anomalies(session: str, asked: Asked, limits: LimitsConfig) -> Iter
 
 
 def _use_anomalies(
-    session: str, use: Use, asked: list[Asked], limits: LimitsConfig
+    session: str, use: Use, records: list[GenerationRecord], limits: LimitsConfig
 ) -> Iterator[str]:
     if use.closes != 1:
         yield f"{session}: {use.name!r} was closed {use.closes} times; expected once"
@@ -142,7 +144,7 @@ def _use_anomalies(
             yield f"{session}: {use.name!r} ran for {end - start:g} s; limits.tool_s = " + (
                 f"{limits.tool_s:g}"
             )
-        turns = [each.started for each in asked if each.ended is not None and each.ended <= start]
+        turns = [each.started for each in records if each.ended is not None and each.ended <= start]
         if turns and limits.turn_s is not None and end - turns[-1] > limits.turn_s + EPSILON_S:
             yield f"{session}: a turn with {use.name!r} took {end - turns[-1]:g} s; " + (
                 f"limits.turn_s = {limits.turn_s:g}"
@@ -151,13 +153,13 @@ def _use_anomalies(
 
 def _reward_anomalies(watched: WatchedRuntime) -> Iterator[str]:
     # A reward function gets a copy of each trajectory, with the same transcript.
-    asked = Counter(id(trajectory.transcript) for trajectory in watched.rewarded)
+    times_asked = Counter(id(trajectory.transcript) for trajectory in watched.rewarded)
     for trajectory in watched.rewarded:
-        if asked[id(trajectory.transcript)] > 1:
+        if times_asked[id(trajectory.transcript)] > 1:
             yield f"{trajectory.uid}/{trajectory.member}: its reward was asked for twice"
     for call in watched.calls:
         for trajectory in call.delivered:
-            if trajectory.reward is not None and not asked[id(trajectory.transcript)]:
+            if trajectory.reward is not None and not times_asked[id(trajectory.transcript)]:
                 yield f"{call.session_of(trajectory)}: a reward that nobody was asked for"
 
 
@@ -178,7 +180,7 @@ def _leftover_anomalies(watched: WatchedRuntime) -> Iterator[str]:
     if len({len(request_id) for request_id in ids}) > 1:
         yield "request ids differ in length: one may be a prefix of another"
     for call in watched.calls:
-        for session in call.asked.keys() - watched.forgotten:
+        for session in call.generations.keys() - watched.forgotten:
             yield f"{session}: the router was not told that it has ended"
 
 
@@ -196,7 +198,7 @@ def _count_anomalies(watched: WatchedRuntime) -> Iterator[str]:
         if count > outcomes[name]:
             yield f"statistics: {outcomes[name]} {name}; {count} such were delivered"
     generated = end.generated_tokens - (before.generated_tokens if before else 0)
-    taken = sum(len(a.generation.ids) for call in watched.calls for a in call.all_asked())
+    taken = sum(len(a.generation.ids) for call in watched.calls for a in call.all_generations())
     if generated != taken:
         yield f"statistics: {generated} generated tokens; agents have {taken}"
     if end.running or watched.places_held:

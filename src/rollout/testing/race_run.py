@@ -14,17 +14,17 @@ from rollout.errors import RolloutError
 from rollout.testing.ceiling import VirtualCeilingError
 from rollout.testing.leaks import Belongings, leftovers
 from rollout.testing.operations import OPERATIONS
+from rollout.testing.recorder import Recorder
 from rollout.testing.schedule import run_virtual
-from rollout.testing.witness import Witness
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Situation = Callable[[Witness], Awaitable[object]]
+Situation = Callable[[Recorder], Awaitable[object]]
 
 #: What `explore` can let happen:
 #:
-#: * "cancel": the caller of the situation is cancelled; before a runtime closes, the witness waits
+#: * "cancel": the caller of the situation is cancelled; before a runtime closes, the recorder waits
 #:   until it is quiet, so that the accounts must balance to the token;
 #: * "close": the same, but runtimes close at once, with requests still under way;
 #: * "runtime_cancel": `RolloutRuntime.cancel` is called on every runtime;
@@ -80,7 +80,7 @@ class RaceRun:
         self.step = step
         self.seed = seed
         self._expected = expected
-        self._witness = Witness(is_hasty=injection == "close")
+        self._recorder = Recorder(is_hasty=injection == "close")
         before = Belongings()
         with _quiet_logs():
             try:
@@ -88,7 +88,7 @@ class RaceRun:
             except VirtualCeilingError as error:
                 self.anomalies.append(str(error))
                 return
-        self.anomalies += self._witness.anomalies()
+        self.anomalies += self._recorder.anomalies()
         self.anomalies += [f"left behind: {text}" for text in leftovers(before)]
 
     async def _main(self) -> None:
@@ -97,7 +97,7 @@ class RaceRun:
             hook = _StepHook(self.step, lambda task: self._inject(scope, task))
             trio.lowlevel.add_instrument(hook)
             try:
-                await self._situation(self._witness)
+                await self._situation(self._recorder)
             except Exception as error:
                 if not self._may_raise(error):
                     self.anomalies.append(f"the situation raised {error!r}")
@@ -122,21 +122,21 @@ class RaceRun:
                 f"one of {self._expected} when nothing was injected"
             )
         if self.injection in ("cancel", "close"):
-            for call in self._witness.calls_under_way():
+            for call in self._recorder.calls_under_way():
                 call.cancelled_at = anyio.current_time()
             scope.cancel()
         elif self.injection == "runtime_cancel":
-            for runtime in self._witness.runtimes:
+            for runtime in self._recorder.runtimes:
                 runtime.cancel_if_open(reason=REASON)
         elif self.injection in _ENGINE_FAULTS:
-            alive = self._witness.engines_alive()
+            alive = self._recorder.engines_alive()
             if alive:
                 getattr(alive[self.step % len(alive)], _ENGINE_FAULTS[self.injection])()
         elif self.injection in OPERATIONS:
-            for runtime in self._witness.runtimes[-1:]:
-                runtime.order(self.injection)
+            for runtime in self._recorder.runtimes[-1:]:
+                runtime.request_operation(self.injection)
         elif self.injection == "tool_error":
-            self._witness.fuse.is_armed = True
+            self._recorder.fault_injector.is_armed = True
 
     async def _refuse_tasks_beside(self, before: set[int]) -> None:
         left: list[Any] = []

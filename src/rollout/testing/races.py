@@ -1,6 +1,6 @@
 """A harness for races: one situation, run again with an injection at each of its checkpoints.
 
-A situation is an async function that does what a trainer does, with a `Witness` in the place of
+A situation is an async function that does what a trainer does, with a `Recorder` in the place of
 `rollout.open_rollout`. `explore` runs it once and counts the steps of its tasks: under one schedule
 seed they are the same in every run. Then it runs it again and again, and lets something happen
 just before step 1, before step 2, and so on. After each run the invariants must hold, and nothing
@@ -84,7 +84,7 @@ def explore(
     """Run `situation` with every injection at every step of it.
 
     Args:
-        situation: Opens its runtimes through the `Witness` that it is given, and does nothing but
+        situation: Opens its runtimes through the `Recorder` that it is given, and does nothing but
             wait for what is virtual: no threads, sockets or processes.
         injections: Some of `INJECTIONS`.
         share: Of all runs, which `seed` chooses; 1 makes them all.

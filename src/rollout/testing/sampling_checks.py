@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rollout.config import RolloutConfig
     from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Part
-    from rollout.testing.notes import Asked, Call
+    from rollout.testing.call_records import CallRecord, GenerationRecord
     from rollout.testing.transcript_checks import Facts
     from rollout.testing.watched_core import WatchedCore
     from rollout.types import Prompt
@@ -52,19 +52,19 @@ class _Turn(NamedTuple):
         prompt_length: Tokens of the prompt that the attempt began with.
     """
 
-    asked: Asked
+    record: GenerationRecord
     number: int
     prompt_length: int
 
 
 def sampling_anomalies(
-    call: Call, cores: Sequence[WatchedCore], facts: Facts, run_seed: int
+    call: CallRecord, cores: Sequence[WatchedCore], facts: Facts, run_seed: int
 ) -> Iterator[str]:
     """What was sampled otherwise than it was asked in one call, in words."""
     sent = {rid: sent.request.sampling for core in cores for rid, sent in core.requests.items()}
     model = _model_of(facts)
     prompts = _prompts_by_session(call)
-    for session, several in call.asked.items():
+    for session, several in call.generations.items():
         if session not in prompts:
             yield f"{session}: a generation for a trajectory that {call.kind} was not asked for"
             continue
@@ -73,7 +73,7 @@ def sampling_anomalies(
             seed = seed_of(run_seed, call.step, uid, member, turn.number)
             expected = _expected(turn, prompt, call.is_validation, seed, facts)
             where = f"{session}: generation {turn.number}"
-            for part in turn.asked.generation.parts:
+            for part in turn.record.generation.parts:
                 if part.request_id in sent:
                     found = sent[part.request_id]
                     yield from _differences(where, found, expected, part)
@@ -91,7 +91,7 @@ def seed_of(run_seed: int, step: int, uid: str, member: int, turn: int) -> int:
     return int.from_bytes(digest, "little") // 2
 
 
-def _prompts_by_session(call: Call) -> Mapping[str, tuple[str, int, Prompt]]:
+def _prompts_by_session(call: CallRecord) -> Mapping[str, tuple[str, int, Prompt]]:
     uids = [p.uid or f"prompt-{group}" for group, p in enumerate(call.prompts)]
     return {
         f"{call.step}/{uid}/{member}": (uid, member, prompt)
@@ -100,14 +100,14 @@ def _prompts_by_session(call: Call) -> Mapping[str, tuple[str, int, Prompt]]:
     }
 
 
-def _turns(several: Sequence[Asked]) -> Iterator[_Turn]:
+def _turns(several: Sequence[GenerationRecord]) -> Iterator[_Turn]:
     """The generations of a trajectory; one that begins as the first did begins an attempt."""
     number = 0
-    for asked in several:
-        if asked.prompt_ids == several[0].prompt_ids:
+    for record in several:
+        if record.prompt_ids == several[0].prompt_ids:
             number = 0
-        yield _Turn(asked, number, len(several[0].prompt_ids) // 4)
-        number += asked.has_spoken
+        yield _Turn(record, number, len(several[0].prompt_ids) // 4)
+        number += record.has_output
 
 
 def _expected(
@@ -118,13 +118,13 @@ def _expected(
     config = facts.config
     if (prompt.agent_name or config.agent.name) not in OUR_AGENTS:
         return known
-    asked = _settings(config, prompt.sampling or {}, is_validation)
-    if asked.pop("greedy"):
-        asked["temperature"] = 0.0
-    stops, most = set(asked.pop("stop_token_ids")), asked.pop("max_new_tokens")
-    known |= asked | {"ignore_eos": False, "stop_token_ids": stops}
+    wanted = _settings(config, prompt.sampling or {}, is_validation)
+    if wanted.pop("greedy"):
+        wanted["temperature"] = 0.0
+    stops, most = set(wanted.pop("stop_token_ids")), wanted.pop("max_new_tokens")
+    known |= wanted | {"ignore_eos": False, "stop_token_ids": stops}
     if config.agent.history == "append_only":
-        length = len(turn.asked.prompt_ids) // 4
+        length = len(turn.record.prompt_ids) // 4
         room = config.lengths.response - (length - turn.prompt_length)
         bounds = (room, facts.context_length - length, config.lengths.turn, most)
         known["max_new_tokens"] = min(bound for bound in bounds if bound is not None)
@@ -172,15 +172,15 @@ def _model_of(facts: Facts) -> SimulatedModel | None:
 
 def _is_said(model: SimulatedModel, turn: _Turn, expected: Mapping[str, Any], facts: Facts) -> bool:
     """Whether simulated engines said what they must, request by request, as far as it came."""
-    asked, ids = turn.asked, turn.asked.generation.ids
+    record, ids = turn.record, turn.record.generation.ids
     known = {name: value for name, value in expected.items() if name in PLAIN}
-    for part in asked.generation.parts:
+    for part in record.generation.parts:
         said = ids[part.start : part.start + part.count]
         if part.is_discarded or not said:
             continue
-        prompt = asked.prompt_ids + ids[: part.start].tobytes()
-        left = asked.sampling.max_new_tokens - part.start
-        sampling = msgspec.structs.replace(asked.sampling, **(known | {"max_new_tokens": left}))
+        prompt = record.prompt_ids + ids[: part.start].tobytes()
+        left = record.sampling.max_new_tokens - part.start
+        sampling = msgspec.structs.replace(record.sampling, **(known | {"max_new_tokens": left}))
         room = facts.context_length - len(prompt) // 4
         if _plan(model, prompt, sampling, room)[: len(said)] != said:
             return False

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from rollout.config import LengthsConfig
-    from rollout.testing.notes import Call
+    from rollout.testing.call_records import CallRecord
 
 _SHARED_FIELDS = tuple(name for name in Sample.__struct_fields__ if name != "row")
 
 
 def batch_anomalies(
-    batch: RolloutBatch, call: Call, lengths: LengthsConfig, pad_id: int
+    batch: RolloutBatch, call: CallRecord, lengths: LengthsConfig, pad_id: int
 ) -> Iterator[str]:
     """What is wrong with a batch in the padded layout.
 
@@ -47,7 +47,7 @@ def batch_anomalies(
 
 
 def _expected(
-    batch: RolloutBatch, call: Call, lengths: LengthsConfig, pad_id: int
+    batch: RolloutBatch, call: CallRecord, lengths: LengthsConfig, pad_id: int
 ) -> dict[str, npt.NDArray[Any]]:
     """The tensors, laid out from what the engines said."""
     size, width = len(batch.trajectories), lengths.prompt
@@ -64,8 +64,8 @@ def _expected(
         "groups": np.array([t.group for t in batch.trajectories], dtype=np.int64),
     }
     for at, trajectory in enumerate(batch.trajectories):
-        asked = call.asked.get(call.session_of(trajectory), [])
-        answers = split_answers(trajectory, asked)[1]
+        records = call.generations.get(call.session_of(trajectory), [])
+        answers = split_answers(trajectory, records)[1]
         if len(answers) == sum(1 for _ in trajectory.transcript.generated_spans()):
             _fill(arrays, at, Row(trajectory, answers), width)
     attention = arrays["attention_mask"]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.chat.transcript import Span
     from rollout.config import RolloutConfig
-    from rollout.testing.notes import Asked, Call
+    from rollout.testing.call_records import CallRecord, GenerationRecord
 
 #: Outcomes of which no reward can be known.
 REWARDLESS = (Outcome.FAILED, Outcome.REJECTED, Outcome.CANCELLED)
@@ -65,7 +65,7 @@ class Row:
         prompt_length: Tokens of the prompt.
     """
 
-    def __init__(self, trajectory: Trajectory, asked: Sequence[Asked]) -> None:
+    def __init__(self, trajectory: Trajectory, records: Sequence[GenerationRecord]) -> None:
         transcript = trajectory.transcript
         self.prompt_length = transcript.prompt_length
         size = len(transcript)
@@ -74,13 +74,13 @@ class Row:
         self.log_probs = np.zeros(size, dtype=np.float32)
         self.weight_versions = np.full(size, NO_VERSION, dtype=np.int32)
         stop = self.prompt_length
-        for span, said in zip(transcript.generated_spans(), asked, strict=True):
+        for span, said in zip(transcript.generated_spans(), records, strict=True):
             if len(span) == len(said.generation.ids):
                 self._fill(span, said)
             stop = span.stop if len(span) else stop
         self.stop = stop
 
-    def _fill(self, span: Span, said: Asked) -> None:
+    def _fill(self, span: Span, said: GenerationRecord) -> None:
         self.mask[span.start : span.stop] = True
         self.log_probs[span.start : span.stop] = said.generation.log_probs
         at = span.start
@@ -89,45 +89,45 @@ class Row:
             at += count
 
 
-def trajectory_anomalies(trajectory: Trajectory, call: Call, facts: Facts) -> Iterator[str]:
+def trajectory_anomalies(trajectory: Trajectory, call: CallRecord, facts: Facts) -> Iterator[str]:
     """What is wrong with one delivered trajectory, in words without its name."""
-    asked = call.asked.get(call.session_of(trajectory), [])
-    yield from _attempt_anomalies(trajectory, asked, facts.config)
-    yield from _span_anomalies(trajectory, split_answers(trajectory, asked)[1], facts)
+    records = call.generations.get(call.session_of(trajectory), [])
+    yield from _attempt_anomalies(trajectory, records, facts.config)
+    yield from _span_anomalies(trajectory, split_answers(trajectory, records)[1], facts)
     yield from _length_anomalies(trajectory, facts)
     yield from _outcome_anomalies(trajectory, facts)
-    yield from _cut_anomalies(trajectory, asked, facts.config)
+    yield from _cut_anomalies(trajectory, records, facts.config)
     yield from _time_anomalies(trajectory, facts.config)
 
 
 def split_answers(
-    trajectory: Trajectory, asked: Sequence[Asked]
-) -> tuple[list[Asked], list[Asked]]:
+    trajectory: Trajectory, records: Sequence[GenerationRecord]
+) -> tuple[list[GenerationRecord], list[GenerationRecord]]:
     """Answers of engines before its last attempt, and those that its generated spans hold."""
-    spoken = [each for each in asked if each.has_spoken]
+    spoken = [each for each in records if each.has_output]
     spans = sum(1 for _ in trajectory.transcript.generated_spans())
     cut = max(0, len(spoken) - spans)
     return spoken[:cut], spoken[cut:]
 
 
 def _attempt_anomalies(
-    trajectory: Trajectory, asked: Sequence[Asked], config: RolloutConfig
+    trajectory: Trajectory, records: Sequence[GenerationRecord], config: RolloutConfig
 ) -> Iterator[str]:
-    earlier, final = split_answers(trajectory, asked)
+    earlier, final = split_answers(trajectory, records)
     spans = sum(1 for _ in trajectory.transcript.generated_spans())
     if spans > len(final):
         yield f"{spans} generated spans, but its engines answered {len(final)} times"
     attempts = int(trajectory.metrics.get("attempts", 1))
-    failures = sum(each.is_engine_failure for each in asked)
+    failures = sum(each.is_engine_failure for each in records)
     if attempts - 1 > min(failures, config.scheduling.max_retries):
         yield f"{attempts} attempts after {failures} failures of engines"
     if attempts == 1 and earlier:
         yield f"{len(earlier)} answers of engines are not in its transcript"
     discarded = sum(len(each.generation.ids) for each in earlier)
     expected = {
-        "discarded_tokens": discarded + sum(each.generation.discarded_tokens for each in asked),
-        "resumes": sum(each.generation.resumes for each in asked),
-        "restarts": sum(len(each.generation.restarts) for each in asked),
+        "discarded_tokens": discarded + sum(each.generation.discarded_tokens for each in records),
+        "resumes": sum(each.generation.resumes for each in records),
+        "restarts": sum(len(each.generation.restarts) for each in records),
     }
     for name, number in expected.items() if "attempts" in trajectory.metrics else ():
         if trajectory.metrics[name] != number:
@@ -135,7 +135,7 @@ def _attempt_anomalies(
 
 
 def _span_anomalies(
-    trajectory: Trajectory, answers: Sequence[Asked], facts: Facts
+    trajectory: Trajectory, answers: Sequence[GenerationRecord], facts: Facts
 ) -> Iterator[str]:
     transcript = trajectory.transcript
     at = 0
@@ -159,7 +159,7 @@ def _span_anomalies(
 
 
 def _answer_anomalies(
-    trajectory: Trajectory, span: Span, answer: Asked, facts: Facts
+    trajectory: Trajectory, span: Span, answer: GenerationRecord, facts: Facts
 ) -> Iterator[str]:
     transcript, generation = trajectory.transcript, answer.generation
     where = f"the generated span at {span.start}"
@@ -212,14 +212,14 @@ def _outcome_anomalies(trajectory: Trajectory, facts: Facts) -> Iterator[str]:
 
 
 def _cut_anomalies(
-    trajectory: Trajectory, asked: Sequence[Asked], config: RolloutConfig
+    trajectory: Trajectory, records: Sequence[GenerationRecord], config: RolloutConfig
 ) -> Iterator[str]:
     """A cancelled generation ends its trajectory, unless its agent has scopes of its own."""
     prompt = trajectory.prompt
     agent = (prompt.agent_name if prompt is not None else None) or config.agent.name
-    is_cut = bool(asked) and asked[-1].failure == "Cancelled"
-    is_spoilt = trajectory.reason == "reward"  # what it was before is not told any more
-    is_ended = trajectory.outcome in CUT_OUTCOMES or is_spoilt
+    is_cut = bool(records) and records[-1].failure == "Cancelled"
+    is_reward_unknown = trajectory.reason == "reward"  # what it was before is not told any more
+    is_ended = trajectory.outcome in CUT_OUTCOMES or is_reward_unknown
     if agent in OUR_AGENTS and is_cut and not is_ended:
         yield f"outcome {trajectory.outcome}, though its last generation was cancelled"
 

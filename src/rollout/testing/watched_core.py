@@ -1,4 +1,4 @@
-"""An engine that notes what it is asked and what it gives out.
+"""An engine that records what it is asked and what it gives out.
 
 It stands outside of the code that is checked: nothing here is what the library counts itself.
 """
@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from rollout.engine.core import EngineBroken
-from rollout.testing.fuse import InjectedError
+from rollout.testing.fault_injector import InjectedError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

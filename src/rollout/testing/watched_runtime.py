@@ -1,4 +1,4 @@
-"""A runtime that notes what its callers ask for and what they get."""
+"""A runtime that records what its callers ask for and what they get."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollout.config import SimulatedEngine
 from rollout.engine.cores.simulated.options import parse_scenario
 from rollout.errors import EngineError, PromptError, RolloutError
 from rollout.scheduling.rewards import is_async
-from rollout.testing.notes import Asked, Call, name_of
+from rollout.testing.call_records import CallRecord, GenerationRecord, name_of
 from rollout.testing.operations import OPERATIONS
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rollout.scheduling.rewards import RewardFunction
     from rollout.testing.watched_core import WatchedCore
     from rollout.testing.watched_tools import Use
-    from rollout.token_history import TokenHistory
+    from rollout.token_prefix import TokenPrefix
     from rollout.types import Prompt
 
 #: Seconds in which whatever was ended must be gone, beside what the scenario itself delays.
@@ -40,11 +40,11 @@ _LOOK_S = 0.25
 _IS_CLOSED = "the runtime is closed"
 
 #: The call that the running task works for: members inherit it from whoever called.
-_call: ContextVar[Call | None] = ContextVar("call", default=None)
+_call: ContextVar[CallRecord | None] = ContextVar("call", default=None)
 
 
 class WatchedRuntime:
-    """A `RolloutRuntime` with notes; made by `Witness.open_rollout`.
+    """A `RolloutRuntime` with records; made by `Recorder.open_rollout`.
 
     Everything that is not here is the runtime's own.
 
@@ -55,7 +55,7 @@ class WatchedRuntime:
         rewarded: Trajectories that the reward function was asked about.
         has_reward: Whether there is a reward function.
         run_seed: What all seeds derive from: the configuration's, or the one drawn in its place.
-        statistics_before: A snapshot from when the notes begin; None: they begin at the start.
+        statistics_before: A snapshot from when the records begin; None: they begin at the start.
         statistics_at_end: A snapshot after the calls had ended and all was quiet, or after the
             runtime had closed where it did not get to that.
         is_settled: Whether it was quiet then.
@@ -66,7 +66,7 @@ class WatchedRuntime:
 
     def __init__(self, config: RolloutConfig) -> None:
         self.config = config
-        self.calls: list[Call] = []
+        self.calls: list[CallRecord] = []
         self.cores: list[WatchedCore] = []
         self.reasons: set[str] = set()
         self.rewarded: list[Trajectory] = []
@@ -79,8 +79,8 @@ class WatchedRuntime:
         self.forgotten: set[str] = set()
         self.closed_in_s: float | None = None
         self._steps = itertools.count()
-        self._orders: list[str] = []
-        self._ordered = anyio.Event()
+        self._operations: list[str] = []
+        self._operation_requested = anyio.Event()
         self._runtime: RolloutRuntime | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -90,7 +90,7 @@ class WatchedRuntime:
         self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
     ) -> RolloutBatch:
         """See `RolloutRuntime.generate`."""
-        with self._noting("generate", prompts, step, validate) as call:
+        with self._recording("generate", prompts, step, validate) as call:
             call.batch = await self._real.generate(prompts, step=call.step, validate=validate)
             call.is_complete = True
             return call.batch
@@ -100,7 +100,7 @@ class WatchedRuntime:
         self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
     ) -> AsyncIterator[ObjectReceiveStream[Trajectory]]:
         """See `RolloutRuntime.stream`."""
-        with self._noting("stream", prompts, step, validate) as call:
+        with self._recording("stream", prompts, step, validate) as call:
             async with self._real.stream(prompts, step=call.step, validate=validate) as stream:
                 yield _WatchedStream(stream, call)
 
@@ -118,19 +118,19 @@ class WatchedRuntime:
         if self._runtime is not None:
             self.cancel(reason=reason)
 
-    def order(self, kind: str) -> None:
+    def request_operation(self, kind: str) -> None:
         """Have something done to the replicas, beside what goes on: see `OPERATIONS`."""
-        self._orders.append(kind)
-        self._ordered.set()
+        self._operations.append(kind)
+        self._operation_requested.set()
 
     async def operate(self) -> None:
-        """Carry out the orders, until cancelled."""
+        """Carry out what is requested, until cancelled."""
         while True:
-            await self._ordered.wait()
-            self._ordered = anyio.Event()
-            while self._orders:
+            await self._operation_requested.wait()
+            self._operation_requested = anyio.Event()
+            while self._operations:
                 with suppress(RolloutError):  # it is closing, or the replica is gone
-                    await OPERATIONS[self._orders.pop()](self._real)
+                    await OPERATIONS[self._operations.pop()](self._real)
 
     async def settle(self) -> None:
         """Wait, shielded and with bounded patience, until no request is under way any more.
@@ -148,7 +148,7 @@ class WatchedRuntime:
         self._note_end()
 
     def forget(self) -> None:
-        """Drop the notes, once they have been checked; for runs that are too long to keep them."""
+        """Drop the records, once they have been checked; for runs too long to keep them."""
         self.statistics_before = self._real.statistics()
         self.is_settled = False
         self.calls.clear()
@@ -158,14 +158,14 @@ class WatchedRuntime:
         for core in self.cores:
             core.requests.clear()
 
-    def note_use(self, uid: str, member: int, use: Use) -> None:
+    def record_use(self, uid: str, member: int, use: Use) -> None:
         """Note that a trajectory of the current call has opened a tool or met a user."""
         call = _call.get()
         if call is not None:
             call.uses[uid, member].append(use)
 
     def watch_reward(self, reward: RewardFunction | None) -> RewardFunction | None:
-        """The reward function, noting whom it is asked about; as sync or async as it was."""
+        """The reward function, with its trajectories recorded; as sync or async as it was."""
         if reward is None:
             return None
         self.has_reward = True
@@ -182,7 +182,7 @@ class WatchedRuntime:
         return watched_async if is_async(reward) else watched
 
     def attach(self, runtime: RolloutRuntime) -> None:
-        """Be about this runtime, and note what its agents ask of the engines."""
+        """Watch this runtime, and record what its agents ask of the engines."""
         self._runtime = runtime
         self.run_seed = runtime._run_seed if self.config.seed is None else self.config.seed
         engines: Any = runtime._runner.services.engines
@@ -192,15 +192,15 @@ class WatchedRuntime:
             generation: Generation,
             *,
             session_id: str,
-            prompt_ids: bytes | TokenHistory,
+            prompt_ids: bytes | TokenPrefix,
             sampling: SamplingParams,
             **options: Any,
         ) -> None:
             packed = prompt_ids if isinstance(prompt_ids, bytes) else prompt_ids.packed()
-            asked = Asked(generation, packed, sampling, anyio.current_time())
+            record = GenerationRecord(generation, packed, sampling, anyio.current_time())
             call = _call.get()
             if call is not None:
-                call.asked[session_id].append(asked)
+                call.generations[session_id].append(record)
             try:
                 await real(
                     generation,
@@ -210,11 +210,11 @@ class WatchedRuntime:
                     **options,
                 )
             except BaseException as error:
-                asked.failure = name_of(error)
-                asked.is_engine_failure = isinstance(error, EngineError)
+                record.failure = name_of(error)
+                record.is_engine_failure = isinstance(error, EngineError)
                 raise
             finally:
-                asked.ended = anyio.current_time()
+                record.ended = anyio.current_time()
 
         def forget(session_id: str) -> None:
             self.forgotten.add(session_id)
@@ -247,15 +247,15 @@ class WatchedRuntime:
         )
 
     @contextmanager
-    def _noting(
+    def _recording(
         self, kind: str, prompts: Sequence[Prompt], step: int | None, validate: bool
-    ) -> Iterator[Call]:
+    ) -> Iterator[CallRecord]:
         scheduling = self.config.scheduling
         samples, validation = (
             scheduling.samples_per_prompt,
             scheduling.validation_samples_per_prompt,
         )
-        call = Call(
+        call = CallRecord(
             kind=kind,
             prompts=prompts,
             step=next(self._steps) if step is None else step,
@@ -280,7 +280,7 @@ class WatchedRuntime:
 
 
 class _WatchedStream(ObjectReceiveStream[Trajectory]):
-    def __init__(self, stream: ObjectReceiveStream[Trajectory], call: Call) -> None:
+    def __init__(self, stream: ObjectReceiveStream[Trajectory], call: CallRecord) -> None:
         self._stream = stream
         self._call = call
 

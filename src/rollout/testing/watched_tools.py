@@ -1,4 +1,4 @@
-"""Tools and simulated users that note when they are used and whether they are let go of."""
+"""Tools and simulated users that record when they are used and whether they are closed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rollout.interactions import InteractionFactory
-    from rollout.testing.fuse import Fuse
+    from rollout.testing.fault_injector import FaultInjector
     from rollout.types import Message, ToolCall
 
 
@@ -36,7 +36,7 @@ class Use:
         self.closes = 0
 
     def begin(self) -> list[float | None]:
-        """Note that an answer begins; its end is the caller's to set."""
+        """Record that an answer begins; its end is the caller's to set."""
         run: list[float | None] = [anyio.current_time(), None]
         self.runs.append(run)
         return run
@@ -45,12 +45,14 @@ class Use:
 class WatchedTool(Tool):
     """A tool around another one."""
 
-    def __init__(self, tool: Tool, note: Callable[[str, int, Use], None], fuse: Fuse) -> None:
+    def __init__(
+        self, tool: Tool, record: Callable[[str, int, Use], None], fault_injector: FaultInjector
+    ) -> None:
         self.name = tool.name
         self.schema = tool.schema
         self._tool = tool
-        self._note = note
-        self._fuse = fuse
+        self._record = record
+        self._fault_injector = fault_injector
 
     async def open(self, context: ToolContext) -> ToolSession:
         """See `Tool.open`."""
@@ -58,22 +60,22 @@ class WatchedTool(Tool):
         if not isinstance(session, ToolSession):
             return session
         use = Use(self.name, is_tool=True)
-        self._note(context.uid, context.member, use)
-        return _WatchedSession(session, use, self._fuse)
+        self._record(context.uid, context.member, use)
+        return _WatchedSession(session, use, self._fault_injector)
 
 
 class _WatchedSession(ToolSession):
-    def __init__(self, session: ToolSession, use: Use, fuse: Fuse) -> None:
+    def __init__(self, session: ToolSession, use: Use, fault_injector: FaultInjector) -> None:
         self._session = session
         self._use = use
-        self._fuse = fuse
+        self._fault_injector = fault_injector
 
     async def execute(self, call: ToolCall) -> Any:
         run = self._use.begin()
         try:
-            self._fuse.check()
+            self._fault_injector.check()
             answer = await self._session.execute(call)
-            self._fuse.check()  # armed meanwhile: then this call is the next to answer
+            self._fault_injector.check()  # armed meanwhile: then this call is the next to answer
             return answer
         finally:
             run[1] = anyio.current_time()
@@ -90,16 +92,19 @@ class WatchedInteractions:
     """A factory of simulated users around another one."""
 
     def __init__(
-        self, factory: InteractionFactory, note: Callable[[str, int, Use], None], fuse: Fuse
+        self,
+        factory: InteractionFactory,
+        record: Callable[[str, int, Use], None],
+        fault_injector: FaultInjector,
     ) -> None:
         self.name = factory.name
         self._factory = factory
-        self._note = note
-        self._fuse = fuse
+        self._record = record
+        self._fault_injector = fault_injector
 
     def __call__(self) -> Interaction:
         """A watched user."""
-        return _WatchedInteraction(self.name, self._factory(), self._note, self._fuse)
+        return _WatchedInteraction(self.name, self._factory(), self._record, self._fault_injector)
 
 
 class _WatchedInteraction(Interaction):
@@ -107,25 +112,25 @@ class _WatchedInteraction(Interaction):
         self,
         name: str,
         interaction: Interaction,
-        note: Callable[[str, int, Use], None],
-        fuse: Fuse,
+        record: Callable[[str, int, Use], None],
+        fault_injector: FaultInjector,
     ) -> None:
         self.name = name
         self._interaction = interaction
-        self._note = note
+        self._record = record
         self._use = Use(name, is_tool=False)
-        self._fuse = fuse
+        self._fault_injector = fault_injector
 
     async def start(self, context: InteractionContext) -> None:
-        self._note(context.uid, context.member, self._use)
+        self._record(context.uid, context.member, self._use)
         await self._interaction.start(context)
 
     async def respond(self, messages: Sequence[Message | Mapping[str, Any]]) -> InteractionTurn:
         run = self._use.begin()
         try:
-            self._fuse.check()
+            self._fault_injector.check()
             turn = await self._interaction.respond(messages)
-            self._fuse.check()
+            self._fault_injector.check()
             return turn
         finally:
             run[1] = anyio.current_time()

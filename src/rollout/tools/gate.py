@@ -92,7 +92,7 @@ class Breaker:
         self._is_probing = False
 
 
-class Pace:
+class RateLimiter:
     """Lets callers pass one after another, no more than `per_s` in a second."""
 
     def __init__(self, per_s: float) -> None:
@@ -121,8 +121,10 @@ class ToolGate:
         self.breaker = Breaker(name, policy.breaker_failures, policy.breaker_s)
         most = policy.max_concurrency
         self._places = None if most is None else anyio.CapacityLimiter(most)
-        self._pace = None if policy.rate_limit_per_s is None else Pace(policy.rate_limit_per_s)
-        self.has_queue = self._places is not None or self._pace is not None
+        self._rate_limiter = (
+            None if policy.rate_limit_per_s is None else RateLimiter(policy.rate_limit_per_s)
+        )
+        self.has_queue = self._places is not None or self._rate_limiter is not None
         self._cache: OrderedDict[bytes, ToolResult] = OrderedDict()
 
     @asynccontextmanager
@@ -132,14 +134,14 @@ class ToolGate:
         Raises:
             LimitExceeded: `deadline` passed before.
         """
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as places:
             with fail_at_deadline(deadline):
                 if self._places is not None:
                     borrower = object()
                     await self._places.acquire_on_behalf_of(borrower)
-                    held.callback(self._places.release_on_behalf_of, borrower)
-                if self._pace is not None:
-                    await self._pace.wait()
+                    places.callback(self._places.release_on_behalf_of, borrower)
+                if self._rate_limiter is not None:
+                    await self._rate_limiter.wait()
             yield
 
     def key(self, arguments: Mapping[str, Any], kwargs: Mapping[str, Any]) -> bytes | None:

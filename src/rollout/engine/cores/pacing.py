@@ -13,7 +13,7 @@ AIM = 0.8
 FORGETTING = 0.9
 
 
-class Pace:
+class StreamPacer:
     """The bound on how long a sampled token waits, kept by what steps have taken so far.
 
     Args:

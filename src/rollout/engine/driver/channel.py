@@ -13,8 +13,8 @@ from rollout.bridge import event_type, loop_clock
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad
 from rollout.engine.driver.generation import ChunkFault, Generation, TokenCounts
 from rollout.engine.driver.heartbeat import Heartbeat
-from rollout.engine.driver.orders import Orders
-from rollout.engine.driver.pending import PendingRequest
+from rollout.engine.driver.pending_commands import PendingCommands
+from rollout.engine.driver.pending_request import PendingRequest
 from rollout.engine.wire.frames import IDLE_ACK_BYTES, FrameStream
 from rollout.engine.wire.handshake import RefusedError
 from rollout.engine.wire.protocol import (
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from rollout.engine.wire.greeting import Greeter
     from rollout.engine.wire.operations import Operation
-    from rollout.token_history import TokenHistory
+    from rollout.token_prefix import TokenPrefix
 
 logger = logging.getLogger("rollout.engine")
 
@@ -89,7 +89,7 @@ class Channel:
         self._control = frames["control"]
         self._pending: dict[str, PendingRequest] = {}
         self._zombies: dict[str, PendingRequest] = {}
-        self._orders = Orders()
+        self._commands = PendingCommands()
         self._heartbeat = Heartbeat(frames, greeter.terms)
         self._new_event, self._now = event_type(), loop_clock()
 
@@ -108,9 +108,9 @@ class Channel:
         """Whether so much waits to be sent that requests should `wait_for_room` first."""
         return self._data.is_full
 
-    async def wait_for_room(self, request: Submit, history: TokenHistory | None = None) -> None:
+    async def wait_for_room(self, request: Submit, prefix: TokenPrefix | None = None) -> None:
         """Return when this request may be sent; those who wait go in their order."""
-        size = len(request.ids) if history is None else 4 * len(history)
+        size = len(request.ids) if prefix is None else 4 * len(prefix)
         await self._data.wait_for_room(size)
 
     def submit_nowait(
@@ -119,7 +119,7 @@ class Channel:
         generation: Generation,
         on_gone: Callable[[], None],
         *,
-        history: TokenHistory | None = None,
+        prefix: TokenPrefix | None = None,
         deadline: float = math.inf,
     ) -> PendingRequest:
         """Send a request, at once; `generation` fills as chunks arrive.
@@ -128,9 +128,9 @@ class Channel:
         last chunk, also of a cancelled one, or when the channel is lost.
 
         Args:
-            request: With its `ids`, which are the prompt, or without and with a history; how much
+            request: With its `ids`, which are the prompt, or without and with a prefix; how much
                 the replica has and how much time is left is for the channel to say.
-            history: The prompt; only what the replica does not have of it is sent.
+            prefix: The prompt; only what the replica does not have of it is sent.
             deadline: Clock time at which the engine aborts the request by itself.
 
         Raises:
@@ -140,11 +140,9 @@ class Channel:
         request_id = request.request_id
         part = generation.begin(request_id, self.name)
         length = 0
-        if history is not None:
-            request.has_history, length = True, len(history)
-        pending = PendingRequest(
-            request, history, length, deadline, generation, part, on_gone, done
-        )
+        if prefix is not None:
+            request.has_prefix, length = True, len(prefix)
+        pending = PendingRequest(request, prefix, length, deadline, generation, part, on_gone, done)
         if self.lost_reason:
             pending.is_lost = True
             self._end(pending, self.lost_reason)
@@ -159,8 +157,8 @@ class Channel:
 
     def _send(self, pending: PendingRequest, *, whole: bool = False) -> None:
         message = pending.message
-        if pending.history is not None:
-            lacking = self._what_it_lacks(pending, pending.history, whole=whole)
+        if pending.prefix is not None:
+            lacking = self._what_it_lacks(pending, pending.prefix, whole=whole)
             message.kept, message.kept_sum, message.ids = lacking
         if pending.deadline != math.inf:
             message.remaining_s = max(0.0, pending.deadline - self._now())
@@ -168,19 +166,19 @@ class Channel:
             self._data.send_nowait(message)
         except FrameTooLongError as error:
             raise ChannelError(f"{self.name}: the request does not fit: {error}") from None
-        if pending.history is not None:
-            pending.history.held_by[self._greeter.session] = pending.sent_tokens
+        if pending.prefix is not None:
+            pending.prefix.sent_to[self._greeter.session] = pending.sent_tokens
 
     def _what_it_lacks(
-        self, pending: PendingRequest, history: TokenHistory, *, whole: bool
+        self, pending: PendingRequest, prefix: TokenPrefix, *, whole: bool
     ) -> tuple[int, int, bytes]:
         """How much of the prompt the replica has, the sum of that, and the ids that follow."""
         length = pending.sent_tokens
-        kept = 0 if whole else history.held_by.get(self._greeter.session, 0)
-        kept_sum = history.sum_of(kept) if kept < length else None
+        kept = 0 if whole else prefix.sent_to.get(self._greeter.session, 0)
+        kept_sum = prefix.sum_of(kept) if kept < length else None
         if kept_sum is None:
             kept = kept_sum = 0
-        return kept, kept_sum, history.packed(kept, length)
+        return kept, kept_sum, prefix.packed(kept, length)
 
     def abandon_nowait(self, pending: PendingRequest) -> None:
         """Have the engine end a request that is not waited for any longer.
@@ -207,7 +205,7 @@ class Channel:
             ChannelError: The channel was lost.
         """
         if not self.lost.is_set():
-            answer = await self._orders.give(operation, self._control)
+            answer = await self._commands.give(operation, self._control)
             if answer is not None:
                 if answer.error:
                     raise EngineError(f"{self.name}: {answer.error}")
@@ -240,7 +238,7 @@ class Channel:
             case Ack(received):
                 frames.confirmed(received)
             case CommandDone():
-                self._orders.answered(message)
+                self._commands.answered(message)
                 if message.is_fatal:
                     self._lose(f"the engine is broken: {message.error}")
             case SendWhole(request_id):
@@ -258,7 +256,7 @@ class Channel:
         if pending is None:
             return
         try:
-            if pending.history is None:
+            if pending.prefix is None:
                 raise FrameError("the engine asks for a whole prompt that it was sent")
             self._send(pending, whole=True)
         except ChannelError as error:
@@ -281,9 +279,9 @@ class Channel:
             return
         if chunk.finish_reason is not None:
             del self._pending[chunk.request_id]
-            if pending.history is not None:  # the next turn goes on from what the replica has
-                held = pending.sent_tokens + pending.part.count
-                pending.history.held_by[self._greeter.session] = held
+            if pending.prefix is not None:  # the next turn goes on from what the replica has
+                sent = pending.sent_tokens + pending.part.count
+                pending.prefix.sent_to[self._greeter.session] = sent
             self._end(pending, chunk.error)
 
     def _take(self, generation: Generation, chunk: Chunk) -> None:
@@ -345,11 +343,11 @@ class Channel:
         for pending in (*self._pending.values(), *self._zombies.values()):
             pending.is_lost = True
             self._end(pending, self.lost_reason)
-        self._orders.give_up()
+        self._commands.give_up()
         self._pending.clear()
         self._zombies.clear()
 
-    async def _keep(self, role: Role) -> None:
+    async def _keep_connected(self, role: Role) -> None:
         """Use one of the connections, and the ones that replace it when it breaks."""
         while True:
             reason = await self._converse(role)
@@ -426,7 +424,7 @@ class Channel:
         """Serve the connections until they are lost."""
         async with anyio.create_task_group() as tasks:
             for role in ROLES:
-                tasks.start_soon(self._keep, role)
+                tasks.start_soon(self._keep_connected, role)
             tasks.start_soon(self._beat)
             await self.lost.wait()
             tasks.cancel_scope.cancel()

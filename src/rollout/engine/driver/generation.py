@@ -11,7 +11,7 @@ import attrs
 import msgspec
 
 from rollout.engine.core import Chunk, FinishReason
-from rollout.limits import HeldDeadline
+from rollout.limits import PausableDeadline
 
 
 @attrs.define
@@ -77,7 +77,7 @@ class Generation(msgspec.Struct, eq=False):
         top_ids: Where asked for, int32: the k most likely ids at each position, likeliest first.
         top_log_probs: float32, one for each of `top_ids`.
         routed_experts: Where asked for, the raw bytes in which the engine says it.
-        held: Deadlines that stand still while the runtime holds it back.
+        pausable_deadlines: Paused while the runtime lets it wait.
         on_tokens: Called each time tokens have been appended, where somebody must know.
     """
 
@@ -92,7 +92,7 @@ class Generation(msgspec.Struct, eq=False):
     top_ids: bytes = b""
     top_log_probs: bytes = b""
     routed_experts: bytes = b""
-    held: tuple[HeldDeadline, ...] = ()
+    pausable_deadlines: tuple[PausableDeadline, ...] = ()
     on_tokens: Callable[[], None] | None = None
 
     @property

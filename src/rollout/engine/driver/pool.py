@@ -13,19 +13,19 @@ import attrs
 import numpy as np
 
 from rollout.engine.driver.generation import TokenCounts
-from rollout.engine.driver.keeping import Keeper, nothing_known
-from rollout.engine.driver.recovery import Attempt, RecoveryCounts, RecoveryPolicy, note_death
+from rollout.engine.driver.maintenance_queue import MaintenanceQueue
+from rollout.engine.driver.memory_manager import MemoryManager
+from rollout.engine.driver.recovery import Attempt, RecoveryCounts, RecoveryPolicy, record_death
 from rollout.engine.driver.replica import Replica
-from rollout.engine.driver.requests import LAST_ANSWER_S, Requests
-from rollout.engine.driver.sleeping import Sleeping
-from rollout.engine.driver.updating import Updating
-from rollout.engine.driver.upkeep import Upkeep
-from rollout.engine.driver.waiting import Bell, WaitingLine
+from rollout.engine.driver.replica_supervisor import Supervisor, nothing_known
+from rollout.engine.driver.request_runner import LAST_ANSWER_S, RequestRunner
+from rollout.engine.driver.wait_queue import Notifier, WaitQueue
+from rollout.engine.driver.weight_updater import WeightUpdater
 from rollout.engine.weights import UPDATE_MODES
 from rollout.engine.wire.operations import ALL_TAGS
 from rollout.errors import ChannelError, EngineError
 from rollout.scopes import leaf_of, open_task_group
-from rollout.token_history import TokenHistory
+from rollout.token_prefix import TokenPrefix
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rollout.engine.core import EngineInfo, EngineLoad, SamplingParams
     from rollout.engine.driver.channel import Channel
     from rollout.engine.driver.generation import Generation
-    from rollout.engine.driver.keeping import FactsGiver
+    from rollout.engine.driver.replica_supervisor import FactsGiver
     from rollout.engine.placement.base import CoreSpec, Placement
     from rollout.engine.routing import Router
     from rollout.engine.weights import UpdateMode, WeightSource
@@ -66,7 +66,7 @@ class EnginePool:
     """Replicas behind a router, one for each of `specs`; made by `open_engines`.
 
     Args:
-        weights: Shares of the load, one for each of `specs`; empty makes all equal.
+        load_shares: Shares of the load, one for each of `specs`; empty makes all equal.
         spec_of: What a replica that is added at run time runs, by its number; None: what the
             first one does.
         policy: What becomes of requests whose replica is lost.
@@ -89,7 +89,7 @@ class EnginePool:
         specs: Sequence[CoreSpec],
         router: Router,
         start_timeout_s: float,
-        weights: Sequence[float] = (),
+        load_shares: Sequence[float] = (),
         spec_of: Callable[[int], CoreSpec] | None = None,
         policy: RecoveryPolicy = "resume",
         wait_s: float | None = 300.0,
@@ -99,7 +99,7 @@ class EnginePool:
         facts: FactsGiver | None = None,
         last_answer_s: float = LAST_ANSWER_S,
     ) -> None:
-        self._keeper = Keeper(
+        self._supervisor = Supervisor(
             terms=terms,
             facts=facts or nothing_known,
             placement=placement,
@@ -107,7 +107,7 @@ class EnginePool:
             backoff_s=backoff_s,
             max_start_failures=max_start_failures,
             bring_up=self._bring_up,
-            judge=self._judge,
+            classify_loss=self._classify_loss,
             taken_down=self._taken_down,
         )
         self._router = router
@@ -116,24 +116,28 @@ class EnginePool:
         self._spec_of = spec_of or (lambda _: specs[0])
         self._replicas: dict[str, Replica] = {}
         self._numbers = itertools.count()
-        shares = weights or (1.0,) * len(specs)
+        shares = load_shares or (1.0,) * len(specs)
         for spec, share in zip(specs, shares, strict=True):
             self._new_replica(spec, share)
-        self._line = WaitingLine(lambda: router.has_room and not self._requests.is_held)
-        self._bell = Bell()
-        self._requests = Requests(router, self._replicas, self._line, self._bell, last_answer_s)
-        self._upkeep = Upkeep()
-        self._updating = Updating(
+        self._wait_queue = WaitQueue(
+            lambda: router.has_room and not self._requests.is_admission_blocked
+        )
+        self._changes = Notifier()
+        self._requests = RequestRunner(
+            router, self._replicas, self._wait_queue, self._changes, last_answer_s
+        )
+        self._maintenance = MaintenanceQueue()
+        self._weight_updater = WeightUpdater(
             router,
             self._requests,
             self._replicas.values(),
             limit_s=start_timeout_s,
-            changed=self._line.call_next,
+            changed=self._wait_queue.wake_next,
         )
-        self._sleeping = Sleeping(
+        self._memory_manager = MemoryManager(
             self._requests,
             self._replicas.values(),
-            changed=self._line.call_next,
+            changed=self._wait_queue.wake_next,
             limit_s=start_timeout_s,
         )
         self._info: EngineInfo | None = None
@@ -200,9 +204,9 @@ class EnginePool:
         replica.is_drained = False
         if replica.routed is not None:
             self._router.resume(name)
-            self._line.call_next()
+            self._wait_queue.wake_next()
 
-    async def add_replica(self, *, weight: float = 1.0) -> str:
+    async def add_replica(self, *, load_share: float = 1.0) -> str:
         """Start one more replica, with the current weights; its name, once it serves.
 
         Cancellation leaves nothing of it.
@@ -212,9 +216,9 @@ class EnginePool:
         """
         if self._tasks is None:
             raise EngineError("the engines are closed")
-        replica = self._new_replica(None, weight)
+        replica = self._new_replica(None, load_share)
         try:
-            await self._tasks.start(self._keeper.keep, replica)
+            await self._tasks.start(self._supervisor.supervise, replica)
         except RuntimeError:  # it ended, without an error of its own, before it served
             why = "it was removed" if replica.is_leaving else "the engines were closed"
             raise EngineError(f"{replica.name}: {why} while it started") from None
@@ -239,12 +243,12 @@ class EnginePool:
         try:
             with anyio.move_on_after(math.inf if drain_s is None else drain_s):
                 while replica.routed is not None and replica.routed.in_flight:
-                    await self._bell.wait()
+                    await self._changes.wait()
         except BaseException:
             if not was_drained and not replica.is_leaving:
                 self.resume(name)
             raise
-        replica.is_leaving = replica.is_excused = True
+        replica.is_leaving = replica.is_closed_by_driver = True
         if replica.scope is not None:
             replica.scope.cancel()
         await replica.gone.wait()
@@ -271,7 +275,7 @@ class EnginePool:
             raise EngineError(f"mode = {mode!r}; expected {', '.join(UPDATE_MODES)}")
         if not 0 <= version < 2**31:
             raise EngineError(f"version = {version!r}; expected 0 to 2**31 - 1")
-        await self._upkeep.do(partial(self._updating.update, version, source, mode))
+        await self._maintenance.do(partial(self._weight_updater.update, version, source, mode))
 
     async def sleep(self, level: int = 1) -> None:
         """Every replica has released memory afterwards; returns once it is free.
@@ -285,7 +289,7 @@ class EnginePool:
         Raises:
             EngineError: An engine could not; all stay awake.
         """
-        await self._upkeep.do(partial(self._sleeping.sleep, level))
+        await self._maintenance.do(partial(self._memory_manager.sleep, level))
 
     async def wake_up(self, tags: Iterable[str] = ALL_TAGS) -> None:
         """Take back what `sleep` released; requests go on once all of it is there.
@@ -298,7 +302,7 @@ class EnginePool:
         Raises:
             EngineError: An engine could not; it is started again.
         """
-        await self._upkeep.do(partial(self._sleeping.wake_up, tags))
+        await self._maintenance.do(partial(self._memory_manager.wake_up, tags))
 
     async def flush_cache(self) -> None:
         """Every replica forgets what it computed of earlier requests, once none runs there.
@@ -306,7 +310,7 @@ class EnginePool:
         Raises:
             EngineError: An engine could not.
         """
-        await self._upkeep.do(self._sleeping.flush_cache)
+        await self._maintenance.do(self._memory_manager.flush_cache)
 
     def _find(self, name: str) -> Replica:
         replica = self._replicas.get(name)
@@ -314,9 +318,9 @@ class EnginePool:
             raise EngineError(f"there is no replica {name!r}")
         return replica
 
-    def _new_replica(self, spec: CoreSpec | None, weight: float) -> Replica:
+    def _new_replica(self, spec: CoreSpec | None, load_share: float) -> Replica:
         number = next(self._numbers)
-        replica = Replica(f"engine-{number}", spec or self._spec_of(number), weight)
+        replica = Replica(f"engine-{number}", spec or self._spec_of(number), load_share)
         self._replicas[replica.name] = replica
         return replica
 
@@ -327,7 +331,7 @@ class EnginePool:
         generation: Generation,
         *,
         session_id: str,
-        prompt_ids: bytes | TokenHistory,
+        prompt_ids: bytes | TokenPrefix,
         sampling: SamplingParams,
         priority: int = 0,
         group_id: str = "",
@@ -340,7 +344,7 @@ class EnginePool:
 
         Args:
             session_id: The trajectory; its requests stay on one replica while that serves well.
-            prompt_ids: int32 little-endian, packed; or the trajectory's history, of which only
+            prompt_ids: int32 little-endian, packed; or the trajectory's prefix, of which only
                 what the replica does not have is sent.
             priority: Larger is served first, here and in the engine.
             group_id: Trajectories that begin with the same prompt; "" for one on its own.
@@ -368,10 +372,10 @@ class EnginePool:
         """The trajectory has ended; nothing is kept for it."""
         self._router.forget(session_id)
 
-    def _check_ids(self, prompt: bytes | TokenHistory) -> None:
+    def _check_ids(self, prompt: bytes | TokenPrefix) -> None:
         """An id outside the vocabulary can kill an engine; it does not leave the driver."""
-        history = prompt if isinstance(prompt, TokenHistory) else None
-        start = history.checked if history is not None else 0
+        prefix = prompt if isinstance(prompt, TokenPrefix) else None
+        start = prefix.checked if prefix is not None else 0
         data = prompt if isinstance(prompt, bytes) else prompt.packed(start)
         ids, most = np.frombuffer(data, dtype=np.int32), self.info.vocab_size
         # Negative ones are the largest as unsigned.
@@ -382,10 +386,10 @@ class EnginePool:
                 f"token id {ids[at]} at position {start + at} is outside the engine's vocabulary"
                 + of
             )
-        if history is not None:
-            history.checked = start + len(ids)
+        if prefix is not None:
+            prefix.checked = start + len(ids)
 
-    # What the keeper asks for.
+    # What the supervisor asks for.
 
     async def _bring_up(self, replica: Replica, channel: Channel) -> None:
         """Let a connected replica serve, once it has the current weights.
@@ -400,15 +404,15 @@ class EnginePool:
                 f"{replica.name} serves model {channel.info.fingerprint}, the other engines "
                 f"{self._info.fingerprint}"
             )
-        await self._updating.bring_up(replica, channel)
-        await self._sleeping.bring_up(channel)
+        await self._weight_updater.bring_up(replica, channel)
+        await self._memory_manager.bring_up(channel)
         if channel.lost.is_set():
             raise ChannelError(channel.lost_reason)
-        replica.channel, replica.state, replica.is_excused = channel, "serving", False
+        replica.channel, replica.state, replica.is_closed_by_driver = channel, "serving", False
         replica.routed = self._router.add(
             replica.name,
             channel.info.max_requests,
-            weight=replica.weight,
+            weight=replica.load_share,
             weight_version=channel.info.weight_version,
             now=anyio.current_time(),
         )
@@ -419,28 +423,33 @@ class EnginePool:
         channel.on_load = lambda load: self._router.report(
             replica.name, load, now=anyio.current_time()
         )
-        self._line.close_at(math.inf)
-        self._line.call_next()
+        self._wait_queue.close_at(math.inf)
+        self._wait_queue.wake_next()
 
     def _lost(self, replica: Replica) -> None:
         routed = replica.routed
         assert routed is not None
         self._router.remove(replica.name)
         replica.routed = None
-        replica.lost, replica.judged = (tuple(replica.running), routed.in_flight), anyio.Event()
+        replica.lost, replica.loss_classified = (
+            (tuple(replica.running), routed.in_flight),
+            anyio.Event(),
+        )
 
-    def _judge(self, replica: Replica, channel: Channel, is_death: bool) -> None:
+    def _classify_loss(self, replica: Replica, channel: Channel, is_death: bool) -> None:
         attempts, in_flight = replica.lost
-        if is_death and not replica.is_excused and self._tasks is not None:
-            note_death(attempts, channel.lost_reason, in_flight=in_flight)
+        if is_death and not replica.is_closed_by_driver and self._tasks is not None:
+            record_death(attempts, channel.lost_reason, in_flight=in_flight)
         replica.lost = ((), 0)
-        replica.judged.set()
+        replica.loss_classified.set()
 
     def _taken_down(self, replica: Replica, why: str) -> None:
         self._requests.last_failure = why or self._requests.last_failure
         if all(other.channel is None for other in self._replicas.values()):
-            self._line.close_at(min(self._line.deadline, anyio.current_time() + self._wait_s))
-        self._bell.ring()
+            self._wait_queue.close_at(
+                min(self._wait_queue.deadline, anyio.current_time() + self._wait_s)
+            )
+        self._changes.notify()
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -452,22 +461,22 @@ class EnginePool:
         try:
             async with open_task_group() as tasks:
                 self._tasks, self._requests.is_open = tasks, True
-                self._upkeep.open(tasks)
+                self._maintenance.open(tasks)
                 try:
                     await self._start_all(tasks)
                     yield
                 finally:
                     self._tasks, self._requests.is_open = None, False
-                    self._upkeep.close()
-                    self._line.call_all()
+                    self._maintenance.close()
+                    self._wait_queue.wake_all()
         finally:
-            self._updating.close()
+            self._weight_updater.close()
 
     async def _start_all(self, tasks: TaskGroup) -> None:
         try:
             async with anyio.create_task_group() as starting:
                 for replica in self._replicas.values():
-                    starting.start_soon(tasks.start, self._keeper.keep, replica)
+                    starting.start_soon(tasks.start, self._supervisor.supervise, replica)
         except BaseExceptionGroup as group:
             error = leaf_of(group)
         else:

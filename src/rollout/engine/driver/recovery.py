@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rollout.engine.core import EngineInfo, SamplingParams
     from rollout.engine.driver.generation import Generation
-    from rollout.token_history import TokenHistory
+    from rollout.token_prefix import TokenPrefix
 
 RecoveryPolicy = Literal["resume", "restart", "fail"]
 
@@ -61,7 +61,7 @@ class Attempt:
     Args:
         generation: Filled by one request after the other.
         session_id: The trajectory, for errors.
-        prompt_ids: int32 little-endian, packed, or the trajectory's history.
+        prompt_ids: int32 little-endian, packed, or the trajectory's prefix.
         priority: Larger is served first.
 
     Attributes:
@@ -69,7 +69,7 @@ class Attempt:
         deaths: Why replicas died while it was in flight there.
         is_interrupted: Its request is cut off, to go on later from the tokens that it has.
         is_running: It has a request in flight.
-        was_held: The runtime has held it back: engines may know an earlier deadline.
+        was_paused: The runtime has paused its deadlines: engines may know an earlier deadline.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Attempt:
         generation: Generation,
         *,
         session_id: str,
-        prompt_ids: bytes | TokenHistory,
+        prompt_ids: bytes | TokenPrefix,
         deadline: float = math.inf,
         sampling: SamplingParams,
         info: EngineInfo,
@@ -92,8 +92,8 @@ class Attempt:
         self.deaths: list[str] = []
         self.is_interrupted = False
         self.is_running = False
-        self.was_held = False
-        self._is_held = False
+        self.was_paused = False
+        self._is_paused = False
         self._prompt_ids = prompt_ids
         self._sampling = sampling
         self._info = info
@@ -102,7 +102,7 @@ class Attempt:
         self._tokens_at_death = 0
         self._was_silent = False
         self._garbled = 0
-        self._is_convicted = False
+        self._is_poisonous = False
 
     @property
     def prompt_ids(self) -> bytes:
@@ -112,8 +112,8 @@ class Attempt:
         return packed + self.generation.ids.tobytes()
 
     @property
-    def history(self) -> TokenHistory | None:
-        """That, where it is the trajectory's history and nothing else."""
+    def prefix(self) -> TokenPrefix | None:
+        """That, where it is the trajectory's prefix and nothing else."""
         if self.generation.ids or isinstance(self._prompt_ids, bytes):
             return None
         return self._prompt_ids
@@ -157,8 +157,8 @@ class Attempt:
         self._was_silent = not self.has_answer
         self._tokens_at_death = len(self.generation.ids)
         enough = LONE_DEATHS if is_alone else QUARANTINE_DEATHS
-        is_caught = (is_alone or was_suspect) and len(self.deaths) >= enough
-        self._is_convicted = is_caught or len(self.deaths) >= MOST_DEATHS
+        is_confirmed = (is_alone or was_suspect) and len(self.deaths) >= enough
+        self._is_poisonous = is_confirmed or len(self.deaths) >= MOST_DEATHS
 
     def recover(self, why: str, *, is_garbled: bool = False) -> bool:
         """Prepare the next request; False where the tokens there are are the whole answer.
@@ -167,9 +167,9 @@ class Attempt:
             EngineError: There is no next request.
         """
         self._garbled += is_garbled
-        if self._is_convicted:
+        if self._is_poisonous:
             self._counts.quarantined += 1
-            raise self.failed(self._verdict(), reason=QUARANTINED)
+            raise self.failed(self._quarantine_message(), reason=QUARANTINED)
         if self._policy == "fail" or self._garbled > MAX_GARBLED:
             raise self.failed(why)
         if self._is_whole():
@@ -184,22 +184,22 @@ class Attempt:
             self._counts.resumed += 1
         return True
 
-    def hold(self) -> None:
-        """The runtime holds it back from now on; harmless when called again."""
-        if not self._is_held:
-            self._is_held = self.was_held = True
-            for deadline in self.generation.held:
-                deadline.hold()
+    def pause_deadlines(self) -> None:
+        """Its time counts for `batch_s` only from now on; harmless when called again."""
+        if not self._is_paused:
+            self._is_paused = self.was_paused = True
+            for deadline in self.generation.pausable_deadlines:
+                deadline.pause()
 
-    def release(self) -> None:
-        """End `hold`; harmless where there is none."""
-        if self._is_held:
-            self._is_held = False
-            for deadline in self.generation.held:
-                deadline.go_on()
+    def resume_deadlines(self) -> None:
+        """End `pause_deadlines`; harmless where there is none."""
+        if self._is_paused:
+            self._is_paused = False
+            for deadline in self.generation.pausable_deadlines:
+                deadline.resume()
                 self.deadline = deadline.now.at  # the last one is the request's own
 
-    def go_on(self) -> bool:
+    def resume_interrupted(self) -> bool:
         """Prepare the next request after an interruption; False where its answer is whole."""
         self.generation.finish_reason = None
         if self._is_whole():
@@ -224,7 +224,7 @@ class Attempt:
             self.generation.finish_reason = "length"
         return self.generation.finish_reason is not None
 
-    def _verdict(self) -> str:
+    def _quarantine_message(self) -> str:
         deaths = "; ".join(self.deaths)
         return (
             f"the request of {self.session_id} is quarantined: engines died {len(self.deaths)} "
@@ -237,7 +237,7 @@ def stateful_field(sampling: SamplingParams) -> str:
     return next((name for name in STATEFUL_SAMPLING if getattr(sampling, name)), "")
 
 
-def note_death(running: Collection[Attempt], reason: str, *, in_flight: int) -> None:
+def record_death(running: Collection[Attempt], reason: str, *, in_flight: int) -> None:
     """A replica died.
 
     Args:

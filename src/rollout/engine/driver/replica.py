@@ -54,17 +54,17 @@ class Replica:
         machines, is_here, machine: Of where it lives; see `ReplicaHandle`.
         running: Generations whose request is in flight there.
         lost: Those that were when it was lost last, and how many requests were in flight in all.
-        judged: Fires when it is known whether that was a death.
+        loss_classified: Fires when it is known whether that was a death.
         is_drained: It is to get nothing new, whatever becomes of it meanwhile.
         is_leaving: It is being removed.
-        is_excused: Nothing that it has in flight is to blame for its end.
+        is_closed_by_driver: Nothing that it has in flight is to blame for its end.
         scope: Ends it; None before it is kept.
         gone: It has ended and is not started again.
     """
 
     name: str
     spec: CoreSpec
-    weight: float = 1.0
+    load_share: float = 1.0
     state: str = "starting"
     starts: int = 0
     channel: Channel | None = None
@@ -76,10 +76,10 @@ class Replica:
     tokens: TokenCounts = attrs.field(factory=TokenCounts)
     running: dict[Attempt, None] = attrs.field(factory=dict)
     lost: tuple[tuple[Attempt, ...], int] = ((), 0)
-    judged: anyio.Event = attrs.field(factory=anyio.Event)
+    loss_classified: anyio.Event = attrs.field(factory=anyio.Event)
     is_drained: bool = False
     is_leaving: bool = False
-    is_excused: bool = False
+    is_closed_by_driver: bool = False
     scope: anyio.CancelScope | None = None
     gone: anyio.Event = attrs.field(factory=anyio.Event)
 

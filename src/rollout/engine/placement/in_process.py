@@ -12,8 +12,8 @@ import anyio
 from rollout.engine.core import CORE_CLOSE_S, EngineCore
 from rollout.engine.placement.base import CoreSpec, ReplicaHandle
 from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
-from rollout.engine.process.hosting import watch_core
-from rollout.engine.process.loading import load_core, start_error_text
+from rollout.engine.process.core_loading import load_core, start_error_text
+from rollout.engine.process.core_watch import watch_core
 from rollout.engine.process.server import EngineServer
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope

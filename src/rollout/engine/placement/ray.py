@@ -24,7 +24,7 @@ import msgspec
 
 from rollout.bridge import wait_future
 from rollout.engine.placement.base import CoreSpec, ReplicaHandle
-from rollout.engine.placement.host import EngineHost, child_spec
+from rollout.engine.placement.ray_host import EngineHost, child_spec
 from rollout.engine.process.child import ChildReady
 from rollout.engine.wire.tls import encrypted
 from rollout.errors import EngineError
@@ -54,21 +54,21 @@ CONCURRENT_METHODS = 3
 
 
 @attrs.frozen
-class Seat:
+class GpuSlot:
     """GPUs that another placement holds already: `placement.colocate` names one per replica."""
 
     node: str
     gpu_ids: str
 
     @classmethod
-    def parse(cls, text: str) -> Seat:
+    def parse(cls, text: str) -> GpuSlot:
         """From ``node:0,1``; the node by its Ray id or its address."""
         node, _, gpu_ids = text.rpartition(":")
         return cls(node, gpu_ids)
 
 
-def seats_of(workers: Sequence[Any]) -> tuple[str, ...]:
-    """Where a trainer's workers sit, for `RayPlacement(colocate=...)`: one replica beside each.
+def gpu_slots_of(workers: Sequence[Any]) -> tuple[str, ...]:
+    """The GPUs of a trainer's workers, for `RayPlacement(colocate=...)`: one replica beside each.
 
     Args:
         workers: Handles of Ray actors that were given GPUs. Blocks until each has answered.
@@ -78,8 +78,8 @@ def seats_of(workers: Sequence[Any]) -> tuple[str, ...]:
     def where(worker: object) -> str:
         return f"{ray.get_runtime_context().get_node_id()}:{_gpu_ids(worker)}"
 
-    seats: list[str] = ray.get([worker.__ray_call__.remote(where) for worker in workers])
-    return tuple(seats)
+    gpu_slots: list[str] = ray.get([worker.__ray_call__.remote(where) for worker in workers])
+    return tuple(gpu_slots)
 
 
 class RayActors:
@@ -89,7 +89,7 @@ class RayActors:
         python: Interpreter of the engines; None takes that of Ray's workers.
         resources: What each replica asks of its machine: ``{"GPU": 1.0, "CPU": 1.0}``.
         nodes: Addresses of machines; replica i lives on the i-th, counted round. Empty: anywhere.
-        colocate: One `Seat` text for each machine of each replica; nothing is then asked of Ray.
+        colocate: One `GpuSlot` text for each machine of each replica; nothing is then asked of Ray.
         machines: That each replica spreads over. Each has an actor with its share of `resources`;
             the first one's engine is connected to, and the cores are told their place by the
             options ``nodes``, ``node_rank`` and ``rendezvous`` (an address on the first machine).
@@ -109,7 +109,7 @@ class RayActors:
         self._machines = machines
         self._resources = {name: amount / machines for name, amount in resources.items() if amount}
         self._nodes = tuple(nodes)
-        self._seats = [Seat.parse(text) for text in colocate]
+        self._gpu_slots = [GpuSlot.parse(text) for text in colocate]
         self._run = secrets.token_hex(4)
         self._groups: dict[str, Any] = {}
         self._here = self._ray.util.get_node_ip_address()
@@ -128,7 +128,7 @@ class RayActors:
                     with anyio.fail_after(start_timeout_s):
                         node = await self._place(name)
                         while len(actors) < self._machines:
-                            actors.append(await self._hire(name, len(actors)))
+                            actors.append(await self._start_actor(name, len(actors)))
                         host, port = await self._start(name, actors, spec, secret)
                 except TimeoutError:
                     raise EngineError(await self._lateness(name, start_timeout_s)) from None
@@ -142,14 +142,14 @@ class RayActors:
                 is_here = host == LOOPBACK and self._machines == 1
                 yield ReplicaHandle(connect, secret, died, self._machines, is_here, node)
             finally:
-                async with anyio.create_task_group() as dismissals:
+                async with anyio.create_task_group() as stops:
                     for actor in actors:
-                        dismissals.start_soon(self._dismiss, actor)
+                        stops.start_soon(self._stop_actor, actor)
 
     async def _place(self, name: str) -> str:
         """Wait for the replica's resources; the node that has them."""
-        if self._seats:
-            return self._node(self._seat(name, 0).node, "NodeID")
+        if self._gpu_slots:
+            return self._node(self._gpu_slot(name, 0).node, "NodeID")
         if name not in self._groups:
             self._groups[name] = await _in_thread(self._new_group, name)
         group = self._groups[name]
@@ -175,11 +175,11 @@ class RayActors:
             bundle[f"node:{self._node(node, 'NodeManagerAddress')}"] = 0.001
         return bundle or {"CPU": 0.001}  # an empty one is refused
 
-    async def _hire(self, name: str, rank: int) -> Any:
+    async def _start_actor(self, name: str, rank: int) -> Any:
         """An actor on the replica's resources."""
         strategies = self._ray.util.scheduling_strategies
-        if self._seats:
-            node = self._node(self._seat(name, rank).node, "NodeID")
+        if self._gpu_slots:
+            node = self._node(self._gpu_slot(name, rank).node, "NodeID")
             strategy = strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
             asked = {"num_cpus": 0.0, "num_gpus": 0.0}
         else:
@@ -247,8 +247,8 @@ class RayActors:
                 spec.core, spec.options, secret, host, sys_path, spec.tls, is_follower=rank > 0
             )
             devices = (
-                self._seat(name, rank).gpu_ids
-                if self._seats
+                self._gpu_slot(name, rank).gpu_ids
+                if self._gpu_slots
                 else await _answer(actor.__ray_call__, _gpu_ids)
             )
             # Ray does so only where nobody has told it not to, as trainers do.
@@ -267,7 +267,7 @@ class RayActors:
             await _answer(actor.wait)
         died.set()
 
-    async def _dismiss(self, actor: Any) -> None:
+    async def _stop_actor(self, actor: Any) -> None:
         """End the engine, then its actor; the actor's death ends an engine that would not."""
         with cleanup_scope(CLOSE_S), suppress(self._ray.exceptions.RayError):
             await _answer(actor.stop)
@@ -305,13 +305,13 @@ class RayActors:
     def _place_number(self, name: str, rank: int) -> int:
         return _number(name) * self._machines + rank
 
-    def _seat(self, name: str, rank: int) -> Seat:
+    def _gpu_slot(self, name: str, rank: int) -> GpuSlot:
         number = self._place_number(name, rank)
-        if number >= len(self._seats):
+        if number >= len(self._gpu_slots):
             raise EngineError(
-                f"{name}: placement.colocate names {len(self._seats)} places; none is left"
+                f"{name}: placement.colocate names {len(self._gpu_slots)} places; none is left"
             )
-        return self._seats[number]
+        return self._gpu_slots[number]
 
     def _node(self, name: str, key: str) -> str:
         """A node by its id or its address: its `key`."""

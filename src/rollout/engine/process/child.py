@@ -32,15 +32,15 @@ from rollout.engine.core import CORE_CLOSE_S
 from rollout.engine.guardian import (
     GRACE_S,
     LOOK_S,
-    dismiss,
     guard,
     is_alive,
     name_of,
+    release_guardian,
     remove_shared_files_at_end,
 )
-from rollout.engine.process.hosting import watch_core
+from rollout.engine.process.core_loading import load_core, start_error_text
+from rollout.engine.process.core_watch import watch_core
 from rollout.engine.process.listening import BACKLOG, accept_forever
-from rollout.engine.process.loading import load_core, start_error_text
 from rollout.engine.process.server import EngineServer
 from rollout.engine.wire.tls import TlsFiles
 
@@ -190,7 +190,7 @@ def main() -> None:
 def _exit(code: int, driver: str) -> None:
     """Leave nothing behind that the driver, if it lives, does not see to."""
     if is_alive(driver):
-        dismiss()
+        release_guardian()
     os._exit(code)
 
 

@@ -14,7 +14,7 @@ import anyio
 import msgspec
 
 from rollout.engine.core import Chunk, EngineBroken, GenerationRequest
-from rollout.engine.process.loading import start_error_text
+from rollout.engine.process.core_loading import start_error_text
 from rollout.engine.process.running import Running
 from rollout.engine.wire.frames import IDLE_ACK_BYTES
 from rollout.engine.wire.operations import carry_out
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollout.engine.core import EngineCore
-    from rollout.engine.process.histories import HistoryStore
+    from rollout.engine.process.session_prefixes import PrefixStore
     from rollout.engine.wire.frames import FrameStream
     from rollout.engine.wire.handshake import ServerHandshake
     from rollout.engine.wire.protocol import FromClient, Role, Terms
@@ -63,12 +63,12 @@ class ClientSession:
     switch for each of them.
     """
 
-    def __init__(self, core: EngineCore, key: str, terms: Terms, histories: HistoryStore) -> None:
+    def __init__(self, core: EngineCore, key: str, terms: Terms, prefixes: PrefixStore) -> None:
         self.key = key
         self.requests: dict[str, Running] = {}
         self._core = core
         self._terms = terms
-        self._histories = histories
+        self._prefixes = prefixes
         self._frames: dict[Role, FrameStream] = {}
         self._connections: dict[Role, tuple[anyio.CancelScope, anyio.Event]] = {}
         self._early_aborts: OrderedDict[str, None] = OrderedDict()
@@ -100,7 +100,7 @@ class ClientSession:
                     self._tasks = None
                     tasks.cancel_scope.cancel()
         finally:
-            self._histories.drop_client(self.key)
+            self._prefixes.drop_client(self.key)
             for scope, _ in self._connections.values():  # those that other tasks serve
                 scope.cancel()
 
@@ -234,9 +234,9 @@ class ClientSession:
             self._send(Chunk(request_id=request_id, finish_reason="abort"))
             return
         prompt: bytes | Callable[[], bytes] | None = message.ids
-        if message.has_history:
-            prompt = self._histories.prompt_of(
-                self._history_key(message.session_id),
+        if message.has_prefix:
+            prompt = self._prefixes.prompt_of(
+                self._prefix_key(message.session_id),
                 request_id,
                 message.kept,
                 message.kept_sum,
@@ -246,7 +246,7 @@ class ClientSession:
                 self._frames["data"].send_nowait(SendWhole(request_id))
                 return
         elif message.kept:
-            raise FrameError("a request builds on a history that it does not belong to")
+            raise FrameError("a request builds on a prefix that it does not belong to")
         assert prompt is not None
         request = GenerationRequest(
             request_id=request_id,
@@ -263,12 +263,12 @@ class ClientSession:
             deadline = self._arrived_at + message.remaining_s
             if deadline < self._due:
                 self._be_awake_at(deadline)
-        running = self.requests[request_id] = Running(request, deadline, message.has_history)
+        running = self.requests[request_id] = Running(request, deadline, message.has_prefix)
         self._queue.append(running)
         if not self._is_roused:
             self._rouse()
 
-    def _history_key(self, session_id: str) -> tuple[str, str]:
+    def _prefix_key(self, session_id: str) -> tuple[str, str]:
         return self.key, session_id
 
     def abort(self, request_id: str) -> None:
@@ -341,21 +341,21 @@ class ClientSession:
     def _deliver(self, running: Running, chunk: Chunk) -> None:
         if chunk.request_id != running.request.request_id:
             raise ValueError(f"the engine answered for request {chunk.request_id!r}")
-        if running.has_history and chunk.ids and chunk.offset == running.answered:
+        if running.has_prefix and chunk.ids and chunk.offset == running.answered:
             running.answered += len(chunk.ids) // 4
-            self._histories.add(
-                self._history_key(running.request.session_id), chunk.request_id, chunk.ids
+            self._prefixes.add(
+                self._prefix_key(running.request.session_id), chunk.request_id, chunk.ids
             )
         for each in running.gather(chunk, self._gathered):
             self._send(each)
-        if running.held and running.held_until == math.inf:
-            running.held_until = anyio.current_time() + self._terms.stream_interval_s
-            if running.held_until < self._due:
-                self._be_awake_at(running.held_until)
+        if running.buffered and running.buffered_until == math.inf:
+            running.buffered_until = anyio.current_time() + self._terms.stream_interval_s
+            if running.buffered_until < self._due:
+                self._be_awake_at(running.buffered_until)
 
     def _release(self, running: Running) -> None:
         """Send the tokens that waited for more."""
-        for chunk in running.release():
+        for chunk in running.take_buffered():
             self._send(chunk)
 
     def _send(self, chunk: Chunk) -> None:
@@ -400,12 +400,12 @@ class ClientSession:
                         self._frames[role].send_nowait(Ping(number))
             self._due = math.inf
             for running in self.requests.values():
-                if running.held_until <= soon:
+                if running.buffered_until <= soon:
                     self._release(running)
                 if running.deadline <= now:
                     running.deadline = math.inf
                     self.abort(running.request.request_id)
-                self._due = min(self._due, running.held_until, running.deadline)
+                self._due = min(self._due, running.buffered_until, running.deadline)
             self._earlier = anyio.Event()
             with anyio.CancelScope(deadline=min(beat, self._due)):
                 await self._earlier.wait()

@@ -55,7 +55,7 @@ async def _accept(
             if error.errno in FATAL:
                 raise
             if error.errno in FULL:
-                server.strangers.dismiss_oldest()
+                server.strangers.close_oldest()
             if anyio.current_time() >= say_at:
                 say_at = anyio.current_time() + SAY_AGAIN_S
                 logger.warning("a connection cannot be accepted now: %s", error)

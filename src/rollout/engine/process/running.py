@@ -17,47 +17,47 @@ class Running(msgspec.Struct, eq=False):
 
     Attributes:
         is_aborted: Its end was asked for before the core had it.
-        answered: Tokens of its answer that have been added to the history.
-        held: Tokens that wait for more before they are sent, until `held_until`.
+        answered: Tokens of its answer that have been added to the prefix.
+        buffered: Tokens that wait for more before they are sent, until `buffered_until`.
         deadline: Clock time at which it is aborted.
     """
 
     request: GenerationRequest
     deadline: float
-    has_history: bool
+    has_prefix: bool
     is_aborted: bool = False
     is_started: bool = False
     answered: int = 0
-    held: list[Chunk] = []
-    held_until: float = math.inf
+    buffered: list[Chunk] = []
+    buffered_until: float = math.inf
 
     def gather(self, chunk: Chunk, interval: int) -> tuple[Chunk, ...]:
-        """What is to be sent now that this chunk has come; the rest is held.
+        """What is to be sent now that this chunk has come; the rest is buffered.
 
         Args:
             interval: Tokens that are sent together.
         """
         is_last = chunk.finish_reason is not None
         if not _is_whole(chunk):  # the client refuses it, and must not refuse others with it
-            return (*self.release(), chunk)
-        if not self.held and (is_last or len(chunk.ids) >= 4 * interval):
+            return (*self.take_buffered(), chunk)
+        if not self.buffered and (is_last or len(chunk.ids) >= 4 * interval):
             return (chunk,)
         before: tuple[Chunk, ...] = ()
-        if self.held and not _continues(self.held[-1], chunk):
-            before = self.release()
-        self.held.append(chunk)
-        count = sum(len(each.ids) for each in self.held) // 4
+        if self.buffered and not _continues(self.buffered[-1], chunk):
+            before = self.take_buffered()
+        self.buffered.append(chunk)
+        count = sum(len(each.ids) for each in self.buffered) // 4
         if is_last or count >= interval:
-            return (*before, *self.release())
+            return (*before, *self.take_buffered())
         return before
 
-    def release(self) -> tuple[Chunk, ...]:
+    def take_buffered(self) -> tuple[Chunk, ...]:
         """The tokens that waited for more, in one chunk; none where none did."""
-        if not self.held:
+        if not self.buffered:
             return ()
-        chunk = _joined(self.held)
-        self.held.clear()
-        self.held_until = math.inf
+        chunk = _joined(self.buffered)
+        self.buffered.clear()
+        self.buffered_until = math.inf
         return (chunk,)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.engine.process.client_session import ClientSession
-from rollout.engine.process.histories import HistoryStore
+from rollout.engine.process.session_prefixes import PrefixStore
 from rollout.engine.process.strangers import Strangers, most_strangers
 from rollout.engine.wire.handshake import greet_as_server, handshake_frames
 from rollout.engine.wire.protocol import CONNECTION_ERRORS
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rollout.engine")
 
 #: Two thousand trajectories of 32k tokens.
-HISTORY_BYTES = 256 * 1024 * 1024
+PREFIX_BYTES = 256 * 1024 * 1024
 
 
 class EngineServer:
@@ -40,7 +40,7 @@ class EngineServer:
     and none stays for long.
 
     Args:
-        history_bytes: Token histories kept for all trajectories together.
+        prefix_bytes: Token prefixes kept for all trajectories together.
         tls: What connections are encrypted with.
 
     Attributes:
@@ -55,13 +55,13 @@ class EngineServer:
         core: EngineCore,
         secret: bytes,
         *,
-        history_bytes: int = HISTORY_BYTES,
+        prefix_bytes: int = PREFIX_BYTES,
         tls: TlsFiles | None = None,
     ) -> None:
         self.strangers = Strangers(most_strangers())
         self._core = core
         self._encrypted = encrypted_server(tls)
-        self._histories = HistoryStore(history_bytes)
+        self._prefixes = PrefixStore(prefix_bytes)
         self._secret = secret
         self._sessions: dict[str, ClientSession] = {}
 
@@ -93,7 +93,7 @@ class EngineServer:
         elif hello.received is not None:
             await handshake.refuse("this session is over")
         else:
-            session = ClientSession(self._core, hello.session, hello.terms, self._histories)
+            session = ClientSession(self._core, hello.session, hello.terms, self._prefixes)
             self._sessions[session.key] = session
             try:
                 await session.host(handshake, frames)

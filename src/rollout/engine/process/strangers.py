@@ -65,9 +65,9 @@ class Strangers:
             with anyio.CancelScope(deadline=came_at + YOUNG_S) as patience:
                 await self._changed.wait()
             if patience.cancelled_caught:
-                self.dismiss_oldest()
+                self.close_oldest()
 
-    def dismiss_oldest(self) -> None:
+    def close_oldest(self) -> None:
         """End the one that has been here for longest, if there is one."""
         scope = next(iter(self._present), None)
         if scope is not None:

@@ -1,23 +1,23 @@
 """Routing: which replica gets which request.
 
-`Router` is the whole; its parts are pure and know nothing of each other's work: `prices` (what an
-engine's time costs), `replica` and `fleet` (what each has to do), `sessions` (who holds which
+`Router` is the whole; its parts are pure and know nothing of each other's work: `costs` (what an
+engine's time costs), `replica` and `replica_set` (what each has to do), `sessions` (who holds which
 prefix), `strategies` (the decision).
 """
 
 from __future__ import annotations
 
 from rollout.engine.routing.dispatch import Dispatch
-from rollout.engine.routing.fleet import Fleet
-from rollout.engine.routing.replica import ReplicaState
+from rollout.engine.routing.replica_set import ReplicaSet
+from rollout.engine.routing.replica_state import ReplicaState
 from rollout.engine.routing.router import Router
 from rollout.engine.routing.statistics import ReplicaLoad, RouterStatistics
 from rollout.engine.routing.strategies import Strategy
 
 __all__ = [
     "Dispatch",
-    "Fleet",
     "ReplicaLoad",
+    "ReplicaSet",
     "ReplicaState",
     "Router",
     "RouterStatistics",

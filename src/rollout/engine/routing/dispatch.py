@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from rollout.engine.routing.replica import ReplicaState
+    from rollout.engine.routing.replica_state import ReplicaState
 
 
 class Dispatch:

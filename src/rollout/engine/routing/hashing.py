@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rollout.engine.routing.replica import ReplicaState
+    from rollout.engine.routing.replica_state import ReplicaState
 
 #: Points of a replica of weight 1; its share of the keys then varies by about a twelfth.
 POINTS = 160

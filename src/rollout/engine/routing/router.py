@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rollout.engine.routing.dispatch import Dispatch
-from rollout.engine.routing.fleet import Fleet
+from rollout.engine.routing.replica_set import ReplicaSet
 from rollout.engine.routing.sessions import Sessions
 from rollout.engine.routing.statistics import RouterStatistics, load_of
 from rollout.engine.routing.strategies import load_strategy
@@ -13,7 +13,7 @@ from rollout.errors import EngineError
 
 if TYPE_CHECKING:
     from rollout.engine.core import EngineLoad
-    from rollout.engine.routing.replica import ReplicaState
+    from rollout.engine.routing.replica_state import ReplicaState
 
 #: Replicas that `repr` names.
 SHOWN = 8
@@ -48,16 +48,16 @@ class Router:
         self._strategy = load_strategy(
             strategy, move_margin=move_margin, move_margin_s=move_margin_s
         )
-        self._fleet = Fleet()
+        self._replica_set = ReplicaSet()
         self._sessions = Sessions()
         self._weight_version: int | None = None
         self._now = 0.0
         self._decisions = self._moves = self._refusals = 0
 
     def __repr__(self) -> str:
-        replicas = self._fleet.replicas
+        replicas = self._replica_set.replicas
         shown = [
-            f"{r.name} {r.in_flight}/{r.capacity} {self._fleet.load_s(r):.1f} s"
+            f"{r.name} {r.in_flight}/{r.capacity} {self._replica_set.load_s(r):.1f} s"
             + ("" if r.state == "serving" else f" {r.state}")
             for r in replicas[:SHOWN]
         ]
@@ -68,12 +68,12 @@ class Router:
     @property
     def replicas(self) -> tuple[ReplicaState, ...]:
         """The replicas that are offered, in the order in which they were added first."""
-        return self._fleet.replicas
+        return self._replica_set.replicas
 
     @property
     def has_room(self) -> bool:
         """Whether any replica may get a request now."""
-        return self._fleet.open_count > 0
+        return self._replica_set.open_count > 0
 
     def add(
         self,
@@ -94,16 +94,16 @@ class Router:
         Raises:
             ValueError: It is offered already; nothing has changed.
         """
-        if self._fleet.find(name) is not None:
+        if self._replica_set.find(name) is not None:
             raise ValueError(f"replica {name!r} is routed to already")
         if capacity < 1 or not weight > 0:
             raise ValueError(
                 f"replica {name!r}: capacity = {capacity}, weight = {weight}; expected at least "
                 "1 and more than 0"
             )
-        replica = self._fleet.add(name, capacity, weight, self._tick(now))
+        replica = self._replica_set.add(name, capacity, weight, self._tick(now))
         self._sessions.cache_lost()
-        self._judge_weights(replica, weight_version)
+        self._check_weights(replica, weight_version)
         return replica
 
     def remove(self, name: str) -> None:
@@ -114,7 +114,7 @@ class Router:
         Raises:
             KeyError: There is no such replica.
         """
-        self._fleet.remove(name)
+        self._replica_set.remove(name)
 
     def drain(self, name: str) -> None:
         """Give a replica nothing new until `resume`; what it has in flight goes on.
@@ -124,9 +124,9 @@ class Router:
         Raises:
             KeyError: There is no such replica.
         """
-        replica = self._fleet.get(name)
+        replica = self._replica_set.get(name)
         replica.is_draining = True
-        self._fleet.refresh(replica)
+        self._replica_set.refresh(replica)
 
     def resume(self, name: str) -> None:
         """End `drain`.
@@ -134,29 +134,29 @@ class Router:
         Raises:
             KeyError: There is no such replica.
         """
-        replica = self._fleet.get(name)
+        replica = self._replica_set.get(name)
         replica.is_draining = False
-        self._fleet.refresh(replica)
+        self._replica_set.refresh(replica)
 
-    def hold(self, name: str) -> None:
-        """Give a replica nothing until `unhold`, beside what `drain` says."""
-        self._set_held(name, is_held=True)
+    def isolate(self, name: str) -> None:
+        """Give a replica nothing until `end_isolation`, beside what `drain` says."""
+        self._set_isolated(name, is_isolated=True)
 
-    def unhold(self, name: str) -> None:
-        """End `hold`; harmless where there is none."""
-        self._set_held(name, is_held=False)
+    def end_isolation(self, name: str) -> None:
+        """End `isolate`; harmless where there is none."""
+        self._set_isolated(name, is_isolated=False)
 
-    def _set_held(self, name: str, *, is_held: bool) -> None:
-        replica = self._fleet.find(name)
-        if replica is not None and replica.is_held is not is_held:
-            replica.is_held = is_held
-            self._fleet.refresh(replica)
+    def _set_isolated(self, name: str, *, is_isolated: bool) -> None:
+        replica = self._replica_set.find(name)
+        if replica is not None and replica.is_isolated is not is_isolated:
+            replica.is_isolated = is_isolated
+            self._replica_set.refresh(replica)
 
     def require_weights(self, version: int | None) -> None:
         """From now on only replicas with this version of the weights get work; None: all do."""
         self._weight_version = version
-        for replica in self._fleet.replicas:
-            self._judge_weights(replica, replica.weight_version)
+        for replica in self._replica_set.replicas:
+            self._check_weights(replica, replica.weight_version)
 
     def set_weights(self, name: str, version: int) -> None:
         """A replica has other weights now; what its cache holds is of no more use.
@@ -164,11 +164,11 @@ class Router:
         Raises:
             KeyError: There is no such replica.
         """
-        replica = self._fleet.get(name)
+        replica = self._replica_set.get(name)
         if version != replica.weight_version:
             replica.cache_epoch += 1
             self._sessions.cache_lost()
-        self._judge_weights(replica, version)
+        self._check_weights(replica, version)
 
     def assign(
         self,
@@ -192,12 +192,12 @@ class Router:
         Returns:
             The request with its `replica`; hand it to `release` when it is gone.
         """
-        fleet, sessions = self._fleet, self._sessions
-        dispatch = Dispatch(session_id, prompt_tokens, fleet.expected_tokens(max_new_tokens))
+        replica_set, sessions = self._replica_set, self._sessions
+        dispatch = Dispatch(session_id, prompt_tokens, replica_set.expected_tokens(max_new_tokens))
         sessions.recall(dispatch, group_id)
         if avoid is not None:
-            dispatch.avoid = fleet.find(avoid)
-        replica = self._strategy.choose(dispatch, fleet)
+            dispatch.avoid = replica_set.find(avoid)
+        replica = self._strategy.choose(dispatch, replica_set)
         if replica is None:
             self._refusals += 1
             return None
@@ -214,7 +214,7 @@ class Router:
             if replica in dispatch.holders:
                 dispatch.fresh_tokens = prompt_tokens - dispatch.shared_tokens
         self._decisions += 1
-        fleet.send(dispatch, self._tick(now))
+        replica_set.send(dispatch, self._tick(now))
         sessions.note(dispatch, group_id)
         return dispatch
 
@@ -232,15 +232,15 @@ class Router:
         """
         if not dispatch.is_counted:
             raise ValueError(f"{dispatch!r} is not in flight")
-        self._fleet.end(dispatch, generated, self._tick(now))
+        self._replica_set.end(dispatch, generated, self._tick(now))
         if generated is not None:
             self._sessions.grow(dispatch, generated)
 
     def report(self, name: str, load: EngineLoad, *, now: float | None = None) -> None:
         """Take in what a replica says of itself; one that is not offered is not listened to."""
-        replica = self._fleet.find(name)
+        replica = self._replica_set.find(name)
         if replica is not None:
-            self._fleet.report(replica, load, self._tick(now))
+            self._replica_set.report(replica, load, self._tick(now))
 
     def forget(self, session_id: str) -> None:
         """The trajectory has ended; nothing is kept for it."""
@@ -248,27 +248,27 @@ class Router:
 
     def statistics(self) -> RouterStatistics:
         """A snapshot of everything that decisions are made from."""
-        fleet, prices = self._fleet, self._fleet.prices
-        replicas = tuple(load_of(replica, fleet) for replica in fleet.counted)
+        replica_set, costs = self._replica_set, self._replica_set.costs
+        replicas = tuple(load_of(replica, replica_set) for replica in replica_set.counted)
         return RouterStatistics(
             strategy=self._strategy_name,
             decisions=self._decisions,
             moves=self._moves,
             refusals=self._refusals,
-            in_flight=fleet.in_flight,
+            in_flight=replica_set.in_flight,
             sessions=len(self._sessions),
             groups=self._sessions.group_count,
-            mean_new_tokens=fleet.mean_new_tokens,
-            step_s=prices.step_s,
-            token_s=prices.token_s,
-            prompt_s=prices.prompt_s,
+            mean_new_tokens=replica_set.mean_new_tokens,
+            step_s=costs.step_s,
+            token_s=costs.token_s,
+            prompt_s=costs.prompt_s,
             replicas=replicas,
         )
 
-    def _judge_weights(self, replica: ReplicaState, version: int) -> None:
+    def _check_weights(self, replica: ReplicaState, version: int) -> None:
         replica.weight_version = version
         replica.is_stale = self._weight_version not in (None, version)
-        self._fleet.refresh(replica)
+        self._replica_set.refresh(replica)
 
     def _tick(self, now: float | None) -> float:
         if now is not None and now > self._now:

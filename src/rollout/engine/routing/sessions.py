@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rollout.engine.routing.dispatch import Dispatch
-    from rollout.engine.routing.replica import ReplicaState
+    from rollout.engine.routing.replica_state import ReplicaState
 
 #: Holders of a group's prompt that are remembered, the latest: more of them decide nothing.
 MAX_HOLDERS = 8

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import attrs
 
 if TYPE_CHECKING:
-    from rollout.engine.routing.fleet import Fleet
-    from rollout.engine.routing.replica import ReplicaState
+    from rollout.engine.routing.replica_set import ReplicaSet
+    from rollout.engine.routing.replica_state import ReplicaState
 
 
 @attrs.frozen
@@ -72,7 +72,7 @@ class RouterStatistics:
     replicas: tuple[ReplicaLoad, ...]
 
 
-def load_of(replica: ReplicaState, fleet: Fleet) -> ReplicaLoad:
+def load_of(replica: ReplicaState, replica_set: ReplicaSet) -> ReplicaLoad:
     """A snapshot of one replica."""
     return ReplicaLoad(
         name=replica.name,
@@ -81,8 +81,8 @@ def load_of(replica: ReplicaState, fleet: Fleet) -> ReplicaLoad:
         in_flight=replica.in_flight,
         capacity=replica.capacity,
         served=replica.served,
-        load_s=fleet.load_s(replica),
-        slowness=replica.pace.slowness,
-        tokens_per_s=replica.pace.tokens_per_s,
+        load_s=replica_set.load_s(replica),
+        slowness=replica.speed.slowness,
+        tokens_per_s=replica.speed.tokens_per_s,
         kv_used=replica.kv_used,
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Protocol
 
-from rollout.engine.routing.fleet import REQUESTS, ROUNDS
 from rollout.engine.routing.hashing import HashRing
+from rollout.engine.routing.replica_set import REQUESTS, ROUNDS
 from rollout.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollout.engine.routing.dispatch import Dispatch
-    from rollout.engine.routing.fleet import Fleet
-    from rollout.engine.routing.replica import ReplicaState
+    from rollout.engine.routing.replica_set import ReplicaSet
+    from rollout.engine.routing.replica_state import ReplicaState
 
 STRATEGIES = ("estimated_seconds", "least_requests", "round_robin", "consistent_hash")
 STRATEGIES_TEXT = (
@@ -23,8 +23,8 @@ STRATEGIES_TEXT = (
 class Strategy(Protocol):
     """One decision; a class of yours is constructed without arguments."""
 
-    def choose(self, dispatch: Dispatch, fleet: Fleet) -> ReplicaState | None:
-        """The replica of a request, one of ``fleet.candidates(dispatch)``; None if there is none.
+    def choose(self, dispatch: Dispatch, replica_set: ReplicaSet) -> ReplicaState | None:
+        """One of ``replica_set.candidates(dispatch)``; None if there is none.
 
         Called once for every request, with no await between it and the count of the request; it
         must not change what it is given.
@@ -37,10 +37,10 @@ class EstimatedSeconds:
     def __init__(self, move_margin_s: float) -> None:
         self._move_margin_s = move_margin_s
 
-    def choose(self, dispatch: Dispatch, fleet: Fleet) -> ReplicaState | None:
+    def choose(self, dispatch: Dispatch, replica_set: ReplicaSet) -> ReplicaState | None:
         """See `Strategy`."""
-        seconds = fleet.estimate(dispatch)
-        best, pinned = fleet.fastest(), dispatch.pinned
+        seconds = replica_set.estimate(dispatch)
+        best, pinned = replica_set.fastest(), dispatch.pinned
         if pinned is None or best is None or pinned is best:
             return best
         is_worth_it = seconds[pinned.slot] > seconds[best.slot] + self._move_margin_s
@@ -53,9 +53,9 @@ class LeastRequests:
     def __init__(self, move_margin: int) -> None:
         self._move_margin = move_margin
 
-    def choose(self, dispatch: Dispatch, fleet: Fleet) -> ReplicaState | None:
+    def choose(self, dispatch: Dispatch, replica_set: ReplicaSet) -> ReplicaState | None:
         """See `Strategy`."""
-        least, pinned = fleet.least(REQUESTS, dispatch), dispatch.pinned
+        least, pinned = replica_set.least(REQUESTS, dispatch), dispatch.pinned
         if least is None or not _may_stay(dispatch):
             return least
         assert pinned is not None
@@ -66,9 +66,9 @@ class LeastRequests:
 class RoundRobin:
     """New trajectories in turn; later turns stay."""
 
-    def choose(self, dispatch: Dispatch, fleet: Fleet) -> ReplicaState | None:
+    def choose(self, dispatch: Dispatch, replica_set: ReplicaSet) -> ReplicaState | None:
         """See `Strategy`."""
-        return dispatch.pinned if _may_stay(dispatch) else fleet.least(ROUNDS, dispatch)
+        return dispatch.pinned if _may_stay(dispatch) else replica_set.least(ROUNDS, dispatch)
 
 
 class ConsistentHash:
@@ -78,12 +78,12 @@ class ConsistentHash:
         self._replicas: tuple[ReplicaState, ...] = ()
         self._ring = HashRing(())
 
-    def choose(self, dispatch: Dispatch, fleet: Fleet) -> ReplicaState | None:
+    def choose(self, dispatch: Dispatch, replica_set: ReplicaSet) -> ReplicaState | None:
         """See `Strategy`."""
-        if self._replicas is not fleet.replicas:
-            self._replicas = fleet.replicas
-            self._ring = HashRing(fleet.replicas)
-        if fleet.open_count == 0:
+        if self._replicas is not replica_set.replicas:
+            self._replicas = replica_set.replicas
+            self._ring = HashRing(replica_set.replicas)
+        if replica_set.open_count == 0:
             return None
         return self._ring.find(dispatch.session_id, lambda r: r.is_open and r is not dispatch.avoid)
 

@@ -194,7 +194,7 @@ class FrameStream:
             if self._gathered < self._needed:
                 self._incoming.append(view)
                 return frames
-            view = self._go_on(view, frames)
+            view = self._fill(view, frames)
         at, end, self._needed = 0, len(view), 4
         while (start := at + 4) <= end and len(frames) != most:
             length: int = _length.unpack_from(view, at)[0]
@@ -211,7 +211,7 @@ class FrameStream:
             self._gathered = end - at
         return frames
 
-    def _go_on(self, view: memoryview, frames: list[memoryview]) -> memoryview:
+    def _fill(self, view: memoryview, frames: list[memoryview]) -> memoryview:
         """Finish the frame that was begun, without moving what comes after it; that is returned."""
         head = b"".join(self._incoming)
         self._incoming.clear()

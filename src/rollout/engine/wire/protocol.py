@@ -108,9 +108,9 @@ class Submit(msgspec.Struct, array_like=True, tag=10):
 
     Attributes:
         ids: int32 little-endian: the prompt from index `kept` on.
-        kept: Tokens of the trajectory's history that come before.
+        kept: Tokens of the trajectory's prefix that come before.
         kept_sum: CRC-32 of those.
-        has_history: The prompt is the beginning of the next one: worth keeping.
+        has_prefix: The prompt is the beginning of the next one: worth keeping.
         remaining_s: Until its deadline, from its arrival: clocks differ.
     """
 
@@ -121,7 +121,7 @@ class Submit(msgspec.Struct, array_like=True, tag=10):
     priority: int = 0
     kept: Natural = 0
     kept_sum: Natural = 0
-    has_history: bool = False
+    has_prefix: bool = False
     remaining_s: Seconds | None = None
     top_log_probs: Natural = 0
     routed_experts: bool = False
@@ -154,7 +154,7 @@ class Ack(msgspec.Struct, frozen=True, array_like=True, tag=20):
 
 
 class SendWhole(msgspec.Struct, frozen=True, array_like=True, tag=21):
-    """The history that a request builds on is not there: it was not taken, send it whole."""
+    """The prefix that a request builds on is not there: it was not taken, send it whole."""
 
     request_id: str
 

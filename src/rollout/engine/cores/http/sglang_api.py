@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.engine.core import Chunk, unpack_ids
 from rollout.engine.cores.http.client import HttpError
 from rollout.engine.cores.sglang.answers import AnswerReader, parse_version
-from rollout.engine.cores.sglang.requests import (
+from rollout.engine.cores.sglang.generate_requests import (
     salt_of,
     sampling_fault,
     sampling_params,

@@ -18,8 +18,8 @@ from rollout.engine.core import EngineInfo
 from rollout.engine.cores.devices import gpu_of
 from rollout.engine.cores.sglang import plugin
 from rollout.engine.cores.sglang.arguments import Options, engine_arguments
+from rollout.engine.cores.sglang.maintenance import SGLangMaintenance, fields_of
 from rollout.engine.cores.sglang.stream_hook import STREAM_VARIABLE
-from rollout.engine.cores.sglang.upkeep import SGLangUpkeep, fields_of
 from rollout.engine.guardian import mapped_files, remove, remove_at_end, shared_files
 from rollout.engine.model_facts import model_fingerprint
 from rollout.engine.model_files import resolve_model
@@ -88,7 +88,7 @@ class SGLang:
         self._request_fields = fields_of(GenerateReqInput)
         self.info = self._describe(options, model_path)
         self.model_path = model_path
-        self.upkeep = SGLangUpkeep(self._tokens)
+        self.maintenance = SGLangMaintenance(self._tokens)
 
     def adopt_loop(self, on_terminate: Callable[[], object]) -> None:
         """Make the running event loop SGLang's, and take its signal handlers back.

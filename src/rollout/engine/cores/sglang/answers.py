@@ -26,20 +26,20 @@ class AnswerReader:
 
     An answer says token by token what sampled it (``weight_versions``), or names only the version
     that is current when it arrives: then, once the weights have changed under a request, its tokens
-    are held back until the final answer says.
+    wait until the final answer says.
 
     Attributes:
         tokens: How many have left in chunks.
-        is_held: Tokens wait for the final answer; whoever changes weights under running requests
-            may set it before.
+        is_buffering: Tokens wait for the final answer; set beforehand where weights are changed
+            under running requests.
     """
 
-    __slots__ = ("_version", "is_held", "request_id", "tokens")
+    __slots__ = ("_version", "is_buffering", "request_id", "tokens")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.tokens = 0
-        self.is_held = False
+        self.is_buffering = False
         self._version: int | None = None
 
     def read(self, answer: Mapping[str, Any]) -> list[Chunk]:
@@ -52,8 +52,8 @@ class AnswerReader:
             return self._by_version(answer, meta)
         if self._version is None:
             self._version = version
-        self.is_held = self.is_held or version != self._version
-        if self.is_held:
+        self.is_buffering = self.is_buffering or version != self._version
+        if self.is_buffering:
             return []
         return [self._chunk(answer, len(answer["output_ids"]), version)]
 

@@ -18,8 +18,8 @@ from rollout.engine.cores.open_request import OpenRequest
 from rollout.engine.cores.sglang import plugin
 from rollout.engine.cores.sglang.answers import AnswerReader
 from rollout.engine.cores.sglang.arguments import Options
-from rollout.engine.cores.sglang.host import Host
-from rollout.engine.cores.sglang.requests import refusal_of, request_fields, salt_of
+from rollout.engine.cores.sglang.generate_requests import refusal_of, request_fields, salt_of
+from rollout.engine.cores.sglang.server_thread import Host
 from rollout.engine.wire.operations import TAGS_OF_LEVEL
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
@@ -144,7 +144,7 @@ class SGLangCore:
             return
         assert self._sglang is not None
         reader = AnswerReader(request.request_id)
-        reader.is_held = self._is_loading
+        reader.is_buffering = self._is_loading
         entry = self._open[request.request_id] = OpenRequest(reader)
         fields = request_fields(request, self._options, self.info, salt_of(self._updates))
         try:
@@ -194,7 +194,7 @@ class SGLangCore:
         sglang = self._serving()
         check_checkpoint(source.path, sglang.model_path)
         are_running = not all(entry.is_over for entry in self._open.values())
-        if are_running and not sglang.upkeep.names_versions:
+        if are_running and not sglang.maintenance.names_versions:
             raise EngineError(
                 "mode = 'in_place': this version of SGLang does not say which weights sampled "
                 "which token; expected 'wait' or 'abort_and_resume', or SGLang 0.5.20 or later"
@@ -215,7 +215,7 @@ class SGLangCore:
             tags |= {CUDA_GRAPH} - self._asleep
         self._asleep |= tags
         if tags:
-            await self._serving().upkeep.release(tuple(sorted(tags)))
+            await self._serving().maintenance.release(tuple(sorted(tags)))
 
     async def wake_up(self, tags: tuple[str, ...]) -> None:
         """See `SleepingCore.wake_up`."""
@@ -225,7 +225,7 @@ class SGLangCore:
 
     async def flush_cache(self) -> None:
         """Forget all prefixes, once no request runs."""
-        await self._serving().upkeep.flush_cache()
+        await self._serving().maintenance.flush_cache()
 
     async def _take_back(self, tags: Iterable[str]) -> frozenset[str]:
         """What of it was released; the weights are garbage then.
@@ -235,7 +235,7 @@ class SGLangCore:
         wanted = {*tags, CUDA_GRAPH} if "kv_cache" in tags else set(tags)
         released = self._asleep & wanted
         if released:
-            await self._serving().upkeep.resume(tuple(sorted(released)))
+            await self._serving().maintenance.resume(tuple(sorted(released)))
         self._asleep -= released
         return released
 
@@ -243,12 +243,12 @@ class SGLangCore:
         sglang = self._serving()
         for entry in self._open.values():
             assert isinstance(entry.reader, AnswerReader)
-            entry.reader.is_held = True
+            entry.reader.is_buffering = True
         # A request that comes meanwhile is computed with either: nobody else shares its prefix.
         self._is_loading = True
         self._updates += 1
         try:
-            await sglang.upkeep.load_from_disk(path, version)
+            await sglang.maintenance.load_from_disk(path, version)
         finally:
             self._updates += 1
             self._is_loading = False

@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from rollout.clocks import monotonic
-from rollout.engine.cores.pacing import Pace
+from rollout.engine.cores.pacing import StreamPacer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ class Gatherer:
 
     def __init__(self, most: int, interval_s: float) -> None:
         self._most = most
-        self._pace = Pace(interval_s)
+        self._pacer = StreamPacer(interval_s)
 
     def stream_output(
         self,
@@ -72,10 +72,10 @@ class Gatherer:
     def _choose(self, reqs: Sequence[Any], now: float) -> None:
         before = next((getattr(req, TIMES) for req in reqs if hasattr(req, TIMES)), None)
         if before is not None:
-            self._pace.note_step(now - before[1])
+            self._pacer.note_step(now - before[1])
         for req in reqs:
             left_at = getattr(req, TIMES, (None,))[0]
-            is_due = left_at is None or self._pace.is_due(now - left_at)
+            is_due = left_at is None or self._pacer.is_due(now - left_at)
             req.sampling_params.stream_interval = 1 if is_due else self._most
             setattr(req, TIMES, (now if is_due else left_at, now))
 

@@ -48,14 +48,14 @@ class FaultPlan:
 class RequestFaults:
     """What goes wrong with one request's answer; chunks pass through in order."""
 
-    __slots__ = ("_duplicate", "_held", "_reorder", "_wrong_length", "reject")
+    __slots__ = ("_delayed", "_duplicate", "_reorder", "_wrong_length", "reject")
 
     def __init__(self, *, reject: bool, duplicate: bool, reorder: bool, wrong_length: bool) -> None:
         self.reject = reject
         self._duplicate = duplicate
         self._reorder = reorder
         self._wrong_length = wrong_length
-        self._held: Chunk | None = None
+        self._delayed: Chunk | None = None
 
     def apply(self, chunk: Chunk) -> list[Chunk]:
         """What is sent at the moment at which `chunk` should be."""
@@ -66,10 +66,10 @@ class RequestFaults:
         sent = [chunk, chunk] if self._duplicate and is_last else [chunk]
         if not self._reorder:
             return sent
-        held, self._held = self._held, None if is_last else chunk
+        delayed, self._delayed = self._delayed, None if is_last else chunk
         if is_last:
-            return sent if held is None else [*sent, held]
-        return [] if held is None else [held]
+            return sent if delayed is None else [*sent, delayed]
+        return [] if delayed is None else [delayed]
 
 
 class Freeze:

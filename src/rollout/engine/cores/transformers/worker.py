@@ -19,7 +19,7 @@ import msgspec
 
 from rollout.clocks import monotonic
 from rollout.engine.core import CORE_CLOSE_S, Chunk, EngineInfo, EngineLoad, GenerationRequest
-from rollout.engine.cores.pacing import Pace
+from rollout.engine.cores.pacing import StreamPacer
 from rollout.engine.cores.transformers.scheduler import Scheduler
 from rollout.engine.cores.transformers.scheduler import Sequence as Request
 from rollout.engine.model_facts import model_fingerprint
@@ -100,7 +100,7 @@ class Worker:
         self._post = post
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._is_closing = False
-        self._pace = Pace(options.stream_interval_s)
+        self._pacer = StreamPacer(options.stream_interval_s)
         self._handed_over_at = 0.0
         self._architecture = ""
         self._source: tuple[str, str | None] = (options.model, options.revision)
@@ -178,7 +178,7 @@ class Worker:
                     scheduler.end_all("error", stop_text(error), is_fatal=True)
                     self._report(scheduler, info)
                     raise
-                self._pace.note_step(monotonic() - begun)
+                self._pacer.note_step(monotonic() - begun)
             self._report(scheduler, info)
             if self._is_closing:
                 return
@@ -190,7 +190,7 @@ class Worker:
         """
         now = monotonic()
         waited_s = now - self._handed_over_at
-        if everything or scheduler.has_prompts or self._pace.is_due(waited_s):
+        if everything or scheduler.has_prompts or self._pacer.is_due(waited_s):
             self._handed_over_at = now
             scheduler.flush()
             self._tell_chunks(scheduler)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 
-from rollout.engine.driver.delivery import Delivery, check_gpus
 from rollout.engine.driver.replica import Weights
+from rollout.engine.driver.weight_broadcast import WeightBroadcast, check_gpus
 from rollout.engine.weights import DiskWeights, DistributedWeights, TensorWeights
 from rollout.engine.wire.operations import LoadWeights
 from rollout.engine.wire.staging import stage
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rollout.engine.driver.channel import Channel
     from rollout.engine.driver.replica import Replica
-    from rollout.engine.driver.requests import Requests
+    from rollout.engine.driver.request_runner import RequestRunner
     from rollout.engine.routing import Router
     from rollout.engine.weights import UpdateMode, WeightSource
 
@@ -32,7 +32,7 @@ UNREACHED = "the current ones were sent once, or are in the memory of the driver
 NO_WEIGHTS = -1
 
 
-class Updating:
+class WeightUpdater:
     """The current weights of a pool, and their changes, one after the other.
 
     All replicas that serve have the current weights, or none of them has: one about which that is
@@ -46,7 +46,7 @@ class Updating:
     def __init__(
         self,
         router: Router,
-        requests: Requests,
+        requests: RequestRunner,
         replicas: Collection[Replica],
         *,
         limit_s: float,
@@ -61,7 +61,7 @@ class Updating:
         self._kept: list[Weights] = []
         self._changed_again = anyio.Event()
         #: How weights reach the replicas that are sent to them.
-        self._delivery: Delivery | None = None
+        self._broadcast: WeightBroadcast | None = None
 
     async def bring_up(self, replica: Replica, channel: Channel) -> None:
         """Give a replica that does not serve yet the current weights.
@@ -95,11 +95,11 @@ class Updating:
         """
         self._check_reach(source)
         weights = await _staged(version, source)
-        self._requests.hold(running=mode != "wait")
+        self._requests.pause_deadlines(running=mode != "wait")
         try:
             await self._change(weights, mode)
         finally:
-            self._requests.release()
+            self._requests.resume_deadlines()
 
     def _check_reach(self, source: WeightSource) -> None:
         """Raise an `EngineError` where a replica that serves could not load them."""
@@ -130,7 +130,7 @@ class Updating:
         self._router.require_weights(weights.version)
         serving = [replica for replica in self._replicas if replica.is_serving]
         if isinstance(weights.source, DistributedWeights):
-            self._delivery = Delivery(weights.source, serving)
+            self._broadcast = WeightBroadcast(weights.source, serving)
         self._note_change()
         for replica in serving:
             self._router.set_weights(replica.name, NO_WEIGHTS)
@@ -140,7 +140,7 @@ class Updating:
                 tasks.start_soon(self._load_one, replica, weights, mode, errors)
         is_loaded = any(replica.weights is weights for replica in self._replicas)
         if errors and not is_loaded:
-            self._take_back(before)
+            self._restore(before)
             self._discard_others()
             raise next(iter(errors.values()))
         self._discard_others()
@@ -163,7 +163,7 @@ class Updating:
         self._changed_again.set()
         self._changed_again = anyio.Event()
 
-    def _take_back(self, before: Weights | None) -> None:
+    def _restore(self, before: Weights | None) -> None:
         """Nobody could load the new weights: who has the old ones goes on with them."""
         self._current = before
         self._note_change()
@@ -197,7 +197,7 @@ class Updating:
             errors[replica] = error
             return
         for attempt in replica.running:  # those that stood still in their place
-            attempt.release()
+            attempt.resume_deadlines()
         if replica.channel is channel and replica.is_serving:
             self._router.set_weights(replica.name, weights.version)
             self._changed()
@@ -218,8 +218,8 @@ class Updating:
                 if isinstance(weights.source, DiskWeights):
                     await channel.command(LoadWeights(weights.version, weights.source))
                 else:
-                    assert self._delivery is not None  # a later one waits for other weights
-                    await self._delivery.load(replica, channel, weights.version)
+                    assert self._broadcast is not None  # a later one waits for other weights
+                    await self._broadcast.load(replica, channel, weights.version)
         except TimeoutError:
             error = EngineError(
                 f"{channel.name}: the weights of version {weights.version} are not loaded after "
@@ -246,5 +246,5 @@ async def _staged(version: int, source: WeightSource) -> Weights:
 def _fence(replica: Replica, why: str) -> None:
     """Have a replica started again; nothing that it has in flight is to blame."""
     if replica.channel is not None:
-        replica.is_excused = True
+        replica.is_closed_by_driver = True
         replica.channel.close(why)

@@ -11,7 +11,7 @@ import anyio
 import attrs
 
 from rollout.engine.driver.channel import Channel
-from rollout.engine.driver.connecting import connect_channel
+from rollout.engine.driver.channel_connecting import connect_channel
 from rollout.engine.driver.replica import Replica
 from rollout.engine.placement.base import Placement
 from rollout.engine.wire.protocol import DriverFacts, Terms
@@ -41,7 +41,7 @@ async def nothing_known() -> DriverFacts:
 
 
 @attrs.frozen(kw_only=True)
-class Keeper:
+class Supervisor:
     """Starts replicas, and starts them again when they die.
 
     Attributes:
@@ -51,7 +51,7 @@ class Keeper:
         backoff_s: Pause before the first restart; doubled at each further death or failed start.
         max_start_failures: Failed starts in a row after which it is given up.
         bring_up: Makes a connected replica serve.
-        judge: A replica was lost: whether it died of itself is known now.
+        classify_loss: A replica was lost: whether it died of itself is known now.
         taken_down: A replica serves no more, and why.
     """
 
@@ -62,10 +62,10 @@ class Keeper:
     backoff_s: float
     max_start_failures: int
     bring_up: Callable[[Replica, Channel], Awaitable[None]]
-    judge: Callable[[Replica, Channel, bool], None]
+    classify_loss: Callable[[Replica, Channel, bool], None]
     taken_down: Callable[[Replica, str], None]
 
-    async def keep(
+    async def supervise(
         self, replica: Replica, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
     ) -> None:
         """Keep one replica serving until it is removed or given up.
@@ -77,7 +77,7 @@ class Keeper:
             with anyio.CancelScope() as replica.scope:
                 if replica.is_leaving:  # removed before it began
                     replica.scope.cancel()
-                await self._keep(replica, task_status)
+                await self._supervise(replica, task_status)
                 replica.state = "given up"
         finally:
             if replica.state != "given up":
@@ -85,7 +85,7 @@ class Keeper:
             replica.gone.set()
             self.taken_down(replica, "")
 
-    async def _keep(self, replica: Replica, task_status: TaskStatus[None]) -> None:
+    async def _supervise(self, replica: Replica, task_status: TaskStatus[None]) -> None:
         failures = deaths = 0
         while True:
             served_since = anyio.current_time()
@@ -147,7 +147,7 @@ class Keeper:
                         await died.wait()
         finally:
             channel.close()
-            self.judge(replica, channel, died.is_set() or not channel.is_link_fault)
+            self.classify_loss(replica, channel, died.is_set() or not channel.is_link_fault)
             replica.channel = replica.routed = None
         logger.warning("lost %s", channel.lost_reason)
         self.taken_down(replica, channel.lost_reason)

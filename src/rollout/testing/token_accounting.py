@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from rollout.engine.core import Chunk
-    from rollout.testing.notes import Asked
+    from rollout.testing.call_records import GenerationRecord
     from rollout.testing.watched_core import WatchedCore
     from rollout.testing.watched_runtime import WatchedRuntime
 
@@ -62,12 +62,12 @@ def _is_failed(generation: Generation) -> bool:
     return generation.resumes + len(generation.restarts) == len(generation.parts)
 
 
-class _Fate:
+class _ExpectedCounts:
     """What became of one request's tokens if all of them arrived.
 
     Args:
         chunks: What the engine gave out.
-        asked: Who waited for them; None where nobody did in the end.
+        record: Who waited for them; None where nobody did in the end.
         part: What of them the agent has, or had and dropped.
         is_lossy: The connection broke, so that tokens at the end may be missing.
 
@@ -77,23 +77,28 @@ class _Fate:
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk], asked: Asked | None, part: Part | None, *, is_lossy: bool
+        self,
+        chunks: Sequence[Chunk],
+        record: GenerationRecord | None,
+        part: Part | None,
+        *,
+        is_lossy: bool,
     ) -> None:
         self.counts = TokenCounts()
         self.fault = ""
         self._is_lossy = is_lossy
         self._had = part.count if part is not None else 0
-        self._is_cut = asked is None or (
-            asked.generation.finish_reason is None
-            and part is asked.generation.parts[-1]
-            and not _is_failed(asked.generation)
+        self._is_cut = record is None or (
+            record.generation.finish_reason is None
+            and part is record.generation.parts[-1]
+            and not _is_failed(record.generation)
         )
         self._ids, self._log_probs = bytearray(), bytearray()
-        self._state = "live" if asked is not None else "given up"
+        self._state = "live" if record is not None else "given up"
         for chunk in chunks:
             self._take(chunk)
-        if asked is not None and part is not None:
-            self._compare(asked, part)
+        if record is not None and part is not None:
+            self._compare(record, part)
 
     def _take(self, chunk: Chunk) -> None:
         count, ends = len(chunk.ids) // 4, chunk.finish_reason is not None
@@ -116,8 +121,8 @@ class _Fate:
         if ends:
             self._state = "ended"
 
-    def _compare(self, asked: Asked, part: Part) -> None:
-        generation, kept = asked.generation, slice(part.start, part.start + part.count)
+    def _compare(self, record: GenerationRecord, part: Part) -> None:
+        generation, kept = record.generation, slice(part.start, part.start + part.count)
         ids, log_probs = generation.ids[kept].tobytes(), generation.log_probs[kept].tobytes()
         is_short = self._is_lossy and self._had < len(self._ids) // 4
         if self._had != len(self._ids) // 4 and not is_short:
@@ -132,23 +137,23 @@ class _Fate:
             self.fault = "the agent's log-probs are not those that the engine gave out"
 
 
-def book_anomalies(watched: WatchedRuntime) -> Iterator[str]:
+def accounting_anomalies(watched: WatchedRuntime) -> Iterator[str]:
     """What does not balance, to the token; all requests must have come to their end."""
-    asked_by_id = {
-        part.request_id: (asked, part)
+    records_by_id = {
+        part.request_id: (record, part)
         for call in watched.calls
-        for asked in call.all_asked()
-        for part in asked.generation.parts
+        for record in call.all_generations()
+        for part in record.generation.parts
     }
     counts = _counts_by_replica(watched)
     for name, counted in counts.items():
         cores = [core for core in watched.cores if core.name == name]
-        taken = sum(part.count for _, part in asked_by_id.values() if part.replica == name)
-        yield from _replica_anomalies(name, counted, cores, asked_by_id, taken)
+        taken = sum(part.count for _, part in records_by_id.values() if part.replica == name)
+        yield from _replica_anomalies(name, counted, cores, records_by_id, taken)
 
 
 def balance_of(watched: WatchedRuntime) -> Balance:
-    """Where the tokens of a settled runtime went, since its notes begin."""
+    """Where the tokens of a settled runtime went, since its records begin."""
     balance = Balance()
     for core in watched.cores:
         for sent in core.requests.values():
@@ -162,8 +167,8 @@ def balance_of(watched: WatchedRuntime) -> Balance:
     taken = sum(
         part.count
         for call in watched.calls
-        for asked in call.all_asked()
-        for part in asked.generation.parts
+        for record in call.all_generations()
+        for part in record.generation.parts
     )
     for call in watched.calls:
         for trajectory in call.delivered:
@@ -174,7 +179,7 @@ def balance_of(watched: WatchedRuntime) -> Balance:
 
 
 def _counts_by_replica(watched: WatchedRuntime) -> Mapping[str, TokenCounts]:
-    """What the channels counted since the notes begin."""
+    """What the channels counted since the records begin."""
     end, before = watched.statistics_at_end, watched.statistics_before
     earlier = {r.name: r.tokens for r in before.replicas} if before is not None else {}
     return {
@@ -191,7 +196,7 @@ def _replica_anomalies(
     name: str,
     counted: TokenCounts,
     cores: Sequence[WatchedCore],
-    asked_by_id: Mapping[str, tuple[Asked, Part]],
+    records_by_id: Mapping[str, tuple[GenerationRecord, Part]],
     taken: int,
 ) -> Iterator[str]:
     if counted.taken != taken:
@@ -199,17 +204,19 @@ def _replica_anomalies(
     sure, at_most = TokenCounts(), TokenCounts()
     for core in cores:
         for request_id, sent in core.requests.items():
-            asked, part = asked_by_id.get(request_id, (None, None))
-            fate = _Fate(sent.chunks, asked, part, is_lossy=not core.is_serving)
+            record, part = records_by_id.get(request_id, (None, None))
+            expected_counts = _ExpectedCounts(
+                sent.chunks, record, part, is_lossy=not core.is_serving
+            )
             where = f"{sent.request.session_id}: request {request_id} to {name}"
-            if fate.fault:
-                yield f"{where}: {fate.fault}"
-            if asked is not None and part is not None and not part.is_discarded:
-                before = asked.generation.ids[: part.start].tobytes()
-                if asked.prompt_ids + before != sent.request.prompt_ids:
+            if expected_counts.fault:
+                yield f"{where}: {expected_counts.fault}"
+            if record is not None and part is not None and not part.is_discarded:
+                before = record.generation.ids[: part.start].tobytes()
+                if record.prompt_ids + before != sent.request.prompt_ids:
                     yield f"{where}: the engine got other prompt ids than the agent sent"
             for kind in KINDS:
-                count = getattr(fate.counts, kind)
+                count = getattr(expected_counts.counts, kind)
                 setattr(at_most, kind, getattr(at_most, kind) + count)
                 if core.is_serving:
                     setattr(sure, kind, getattr(sure, kind) + count)

@@ -6,7 +6,7 @@ import math
 
 import attrs
 
-from rollout.engine.routing.prices import PROMPT_S, STEP_S, TOKEN_S, Pace
+from rollout.engine.routing.cost_model import PROMPT_S, STEP_S, TOKEN_S, SpeedEstimate
 
 #: Seconds that a half full KV cache is worth; grows as use ÷ (1 − use), as a queue does.
 KV_PRESSURE_S = 0.15
@@ -26,7 +26,7 @@ class ReplicaState:
         is_offered: It exists and may be reached.
         is_draining: It gets nothing new for now.
         is_stale: Its weights are not the ones that are asked for.
-        is_held: It gets nothing while a request starts there that must not have company.
+        is_isolated: It gets nothing while a request starts there that must not have company.
         is_open: It may get a request now; kept by the fleet.
         new_tokens: Tokens that the requests in flight are expected to generate.
         foreign: Requests that its last report has beyond ours: other drivers share it.
@@ -39,8 +39,8 @@ class ReplicaState:
         turn: When it should be chosen next among equals; a request moves it on by 1 ÷ weight.
         round: The same for requests that begin a trajectory there.
         cache_epoch: Grows when it loses its prefix cache.
-        step_s, token_s, prompt_s: What its time costs, its slowness included; see `prices`.
-        pace: How fast it is.
+        step_s, token_s, prompt_s: What its time costs, its slowness included; see `costs`.
+        speed: How fast it is.
     """
 
     name: str
@@ -53,7 +53,7 @@ class ReplicaState:
     is_offered: bool = True
     is_draining: bool = False
     is_stale: bool = False
-    is_held: bool = False
+    is_isolated: bool = False
     is_open: bool = False
     new_tokens: int = 0
     foreign: int = 0
@@ -69,7 +69,7 @@ class ReplicaState:
     step_s: float = STEP_S
     token_s: float = TOKEN_S
     prompt_s: float = PROMPT_S
-    pace: Pace = attrs.field(factory=Pace, repr=False)
+    speed: SpeedEstimate = attrs.field(factory=SpeedEstimate, repr=False)
 
     @property
     def has_room(self) -> bool:
@@ -79,7 +79,7 @@ class ReplicaState:
     @property
     def is_usable(self) -> bool:
         """Whether it may get requests at all, room aside."""
-        return self.is_offered and not (self.is_draining or self.is_stale or self.is_held)
+        return self.is_offered and not (self.is_draining or self.is_stale or self.is_isolated)
 
     @property
     def pressure_s(self) -> float:
@@ -95,6 +95,6 @@ class ReplicaState:
             return "draining"
         if self.is_stale:
             return "stale"
-        if self.is_held:
+        if self.is_isolated:
             return "held"
         return "serving" if self.has_room else "full"

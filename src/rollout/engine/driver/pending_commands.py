@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rollout.engine.wire.operations import Operation
 
 
-class _Order:
+class _PendingCommand:
     """A command under way; `done` fires at its answer, or without one when none can come."""
 
     __slots__ = ("answer", "done")
@@ -24,16 +24,16 @@ class _Order:
         self.answer: CommandDone | None = None
 
 
-class Orders:
+class PendingCommands:
     """The commands under way on one channel."""
 
     def __init__(self) -> None:
-        self._under_way: dict[int, _Order] = {}
+        self._under_way: dict[int, _PendingCommand] = {}
         self._numbers = itertools.count()
 
     async def give(self, operation: Operation, frames: FrameStream) -> CommandDone | None:
         """Send a command and wait for its answer; None where the channel was lost first."""
-        number, order = next(self._numbers), _Order()
+        number, order = next(self._numbers), _PendingCommand()
         self._under_way[number] = order
         try:
             frames.send_nowait(Command(number, operation))

@@ -1,4 +1,4 @@
-"""What a witness writes down: calls of a runtime, requests of agents, deliveries."""
+"""What a recorder keeps: calls of a runtime, requests of agents, deliveries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, slots=True)
-class Asked:
+class GenerationRecord:
     """One generation as the agent had it.
 
     Attributes:
@@ -39,13 +39,13 @@ class Asked:
     is_engine_failure: bool = False
 
     @property
-    def has_spoken(self) -> bool:
+    def has_output(self) -> bool:
         """Whether it becomes a span of the transcript."""
         return bool(self.generation.ids or self.generation.finish_reason)
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class CallRecord:
     """One call of `generate` or `stream`.
 
     Attributes:
@@ -58,7 +58,7 @@ class Call:
         received: What came out of a stream.
         is_complete: Whether everything was delivered: it returned, or the stream came to its end.
         is_refused: It raised before any work.
-        asked: Generations of each trajectory, by session id, in the order of their beginning.
+        generations: Those of each trajectory, by session id, in the order of their beginning.
         uses: Tools and simulated users of each trajectory, by (uid, member).
         cancelled_at: Clock time at which the harness cancelled its caller.
         stopped_at: Clock time at which `cancel` was called for all that there is.
@@ -76,7 +76,9 @@ class Call:
     received: list[Trajectory] = field(default_factory=list)
     is_complete: bool = False
     is_refused: bool = False
-    asked: dict[str, list[Asked]] = field(default_factory=lambda: defaultdict(list))
+    generations: dict[str, list[GenerationRecord]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     uses: dict[tuple[str, int], list[Use]] = field(default_factory=lambda: defaultdict(list))
     cancelled_at: float | None = None
     stopped_at: float | None = None
@@ -95,9 +97,9 @@ class Call:
         """The session id of one of its trajectories."""
         return f"{self.step}/{trajectory.uid}/{trajectory.member}"
 
-    def all_asked(self) -> list[Asked]:
+    def all_generations(self) -> list[GenerationRecord]:
         """The generations of all its trajectories."""
-        return [asked for several in self.asked.values() for asked in several]
+        return [record for several in self.generations.values() for record in several]
 
     def all_uses(self) -> list[Use]:
         """The tools and simulated users of all its trajectories."""
@@ -105,6 +107,6 @@ class Call:
 
 
 def name_of(error: BaseException) -> str:
-    """The name under which a failure is noted; every backend's cancellation is "Cancelled"."""
+    """The name under which a failure is recorded; every backend's cancellation is "Cancelled"."""
     name: Any = type(error).__name__
     return "Cancelled" if name in ("Cancelled", "CancelledError") else str(name)

@@ -27,7 +27,7 @@ RenderAll = Callable[[Sequence["TemplateMessage"], Tools], str]
 _TAG = re.compile(r"</?\w+>")
 
 
-def render_written(
+def render_escaped(
     render: RenderAll,
     encoder: TextEncoder,
     messages: Sequence[TemplateMessage],
@@ -53,7 +53,7 @@ def render_written(
     encoder.refuse_beyond(most, text)
     if _are_plain(encoder, [messages, tools]):
         return WrittenText(text)
-    word = "rolloutLookAlike"  # letters, which templates leave as they are
+    word = "rolloutSpecialToken"  # letters, which templates leave as they are
     while word in text:
         word += "a"
     replaced = _Marking(encoder, word, text, is_kept=False).render(render, messages, tools)
@@ -79,13 +79,13 @@ def _are_plain(encoder: TextEncoder, value: object) -> bool:
 
 
 class _Marking:
-    """Marks look-alikes in strings, and finds the marks in the text that becomes of them.
+    """Marks special tokens spelled in strings, and finds the marks in the rendered text.
 
     Args:
         encoder: Knows what looks like a special token.
         word: What marks begin with; stands nowhere else.
         truth: The text without marks, which says how a token was quoted.
-        is_kept: Whether the look-alike stays beside its mark, for templates that look for it at
+        is_kept: Whether the spelling stays beside its mark, for templates that look for it at
             the start or end of a content; else the mark stands in its place.
     """
 
@@ -122,7 +122,7 @@ class _Marking:
     def _marked_text(self, text: str, is_assistant: bool) -> str:
         pieces: list[str] = []
         at, end = 0, len(text.rstrip())
-        for start, stop in self._encoder.look_alikes(text):
+        for start, stop in self._encoder.special_token_spellings(text):
             token = text[start:stop]
             if is_assistant and _TAG.fullmatch(token):
                 continue

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
 
-class Upkeep:
+class MaintenanceQueue:
     """Runs operations in a task group of the pool, so that no caller's cancellation halves them."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Token ids that only ever grow, with a running checksum: what a trajectory's requests are made of.
 
 A request for turn 64 must not cost more than one for turn 2 with as many new tokens. So nobody
-copies or scans the whole history at a turn: it is summed once, as it grows, checked once, and a
+copies or scans the whole prefix at a turn: it is summed once, as it grows, checked once, and a
 replica is sent only what it does not have.
 """
 
@@ -11,20 +11,20 @@ import zlib
 from array import array
 
 
-class TokenHistory:
+class TokenPrefix:
     """Append-only token ids.
 
     Attributes:
         ids: All of them, packed; change it by `extend` only.
-        held_by: How many of the first ids each channel's replica has, by the channel's key.
+        sent_to: How many of the first ids each channel's replica has, by the channel's key.
         checked: How many of the first ids are known to lie in the engines' vocabulary.
     """
 
-    __slots__ = ("_sum", "_sums", "checked", "held_by", "ids")
+    __slots__ = ("_sum", "_sums", "checked", "ids", "sent_to")
 
     def __init__(self) -> None:
         self.ids: array[int] = array("i")
-        self.held_by: dict[str, int] = {}
+        self.sent_to: dict[str, int] = {}
         self.checked = 0
         self._sum = 0
         self._sums = {0: 0}

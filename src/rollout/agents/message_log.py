@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rollout.types import Message
 
 
-class History:
+class MessageLog:
     """The messages of a trajectory, and the prompt that it began with.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The token histories that an engine's side keeps, so that a trajectory need not send them again.
+"""The token prefixes that an engine's side keeps, so that a trajectory need not send them again.
 
 Loaded in engine processes: imports the standard library only.
 """
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 #: The client and its trajectory.
-HistoryKey = tuple[str, str]
+PrefixKey = tuple[str, str]
 
 
-class History:
+class SessionPrefix:
     """The ids of one trajectory, packed, and the request that may add to them.
 
     Attributes:
@@ -56,8 +56,8 @@ class History:
         self.sums = {at: total for at, total in self.sums.items() if at <= length}
 
 
-class HistoryStore:
-    """Histories by trajectory; the ones not used for longest go first.
+class PrefixStore:
+    """Prefixes by trajectory; the ones not used for longest go first.
 
     Args:
         max_bytes: Of all of them together.
@@ -65,62 +65,62 @@ class HistoryStore:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._histories: OrderedDict[HistoryKey, History] = OrderedDict()
+        self._prefixes: OrderedDict[PrefixKey, SessionPrefix] = OrderedDict()
         self.bytes = 0
 
     def prompt_of(
-        self, key: HistoryKey, request_id: str, kept: int, kept_sum: int, new: bytes
+        self, key: PrefixKey, request_id: str, kept: int, kept_sum: int, new: bytes
     ) -> Callable[[], bytes] | None:
-        """The whole prompt: the first `kept` tokens of the history, and `new` ones.
+        """The whole prompt: the first `kept` tokens of the prefix, and `new` ones.
 
-        None where there is no such history, or another one.
+        None where there is no such prefix, or another one.
         """
         if not kept:
             self._drop(key)
-            history = History(new, zlib.crc32(new), request_id)
-            self._histories[key] = history
+            prefix = SessionPrefix(new, zlib.crc32(new), request_id)
+            self._prefixes[key] = prefix
             self.bytes += len(new)
         else:
-            found = self._histories.get(key)
+            found = self._prefixes.get(key)
             if found is None or not self._fits(found, kept, kept_sum):
                 return None
-            history = found
-            self.bytes -= len(history.ids)
-            if len(history.ids) != 4 * kept:
-                history.cut(kept)
-            history.extend(new)
-            history.mark()
-            history.owner = request_id
-            self.bytes += len(history.ids)
-            self._histories.move_to_end(key)
-        prompt = history.prompt()
+            prefix = found
+            self.bytes -= len(prefix.ids)
+            if len(prefix.ids) != 4 * kept:
+                prefix.cut(kept)
+            prefix.extend(new)
+            prefix.mark()
+            prefix.owner = request_id
+            self.bytes += len(prefix.ids)
+            self._prefixes.move_to_end(key)
+        prompt = prefix.prompt()
         self._shrink()
         return prompt
 
-    def add(self, key: HistoryKey, request_id: str, ids: bytes) -> None:
+    def add(self, key: PrefixKey, request_id: str, ids: bytes) -> None:
         """The engine answered `ids`: the next request may build on them."""
-        history = self._histories.get(key)
-        if history is not None and history.owner == request_id and len(ids) % 4 == 0:
-            history.extend(ids)
+        prefix = self._prefixes.get(key)
+        if prefix is not None and prefix.owner == request_id and len(ids) % 4 == 0:
+            prefix.extend(ids)
             self.bytes += len(ids)
             self._shrink()
 
     def drop_client(self, client: str) -> None:
-        """Forget the histories of a client."""
-        for key in [key for key in self._histories if key[0] == client]:
+        """Forget the prefixes of a client."""
+        for key in [key for key in self._prefixes if key[0] == client]:
             self._drop(key)
 
-    def _fits(self, history: History, kept: int, kept_sum: int) -> bool:
-        if len(history.ids) == 4 * kept:
-            return history.sum == kept_sum
-        return history.sums.get(kept) == kept_sum
+    def _fits(self, prefix: SessionPrefix, kept: int, kept_sum: int) -> bool:
+        if len(prefix.ids) == 4 * kept:
+            return prefix.sum == kept_sum
+        return prefix.sums.get(kept) == kept_sum
 
-    def _drop(self, key: HistoryKey) -> None:
-        history = self._histories.pop(key, None)
-        if history is not None:
-            self.bytes -= len(history.ids)
+    def _drop(self, key: PrefixKey) -> None:
+        prefix = self._prefixes.pop(key, None)
+        if prefix is not None:
+            self.bytes -= len(prefix.ids)
 
     def _shrink(self) -> None:
         while self.bytes > self._max_bytes:
-            _, oldest = self._histories.popitem(last=False)
+            _, oldest = self._prefixes.popitem(last=False)
             self.bytes -= len(oldest.ids)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 IDLE_S = 0.02
 
 
-class SGLangUpkeep:
+class SGLangMaintenance:
     """Changes the weights of an engine and releases its memory.
 
     Args:

@@ -1,4 +1,4 @@
-"""The made-up exchange behind which new messages are rendered."""
+"""The placeholder exchange after which new messages are rendered."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rollout.chat.messages import TemplateMessage
 
 #: Letters only, so that templates which trim or JSON-encode contents leave them recognisable.
-HISTORY = "rolloutHistoryMarker"
-ANSWER = "rolloutAnswerMarker"
+USER_MARKER = "rolloutUserMarker"
+ASSISTANT_MARKER = "rolloutAnswerMarker"
 
 #: What a made-up assistant says: words; words and calls, since some templates refuse results that
 #: nobody asked for; or calls alone, since some write words behind the results (Gemma 4).
@@ -26,14 +26,17 @@ def conversation(
     messages: Sequence[TemplateMessage] = (), answer: Answer = "words"
 ) -> list[TemplateMessage]:
     """The made-up exchange, then `messages`; where the assistant calls, it calls their tools."""
-    said: TemplateMessage = {"role": "assistant", "content": "" if answer == "calls" else ANSWER}
+    said: TemplateMessage = {
+        "role": "assistant",
+        "content": "" if answer == "calls" else ASSISTANT_MARKER,
+    }
     if answer != "words":
         results = itertools.takewhile(lambda message: message["role"] == "tool", messages)
         said["tool_calls"] = [
             template_call(result.get("tool_call_id", f"call_{at}"), result.get("name", "tool"), {})
             for at, result in enumerate(results)
         ]
-    return [{"role": "user", "content": HISTORY}, said, *messages]
+    return [{"role": "user", "content": USER_MARKER}, said, *messages]
 
 
 def with_contents(
@@ -45,7 +48,7 @@ def with_contents(
 
 
 def after_answer(text: str) -> str:
-    _, marker, after = text.partition(ANSWER)
+    _, marker, after = text.partition(ASSISTANT_MARKER)
     if not marker:
         raise unusable("it leaves out the assistant's content")
     return after

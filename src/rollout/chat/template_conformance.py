@@ -54,7 +54,7 @@ class SceneReport(msgspec.Struct, frozen=True, kw_only=True):
     drift_refusal: str | None = None
 
 
-def play_battery(template: ChatTemplate) -> Iterator[SceneReport]:
+def conformance_reports(template: ChatTemplate) -> Iterator[SceneReport]:
     """A report of each scene, in order."""
     for scene in _scenes(template):
         try:

@@ -21,7 +21,7 @@ import attrs
 if TYPE_CHECKING:
     from rollout.engine.core import EngineLoad
 
-#: Prices before the first report, in seconds: about those of an 8B model on one current GPU.
+#: Costs before the first report, in seconds: about those of an 8B model on one current GPU.
 STEP_S, TOKEN_S, PROMPT_S = 0.02, 1e-4, 5e-5
 PRIORS = (STEP_S, TOKEN_S, PROMPT_S)
 #: How much the prior weighs, in squared seconds of observation.
@@ -32,9 +32,9 @@ LEAST_SHARE = 1e-4
 FIT_MEMORY = 0.98
 SWEEPS = 12
 #: What a replica's pace keeps at each of its reports; it forgets half in 7.
-PACE_MEMORY = 0.9
+SPEED_MEMORY = 0.9
 #: Seconds of usual speed that a replica is assumed to have shown before its first report.
-PACE_PRIOR_S = 1.0
+SPEED_PRIOR_S = 1.0
 #: Least and greatest slowness that is believed.
 SLOWNESS_RANGE = (0.01, 100.0)
 #: Reports nearer to each other than this say little about speed.
@@ -67,7 +67,7 @@ class Work:
         )
 
 
-class Prices:
+class CostModel:
     """The three prices of all replicas together.
 
     Attributes:
@@ -118,7 +118,7 @@ class Prices:
         self._moments = [[moment * FIT_MEMORY for moment in row] for row in moments]
 
 
-class Pace:
+class SpeedEstimate:
     """How fast one replica is, from its reports.
 
     Attributes:
@@ -180,12 +180,12 @@ class Pace:
             return None
         return Work(seconds, tokens / batch, tokens, self.computed)
 
-    def judge(self, prices: Prices) -> None:
+    def update(self, costs: CostModel) -> None:
         """Compare what it did lately, `latest` included, with what that should cost."""
         if self.latest is not None:
-            self._work = self._work.faded(PACE_MEMORY, self.latest)
+            self._work = self._work.faded(SPEED_MEMORY, self.latest)
             self.latest = None
-        expected_s = prices.seconds(self._work)
-        ratio = (self._work.seconds + PACE_PRIOR_S) / (expected_s + PACE_PRIOR_S)
+        expected_s = costs.seconds(self._work)
+        ratio = (self._work.seconds + SPEED_PRIOR_S) / (expected_s + SPEED_PRIOR_S)
         least, most = SLOWNESS_RANGE
         self.slowness = min(max(ratio, least), most)

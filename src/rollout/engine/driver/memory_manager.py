@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
     from rollout.engine.driver.channel import Channel
     from rollout.engine.driver.replica import Replica
-    from rollout.engine.driver.requests import Requests
+    from rollout.engine.driver.request_runner import RequestRunner
 
     Work = Callable[[Replica, Channel], Awaitable[None]]
 
 
-class Sleeping:
+class MemoryManager:
     """Puts all replicas to sleep and wakes them; requests wait meanwhile.
 
     Args:
@@ -33,7 +33,7 @@ class Sleeping:
 
     def __init__(
         self,
-        requests: Requests,
+        requests: RequestRunner,
         replicas: Collection[Replica],
         *,
         changed: Callable[[], None],
@@ -58,16 +58,16 @@ class Sleeping:
             channel = replica.channel
             if channel is not None and channel.info.no_sleep:
                 raise EngineError(f"{replica.name}: {channel.info.no_sleep}")
-        if not self._requests.is_held:
-            self._requests.is_held = True
-            self._requests.hold(running=True)
+        if not self._requests.is_admission_blocked:
+            self._requests.is_admission_blocked = True
+            self._requests.pause_deadlines(running=True)
         self.asleep |= frozenset(TAGS_OF_LEVEL[level])
         try:
             await self._each(partial(self._put_to_sleep, level))
         except EngineError:
             self.asleep = frozenset()
             await self._each(_wake_all)
-            self._go_on()
+            self._resume_requests()
             raise
 
     async def wake_up(self, tags: Iterable[str]) -> None:
@@ -86,7 +86,7 @@ class Sleeping:
                 await self._each(partial(_wake, tuple(sorted(woken))))
         finally:
             if not self.asleep:
-                self._go_on()
+                self._resume_requests()
 
     async def flush_cache(self) -> None:
         """Have every replica forget what it computed of earlier requests.
@@ -107,10 +107,10 @@ class Sleeping:
                 await channel.command(Sleep(2 if "weights" in wanted else 1))
             released = wanted
 
-    def _go_on(self) -> None:
-        if self._requests.is_held:
-            self._requests.is_held = False
-            self._requests.release()
+    def _resume_requests(self) -> None:
+        if self._requests.is_admission_blocked:
+            self._requests.is_admission_blocked = False
+            self._requests.resume_deadlines()
         self._changed()
 
     async def _put_to_sleep(self, level: int, replica: Replica, channel: Channel) -> None:
@@ -141,7 +141,7 @@ class Sleeping:
             return  # it comes back as it is to be
         except TimeoutError:
             why = f"{replica.name}: no answer after engine.start_timeout_s = {self._limit_s:g} s"
-            replica.is_excused = True
+            replica.is_closed_by_driver = True
             channel.close(why)
             errors.append(EngineError(why))
         except EngineError as error:
@@ -152,7 +152,7 @@ async def _wake(tags: tuple[str, ...], replica: Replica, channel: Channel) -> No
     try:
         await channel.command(WakeUp(tags))
     except EngineError as error:
-        replica.is_excused = True
+        replica.is_closed_by_driver = True
         channel.close(f"it does not wake up: {error}")
         raise
 

@@ -1,4 +1,4 @@
-"""A witness: opens runtimes whose engines, tools, users and callers are watched from outside."""
+"""Opens runtimes whose engines, tools, users and callers are watched from outside."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollout.engine.placement.in_process import core_wrapper
 from rollout.errors import ConfigError
 from rollout.runtime.opening import open_rollout
 from rollout.scopes import open_task_group
-from rollout.testing.fuse import Fuse
+from rollout.testing.fault_injector import FaultInjector
 from rollout.testing.invariants import anomalies_of
 from rollout.testing.watched_core import WatchedCore
 from rollout.testing.watched_runtime import WatchedRuntime
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from rollout.config import RolloutConfig
     from rollout.engine.core import EngineCore
     from rollout.scheduling.rewards import RewardFunction
-    from rollout.testing.notes import Call
+    from rollout.testing.call_records import CallRecord
 
 
-class Witness:
-    """Opens runtimes and takes notes, for `anomalies` to compare with what they say themselves.
+class Recorder:
+    """Opens runtimes and records what happens, for `anomalies` to compare with what they report.
 
     Args:
-        is_hasty: Close runtimes at once when their block is left. Otherwise the witness first
+        is_hasty: Close runtimes at once when their block is left. Otherwise the recorder first
             waits until they are quiet, so that the accounts must balance to the token.
 
     Attributes:
         runtimes: Those opened so far.
-        fuse: Lets the next tool call or answer of a simulated user fail.
+        fault_injector: Lets the next tool call or answer of a simulated user fail.
     """
 
     def __init__(self, *, is_hasty: bool = False) -> None:
         self.runtimes: list[WatchedRuntime] = []
-        self.fuse = Fuse()
+        self.fault_injector = FaultInjector()
         self._is_hasty = is_hasty
 
     @asynccontextmanager
@@ -62,7 +62,7 @@ class Witness:
         if not isinstance(config.placement, InProcessPlacement):
             raise ConfigError(
                 f"placement.kind = {config.placement.kind!r}: expected 'in_process', where a "
-                f"witness can watch the engines"
+                f"recorder can watch the engines"
             )
         watched = WatchedRuntime(config)
         self.runtimes.append(watched)
@@ -74,7 +74,7 @@ class Witness:
                     [self._tool(tool, watched) for tool in tools],
                     watched.watch_reward(reward),
                     [
-                        WatchedInteractions(each, watched.note_use, self.fuse)
+                        WatchedInteractions(each, watched.record_use, self.fault_injector)
                         for each in interactions
                     ],
                 ) as runtime:
@@ -91,7 +91,7 @@ class Witness:
                 if left is not None:
                     watched.closed(anyio.current_time() - left)
 
-    def calls_under_way(self) -> list[Call]:
+    def calls_under_way(self) -> list[CallRecord]:
         """Calls of any runtime that have not ended."""
         return [call for each in self.runtimes for call in each.calls if call.ended is None]
 
@@ -100,12 +100,12 @@ class Witness:
         return [core for each in self.runtimes for core in each.cores if not core.is_gone]
 
     def anomalies(self) -> list[str]:
-        """Everything in the notes that contradicts an invariant, in words; empty if all is well."""
+        """What in the records contradicts an invariant, in words; empty if all is well."""
         return [text for watched in self.runtimes for text in anomalies_of(watched)]
 
     def _tool(self, tool: Any, watched: WatchedRuntime) -> Tool:
         real = tool if isinstance(tool, Tool) else FunctionTool(tool)
-        return WatchedTool(real, watched.note_use, self.fuse)
+        return WatchedTool(real, watched.record_use, self.fault_injector)
 
 
 @contextmanager

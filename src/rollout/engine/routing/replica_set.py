@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from rollout.engine.routing.prices import Prices
-from rollout.engine.routing.replica import ReplicaState
+from rollout.engine.routing.cost_model import CostModel
+from rollout.engine.routing.replica_state import ReplicaState
 
 if TYPE_CHECKING:
     from rollout.engine.core import EngineLoad
@@ -31,7 +31,7 @@ TIE_S = 1e-9
 SPEED_TOLERANCE = 0.15
 #: Expected tokens of a request before any has ended, and how many requests the mean remembers.
 NEW_TOKENS, MEAN_OF = 256, 512
-#: Prices change when all replicas have reported, or after this time, should one be silent.
+#: Costs change when all replicas have reported, or after this time, should one be silent.
 LONGEST_ROUND_S = 3.0
 #: Rows of the arrays: seconds of work that a replica has, further seconds for each token that a
 #: request generates or has computed, requests in flight by weight, its turn among new trajectories.
@@ -39,25 +39,25 @@ LOAD, PER_NEW, PER_FRESH, REQUESTS, ROUNDS = range(5)
 Rows = npt.NDArray[np.float64]
 
 
-class Fleet:
+class ReplicaSet:
     """Replicas with their counts; knows no trajectory.
 
     Attributes:
-        prices: What time costs on a replica of usual speed.
+        costs: What time costs on a replica of usual speed.
         replicas: Those offered, in the order in which they were added first.
         open_count: How many of them may get a request now.
         mean_new_tokens: Mean of the tokens that requests generated.
     """
 
     def __init__(self) -> None:
-        self.prices = Prices()
+        self.costs = CostModel()
         self.replicas: tuple[ReplicaState, ...] = ()
         self.open_count = 0
         self.mean_new_tokens = float(NEW_TOKENS)
         self._expected = NEW_TOKENS
         self._ended = 0
         self._turn = self._round = 0.0
-        self._repriced_at = 0.0
+        self._costs_updated_at = 0.0
         self._reported: set[ReplicaState] = set()
         self._states: dict[str, ReplicaState] = {}
         self._by_slot: list[ReplicaState] = []
@@ -97,14 +97,14 @@ class Fleet:
             replica = self._states[name] = ReplicaState(name, slot, capacity)
             self._by_slot.append(replica)
         replica.capacity, replica.weight = capacity, weight
-        replica.is_offered, replica.is_draining, replica.is_held = True, False, False
+        replica.is_offered, replica.is_draining, replica.is_isolated = True, False, False
         replica.backlog, replica.backlog_at = 0.0, now
         replica.kv_used, replica.batch_limit = 0.0, math.inf
         replica.foreign = replica.foreign_tokens = 0
         replica.cache_epoch += 1
-        replica.pace.restart()
+        replica.speed.restart()
         self._list()
-        self._set_prices(replica, replica.pace.slowness)
+        self._set_costs(replica, replica.speed.slowness)
         self.refresh(replica)
         return replica
 
@@ -166,7 +166,7 @@ class Fleet:
         replica.new_tokens -= dispatch.new_tokens
         if replica.in_flight == 0:
             replica.backlog = 0.0
-            replica.pace.was_idle = True
+            replica.speed.was_idle = True
         if generated is not None:
             self._ended += 1
             # The first few, being the first to end, are the short ones: they count less.
@@ -186,13 +186,13 @@ class Fleet:
         replica.foreign = foreign
         waiting_tokens = load.queued * replica.sent_tokens / max(1, replica.served)
         replica.backlog = max(replica.backlog, waiting_tokens)
-        replica.pace.report(load, now)
+        replica.speed.report(load, now)
         self._reported.add(replica)
         is_round = len(self._reported) >= len(self.replicas)
-        if is_round or now - self._repriced_at >= LONGEST_ROUND_S:
-            self._repriced_at = now
+        if is_round or now - self._costs_updated_at >= LONGEST_ROUND_S:
+            self._costs_updated_at = now
             self._reported.clear()
-            self._reprice()
+            self._update_costs()
         else:
             self.refresh(replica)
 
@@ -202,31 +202,31 @@ class Fleet:
         if replica.backlog and elapsed > 0:
             done = min(replica.backlog, elapsed / replica.prompt_s)
             replica.backlog -= done
-            replica.pace.computed += done
+            replica.speed.computed += done
 
-    def _reprice(self) -> None:
+    def _update_costs(self) -> None:
         """Make prices of what a round of reports says, for all and for each.
 
         All of a round together, so that it does not matter who reports first.
         """
         for replica in self.replicas:
-            if replica.pace.latest is not None:
-                self.prices.observe(replica.pace.latest, replica.pace.slowness)
-        self.prices.fit()
+            if replica.speed.latest is not None:
+                self.costs.observe(replica.speed.latest, replica.speed.slowness)
+        self.costs.fit()
         for replica in self.replicas:
-            replica.pace.judge(self.prices)
-        usual = statistics.median(replica.pace.slowness for replica in self.replicas)
+            replica.speed.update(self.costs)
+        usual = statistics.median(replica.speed.slowness for replica in self.replicas)
         for replica in self.replicas:
-            slowness = replica.pace.slowness
+            slowness = replica.speed.slowness
             factor = usual if abs(slowness / usual - 1) <= SPEED_TOLERANCE else slowness
-            self._set_prices(replica, factor)
+            self._set_costs(replica, factor)
             self.refresh(replica)
 
-    def _set_prices(self, replica: ReplicaState, factor: float) -> None:
-        slot, prices = replica.slot, self.prices
-        replica.step_s = factor * prices.step_s
-        replica.token_s = factor * prices.token_s
-        replica.prompt_s = factor * prices.prompt_s
+    def _set_costs(self, replica: ReplicaState, factor: float) -> None:
+        slot, costs = replica.slot, self.costs
+        replica.step_s = factor * costs.step_s
+        replica.token_s = factor * costs.token_s
+        replica.prompt_s = factor * costs.prompt_s
         self._views[PER_NEW][slot] = replica.step_s + replica.token_s
         self._views[PER_FRESH][slot] = PREFILL_WEIGHT * replica.prompt_s
 

@@ -7,7 +7,7 @@ class InjectedError(Exception):
     """What the race harness lets a tool, a simulated user or a starting engine raise."""
 
 
-class Fuse:
+class FaultInjector:
     """Lets the next answer of a tool or of a simulated user be an error, once it is armed."""
 
     def __init__(self) -> None:

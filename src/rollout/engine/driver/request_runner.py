@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from rollout.engine.driver.channel import Channel
     from rollout.engine.driver.generation import Generation
-    from rollout.engine.driver.pending import PendingRequest
+    from rollout.engine.driver.pending_request import PendingRequest
     from rollout.engine.driver.recovery import Attempt
     from rollout.engine.driver.replica import Replica
-    from rollout.engine.driver.waiting import Bell, WaitingLine
+    from rollout.engine.driver.wait_queue import Notifier, WaitQueue
     from rollout.engine.routing import Dispatch, Router
 
 #: Seconds before a request that a full engine refused is placed again; doubled up to the second.
@@ -39,17 +39,17 @@ def last_answer_s(cleanup_s: float) -> float:
     return min(LAST_ANSWER_S, cleanup_s / 2)
 
 
-class Requests:
+class RequestRunner:
     """Runs attempts on the replicas of a pool.
 
     Args:
-        line: Those who wait for a place.
-        gone: Rung when a request is known to be gone.
+        wait_queue: Attempts that wait for a place.
+        changes: Notified when a request is known to be gone.
         last_answer_s: How long a cancelled request waits for the tokens that it has not got yet.
 
     Attributes:
         is_open: Whether there is a pool; who waits for a place after that learns so.
-        is_held: Whether none may be made for now.
+        is_admission_blocked: Whether none may be made for now.
         active: Attempts that have not ended, also those that wait for a place.
         last_failure: Why a replica was lost or did not start, the last time.
     """
@@ -58,19 +58,19 @@ class Requests:
         self,
         router: Router,
         replicas: Mapping[str, Replica],
-        line: WaitingLine,
-        gone: Bell,
+        wait_queue: WaitQueue,
+        changes: Notifier,
         last_answer_s: float,
     ) -> None:
         self.is_open = False
-        self.is_held = False
-        self._holds = 0
+        self.is_admission_blocked = False
+        self._pauses = 0
         self.active: dict[Attempt, None] = {}
         self.last_failure = ""
         self._router = router
         self._replicas = replicas
-        self._line = line
-        self._gone = gone
+        self._wait_queue = wait_queue
+        self._changes = changes
         self._last_answer_s = last_answer_s
         self._ids = RequestIds()
 
@@ -80,32 +80,32 @@ class Requests:
         try:
             await self._run(attempt, group_id)
         finally:
-            attempt.release()
+            attempt.resume_deadlines()
             del self.active[attempt]
 
-    def hold(self, *, running: bool) -> None:
-        """Time counts for `batch_s` only until `release`, or until an attempt is placed.
+    def pause_deadlines(self, *, running: bool) -> None:
+        """Time counts for `batch_s` only until `resume_deadlines`, or until an attempt is placed.
 
         Args:
             running: For those in flight too, and not only for those that wait for a place.
         """
-        self._holds += 1
+        self._pauses += 1
         for attempt in self.active:
             if running or not attempt.is_running:
-                attempt.hold()
+                attempt.pause_deadlines()
 
-    def release(self) -> None:
-        """End one `hold`."""
-        self._holds -= 1
-        if not self._holds:
+    def resume_deadlines(self) -> None:
+        """End one `pause_deadlines`."""
+        self._pauses -= 1
+        if not self._pauses:
             for attempt in self.active:
-                attempt.release()
+                attempt.resume_deadlines()
 
     async def finish(self, replica: Replica) -> None:
         """Return when nothing is in flight there, or when it is lost; give it nothing new."""
         routed = replica.routed
         while routed is not None and routed.in_flight and replica.routed is routed:
-            await self._gone.wait()
+            await self._changes.wait()
 
     async def interrupt(self, replica: Replica) -> None:
         """Have its requests cut off, which then go on from their tokens, and `finish`."""
@@ -128,12 +128,12 @@ class Requests:
             avoid = dispatch.replica.name if len(self._router.replicas) > 1 else None
             if pending.is_lost or pending.is_garbled:
                 if pending.is_lost:
-                    await self._replicas[dispatch.replica.name].judged.wait()
+                    await self._replicas[dispatch.replica.name].loss_classified.wait()
                 if not attempt.recover(pending.error, is_garbled=pending.is_garbled):
                     return
             elif generation.finish_reason == "abort" and _has_more_to_come(attempt):
                 avoid = None
-                if not attempt.go_on():
+                if not attempt.resume_interrupted():
                     return
             elif generation.finish_reason == "rejected":
                 await anyio.sleep(backoff_s)
@@ -144,7 +144,7 @@ class Requests:
                 return
 
     def _ask(self, attempt: Attempt, group_id: str, avoid: str | None) -> Dispatch | None:
-        if self.is_held:
+        if self.is_admission_blocked:
             return None
         ask = partial(
             self._router.assign,
@@ -158,16 +158,16 @@ class Requests:
 
     async def _place(self, attempt: Attempt, ask: Callable[[], Dispatch | None]) -> Dispatch:
         """Wait for a place on a replica; those who wait are served by priority."""
-        dispatch = None if self._line else ask()
-        if dispatch is None and self._holds:
-            attempt.hold()
+        dispatch = None if self._wait_queue else ask()
+        if dispatch is None and self._pauses:
+            attempt.pause_deadlines()
         while dispatch is None:
             if not self.is_open:
                 raise attempt.failed("the engines are closed", reason=NO_ENGINE)
-            if not await self._line.wait(attempt.priority):
+            if not await self._wait_queue.wait(attempt.priority):
                 raise attempt.failed(f"no engine is left: {self.last_failure}", reason=NO_ENGINE)
             dispatch = ask()
-        self._line.call_next()  # there may be room for the next one too
+        self._wait_queue.wake_next()  # there may be room for the next one too
         return dispatch
 
     async def _send(self, attempt: Attempt, dispatch: Dispatch) -> PendingRequest:
@@ -176,25 +176,25 @@ class Requests:
         channel = replica.channel
         assert channel is not None  # the router offers no other
         attempt.is_interrupted = False
-        attempt.release()
-        history = attempt.history
+        attempt.resume_deadlines()
+        prefix = attempt.prefix
         request = Submit(
             self._ids.new(),
-            attempt.prompt_ids if history is None else b"",
+            attempt.prompt_ids if prefix is None else b"",
             attempt.sampling,
             attempt.session_id,
             attempt.priority,
         )
-        with self._noting(replica, attempt):
+        with self._running_on(replica, attempt):
             on_gone = partial(self._released, dispatch, attempt.generation, request.request_id)
             try:
                 if channel.is_full:
-                    await channel.wait_for_room(request, history)
+                    await channel.wait_for_room(request, prefix)
             except BaseException:
                 on_gone()
                 raise
             pending = channel.submit_nowait(
-                request, attempt.generation, on_gone, history=history, deadline=attempt.deadline
+                request, attempt.generation, on_gone, prefix=prefix, deadline=attempt.deadline
             )
             await self._wait(channel, pending)
         return pending
@@ -219,17 +219,17 @@ class Requests:
             pending.generation = None
 
     @contextmanager
-    def _noting(self, replica: Replica, attempt: Attempt) -> Iterator[None]:
+    def _running_on(self, replica: Replica, attempt: Attempt) -> Iterator[None]:
         """The attempt is in flight there; a suspect has the start to itself."""
 
         def look() -> None:
             if not attempt.is_suspect:
                 attempt.generation.on_tokens = None
-                self._unhold(replica)
+                self._end_isolation(replica)
 
         is_suspect = attempt.is_suspect
         if is_suspect:
-            self._router.hold(replica.name)
+            self._router.isolate(replica.name)
             attempt.generation.on_tokens = look
         replica.running[attempt] = None
         attempt.is_running = True
@@ -240,22 +240,22 @@ class Requests:
             del replica.running[attempt]
             if is_suspect and attempt.generation.on_tokens is not None:
                 attempt.generation.on_tokens = None
-                self._unhold(replica)
+                self._end_isolation(replica)
 
-    def _unhold(self, replica: Replica) -> None:
-        self._router.unhold(replica.name)
-        self._line.call_next()
+    def _end_isolation(self, replica: Replica) -> None:
+        self._router.end_isolation(replica.name)
+        self._wait_queue.wake_next()
 
     def _released(self, dispatch: Dispatch, generation: Generation, request_id: str) -> None:
         is_whole = generation.finish_reason in ("stop", "length")
         is_its_own = is_whole and generation.request_id == request_id
         generated = generation.parts[-1].count if is_its_own else None
         self._router.release(dispatch, generated=generated, now=anyio.current_time())
-        self._line.call_next()
-        self._gone.ring()
+        self._wait_queue.wake_next()
+        self._changes.notify()
 
 
 def _has_more_to_come(attempt: Attempt) -> bool:
     """Whether an abort was ours, or by a deadline that has been put off since."""
-    is_early = attempt.was_held and anyio.current_time() < attempt.deadline
+    is_early = attempt.was_paused and anyio.current_time() < attempt.deadline
     return attempt.is_interrupted or is_early

@@ -22,7 +22,7 @@ from rollout.config import (
 from rollout.config.engines import SGLANG_OWN
 from rollout.config.placements import gpus_of
 from rollout.engine.driver.pool import EnginePool, open_pool
-from rollout.engine.driver.requests import last_answer_s
+from rollout.engine.driver.request_runner import last_answer_s
 from rollout.engine.model_files import model_path_fault
 from rollout.engine.placement.base import CoreSpec, Placement
 from rollout.engine.placement.in_process import InProcess
@@ -36,7 +36,7 @@ from rollout.errors import EngineError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from rollout.engine.driver.keeping import FactsGiver
+    from rollout.engine.driver.replica_supervisor import FactsGiver
 
 
 def core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
@@ -211,7 +211,7 @@ async def open_engines(
             specs=specs,
             router=router,
             start_timeout_s=config.engine.start_timeout_s,
-            weights=config.router.weights,
+            load_shares=config.router.weights,
             spec_of=partial(replica_spec, config),
             policy=config.recovery.policy,
             wait_s=config.recovery.wait_s,

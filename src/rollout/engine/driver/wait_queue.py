@@ -26,7 +26,7 @@ def _place(turn: _Turn) -> tuple[int, int]:
     return turn.place
 
 
-class WaitingLine:
+class WaitQueue:
     """A line of tasks; whoever makes room lets the first one look.
 
     The first is the one of the highest priority, of equal ones the one that came first.
@@ -51,7 +51,7 @@ class WaitingLine:
     async def wait(self, priority: int = 0) -> bool:
         """Return when it is the caller's turn; False once the line's deadline has passed.
 
-        Who does not use the turn calls `call_next`; cancellation passes it on.
+        Who does not use the turn calls `wake_next`; cancellation passes it on.
         """
         turn = _Turn(priority, next(self._numbers))
         insort(self._turns, turn, key=_place)
@@ -61,7 +61,7 @@ class WaitingLine:
         except BaseException:
             self._leave(turn)
             if turn.came.is_set():
-                self.call_next()  # the turn was given to us
+                self.wake_next()  # the turn was given to us
             raise
         self._leave(turn)
         return turn.came.is_set()
@@ -72,12 +72,12 @@ class WaitingLine:
         else:
             del self._turns[bisect_left(self._turns, turn.place, key=_place)]
 
-    def call_next(self) -> None:
+    def wake_next(self) -> None:
         """Give the first in line its turn, if there is room."""
         if self._turns and self._has_room():
             self._call(self._turns.pop())
 
-    def call_all(self) -> None:
+    def wake_all(self) -> None:
         """Let all of them look, because nothing is as it was."""
         while self._turns:
             self._call(self._turns.pop())
@@ -94,20 +94,20 @@ class WaitingLine:
                 turn.scope.deadline = deadline
 
 
-class Bell:
+class Notifier:
     """Wakes whoever waits for something to change; costs nothing where nobody does."""
 
     def __init__(self) -> None:
-        self._rung: anyio.Event | None = None
+        self._changed: anyio.Event | None = None
 
     async def wait(self) -> None:
-        """Return at the next `ring`."""
-        if self._rung is None:
-            self._rung = anyio.Event()
-        await self._rung.wait()
+        """Return at the next `notify`."""
+        if self._changed is None:
+            self._changed = anyio.Event()
+        await self._changed.wait()
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wake all who wait."""
-        if self._rung is not None:
-            self._rung.set()
-            self._rung = None
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None

@@ -1,4 +1,4 @@
-"""The witness: what it sees, what it refuses, and the example in the guide."""
+"""The recorder: what it sees, what it refuses, and the example in the guide."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollout.config import (
     SamplingConfig,
     SchedulingConfig,
 )
-from rollout.testing import Balance, Scenario, Witness, balance_of, explore, tool_call
+from rollout.testing import Balance, Recorder, Scenario, balance_of, explore, tool_call
 
 pytestmark = pytest.mark.anyio
 
@@ -28,23 +28,23 @@ SLOW = Scenario(seed=1).reply("", filler=2000).timing(base_s=0.01, slope_s=0.0)
 async def test_open_engines_elsewhere_are_refused() -> None:
     config = Scenario().config(placement=LocalProcessPlacement())
     with pytest.raises(rollout.ConfigError) as caught:
-        async with Witness().open_rollout(config):
+        async with Recorder().open_rollout(config):
             pytest.fail("opened")
     assert str(caught.value) == (
-        "placement.kind = 'local_process': expected 'in_process', where a witness can watch the "
+        "placement.kind = 'local_process': expected 'in_process', where a recorder can watch the "
         "engines"
     )
 
 
 async def test_balance_cancelled_caller_tokens_are_undelivered_and_none_is_late() -> None:
-    witness = Witness()
+    recorder = Recorder()
     scenario = SLOW.timing(base_s=0.1, slope_s=0.0)
-    async with witness.open_rollout(scenario.config()) as runtime:
+    async with recorder.open_rollout(scenario.config()) as runtime:
         with anyio.move_on_after(4.95):
             await runtime.generate([user("go")])
         with anyio.move_on_after(0.5):  # the tokens on their way then are waited for
             await runtime.generate([user("go")])
-    assert witness.anomalies() == []
+    assert recorder.anomalies() == []
     balance = balance_of(runtime)
     assert balance == Balance(given=55, undelivered=55)
     assert balance.is_even
@@ -54,20 +54,20 @@ async def test_balance_cancelled_caller_tokens_are_undelivered_and_none_is_late(
 async def test_balance_engine_dies_tokens_are_kept_or_discarded(
     policy: Any, discarded: int
 ) -> None:
-    witness = Witness()
+    recorder = Recorder()
     config = SLOW.config(
         limits=LimitsConfig(trajectory_s=30), recovery=RecoveryConfig(policy=policy)
     )
-    async with witness.open_rollout(config) as runtime:
+    async with recorder.open_rollout(config) as runtime:
         async with anyio.create_task_group() as tasks:
 
             async def kill() -> None:
                 await anyio.sleep(1.0)
-                witness.engines_alive()[0].kill()
+                recorder.engines_alive()[0].kill()
 
             tasks.start_soon(kill)
             batch = await runtime.generate([user("go")])
-    assert witness.anomalies() == []
+    assert recorder.anomalies() == []
     (trajectory,) = batch.trajectories
     balance = balance_of(runtime)
     assert balance.discarded == trajectory.metrics["discarded_tokens"] == discarded
@@ -75,21 +75,21 @@ async def test_balance_engine_dies_tokens_are_kept_or_discarded(
     assert balance.is_even
 
 
-async def test_witness_engine_of_ones_own_is_watched_too() -> None:
-    witness = Witness()
+async def test_recorder_engine_of_ones_own_is_watched_too() -> None:
+    recorder = Recorder()
     config = Scenario().config(
         engine=CustomEngine(core="fake_core:CountingCore", options={"token_s": 0.01}),
         sampling=SamplingConfig(max_new_tokens=5),
         scheduling=SchedulingConfig(samples_per_prompt=3),
     )
-    async with witness.open_rollout(config) as runtime:
+    async with recorder.open_rollout(config) as runtime:
         batch = await runtime.generate([user("go")])
-    assert witness.anomalies() == []
+    assert recorder.anomalies() == []
     assert balance_of(runtime) == Balance(given=15, transcripts=15)
     assert [t.outcome for t in batch.trajectories] == [Outcome.LENGTH] * 3
 
 
-async def test_witness_plain_functions_become_tools_and_are_watched() -> None:
+async def test_recorder_plain_functions_become_tools_and_are_watched() -> None:
     async def shout(word: str) -> str:
         """Say it louder.
 
@@ -98,24 +98,24 @@ async def test_witness_plain_functions_become_tools_and_are_watched() -> None:
         """
         return word.upper()
 
-    witness = Witness()
+    recorder = Recorder()
     scenario = Scenario(seed=1).reply("go", tool_call("shout", word="hey")).then("Done.")
-    async with witness.open_rollout(scenario.config(), tools=[shout]) as runtime:
+    async with recorder.open_rollout(scenario.config(), tools=[shout]) as runtime:
         batch = await runtime.generate([user("go")])
-    assert witness.anomalies() == []
+    assert recorder.anomalies() == []
     (call,) = runtime.calls
     (use,) = call.all_uses()
     assert (use.name, len(use.runs), use.closes) == ("shout", 1, 1)
     assert batch.trajectories[0].answer == "Done."
 
 
-async def test_witness_trajectory_that_was_tampered_with_is_an_anomaly() -> None:
-    witness = Witness()
-    async with witness.open_rollout(Scenario().reply("", "ok").config()) as runtime:
+async def test_recorder_trajectory_that_was_tampered_with_is_an_anomaly() -> None:
+    recorder = Recorder()
+    async with recorder.open_rollout(Scenario().reply("", "ok").config()) as runtime:
         batch = await runtime.generate([user("go")])
     batch.trajectories[0].reward = 1.0
     batch.tensors["response_mask"][0, 0] = 0
-    assert witness.anomalies() == [
+    assert recorder.anomalies() == [
         "0/prompt-0/0: a reward of 1.0, though there is no reward function",
         "sample 0: reward is not that of its trajectory",
         "response_mask[0, 0] is 0; expected 1",
@@ -124,27 +124,27 @@ async def test_witness_trajectory_that_was_tampered_with_is_an_anomaly() -> None
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_witness_on_asyncio_balances_after_a_cancellation() -> None:
-    witness = Witness()
+async def test_recorder_on_asyncio_balances_after_a_cancellation() -> None:
+    recorder = Recorder()
     scenario = SLOW.timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=None)
-    async with witness.open_rollout(scenario.config()) as runtime:
+    async with recorder.open_rollout(scenario.config()) as runtime:
         with anyio.move_on_after(0.3):
             await runtime.generate([user("go"), user("on")])
         batch = await runtime.generate([user("again", sampling={"max_new_tokens": 4})])
-    assert witness.anomalies() == []
+    assert recorder.anomalies() == []
     assert batch.trajectories[0].outcome is Outcome.LENGTH
     balance = balance_of(runtime)
     assert balance.is_even
     assert balance.undelivered > 0
 
 
-async def _example(witness: Witness) -> None:
+async def _example(recorder: Recorder) -> None:
     async def mine(trajectory: Trajectory) -> float:
         return float(len(trajectory.answer))
 
     scenario = Scenario().reply("2 + 3", tool_call("add", a=2, b=3)).then("It is 5.")
     tools: list[Any] = [add]
-    async with witness.open_rollout(scenario.config(), tools=tools, reward=mine) as runtime:
+    async with recorder.open_rollout(scenario.config(), tools=tools, reward=mine) as runtime:
         question = {"role": "user", "content": "What is 2 + 3?"}
         await runtime.generate([rollout.Prompt(messages=[question])])
 

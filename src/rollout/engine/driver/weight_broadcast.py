@@ -46,15 +46,15 @@ class _Machine:
         loading: Replicas that have not loaded yet.
     """
 
-    def __init__(self, keeper: Replica) -> None:
-        self.keeper = keeper
+    def __init__(self, owner: Replica) -> None:
+        self.owner = owner
         self.loading = 0
         self._path = ""
         self._error: Exception | None = None
         self._settled = anyio.Event()
 
     def settle(self, path: str, error: Exception | None = None) -> None:
-        """The keeper has them, or never will."""
+        """The owner has them, or never will."""
         self._path, self._error = path, error
         self._settled.set()
 
@@ -62,11 +62,11 @@ class _Machine:
         """Where they are.
 
         Raises:
-            EngineError: The keeper did not get them.
+            EngineError: The owner did not get them.
         """
         await self._settled.wait()
         if self._error is not None:
-            raise EngineError(f"{self.keeper.name} did not pass the weights on: {self._error}")
+            raise EngineError(f"{self.owner.name} did not pass the weights on: {self._error}")
         return self._path
 
     async def leave(self, channel: Channel) -> None:
@@ -81,7 +81,7 @@ class _Machine:
                 return  # they go with the process that wrote them
 
 
-class Delivery:
+class WeightBroadcast:
     """One broadcast to the replicas that serve when it begins."""
 
     def __init__(self, source: DistributedWeights, replicas: Sequence[Replica]) -> None:
@@ -100,8 +100,8 @@ class Delivery:
             ChannelError: It was lost.
         """
         machine = self._machines[replica.machine]
-        is_keeper = machine.keeper is replica
-        source = msgspec.structs.replace(self._source, rank=self._ranks[replica], is_kept=is_keeper)
+        is_owner = machine.owner is replica
+        source = msgspec.structs.replace(self._source, rank=self._ranks[replica], is_kept=is_owner)
         try:
             path, error = "", None
             try:
@@ -112,7 +112,7 @@ class Delivery:
                 )
                 raise
             finally:
-                if is_keeper:
+                if is_owner:
                     machine.settle(path, error)
             await channel.command(LoadWeights(version, DiskWeights(await machine.path())))
         finally:

@@ -1,8 +1,8 @@
-"""What runs on a machine of the cluster: one engine process and its keeper.
+"""What runs on a machine of the cluster: one engine process and its host.
 
-The keeper is the body of a Ray actor, and plain Python: it starts the engine's process with the
+The host is the body of a Ray actor, and plain Python: it starts the engine's process with the
 interpreter that the configuration names, so that the engine's environment needs no Ray, and tells
-when the process has ended. No token passes through it. The process ends when the keeper does.
+when the process has ended. No token passes through it. The process ends when the host does.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import msgspec
 
 from rollout.engine.driver.generation import Generation, Part
 from rollout.engine.wire.protocol import Submit
-from rollout.token_history import TokenHistory
+from rollout.token_prefix import TokenPrefix
 
 
 class PendingRequest(msgspec.Struct, eq=False):
@@ -17,7 +17,7 @@ class PendingRequest(msgspec.Struct, eq=False):
 
     Attributes:
         message: The request itself, as it was sent last.
-        history: The prompt, where it is not in the message; its first `sent_tokens` tokens.
+        prefix: The prompt, where it is not in the message; its first `sent_tokens` tokens.
         generation: Filled as chunks come, also of an abandoned request; None once nobody waits for
             them any more.
         part: What this request gave to it.
@@ -27,7 +27,7 @@ class PendingRequest(msgspec.Struct, eq=False):
     """
 
     message: Submit
-    history: TokenHistory | None
+    prefix: TokenPrefix | None
     sent_tokens: int
     deadline: float
     generation: Generation | None
