@@ -126,7 +126,7 @@ async def test_core_sampled_log_probs_are_of_the_distribution_after_the_temperat
 
 
 async def test_core_top_log_probs_lead_with_the_greedy_token(core: SGLangCore) -> None:
-    answer = await collect(core, asked(prompts(1)[0], request={"top_log_probs": 3}))
+    answer = await collect(core, asked(prompts(1)[0], top_log_probs=3))
     for chunk in answer.chunks:
         ids = np.frombuffer(chunk.ids, "<i4")
         top = np.frombuffer(chunk.top_ids, "<i4").reshape(-1, 3)

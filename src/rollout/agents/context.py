@@ -468,6 +468,7 @@ class AgentContext:
             generation.log_probs,
             versions=[(version, count) for version, count in generation.versions],
             finish_reason=reason,
+            top=generation.top(),
         )
         self.cached_tokens += generation.cached_tokens
         self._tally_reuse(generation)

@@ -14,7 +14,7 @@ import numpy as np
 
 from rollout.batch.sample import Sample
 from rollout.chat.trajectory import Trajectory
-from rollout.chat.transcript import SpanKind, Transcript
+from rollout.chat.transcript import NO_ID, SpanKind, Transcript
 from rollout.types import Cause, Message, Outcome, Prompt
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ class _SpanRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     log_probs: list[Number] = msgspec.field(default_factory=list)
     versions: list[tuple[int, int]] = msgspec.field(default_factory=list)
     finish_reason: str | None = None
+    top_ids: list[list[int]] = msgspec.field(default_factory=list)
+    top_log_probs: list[list[Number]] = msgspec.field(default_factory=list)
 
 
 class _TrajectoryRecord(_RowRecord, kw_only=True):
@@ -163,18 +165,23 @@ def _span_records(
     transcript: Transcript, decode: Callable[[Sequence[int]], str] | None
 ) -> list[_SpanRecord]:
     log_probs = transcript.log_probs()
+    top_ids, top_log_probs = transcript.top_ids(), transcript.top_log_probs()
     records = []
     for span in transcript.spans:
         ids = transcript.span_ids(span).tolist()
         is_generated = span.kind == "generated"
+        at = slice(span.start, span.stop)
+        width = int((top_ids[span.start] != NO_ID).sum()) if is_generated and ids else 0
         records.append(
             _SpanRecord(
                 kind=span.kind,
                 ids=ids,
                 text=None if decode is None else decode(ids),
-                log_probs=_numbers(log_probs[span.start : span.stop]) if is_generated else [],
+                log_probs=_numbers(log_probs[at]) if is_generated else [],
                 versions=list(span.versions),
                 finish_reason=span.finish_reason,
+                top_ids=top_ids[at, :width].tolist() if width else [],
+                top_log_probs=[_numbers(row) for row in top_log_probs[at, :width]] if width else [],
             )
         )
     return records
@@ -193,8 +200,13 @@ def _transcript(spans: Sequence[_SpanRecord]) -> Transcript:
                 [float(value) for value in span.log_probs],
                 versions=span.versions,
                 finish_reason=span.finish_reason or "",
+                top=(span.top_ids, _floats(span.top_log_probs)) if span.top_ids else None,
             )
     return transcript
+
+
+def _floats(rows: Sequence[Sequence[Number]]) -> list[list[float]]:
+    return [[float(value) for value in row] for row in rows]
 
 
 def _numbers(values: np.ndarray[Any, np.dtype[np.float32]]) -> list[Number]:

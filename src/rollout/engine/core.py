@@ -45,6 +45,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
         frequency_penalty: Taken off the logits of tokens seen in the output, for each time. What
             is output and what prompt is not in the tokens: a request with either penalty begins
             anew where its replica is lost.
+        top_log_probs: How many of the most likely ids come with each token, and their log-probs.
     """
 
     max_new_tokens: int
@@ -58,6 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    top_log_probs: Natural = 0
 
 
 class GenerationRequest:
@@ -68,8 +70,6 @@ class GenerationRequest:
         sampling: How the tokens are drawn.
         session_id: The trajectory; a core may keep its prefix warm.
         priority: Larger runs first where the core supports it.
-        top_log_probs: How many of the most likely tokens are wanted at each position, beside the
-            sampled one; a core that cannot tell leaves `Chunk.top_ids` empty.
         routed_experts: Whether the experts that each token was routed to are wanted.
         media: Images and the like. Every core of ours refuses them by name: transcripts cannot
             hold them yet.
@@ -83,7 +83,6 @@ class GenerationRequest:
         "routed_experts",
         "sampling",
         "session_id",
-        "top_log_probs",
     )
 
     def __init__(
@@ -94,7 +93,6 @@ class GenerationRequest:
         sampling: SamplingParams,
         session_id: str = "",
         priority: int = 0,
-        top_log_probs: int = 0,
         routed_experts: bool = False,
         media: tuple[bytes, ...] = (),
     ) -> None:
@@ -102,10 +100,14 @@ class GenerationRequest:
         self.sampling = sampling
         self.session_id = session_id
         self.priority = priority
-        self.top_log_probs = top_log_probs
         self.routed_experts = routed_experts
         self.media = media
         self._prompt = prompt_ids
+
+    @property
+    def top_log_probs(self) -> int:
+        """How many of the most likely tokens are wanted at each position; see `Chunk.top_ids`."""
+        return self.sampling.top_log_probs
 
     @property
     def prompt_ids(self) -> bytes:
@@ -133,8 +135,9 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
         cached_tokens: On the last chunk, how many prompt tokens needed no prefill.
         is_fatal: With "error": the engine itself is broken, out of memory for example. It is
             ended and started again, and all of its requests go on elsewhere.
-        top_ids: int32 little-endian: for each of `ids`, the k most likely ids, likeliest first.
-        top_log_probs: float32 little-endian, one for each of `top_ids`.
+        top_ids: int32 little-endian: for each of `ids`, the ``sampling.top_log_probs`` most likely
+            ids, likeliest first, whether or not the sampled one is among them.
+        top_log_probs: float32 little-endian, one for each of `top_ids`, as in `log_probs`.
         routed_experts: Raw bytes, as the core lays them out; joined in the order of the chunks.
     """
 
@@ -169,6 +172,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
             ("cuda:1"); weights over NCCL are received there. Empty where nobody knows.
         gpu: Which GPU of its machine that is; see `devices.gpu_of`.
         no_sleep: Why its memory cannot be released; empty where it can, or where nobody knows.
+        max_top_log_probs: The most ``sampling.top_log_probs`` of a request; 0 where the core cannot
+            tell any. None: nobody knows, and a request whose answer lacks them fails.
     """
 
     vocab_size: int
@@ -181,6 +186,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str = ""
     gpu: str = ""
     no_sleep: str = ""
+    max_top_log_probs: Natural | None = None
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -23,6 +23,7 @@ from rollout.runtime.driver_model import load_driver_model, warn_of_end_token
 from rollout.runtime.heap import frozen_heap
 from rollout.runtime.runtime import SLEEP_BETWEEN_BATCHES_LEVEL, RolloutRuntime
 from rollout.scheduling.reward_signatures import check_reward, of_trajectory
+from rollout.scheduling.sampling import top_log_probs_fault
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory import TrajectoryRunner
 from rollout.scopes import OneTask, open_task_group
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from rollout.chat import ToolParser
     from rollout.config import ToolsConfig
+    from rollout.engine.core import EngineInfo
     from rollout.engine.wire.protocol import DriverFacts
     from rollout.scheduling.rewards import RewardFunction
     from rollout.tools import Tool
@@ -60,7 +62,8 @@ def open_rollout(
 
     Raises:
         ConfigError: The agent, the tool format or an interaction of the configuration is unknown,
-            or the reward function cannot be called like that.
+            the reward function cannot be called like that, or the engines cannot do what `sampling`
+            asks of them.
         ToolError: A tool is defined wrongly or cannot run here, or two share a name.
         EngineError: An engine did not start, or refused to serve with this tokenizer.
         RolloutError: It is left in another task than it was entered in; nothing has happened then.
@@ -116,6 +119,7 @@ async def _open_runtime(
             async with open_engines(config, facts) as engines:
                 template = loading.return_value.template
                 warn_of_end_token(template, engines.info)
+                check_abilities(config, engines.info)
                 services = Services(
                     config=config,
                     engines=engines,
@@ -147,6 +151,21 @@ async def _open_runtime(
         await executor.close()
         threads.close()
         texts.close()
+
+
+def check_abilities(config: RolloutConfig, info: EngineInfo) -> None:
+    """What the configuration asks of every generation, the engines must be able to do.
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    for name, sampling in (
+        ("sampling", config.sampling),
+        ("validation_sampling", config.validation_sampling),
+    ):
+        fault = top_log_probs_fault(sampling.top_log_probs, info)
+        if fault:
+            raise ConfigError(fault.replace("sampling", name, 1))
 
 
 def tool_executor(

@@ -29,7 +29,7 @@ from rollout.errors import (
 from rollout.limits import Deadline, PausableDeadline
 from rollout.scheduling.intact import restore
 from rollout.scheduling.rewards import RewardFunction, compute_reward
-from rollout.scheduling.sampling import sampling_of
+from rollout.scheduling.sampling import sampling_of, top_log_probs_fault
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
 from rollout.scopes import leaf_of, passing_of
 from rollout.supervision import Supervised, UnresponsiveError, is_given_up
@@ -136,6 +136,9 @@ class TrajectoryRunner:
                 f"sampling.stop_token_ids: {foreign[0]} is outside the engine's vocabulary of "
                 f"{vocab_size} ids",
             )
+        fault = top_log_probs_fault(sampling.top_log_probs, self.services.engines.info)
+        if fault:
+            raise RejectedPrompt("bad_sampling", fault)
         extra = dict(prompt.extra)  # one for the trajectory and its tools
         try:
             tools = self.services.tools.open_session(

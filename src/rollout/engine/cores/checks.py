@@ -16,7 +16,7 @@ def request_fault(request: GenerationRequest, info: EngineInfo) -> str | None:
     return (
         _media_fault(request)
         or _prompt_fault(request.prompt_ids, info)
-        or _sampling_fault(request.sampling, info.vocab_size)
+        or _sampling_fault(request.sampling, info)
     )
 
 
@@ -50,7 +50,8 @@ def _prompt_fault(prompt_ids: bytes, info: EngineInfo) -> str | None:
     return None
 
 
-def _sampling_fault(sampling: SamplingParams, vocab_size: int) -> str | None:
+def _sampling_fault(sampling: SamplingParams, info: EngineInfo) -> str | None:
+    vocab_size, most = info.vocab_size, info.max_top_log_probs or 0
     penalty, stops = sampling.repetition_penalty, sampling.stop_token_ids
     rules = (
         ("max_new_tokens", sampling.max_new_tokens >= 1, "at least 1"),
@@ -66,6 +67,7 @@ def _sampling_fault(sampling: SamplingParams, vocab_size: int) -> str | None:
             all(0 <= token < vocab_size for token in stops),
             f"ids in [0, {vocab_size})",
         ),
+        ("top_log_probs", sampling.top_log_probs <= most, f"at most {most}"),
     )
     for name, holds, expected in rules:
         if not holds:

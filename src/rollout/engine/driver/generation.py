@@ -9,6 +9,8 @@ from typing import cast
 
 import attrs
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from rollout.engine.core import Chunk, FinishReason
 from rollout.limits import PausableDeadline
@@ -74,6 +76,7 @@ class Generation(msgspec.Struct, eq=False):
         parts: The requests made for it, in order; more than one where replicas were lost.
         resumes: How often it went on elsewhere from the tokens it had.
         restarts: Why it began anew, each time it did.
+        top_count: How many of the most likely ids are asked for with each token: k.
         top_ids: Where asked for, int32: the k most likely ids at each position, likeliest first.
         top_log_probs: float32, one for each of `top_ids`.
         routed_experts: Where asked for, the raw bytes in which the engine says it.
@@ -89,6 +92,7 @@ class Generation(msgspec.Struct, eq=False):
     cached_tokens: int = 0
     resumes: int = 0
     restarts: list[str] = []
+    top_count: int = 0
     top_ids: bytes = b""
     top_log_probs: bytes = b""
     routed_experts: bytes = b""
@@ -117,6 +121,14 @@ class Generation(msgspec.Struct, eq=False):
         self.parts.append(part)
         return part
 
+    def top(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] | None:
+        """The (T, k) most likely ids of its T tokens and their log-probs; None where k = 0."""
+        if not self.top_count:
+            return None
+        shape = (len(self.ids), self.top_count)
+        ids = np.frombuffer(self.top_ids, np.int32).reshape(shape)
+        return ids, np.frombuffer(self.top_log_probs, np.float32).reshape(shape)
+
     def restart(self, reason: str) -> None:
         """Forget the tokens, before the request is made again from its start."""
         for part in self.parts:
@@ -136,9 +148,9 @@ class Generation(msgspec.Struct, eq=False):
         ids, size = chunk.ids, len(chunk.ids)
         if size % 4 or len(chunk.log_probs) != size:
             raise ChunkFault(f"{size} bytes of ids with {len(chunk.log_probs)} bytes of log-probs")
-        has_more = chunk.top_ids or chunk.top_log_probs or chunk.routed_experts
+        has_more = chunk.top_ids or chunk.top_log_probs or chunk.routed_experts or self.top_count
         if has_more:
-            _check_top(chunk)
+            self._check_top(chunk)
         part = self.parts[-1] if self.parts else self.begin("", "")  # else filled by hand
         had, count = part.count, 0
         if chunk.offset == had:
@@ -165,10 +177,14 @@ class Generation(msgspec.Struct, eq=False):
             self.on_tokens()
         return count
 
-
-def _check_top(chunk: Chunk) -> None:
-    size = len(chunk.top_ids)
-    if size % 4 or len(chunk.top_log_probs) != size:
-        raise ChunkFault(
-            f"{size} bytes of top ids with {len(chunk.top_log_probs)} bytes of log-probs"
-        )
+    def _check_top(self, chunk: Chunk) -> None:
+        size, count = len(chunk.top_ids), len(chunk.ids) // 4
+        if size % 4 or len(chunk.top_log_probs) != size:
+            raise ChunkFault(
+                f"{size} bytes of top ids with {len(chunk.top_log_probs)} bytes of log-probs"
+            )
+        if self.top_count and size != 4 * count * self.top_count:
+            raise ChunkFault(
+                f"{size // 4} top ids with {count} tokens; expected sampling.top_log_probs = "
+                f"{self.top_count} with each"
+            )

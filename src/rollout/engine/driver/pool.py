@@ -355,6 +355,7 @@ class EnginePool:
                 it, or no engine is left; `reason` says which.
         """
         self._check_ids(prompt_ids)
+        generation.top_count = sampling.top_log_probs
         attempt = Attempt(
             generation,
             session_id=session_id,

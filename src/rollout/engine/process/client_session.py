@@ -254,7 +254,6 @@ class ClientSession:
             sampling=message.sampling,
             session_id=message.session_id,
             priority=message.priority,
-            top_log_probs=message.top_log_probs,
             routed_experts=message.routed_experts,
             media=message.media,
         )

@@ -123,7 +123,6 @@ class Submit(msgspec.Struct, array_like=True, tag=10):
     kept_sum: Natural = 0
     has_prefix: bool = False
     remaining_s: Seconds | None = None
-    top_log_probs: Natural = 0
     routed_experts: bool = False
     media: tuple[bytes, ...] = ()
 

@@ -192,6 +192,7 @@ class SGLang:
             device=options.torch_device,
             gpu=gpu_of(options.torch_device),
             no_sleep=options.no_sleep,
+            max_top_log_probs=model.vocab_size,
         )
 
 

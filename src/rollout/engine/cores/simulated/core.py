@@ -112,6 +112,7 @@ class SimulatedCore:
             max_requests=options.capacity.max_running + options.capacity.max_queued,
             weight_version=self._weight_version,
             core="simulated",
+            max_top_log_probs=VOCAB_SIZE,
         )
 
     async def start(self) -> None:
@@ -190,7 +191,7 @@ class SimulatedCore:
     def _open(self, request: GenerationRequest) -> Stream:
         """Hand a request to the batch, or answer it at once."""
         faults = self._fault_plan.draw()
-        stream = Stream(request.request_id, self._weight_version, faults)
+        stream = Stream(request, self._weight_version, faults)
         fault = self._fault_of(request)
         if fault:
             stream.refuse("error", fault)
@@ -212,6 +213,8 @@ class SimulatedCore:
             return "the prompt is empty"
         if request.sampling.max_new_tokens < 1:
             return f"max_new_tokens = {request.sampling.max_new_tokens}; expected at least 1"
+        if request.top_log_probs > VOCAB_SIZE:
+            return f"top_log_probs = {request.top_log_probs}; expected at most {VOCAB_SIZE}"
         if count >= context:
             return f"a prompt of {count} tokens leaves no room in a context of {context}"
         bad = first_bad_position(request.prompt_ids)

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.engine.core import Chunk, FinishReason
-from rollout.engine.cores.simulated.vocabulary import log_probs_of
+from rollout.engine.cores.simulated.vocabulary import log_probs_of, top_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rollout.engine.core import GenerationRequest
     from rollout.engine.cores.simulated.faults import RequestFaults
     from rollout.engine.cores.simulated.jobs import Job
 
@@ -30,10 +31,12 @@ class Stream:
         weight_version: Stamped on what is emitted from now on.
     """
 
-    __slots__ = ("_faults", "_request_id", "chunks", "is_ended", "job", "wakeup", "weight_version")
+    __slots__ = ("_faults", "_request", "chunks", "is_ended", "job", "wakeup", "weight_version")
 
-    def __init__(self, request_id: str, weight_version: int, faults: RequestFaults) -> None:
-        self._request_id = request_id
+    def __init__(
+        self, request: GenerationRequest, weight_version: int, faults: RequestFaults
+    ) -> None:
+        self._request = request
         self.weight_version = weight_version
         self._faults = faults
         self.chunks: deque[Chunk] = deque()
@@ -43,17 +46,20 @@ class Stream:
 
     def refuse(self, reason: FinishReason, error: str) -> None:
         """Answer without a token."""
-        self._send(Chunk(request_id=self._request_id, finish_reason=reason, error=error))
+        self._send(Chunk(request_id=self._request.request_id, finish_reason=reason, error=error))
 
     def emit(self, job: Job, first: int, stop: int, reason: FinishReason | None) -> None:
         """See `rollout.engine.cores.simulated.jobs.Sink`."""
-        ids = job.answer[first:stop]
+        ids, position = job.answer[first:stop], len(job.prompt) // 4 + first
+        top_ids, top_log_probs = top_of(ids, position, self._request.top_log_probs)
         self._send(
             Chunk(
-                request_id=self._request_id,
+                request_id=self._request.request_id,
                 offset=first,
                 ids=ids.tobytes(),
-                log_probs=log_probs_of(ids, len(job.prompt) // 4 + first).tobytes(),
+                log_probs=log_probs_of(ids, position).tobytes(),
+                top_ids=top_ids.tobytes(),
+                top_log_probs=top_log_probs.tobytes(),
                 weight_version=self.weight_version,
                 finish_reason=reason,
                 cached_tokens=0 if reason is None else job.cached_tokens,

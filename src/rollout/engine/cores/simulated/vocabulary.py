@@ -91,6 +91,18 @@ def log_probs_of(ids: array[int], position: int) -> array[float]:
     return array("f", [_LOG_PROBS[(token * 97 + at * 31) % _PERIOD] for at, token in scaled])
 
 
+def top_of(ids: array[int], position: int, count: int) -> tuple[array[int], array[float]]:
+    """The `count` most likely ids at the place of each of `ids`, likeliest first, and log-probs.
+
+    As made up as these: the sampled id comes first, then the ids after it, each by 1 less likely.
+    """
+    likely, log_probs = array("i"), array("f")
+    for token, log_prob in zip(ids, log_probs_of(ids, position), strict=True):
+        likely.extend((token + rank) % VOCAB_SIZE for rank in range(count))
+        log_probs.extend(log_prob - rank for rank in range(count))
+    return likely, log_probs
+
+
 def _are_special(low: bytes, high: bytes) -> bool:
     at = high.find(1)
     while at >= 0:

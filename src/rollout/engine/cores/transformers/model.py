@@ -194,6 +194,7 @@ def describe(
         core="transformers",
         device=str(model.device),
         gpu=gpu_of(str(model.device)),
+        max_top_log_probs=embeddings.num_embeddings,
     )
 
 
