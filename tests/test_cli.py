@@ -20,7 +20,7 @@ from rollout import Outcome, RolloutBatch
 from rollout.agents import agent_names
 from rollout.chat import tool_parser_names
 from rollout.cli import main
-from rollout.tools.sandbox import METHODS, isolation
+from rollout.tools.sandbox import METHODS, sandbox_isolation
 
 CONFIG = """
 from rollout.config import *
@@ -517,7 +517,7 @@ def test_cli_check_says_which_isolation_holds_and_refuses_tools_without_it(
 ) -> None:
     for method in METHODS:
         fault = None if method == "landlock" else f"{method} is closed"
-        monkeypatch.setitem(isolation._known, (method, sys.executable), fault)
+        monkeypatch.setitem(sandbox_isolation._known, (method, sys.executable), fault)
     (folder / "unsafe.py").write_text(
         "from rollout.tools import PythonTool\nrun = PythonTool('run', isolation='none')\n"
     )
@@ -528,11 +528,13 @@ def test_cli_check_says_which_isolation_holds_and_refuses_tools_without_it(
         "\nisolation   landlock (Landlock, seccomp); run: none (no isolation: programs can do what "
         "the driver can)\n"
     ) in capsys.readouterr().out
-    monkeypatch.setitem(isolation._known, ("landlock", sys.executable), "landlock is closed")
+    monkeypatch.setitem(
+        sandbox_isolation._known, ("landlock", sys.executable), "landlock is closed"
+    )
     assert main(["check", "config.py"]) == 0
     lacks = "; ".join(
         f"{method}: {method} is closed (needs {needs})"
-        for method, needs in isolation.WHAT_IT_NEEDS.items()
+        for method, needs in sandbox_isolation.WHAT_IT_NEEDS.items()
     )
     assert f"\nisolation   none holds here: {lacks}\n" in capsys.readouterr().out
     builtin = ("--set", 'tools.builtin=["shell"]')

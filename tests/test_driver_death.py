@@ -21,8 +21,8 @@ import pytest
 from fake_core import CountingCore
 from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.guardian import SHARED, is_alive, name_of, remove_at_end
-from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.local_process import LocalProcess, child_command
+from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import Router
 
 HERE = Path(__file__).parent

@@ -13,8 +13,8 @@ from fake_core import CountingCore
 from rollout.engine.core import SamplingParams
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool, open_pool
-from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.in_process import InProcess
+from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.process.core_watch import LAST_WORDS_S, watch_core
 from rollout.engine.routing import Router
 

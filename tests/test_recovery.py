@@ -17,8 +17,8 @@ from rollout.config import RecoveryConfig, SchedulingConfig, SimulatedEngine
 from rollout.engine.core import Chunk, GenerationRequest, SamplingParams, unpack_ids
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool, open_pool
-from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.in_process import InProcess
+from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import Router
 from rollout.engine.weights import DiskWeights
 from rollout.errors import EngineError

@@ -20,8 +20,8 @@ from rollout.engine import EngineLoad, Router
 from rollout.engine.core import SamplingParams, pack_ids
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool, open_pool
-from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.in_process import InProcess
+from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import Dispatch, ReplicaSet, ReplicaState, sessions
 from rollout.engine.routing.cost_model import CostModel, SpeedEstimate, Work
 from rollout.engine.routing.strategies import STRATEGIES

@@ -18,7 +18,7 @@ import pytest
 
 from rollout.tools import SandboxLimits, ToolResult
 from rollout.tools.sandbox import METHODS, Isolation
-from rollout.tools.sandbox.session import TrajectorySandbox
+from rollout.tools.sandbox.trajectory_sandbox import TrajectorySandbox
 from sandboxes import PATIENT, directories, processes_with, spec_of
 
 pytestmark = pytest.mark.anyio

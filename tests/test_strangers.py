@@ -21,9 +21,9 @@ from rollout.engine.core import SamplingParams
 from rollout.engine.driver.channel_connecting import connect_channel
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool, open_pool
-from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.placement.memory import memory_stream_pair
+from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.process import strangers
 from rollout.engine.process.listening import PAUSE_S, accept_forever
 from rollout.engine.process.server import EngineServer

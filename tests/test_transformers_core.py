@@ -26,7 +26,7 @@ from rollout.engine.core import (
     unpack_ids,
 )
 from rollout.engine.cores.transformers import TransformersCore, stepping
-from rollout.engine.cores.transformers import core as core_module
+from rollout.engine.cores.transformers import transformers_core as core_module
 from rollout.engine.model_files import resolve_model
 from rollout.errors import EngineError
 from rollout.seeds import RequestIds

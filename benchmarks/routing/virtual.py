@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.engine.core import GenerationRequest, SamplingParams
-from rollout.engine.cores.simulated.core import SimulatedCore
+from rollout.engine.cores.simulated.simulated_core import SimulatedCore
 from rollout.testing import run_virtual
 
 from .simulation import (

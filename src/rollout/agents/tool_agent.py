@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
-from rollout.agents.base import AgentLoop, register_agent
+from rollout.agents.agent_loop import AgentLoop, register_agent
 from rollout.types import Outcome
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import attrs
 
-from rollout.config.faults import Fault, got, join_path
+from rollout.config.config_faults import Fault, got, join_path
 
 #: Ids are int32 on the wire and in transcripts.
 MAX_ID = 2**31 - 1

@@ -7,7 +7,6 @@ from typing import ClassVar, Literal, get_args
 
 import attrs
 
-from rollout.config.base import Section, fields_named
 from rollout.config.checks import (
     ClassPath,
     Count,
@@ -18,7 +17,8 @@ from rollout.config.checks import (
     Text,
     Urls,
 )
-from rollout.config.faults import Fault
+from rollout.config.config_faults import Fault
+from rollout.config.section_type import Section, fields_named
 
 
 @attrs.frozen(kw_only=True)

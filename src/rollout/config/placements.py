@@ -7,9 +7,9 @@ from typing import ClassVar, get_args
 
 import attrs
 
-from rollout.config.base import Section, fields_named
 from rollout.config.checks import Count, GpuSlots, NonNegative, Text, Texts
-from rollout.config.faults import Fault
+from rollout.config.config_faults import Fault
+from rollout.config.section_type import Section, fields_named
 
 
 @attrs.frozen(kw_only=True)

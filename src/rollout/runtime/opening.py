@@ -14,8 +14,8 @@ from rollout.agents.long_texts import LongTexts
 from rollout.agents.services import Services
 from rollout.bridge import WorkerThreads
 from rollout.chat import ChatTemplate, get_tool_parser, load_chat_template, tool_parser_names
-from rollout.chat.loading import with_template
 from rollout.chat.parsers import stop_token_ids
+from rollout.chat.template_loading import with_template
 from rollout.config import RolloutConfig
 from rollout.engine.driver.engine_opening import open_engines
 from rollout.engine.model_files import resolve_model
@@ -27,7 +27,7 @@ from rollout.runtime.heap import frozen_heap
 from rollout.runtime.runtime import SLEEP_BETWEEN_BATCHES_LEVEL, RolloutRuntime
 from rollout.scheduling.reward_signatures import check_reward, of_trajectory
 from rollout.scheduling.tokenization import TokenizationCheck
-from rollout.scheduling.trajectory import TrajectoryRunner
+from rollout.scheduling.trajectory_runner import TrajectoryRunner
 from rollout.scopes import OneTask, open_task_group
 from rollout.tools import ToolExecutor
 from rollout.tools.providers import open_tools

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.observe.loop_lag import LagWindow
     from rollout.observe.tally import Tally
-    from rollout.scheduling.trajectory import TrajectoryRunner
+    from rollout.scheduling.trajectory_runner import TrajectoryRunner
     from rollout.types import Prompt
 
 #: Between batches a trainer needs all of the memory, and gives new weights as a rule.

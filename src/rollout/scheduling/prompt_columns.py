@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from rollout.config.faults import Fault, got
+from rollout.config.config_faults import Fault, got
 from rollout.types import Prompt
 
 if TYPE_CHECKING:

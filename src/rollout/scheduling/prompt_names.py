@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rollout.agents.base import get_agent
+from rollout.agents.agent_loop import get_agent
 from rollout.errors import AgentError, ConfigError, PromptError
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import trio
 from rollout.errors import RolloutError
 from rollout.testing.ceiling import VirtualCeilingError
 from rollout.testing.leaks import Belongings, leftovers
-from rollout.testing.operations import OPERATIONS
 from rollout.testing.recorder import Recorder
+from rollout.testing.replica_operations import OPERATIONS
 from rollout.testing.schedule import run_virtual
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from rollout.engine.cores.simulated.options import parse_scenario
 from rollout.errors import EngineError, PromptError, RolloutError
 from rollout.scheduling.rewards import is_async
 from rollout.testing.call_records import CallRecord, GenerationRecord, name_of
-from rollout.testing.operations import OPERATIONS
+from rollout.testing.replica_operations import OPERATIONS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence

@@ -22,10 +22,10 @@ import msgspec
 
 from rollout.tools.attempt import describe
 from rollout.tools.function import FunctionTool
-from rollout.tools.isolation import LENGTH, FunctionRef, Reply, Request
 from rollout.tools.parameters import Parameters, inspect_parameters
 from rollout.tools.policy import ToolPolicy
 from rollout.tools.results import normalise_result
+from rollout.tools.tool_process_messages import LENGTH, FunctionRef, Reply, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable

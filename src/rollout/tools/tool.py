@@ -10,7 +10,7 @@ import msgspec
 
 from rollout.bridge import WorkerThreads
 from rollout.tools.policy import ToolPolicy
-from rollout.tools.processes import ToolProcesses
+from rollout.tools.tool_processes import ToolProcesses
 
 if TYPE_CHECKING:
     from rollout.types import ToolCall

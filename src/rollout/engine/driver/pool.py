@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rollout.engine.core import EngineInfo, EngineLoad, SamplingParams
     from rollout.engine.driver.channel import Channel
     from rollout.engine.driver.generation import Generation
-    from rollout.engine.placement.base import CoreSpec, Placement
+    from rollout.engine.placement.placement import CoreSpec, Placement
     from rollout.engine.routing import Router
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.engine.wire.protocol import Terms

@@ -8,7 +8,7 @@ import attrs
 from rollout.engine.driver.channel import Channel
 from rollout.engine.driver.generation import TokenCounts
 from rollout.engine.driver.recovery import Attempt
-from rollout.engine.placement.base import CoreSpec
+from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import ReplicaState
 from rollout.engine.weights import DiskWeights, DistributedWeights
 from rollout.engine.wire.staging import unstage

@@ -13,7 +13,7 @@ import attrs
 from rollout.engine.driver.channel import Channel
 from rollout.engine.driver.channel_connecting import connect_channel
 from rollout.engine.driver.replica import Replica
-from rollout.engine.placement.base import Placement
+from rollout.engine.placement.placement import Placement
 from rollout.engine.wire.protocol import Terms
 from rollout.errors import EngineError
 from rollout.scopes import open_task_group

@@ -17,7 +17,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from anyio.streams.text import TextReceiveStream
 
 from rollout.engine.guardian import name_of
-from rollout.engine.placement.base import CoreSpec, ReplicaHandle
+from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.process.child import ChildReady, ChildSpec
 from rollout.engine.wire.tls import encrypted
 from rollout.errors import EngineError

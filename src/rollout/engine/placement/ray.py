@@ -23,7 +23,7 @@ import attrs
 import msgspec
 
 from rollout.bridge import wait_future
-from rollout.engine.placement.base import CoreSpec, ReplicaHandle
+from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.placement.ray_host import EngineHost, child_spec
 from rollout.engine.process.child import ChildReady
 from rollout.engine.wire.tls import encrypted

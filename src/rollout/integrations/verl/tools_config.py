@@ -12,7 +12,7 @@ from anyio import AsyncContextManagerMixin
 from rollout.errors import ToolError
 from rollout.integrations.verl.tools import VerlSchema, VerlTool
 from rollout.integrations.verl.yaml_files import class_of, entries_of, settings_of
-from rollout.tools.mcp.connecting import connect_mcp
+from rollout.tools.mcp.mcp_tools import connect_mcp
 from rollout.tools.schema import as_openai_schema
 
 if TYPE_CHECKING:

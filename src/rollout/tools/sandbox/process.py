@@ -17,7 +17,7 @@ import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from rollout.errors import ToolError
-from rollout.tools.sandbox.limits import SandboxLimits
+from rollout.tools.sandbox.sandbox_limits import SandboxLimits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -4,6 +4,6 @@
 `sglang_api` and `vllm_api` say what each kind of server is asked and how its answers read.
 """
 
-from rollout.engine.cores.http.core import HttpCore
+from rollout.engine.cores.http.http_core import HttpCore
 
 __all__ = ["HttpCore"]

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rollout.engine.core import EngineInfo
 from rollout.engine.cores.devices import gpu_of
 from rollout.engine.cores.sglang import plugin
-from rollout.engine.cores.sglang.arguments import Options, engine_arguments
 from rollout.engine.cores.sglang.maintenance import SGLangMaintenance, fields_of
+from rollout.engine.cores.sglang.server_arguments import Options, engine_arguments
 from rollout.engine.cores.sglang.stream_hook import STREAM_VARIABLE
 from rollout.engine.guardian import mapped_files, remove, remove_at_end, shared_files
 from rollout.engine.model_files import resolve_model

@@ -16,8 +16,8 @@ from rollout.engine.cores.simulated.vocabulary import log_probs_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollout.engine.cores.simulated.faults import RequestFaults
     from rollout.engine.cores.simulated.jobs import Job
+    from rollout.engine.cores.simulated.scenario_faults import RequestFaults
 
 
 class Stream:

@@ -135,7 +135,7 @@ class Worker:
         # Here, not above: torch takes seconds to import, and the event loop must not wait for it.
         import torch
 
-        from rollout.engine.cores.transformers.model import SlotModel, describe
+        from rollout.engine.cores.transformers.slot_model import SlotModel, describe
 
         options = self._options
         torch.set_num_threads(options.threads)
@@ -214,7 +214,7 @@ class Worker:
         Raises:
             EngineError: They cannot be loaded or are of another model; nothing has changed.
         """
-        from rollout.engine.cores.transformers.model import describe
+        from rollout.engine.cores.transformers.slot_model import describe
 
         loaded = self._load(path, None, model.configs_for(path))
         found = describe(loaded, context_length=info.context_length, max_requests=info.max_requests)
@@ -245,7 +245,7 @@ class Worker:
         scheduler.table.forget()
 
     def _load(self, path: str, revision: str | None, configs: Any = None) -> Any:
-        from rollout.engine.cores.transformers.model import load_model
+        from rollout.engine.cores.transformers.slot_model import load_model
 
         options = self._options
         return load_model(

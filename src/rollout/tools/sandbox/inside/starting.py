@@ -11,7 +11,6 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from .host import limit_resources, start_host
 from .landlock import SIGNALS_ABI, landlock_abi, restrict_files
 from .namespaces import (
     USER,
@@ -22,6 +21,7 @@ from .namespaces import (
     spare_user,
     unshare_namespaces,
 )
+from .program_host import limit_resources, start_host
 from .seccomp import filter_system_calls
 from .settings import (
     DEVICES,

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from . import starting
-from .processes import (
+from .process_tree import (
     ProcessFacts,
     descendants,
     disk_use,

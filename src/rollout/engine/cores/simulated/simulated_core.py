@@ -17,11 +17,11 @@ import anyio
 
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, FinishReason, GenerationRequest
 from rollout.engine.cores.simulated.batching import Batcher
-from rollout.engine.cores.simulated.faults import FaultPlan, Freeze
 from rollout.engine.cores.simulated.jobs import Job
 from rollout.engine.cores.simulated.kv_cache import KvCache
-from rollout.engine.cores.simulated.model import SimulatedModel, end_ids
 from rollout.engine.cores.simulated.options import parse_scenario
+from rollout.engine.cores.simulated.scenario_faults import FaultPlan, Freeze
+from rollout.engine.cores.simulated.simulated_model import SimulatedModel, end_ids
 from rollout.engine.cores.simulated.streams import Sleepers, Stream
 from rollout.engine.cores.simulated.vocabulary import EOS_ID, VOCAB_SIZE, first_bad_position
 from rollout.engine.wire.operations import TAGS_OF_LEVEL

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 import attrs
 
-from rollout.agents.base import AgentLoop, get_agent
+from rollout.agents.agent_loop import AgentLoop, get_agent
 from rollout.agents.context import UNRESPONSIVE, AgentContext
 from rollout.agents.identity import Ending, RejectedPrompt
 from rollout.agents.services import Services
@@ -28,8 +28,8 @@ from rollout.errors import (
 )
 from rollout.limits import Deadline, PausableDeadline
 from rollout.scheduling.intact import restore
+from rollout.scheduling.prompt_sampling import sampling_of
 from rollout.scheduling.rewards import RewardFunction, compute_reward
-from rollout.scheduling.sampling import sampling_of
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
 from rollout.scopes import leaf_of, passing_of
 from rollout.supervision import Supervised, UnresponsiveError, is_given_up

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, GenerationRequest
-from rollout.engine.cores.checks import request_fault
 from rollout.engine.cores.http.client import HttpClient, HttpError, open_client
 from rollout.engine.cores.http.model_facts import ModelFacts, read_model_facts
 from rollout.engine.cores.http.sglang_api import SGLangApi
 from rollout.engine.cores.http.vllm_api import VllmApi
 from rollout.engine.cores.open_request import OpenRequest
 from rollout.engine.cores.pacing import DecodeSpeed
+from rollout.engine.cores.request_checks import request_fault
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:

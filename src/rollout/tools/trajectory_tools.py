@@ -15,7 +15,7 @@ import msgspec
 from rollout.bridge import runs_on_trio
 from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import Deadline
-from rollout.tools.arguments import ArgumentsError
+from rollout.tools.argument_checks import ArgumentsError
 from rollout.tools.attempt import CallError, attempt, run_side_by_side
 from rollout.tools.open_sessions import OpenFailure, OpenSessions, timed_out
 from rollout.tools.results import (

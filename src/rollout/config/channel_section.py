@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import attrs
 
-from rollout.config.base import Section
 from rollout.config.checks import FrameBytes, NonNegative, Positive, Text
-from rollout.config.faults import Fault
+from rollout.config.config_faults import Fault
+from rollout.config.section_type import Section
 
 #: What encrypted connections take.
 TLS_FILES = ("tls_certificate", "tls_key", "tls_authority")

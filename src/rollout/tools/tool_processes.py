@@ -14,9 +14,9 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from rollout.errors import ToolError
 from rollout.limits import cleanup_scope
-from rollout.tools.isolation import LENGTH, FunctionRef, Reply, Request
 from rollout.tools.policy import TransientError
 from rollout.tools.results import ToolResult
+from rollout.tools.tool_process_messages import LENGTH, FunctionRef, Reply, Request
 
 if TYPE_CHECKING:
     from anyio.abc import Process

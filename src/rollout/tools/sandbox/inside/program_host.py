@@ -55,7 +55,7 @@ def limit_resources(settings: Settings, *, counts_processes: bool) -> None:
         resource.setrlimit(kind, (within, within))
 
 
-class Host:
+class ProgramHost:
     """Serves the calls of one sandbox, one after another.
 
     Args:
@@ -352,5 +352,5 @@ def start_host(settings: Settings, channel: int, directory: str) -> None:
     os.environ.clear()
     os.environ.update(environment(directory))
     sys.argv = [""]
-    Host(settings, channel, directory).run()
+    ProgramHost(settings, channel, directory).run()
     os._exit(0)

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from rollout.errors import ToolError
 from rollout.tools.policy import ToolPolicy
 from rollout.tools.results import error_result
-from rollout.tools.sandbox.isolation import (
+from rollout.tools.sandbox.process import SandboxSpec
+from rollout.tools.sandbox.sandbox_isolation import (
     Isolation,
     bubblewrap_program,
     check_isolation_name,
     find_isolation,
 )
-from rollout.tools.sandbox.limits import SandboxLimits
-from rollout.tools.sandbox.process import SandboxSpec
-from rollout.tools.sandbox.session import TrajectorySandbox, sandbox_of
+from rollout.tools.sandbox.sandbox_limits import SandboxLimits
+from rollout.tools.sandbox.trajectory_sandbox import TrajectorySandbox, sandbox_of
 from rollout.tools.tool import Tool, ToolContext, ToolSession
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.tools.sandbox.isolation import IsolationReport
     from rollout.tools.sandbox.process import Language
+    from rollout.tools.sandbox.sandbox_isolation import IsolationReport
     from rollout.types import ToolCall
 
 

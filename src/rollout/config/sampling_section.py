@@ -5,7 +5,6 @@ from typing import ClassVar
 
 import attrs
 
-from rollout.config.base import Section, annotations_of, given_fields
 from rollout.config.checks import (
     Count,
     Flag,
@@ -17,6 +16,7 @@ from rollout.config.checks import (
     TokenIds,
     TopK,
 )
+from rollout.config.section_type import Section, annotations_of, given_fields
 
 #: Keys of other engines' sampling that need a tokenizer in the engine.
 KEYS_OF_TEXT = ("stop", "stop_strings", "stop_regex", "min_new_tokens", "min_tokens")

@@ -17,7 +17,7 @@ from rollout.engine.core import (
     EngineLoad,
     GenerationRequest,
 )
-from rollout.engine.cores.checks import request_fault
+from rollout.engine.cores.request_checks import request_fault
 from rollout.engine.cores.transformers.worker import (
     Abort,
     Close,
@@ -66,7 +66,7 @@ class TransformersCore:
 
     New requests join between steps and finished ones leave. A prompt is computed in parts, beside
     the running requests; what a slot still holds of it, or another slot does, is not computed
-    again. See `rollout.engine.cores.transformers.model` for the architectures that are supported.
+    again. `rollout.engine.cores.transformers.slot_model` says which architectures are supported.
 
     The KV cache grows with the longest request and holds `max_running` times its length.
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 import msgspec
 
 from rollout.errors import ToolError
-from rollout.tools.sandbox.limits import SandboxLimits
 from rollout.tools.sandbox.process import Method, SandboxProcess, SandboxSpec
+from rollout.tools.sandbox.sandbox_limits import SandboxLimits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

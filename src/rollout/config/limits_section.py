@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import attrs
 
-from rollout.config.base import Section
 from rollout.config.checks import Positive
-from rollout.config.faults import Fault
+from rollout.config.config_faults import Fault
+from rollout.config.section_type import Section
 
 #: Each limit with the wider ones around it, nearest first.
 WIDER_LIMITS: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from rollout.config.base import given_fields
+from rollout.config.config_faults import Fault, config_error, got, no_hint
 from rollout.config.convert import build_config, dump_config
-from rollout.config.faults import Fault, config_error, got, no_hint
-from rollout.config.limits import limits_set
+from rollout.config.limits_section import limits_set
 from rollout.config.modules import config_of_module, read_module, read_python_file
 from rollout.config.overrides import apply_overrides
+from rollout.config.section_type import given_fields
 from rollout.config.sections import RolloutConfig
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import attrs
 
 from rollout.config.checks import expectation, judge, options_of
-from rollout.config.faults import Fault, config_error, got
+from rollout.config.config_faults import Fault, config_error, got
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping

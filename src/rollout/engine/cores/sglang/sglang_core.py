@@ -17,9 +17,9 @@ from rollout.engine.cores.checkpoints import check_checkpoint
 from rollout.engine.cores.open_request import OpenRequest
 from rollout.engine.cores.sglang import plugin
 from rollout.engine.cores.sglang.answers import AnswerReader
-from rollout.engine.cores.sglang.arguments import Options
 from rollout.engine.cores.sglang.generate_requests import refusal_of, request_fields, salt_of
-from rollout.engine.cores.sglang.server_thread import Host
+from rollout.engine.cores.sglang.server_arguments import Options
+from rollout.engine.cores.sglang.server_thread import ServerThread
 from rollout.engine.wire.operations import TAGS_OF_LEVEL
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
@@ -85,7 +85,7 @@ class SGLangCore:
     def __init__(self, **options: Any) -> None:
         self._options = Options(**options)
         self.is_gathering = plugin.has_hooks()
-        self._host: Host | None = None
+        self._server_thread: ServerThread | None = None
         self._sglang: SGLang | None = None
         self._updates = 0
         self._is_loading = False
@@ -114,18 +114,20 @@ class SGLangCore:
         Raises:
             EngineError: SGLang is missing or did not start.
         """
-        if self._host is not None:
+        if self._server_thread is not None:
             raise RuntimeError("SGLangCore.start: started already")
         if hasattr(current_token().native_token, "run_sync_soon"):
             raise EngineError("SGLang needs an event loop of asyncio; this one is trio's")
         if threading.current_thread() is threading.main_thread():
             # A scheduler that fails to start sends it, and the default action is to die of it.
             signal.signal(signal.SIGQUIT, lambda *_: None)
-        self._host = Host(self._options, self._on_started, self._stopped.set, loop_poster())
+        self._server_thread = ServerThread(
+            self._options, self._on_started, self._stopped.set, loop_poster()
+        )
         try:
             await self._settled.wait()
         except BaseException:
-            self._host.stop()
+            self._server_thread.stop()
             raise
         if self._start_error is not None:
             raise self._start_error
@@ -284,8 +286,8 @@ class SGLangCore:
         for entry in self._open.values():
             entry.give_up("abort")
         self._lose("the engine is closed")
-        if self._host is not None:
-            self._host.stop()
+        if self._server_thread is not None:
+            self._server_thread.stop()
             with cleanup_scope(CORE_CLOSE_S):
                 await self._stopped.wait()
 
