@@ -69,7 +69,7 @@ clean:
 	rm -rf $(VENV) $(SGLANG_VENV)
 
 # The stamp names what was installed from: a changed requirement installs again, an unchanged one
-# costs nothing. A half-made environment has no stamp and is made anew.
+# costs nothing. A half-made environment has no stamp and is made again.
 $(READY): pyproject.toml constraints.txt Makefile
 	rm -f $(READY)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)

@@ -191,7 +191,7 @@ def processes_of(notes: Path) -> list[psutil.Process]:
 
 
 def alive_after(processes: list[psutil.Process], seconds: float = BOUND_S) -> list[psutil.Process]:
-    """Which of them have not ended; a zombie has, and waits for whoever adopted it."""
+    """Which of them have not ended; a zombie has, and waits for the process that adopted it."""
     alive = psutil.wait_procs(processes, timeout=seconds)[1]
     return [each for each in alive if status_of(each) != psutil.STATUS_ZOMBIE]
 

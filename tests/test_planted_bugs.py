@@ -308,7 +308,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Identity, "seed_of_turn", lambda self, turn: real(self, 0))
 
 
-@bug("another seed where a request goes on elsewhere", "was given seed = .*; expected")
+@bug("another seed where a request resumes elsewhere", "was given seed = .*; expected")
 def _(patch: pytest.MonkeyPatch) -> None:
     real: Any = Attempt.sampling
 
@@ -319,7 +319,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Attempt, "sampling", property(sampling))
 
 
-@bug("whole budget where a request goes on elsewhere", "was given max_new_tokens = .*; expected")
+@bug("whole budget where a request resumes elsewhere", "was given max_new_tokens = .*; expected")
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Attempt, "sampling", property(lambda self: self._sampling))
 

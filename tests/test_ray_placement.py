@@ -64,7 +64,7 @@ def config(replicas: int = 1, core: str = "CountingCore", **placement: Any) -> R
 
 
 def engines() -> list[psutil.Process]:
-    """The engine processes on this machine, whoever their parent is."""
+    """The engine processes on this machine, whatever their parent is."""
     return [
         process
         for process in psutil.process_iter(["cmdline"])

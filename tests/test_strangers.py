@@ -1,4 +1,4 @@
-"""Connections of whoever finds an engine's port: few, short, and harmless."""
+"""Unauthenticated connections to an engine's port: few, short, and harmless."""
 
 from __future__ import annotations
 

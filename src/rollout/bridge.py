@@ -46,7 +46,7 @@ def loop_poster() -> Post:
             schedule(callback)
         except (
             RuntimeError
-        ):  # the loop is gone, and with it whoever waited (trio: RunFinishedError)
+        ):  # the loop is gone, and with it the waiting tasks (trio: RunFinishedError)
             return
 
     return post
@@ -76,7 +76,7 @@ def runs_on_trio() -> bool:
 def loop_clock() -> Callable[[], float]:
     """`anyio.current_time` of this event loop; of no use in another one.
 
-    For those who ask often: anyio finds its backend anew at every call.
+    For those who ask often: anyio looks its backend up at every call.
     """
     if not runs_on_trio():
         return anyio.current_time
@@ -205,7 +205,7 @@ def _wake_on_trio(task: Any, error: BaseException) -> None:
 async def wait_future(future: Future[T]) -> T:
     """The result of a concurrent future, awaited from trio or asyncio.
 
-    Cancellation leaves the future alone: whoever made it decides what becomes of its work.
+    Cancellation leaves the future alone: its creator decides what becomes of its work.
     """
     done = anyio.Event()
     post = loop_poster()

@@ -76,7 +76,7 @@ class ToolAgent(AgentLoop):
 
 
 def _has_reached_turn_limit(context: AgentContext) -> bool:
-    """Settle the outcome where the turns are used up and the model wanted to go on."""
+    """Settle the outcome where the turns are used up and the model wanted to continue."""
     config = context.config
     counts = (
         (context.assistant_turns, config.max_assistant_turns, "agent.max_assistant_turns"),

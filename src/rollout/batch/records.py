@@ -102,7 +102,7 @@ def trajectory_line(trajectory: Trajectory, decode: Callable[[Sequence[int]], st
 
 
 def trajectory_from_line(line: bytes) -> Trajectory:
-    """The trajectory of one line, its transcript appended anew span by span.
+    """The trajectory of one line, its transcript appended again, span by span.
 
     Raises:
         msgspec.MsgspecError: The line is no such record.

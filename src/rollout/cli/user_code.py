@@ -65,7 +65,7 @@ class UserCode:
         ]
 
     def reward(self, reference: str) -> RewardFunction:
-        """The function behind ``path.py:function`` or ``package.module:function``.
+        """The function named ``path.py:function`` or ``package.module:function``.
 
         Raises:
             ConfigError: There is none, or it cannot be called with a trajectory.

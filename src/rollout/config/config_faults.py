@@ -21,7 +21,7 @@ class Fault:
     """One value that cannot stay as it is.
 
     Attributes:
-        path: Where it stands, relative to whoever holds the fault, e.g. ``temperature`` or ``[1]``.
+        path: Where it stands, relative to what holds the fault, e.g. ``temperature`` or ``[1]``.
         problem: What was expected, or why the key has no place here.
         value: What was found; `ABSENT` where there is no value to show.
     """

@@ -92,7 +92,7 @@ def _read(source: object) -> _Source:
     return _Source(config=config, faults=faults)
 
 
-# PyYAML is imported by whoever reads a file of data, and tomllib with it.
+# PyYAML is imported only where a file of data is read, and tomllib with it.
 def _read_toml(path: str) -> _Source:
     from rollout.config.data_files import read_toml, toml_hint
 

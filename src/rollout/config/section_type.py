@@ -2,8 +2,8 @@
 
 A section refuses to exist with a fault, and its error lists all of its faults. While a
 configuration is being loaded, faults are deferred instead: faulty sections are built, carry their
-faults and pass them on to whoever contains them, so that the loader can report the faults of the
-whole configuration in one error.
+faults and pass them on to the section that contains them, so that the loader can report the faults
+of the whole configuration in one error.
 """
 
 from __future__ import annotations

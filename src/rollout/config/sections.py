@@ -84,8 +84,8 @@ class RecoveryConfig(Section):
     """What happens when a replica is lost; ``docs/engines.md`` shows each case in time."""
 
     section: ClassVar[str] = "recovery"
-    #: Of its requests: "resume" goes on elsewhere from the tokens that they have, "restart" begins
-    #: them anew, "fail" fails them (`scheduling.max_retries` may then run the member again).
+    #: Of its requests: "resume" continues elsewhere from the tokens that they have, "restart"
+    #: restarts them, "fail" fails them (`scheduling.max_retries` may then run the member again).
     policy: Literal["resume", "restart", "fail"] = "resume"
     #: How long requests wait for a replica once none serves; None leaves it to `limits`.
     wait_s: Positive | None = 300.0
@@ -139,7 +139,7 @@ class AgentConfig(Section):
     #: Format of the model's tool calls.
     tool_format: Text = "hermes"
     #: What the model sees of its earlier turns: "append_only" is what it sampled, token by token;
-    #: "inference_template" renders the conversation anew, as a serving stack does, and splits the
+    #: "inference_template" renders the conversation again, as a serving stack does, and splits the
     #: trajectory into rows where that changes what stood before.
     history: Literal["append_only", "inference_template"] = "append_only"
     #: Whether a finished trajectory's text is compared with a full rendering of its conversation:

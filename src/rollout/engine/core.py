@@ -43,8 +43,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
             (seed, p): alone, in a full batch or resumed, the same tokens. None draws afresh.
         presence_penalty: Taken off the logits of tokens seen in the output.
         frequency_penalty: Taken off the logits of tokens seen in the output, for each time. What
-            is output and what prompt is not in the tokens: a request with either penalty begins
-            anew where its replica is lost.
+            is output and what prompt is not in the tokens: a request with either penalty restarts
+            where its replica is lost.
     """
 
     max_new_tokens: int
@@ -132,7 +132,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
             later; "error": failed, `error` says why.
         cached_tokens: On the last chunk, how many prompt tokens needed no prefill.
         is_fatal: With "error": the engine itself is broken, out of memory for example. It is
-            ended and started again, and all of its requests go on elsewhere.
+            ended and started again, and all of its requests resume elsewhere.
         top_ids: int32 little-endian: for each of `ids`, the k most likely ids, likeliest first.
         top_log_probs: float32 little-endian, one for each of `top_ids`.
         routed_experts: Raw bytes, as the core lays them out; joined in the order of the chunks.
@@ -216,7 +216,8 @@ class EngineCore(Protocol):
 
     A core that can lose what it depends on (processes of its own, somebody else's server) also has
     ``async def watch(self) -> str``: it returns why the engine is lost, after its requests have
-    been told. Whoever hosts the core runs it beside the server, through `hosting.watch_core`.
+    been told. The process that hosts the core runs it beside the server, through
+    `core_watch.watch_core`.
 
     Chunks leave a core as their tokens are sampled, one by one: the server gathers them, by number
     and by time. A core that gathers by itself, and hands over what it has sampled within
@@ -259,8 +260,8 @@ class UpdatableCore(EngineCore, Protocol):
     async def update_weights(self, version: int, source: DiskWeights) -> None:
         """Load other weights of the same model; what is sampled from now on has this version.
 
-        Requests go on meanwhile; no new one comes. Nothing that was computed with the old weights
-        serves a later request. On an error the old weights stay.
+        Requests continue meanwhile; no new one comes. Nothing that was computed with the old
+        weights serves a later request. On an error the old weights stay.
         """
 
 
@@ -276,7 +277,7 @@ class SleepingCore(EngineCore, Protocol):
     async def wake_up(self, tags: tuple[str, ...]) -> None:
         """Take back what is named ("kv_cache", "weights") and released.
 
-        Weights are those that it had, loaded anew, or those that it was given meanwhile.
+        Weights are those that it had, loaded again, or those that it was given meanwhile.
         """
 
     async def flush_cache(self) -> None:

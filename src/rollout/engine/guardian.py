@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LOOK_S = 0.25
 #: From the driver's death to the end by force. The promise is 5 s, also on a machine that is busy.
 GRACE_S = 2.0
-#: Of the environment: whoever looks for an engine by its own should find the engine.
+#: Of the environment: a search for an engine by its variables should find the engine only.
 NEEDED = ("LD_LIBRARY_PATH",)
 #: What tells a guardian that it is not needed any longer, and for how long it is waited for.
 RELEASED, RELEASE_S = b"\0", 1.0

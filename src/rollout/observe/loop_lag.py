@@ -68,7 +68,7 @@ class LagWindow:
 
 @attrs.define(eq=False)
 class _Period:
-    """From one tick of the loop to the next; whoever claims it first says why it was late.
+    """From one tick of the loop to the next; the first to claim it says why it was late.
 
     Attributes:
         began: When the tick was.

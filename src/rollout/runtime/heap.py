@@ -27,7 +27,7 @@ class _Heap:
     def freeze(self) -> None:
         with self._lock:
             self._holders += 1
-            # A caller that rules the collector by itself goes on doing so.
+            # A caller that rules the collector by itself keeps doing so.
             if self._holders > 1 or not gc.isenabled() or gc.get_freeze_count():
                 return
             if not self._is_swept:  # later ones find little, and each takes as long

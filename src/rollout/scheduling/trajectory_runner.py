@@ -61,7 +61,7 @@ class TrajectoryRunner:
         """One member's trajectory; whatever happens to it is in its outcome.
 
         A member whose engine failed a request runs again from its start, alone; of a lost replica,
-        whose requests go on elsewhere, it learns nothing. The caller's cancellation passes
+        whose requests resume elsewhere, it learns nothing. The caller's cancellation passes
         through, after tools and requests have been ended.
         """
         started = anyio.current_time()

@@ -32,7 +32,7 @@ Situation = Callable[[Recorder], Awaitable[object]]
 #: * "engine_broken": an engine says so in place of the next thing that it has to say;
 #: * "engine_freeze": an engine says nothing any more;
 #: * "replica_drain", "replica_add", "replica_remove", "new_weights": somebody does this beside what
-#:   goes on; a replica is drained for half a second, and one that is removed has as long;
+#:   continues; a replica is drained for half a second, and one that is removed has as long;
 #: * "tool_error": the next answer of a tool or of a simulated user is an exception.
 INJECTIONS = (
     "cancel",

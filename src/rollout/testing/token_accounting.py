@@ -104,7 +104,7 @@ class _ExpectedCounts:
         count, ends = len(chunk.ids) // 4, chunk.finish_reason is not None
         have = len(self._ids) // 4
         if self._state == "live" and self._is_cut and have == self._had and (count or ends):
-            self._state = "given up"  # whoever waited was gone by then
+            self._state = "given up"  # its caller was gone by then
         if self._state == "ended":
             self.counts.repeated += count
         elif self._state == "given up":

@@ -145,7 +145,7 @@ class FunctionTool(Tool, Generic[P, R]):
                 return await context.threads.run_asyncio(self.name, call)
             return await call()
         result = await context.threads.run(self.name, call)
-        # An async function behind a sync wrapper: the wrapper ran in the thread, the rest is ours.
+        # An async function in a sync wrapper: the wrapper ran in the thread, the rest is ours.
         return await result if inspect.isawaitable(result) else result
 
     def _inferred(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The process behind ``isolation="process"``: runs one call after another for the driver.
+"""The process of ``isolation="process"``: runs one call after another for the driver.
 
 Requests come on standard input, replies go to standard output: u32 little-endian length, then
 msgpack. What a tool prints goes to standard error. The process ends when its input closes, with all

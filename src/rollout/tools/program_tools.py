@@ -16,7 +16,7 @@ _STATEFUL = (
     "value of a last expression is shown. There is no network."
 )
 _ONE_SHOT = (
-    "Run a Python program and read what it prints. Every call starts anew. The value of a last "
+    "Run a Python program and read what it prints. Every call is independent. The value of a last "
     "expression is shown. There is no network."
 )
 _SHELL = (

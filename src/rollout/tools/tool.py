@@ -113,6 +113,6 @@ class Tool(ABC):
 
         Runs in the trajectory's task, as does `ToolSession.close`, within ``limits.tool_s``; once
         the trajectory is cancelled, it has another ``limits.cleanup_s`` to return a session, which
-        is then closed. It must not leave a task group or cancel scope open behind it, and where it
+        is then closed. It must not leave a task group or cancel scope open after it, and where it
         raises or is cancelled leaves nothing behind.
         """

@@ -184,7 +184,8 @@ class Channel:
         """Have the engine end a request that is not waited for any longer.
 
         Until its last chunk arrives it is a zombie, and the abort is sent again at each heartbeat.
-        Its generation still takes what arrives; whoever stops waiting for that sets it to None.
+        Its generation still takes what arrives; a caller that stops waiting for that sets it to
+        None.
         """
         if self._pending.pop(pending.request_id, None) is None:
             return
@@ -192,7 +193,7 @@ class Channel:
         self._control.send_nowait(Abort(pending.request_id))
 
     def interrupt_nowait(self, request_id: str) -> None:
-        """Have the engine end a request; whoever waits for it gets the tokens that it has."""
+        """Have the engine end a request; its caller gets the tokens that it has."""
         self._control.send_nowait(Abort(request_id))
 
     async def command(self, operation: Operation) -> str:
@@ -279,7 +280,7 @@ class Channel:
             return
         if chunk.finish_reason is not None:
             del self._pending[chunk.request_id]
-            if pending.prefix is not None:  # the next turn goes on from what the replica has
+            if pending.prefix is not None:  # the next turn builds on what the replica has
                 sent = pending.sent_tokens + pending.part.count
                 pending.prefix.sent_to[self._greeter.session] = sent
             self._end(pending, chunk.error)

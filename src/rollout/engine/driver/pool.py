@@ -177,7 +177,7 @@ class EnginePool:
     # Replicas at run time.
 
     def drain(self, name: str) -> None:
-        """Send a replica nothing new until `resume`; what it has in flight goes on.
+        """Send a replica nothing new until `resume`; what it has in flight continues.
 
         Also if it dies meanwhile and is started again.
 
@@ -226,7 +226,7 @@ class EnginePool:
         """End a replica; returns when nothing of it is left.
 
         It gets nothing new, and what it has in flight may end within `drain_s` (None: without a
-        limit); what is left then goes on elsewhere, as after a loss. Cancelled while it drains,
+        limit); what is left then resumes elsewhere, as after a loss. Cancelled while it drains,
         the replica stays.
 
         Raises:
@@ -259,8 +259,8 @@ class EnginePool:
         Args:
             version: What the tokens sampled with them are stamped with.
             mode: What becomes of the requests that a replica has in flight. "wait": they end
-                first. "abort_and_resume": they are cut off, keep their tokens, and go on from
-                those under the new weights. "in_place": they go on, with what was computed of
+                first. "abort_and_resume": they are cut off, keep their tokens, and resume from
+                those under the new weights. "in_place": they continue, with what was computed of
                 them under the old weights.
 
         Raises:
@@ -287,7 +287,7 @@ class EnginePool:
         await self._maintenance.do(partial(self._memory_manager.sleep, level))
 
     async def wake_up(self, tags: Iterable[str] = ALL_TAGS) -> None:
-        """Take back what `sleep` released; requests go on once all of it is there.
+        """Take back what `sleep` released; requests resume once all of it is there.
 
         Weights are those that were current, or were loaded while the engines slept.
 
@@ -334,7 +334,7 @@ class EnginePool:
     ) -> None:
         """Run one request to its end; `generation` fills as tokens come.
 
-        Where its replica is lost it goes on elsewhere, as the policy says. Cancellation keeps in
+        Where its replica is lost it resumes elsewhere, as the policy says. Cancellation keeps in
         `generation` what had arrived, and has the engine end the request.
 
         Args:

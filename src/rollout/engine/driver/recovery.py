@@ -1,6 +1,6 @@
 """What becomes of a request whose replica was lost; no task and no clock in here.
 
-A request goes on elsewhere from the tokens that it has, begins anew, or fails, as the policy says.
+A request resumes elsewhere from the tokens that it has, restarts, or fails, as the policy says.
 Requests that kill replicas are told from those that were only there; ``docs/engines.md`` has the
 rule.
 """
@@ -35,7 +35,7 @@ MOST_DEATHS = 6
 LONE_DEATHS = 2
 #: Reasons of trajectories whose requests are not made again, whatever `scheduling.max_retries` is.
 QUARANTINED, NO_ENGINE = "quarantined", "no_engine"
-#: Fields of the sampling whose state is not in the tokens: a request that goes on elsewhere would
+#: Fields of the sampling whose state is not in the tokens: a request that resumes elsewhere would
 #: be sampled by other rules than before.
 STATEFUL_SAMPLING = ("presence_penalty", "frequency_penalty")
 
@@ -46,7 +46,7 @@ class RecoveryCounts:
 
     Attributes:
         resumed: Went on elsewhere from the tokens that they had.
-        restarted: Began anew; the tokens that they had were dropped.
+        restarted: Restarted; the tokens that they had were dropped.
         quarantined: Failed, because replicas died of them.
     """
 
@@ -66,7 +66,7 @@ class Attempt:
     Attributes:
         deadline: Clock time at which an engine ends it by itself.
         deaths: Why replicas died while it was in flight there.
-        is_interrupted: Its request is cut off, to go on later from the tokens that it has.
+        is_interrupted: Its request is cut off, to resume later from the tokens that it has.
         is_running: It has a request in flight.
         was_paused: The runtime has paused its deadlines: engines may know an earlier deadline.
     """

@@ -108,7 +108,7 @@ class RequestRunner:
             await self._changes.wait()
 
     async def interrupt(self, replica: Replica) -> None:
-        """Have its requests cut off, which then go on from their tokens, and `finish`."""
+        """Have its requests cut off, which then resume from their tokens, and `finish`."""
         is_empty = False
         while not is_empty:
             for attempt in replica.running:

@@ -20,7 +20,7 @@ class _Turn:
 
 
 class WaitQueue:
-    """A line of tasks; whoever makes room lets the first one look.
+    """A first-in, first-out queue of tasks; freed room wakes the first one.
 
     Args:
         has_room: Whether it is worth looking.
@@ -78,7 +78,7 @@ class WaitQueue:
 
 
 class Notifier:
-    """Wakes whoever waits for something to change; costs nothing where nobody does."""
+    """Wakes all tasks that wait for a change; costs nothing where none does."""
 
     def __init__(self) -> None:
         self._changed: anyio.Event | None = None

@@ -164,7 +164,7 @@ class WeightUpdater:
         self._changed_again = anyio.Event()
 
     def _restore(self, before: Weights | None) -> None:
-        """Nobody could load the new weights: who has the old ones goes on with them."""
+        """No replica could load the new weights: those with the old ones serve with them again."""
         self._current = before
         self._note_change()
         self._router.require_weights(before.version if before else None)

@@ -132,7 +132,7 @@ class ClientSession:
         try:
             with scope:
                 if (role in self._frames) != (received is not None):
-                    await handshake.refuse("this session has no such connection to go on with")
+                    await handshake.refuse("this session has no such connection to continue")
                     return
                 await self._welcome(handshake, frames, role)
                 await self._converse(role)

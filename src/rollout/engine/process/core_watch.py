@@ -1,4 +1,4 @@
-"""What whoever hosts a core does for it: notices when the engine is lost.
+"""Watches a core for the process that hosts it: notices when the engine is lost.
 
 Loaded in engine processes: imports anyio only.
 """

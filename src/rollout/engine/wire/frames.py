@@ -261,7 +261,7 @@ class FrameStream:
                 was sent.
         """
         if not self._confirmed <= peer_received <= self._sent:
-            raise FrameError(f"the peer has {peer_received} bytes of {self._sent}: cannot go on")
+            raise FrameError(f"the peer has {peer_received} bytes of {self._sent}: cannot continue")
         again = b"".join(self._unconfirmed)[peer_received - self._confirmed :]
         if again:
             self._long.insert(0, again)

@@ -201,7 +201,7 @@ class McpLink:
         """The connection, or the one that is being made again for the first time.
 
         Raises:
-            ToolError: It could not be made again; that goes on.
+            ToolError: It could not be made again; attempts continue.
         """
         while self._current is None:
             if self._fault:

@@ -77,7 +77,7 @@ class SandboxAnswer(msgspec.Struct, frozen=True):
 
 
 class SandboxProcess:
-    """A running sandbox; whoever starts it closes it.
+    """A running sandbox; its starter closes it.
 
     The death of the driver, whatever causes it, ends it too.
     """

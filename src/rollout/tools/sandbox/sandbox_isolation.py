@@ -112,7 +112,7 @@ class IsolationReport(msgspec.Struct, frozen=True):
 
 
 async def find_isolation(
-    wanted: Isolation, spec: SandboxSpec, *, anew: bool = False
+    wanted: Isolation, spec: SandboxSpec, *, is_fresh: bool = False
 ) -> IsolationReport:
     """The first method that really holds here, of all or of the one that is wanted.
 
@@ -121,14 +121,14 @@ async def find_isolation(
     Args:
         wanted: "auto" for the best one.
         spec: Whose interpreter and programs are meant.
-        anew: Looks again.
+        is_fresh: Looks again.
     """
     if wanted == "none":
         return IsolationReport("none", {})
     missing: dict[str, str] = {}
     for method in METHODS if wanted == "auto" else (wanted,):
         key = (method, spec.python)
-        if anew or key not in _known:
+        if is_fresh or key not in _known:
             _known[key] = await _fault(msgspec.structs.replace(spec, method=method))
         fault = _known[key]
         if fault is None:

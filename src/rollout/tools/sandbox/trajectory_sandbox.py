@@ -18,7 +18,7 @@ STATE_KEY = "rollout.sandboxes"
 
 
 class TrajectorySandbox:
-    """A sandbox that starts when it is needed and anew after a call that it did not survive.
+    """A sandbox that starts when it is needed and again after a call that it did not survive.
 
     Its users call `release` once each; the last one's closes it.
     """

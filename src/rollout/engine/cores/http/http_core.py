@@ -38,7 +38,7 @@ class HttpCore:
     """An `EngineCore` over a server's HTTP API; runs on trio and on asyncio.
 
     Tokens travel as JSON here, at some ten times the cost of the channel: for a few hundred
-    requests at once, not for thousands. Weights are changed by whoever runs the server.
+    requests at once, not for thousands. Weights are changed on the server, not here.
 
     Args:
         url: Base URL of the server.
@@ -95,7 +95,7 @@ class HttpCore:
         return self._info
 
     async def start(self) -> None:
-        """Wait until the server answers, however long; whoever starts the core bounds it.
+        """Wait until the server answers, however long; the caller bounds the wait.
 
         Raises:
             EngineError: The server refuses us, the model cannot be read, or httpx is missing.
@@ -252,7 +252,7 @@ class HttpCore:
             with anyio.move_on_after(WATCH_S):
                 await self._wake.wait()
             self._wake = anyio.Event()
-            with suppress(HttpError):  # whoever looks notices too
+            with suppress(HttpError):  # the next look notices it too
                 await self._send_aborts()
 
     async def _send_aborts(self) -> None:

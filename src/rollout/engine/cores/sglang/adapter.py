@@ -225,7 +225,7 @@ class SharedFiles:
 
 
 def kill_children() -> None:
-    """Kill what a start that was given up has begun: it then fails instead of going on."""
+    """Kill what a start that was given up has begun: it then fails instead of continuing."""
     children = multiprocessing.active_children()
     for process in children:
         process.kill()

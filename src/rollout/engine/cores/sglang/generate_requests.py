@@ -87,7 +87,7 @@ def sampling_params(sampling: SamplingParams, room: int) -> dict[str, Any]:
     """Everything but the seed, by SGLang's names.
 
     Args:
-        room: Tokens that fit into the context behind the prompt.
+        room: Tokens that fit into the context after the prompt.
     """
     return {
         "max_new_tokens": min(sampling.max_new_tokens, room),

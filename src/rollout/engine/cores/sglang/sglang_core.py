@@ -186,7 +186,7 @@ class SGLangCore:
     async def update_weights(self, version: int, source: DiskWeights) -> None:
         """Load other weights of the same model from a directory; requests stand still meanwhile.
 
-        Their tokens go on leaving where SGLang's answers say what sampled each; see `AnswerReader`.
+        Their tokens keep leaving where SGLang's answers say what sampled each; see `AnswerReader`.
 
         Raises:
             EngineError: There are no such weights, they are of another model, or requests run of
@@ -341,7 +341,7 @@ class SGLangCore:
         self._settled.set()
 
     def _lose(self, reason: str) -> None:
-        """No answer comes after this: tell whoever waits for one."""
+        """No answer comes after this: tell the requests that wait for one."""
         if self._lost.is_set():
             return
         self._failure = reason

@@ -123,7 +123,7 @@ class Batcher:
                 self._emit_chunk(job, now)
 
     def _split(self, now: float) -> None:
-        """End the steps that are over by `now`; the phase goes on."""
+        """End the steps that are over by `now`; the phase continues."""
         steps = self._steps_by(now)
         if steps:
             self._phase_steps -= steps

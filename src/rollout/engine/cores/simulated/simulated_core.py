@@ -38,7 +38,7 @@ _ENGINE_PROGRAM = "rollout.engine.process.child"
 
 
 class SimulatedDeath(Exception):
-    """The scenario let the engine die; whoever waits for an answer gets this."""
+    """The scenario let the engine die; callers that wait for an answer get this."""
 
 
 class SimulatedCore:
@@ -117,7 +117,7 @@ class SimulatedCore:
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """Chunks of one request, the last one with a finish reason.
 
-        Closing the iterator early, or cancelling whoever waits in it, aborts the request.
+        Closing the iterator early, or cancelling the task that waits in it, aborts the request.
 
         Raises:
             SimulatedDeath: The scenario let the engine die.

@@ -100,7 +100,7 @@ def end_ids(sampling: SamplingParams) -> set[int]:
 
 
 def _answer(rule: Rule, reply: str, key: bytes, start: int, stop: int) -> array[int]:
-    """The scripted answer from absolute position `start`, with filler behind it up to `stop`."""
+    """The scripted answer from absolute position `start`, with filler after it up to `stop`."""
     answer = array("i")
     answer.extend(filler_text(key, start, start + _filler_tokens(rule, key)))
     answer.extend(encode_text(reply))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """The chunks of one request on their way to whoever iterates.
+    """The chunks of one request on their way to the iterating task.
 
     Attributes:
         chunks: Sent and not yet taken.
@@ -61,7 +61,7 @@ class Stream:
         )
 
     def wake(self) -> None:
-        """Have whoever sleeps over this stream look again."""
+        """Have the task that sleeps over this stream look again."""
         if self.wakeup is not None:
             self.wakeup.set()
 

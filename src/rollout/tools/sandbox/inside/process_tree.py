@@ -48,7 +48,7 @@ def signal_descendants(pid: int, number: int, spared: Collection[int] = ()) -> N
 
 
 def thaw_descendants(pid: int, spared: Collection[int]) -> None:
-    """Let what was stopped go on, or was about to stop."""
+    """Let what was stopped continue, or was about to stop."""
     _signal([process for process in descendants(pid) if process.pid not in spared], signal.SIGCONT)
 
 
