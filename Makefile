@@ -9,6 +9,9 @@ MCP_SERVER := @modelcontextprotocol/server-everything@2026.7.4
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
+# One process of tests for each core; what shares a Ray cluster, a model or a clock shares a process.
+PARALLEL := --numprocesses auto --dist loadgroup
+
 # SGLang has an environment of its own: its versions of torch and transformers are its own too.
 SGLANG_VENV := .venv-sglang
 SGLANG_BIN := $(SGLANG_VENV)/bin
@@ -27,10 +30,10 @@ demo: $(READY)
 	$(BIN)/rollout demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not full"
+	$(BIN)/python -m pytest -m "not full" $(PARALLEL)
 
 test-full: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 sglang-cpu: $(SGLANG_READY)
 

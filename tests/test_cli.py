@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import rollout
+from own_processes import marked
 from rollout import Outcome, RolloutBatch
 from rollout.agents import agent_names
 from rollout.chat import tool_parser_names
@@ -563,19 +564,6 @@ def test_cli_check_of_unreadable_config_exits_with_2(
     assert capsys.readouterr().err.startswith("error: 1 fault in the configuration no.toml:\n")
 
 
-def processes_with(mark: str) -> list[int]:
-    """Processes whose environment has `mark`: it is inherited by whatever a process starts."""
-
-    def has_mark(process: Path) -> bool:
-        try:
-            return mark.encode() in (process / "environ").read_bytes()
-        except OSError:
-            return False
-
-    running = [path for path in Path("/proc").iterdir() if path.name.isdigit()]
-    return [int(path.name) for path in running if has_mark(path)]
-
-
 @contextmanager
 def rollout_process(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """``rollout …`` on its own; nothing that it started may be left."""
@@ -595,7 +583,7 @@ def rollout_process(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[
     )
     try:
         yield process
-        assert processes_with(mark) == []
+        assert marked(mark) == []
     finally:
         process.kill()
         process.communicate()

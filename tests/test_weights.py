@@ -105,7 +105,7 @@ async def test_update_every_token_has_the_version_that_sampled_it(
         check_counted(late, 200, 2)
         assert running.versions == versions
         assert late.versions == [[8, 2]]
-        assert len(running.parts) == len(versions) if mode == "abort_and_resume" else 1
+        assert len(running.parts) == (len(versions) if mode == "abort_and_resume" else 1)
         assert (running.resumes, running.restarts) == (0, [])
 
 
