@@ -299,7 +299,7 @@ import time; time.sleep(1000)
         denied = await python(sandbox, attack.partition("os.kill")[0])
         *others, uid = denied.text.strip("[]\n").split(", ")
         assert others == ["-1"] * 4
-        assert uid in ("-1", "0")  # who is root without powers may call itself root
+        assert uid in ("-1", "0")  # a root without powers may call itself root
         assert await python(sandbox, "1") == ToolResult("1\n")
 
 

@@ -1,4 +1,4 @@
-"""SGLang's memory: who may sleep, what is released, and what replicas cannot share."""
+"""SGLang's memory: which engines may sleep, what is released, and what replicas cannot share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The one module that carries results from foreign threads to the event loop.
 
 A foreign thread posts a callback to the loop without ever waiting for it: waiting (as
-`from_thread.run_sync` does) can deadlock where the thread belongs to somebody else, such as Ray.
+`from_thread.run_sync` does) can deadlock where the thread belongs to other code, such as Ray.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class _Worker:
                 job = self.jobs.get(timeout=IDLE_S)
             except queue.Empty:
                 try:
-                    self._idle.remove(self)  # nobody can hand us a job from here on
+                    self._idle.remove(self)  # no job can be handed to us from here on
                 except ValueError:
                     continue  # taken out a moment ago: its job is on the way
                 return
@@ -430,7 +430,7 @@ class WorkerThreads:
             except BaseException as error:  # a thread must report even SystemExit
                 future.set_exception(error)
             self._idle.append(worker)
-            if self._is_closed:  # meanwhile, and nobody else will end this one
+            if self._is_closed:  # meanwhile, and nothing else will end this one
                 self.close()
             post(finished)
 

@@ -1,9 +1,10 @@
 """Foreign code in a task that ends, whatever the code does with its cancellation.
 
-A coroutine that catches cancellation and waits again would hold everybody who waits for it. Here it
-is driven through a `_Drive`, which can stop resuming it. What must end by when is declared around
-each piece of foreign code with `Duty`; a piece that is still there ``cleanup_s`` later is given
-up together with the task it runs in. Nobody waits for it any longer, and it never runs again.
+A coroutine that catches cancellation and waits again would block every task that waits for it. Here
+it is driven through a `_Drive`, which can stop resuming it. What must end by when is declared
+around each piece of foreign code with `Duty`; a piece that is still there ``cleanup_s`` later is
+given up together with the task it runs in. No task waits for it any longer, and it never runs
+again.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class AgentContext:
             self.ending = Ending(outcome=outcome, reason=reason, limit_source=limit_source)
 
     async def begin(self, messages: Sequence[Message | Mapping[str, Any]] | None = None) -> None:
-        """Render the prompt and start the simulated user; `generate` does so where nobody has.
+        """Render the prompt and start the simulated user; `generate` does so if need be.
 
         Args:
             messages: In place of the prompt's own.

@@ -29,7 +29,7 @@ class ToolAgent(AgentLoop):
 
         PENDING -> GENERATING -> PROCESSING_TOOLS -> GENERATING   the model called tools
                               -> INTERACTING      -> GENERATING   it did not, and a user answers
-                              -> TERMINATED                       it did not, and nobody answers
+                              -> TERMINATED                       it did not, and no user answers
 
     It also terminates where a generation was cut, a turn limit is reached, a tool or the user
     ends the trajectory, or a length or deadline leaves no room (which arrives as an exception).

@@ -212,7 +212,7 @@ def _json_value(value: Any, where: str) -> Any:
         msgspec.json.encode(value, enc_hook=_listed)
     except UnicodeEncodeError:
         return value  # `_encoded` writes half a surrogate pair as an escape
-    except Exception as error:  # whatever a stranger's object raises
+    except Exception as error:  # whatever a foreign object raises
         logger.warning("%s is saved as text: %s", where, error)
         return _text(value)
     return value
@@ -237,7 +237,7 @@ def _listed(value: Any) -> Any:
 def _text(value: object) -> str:
     try:
         return repr(value).encode("utf-8", "backslashreplace").decode()
-    except Exception as error:  # a stranger's __repr__
+    except Exception as error:  # a foreign __repr__
         return f"<{type(value).__qualname__} whose repr raises {type(error).__qualname__}>"
 
 

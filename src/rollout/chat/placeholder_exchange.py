@@ -18,7 +18,7 @@ USER_MARKER = "rolloutUserMarker"
 ASSISTANT_MARKER = "rolloutAnswerMarker"
 
 #: What a made-up assistant says: words; words and calls, since some templates refuse results that
-#: nobody asked for; or calls alone, since some write words after the results (Gemma 4).
+#: #: no call asked for; or calls alone, since some write words after the results (Gemma 4).
 Answer = Literal["words", "words and calls", "calls"]
 
 

@@ -101,7 +101,7 @@ def _leave_at_signals() -> None:
     """
 
     def leave(signum: int, frame: FrameType | None) -> NoReturn:
-        with suppress(Exception):  # what is being written, or nobody reads
+        with suppress(Exception):  # what is being written, or is not read
             _interrupted(signum)
             sys.stdout.flush()
             sys.stderr.flush()

@@ -143,7 +143,7 @@ class _Run:
 
     @contextmanager
     def without_lag_warnings(self) -> Iterator[None]:
-        """Until the batch begins, what holds up the event loop are imports, and nobody waits."""
+        """Until the batch begins, what holds up the event loop are imports, and no task waits."""
         logger = logging.getLogger("rollout.observe")
 
         def is_worth_saying(_: logging.LogRecord) -> bool:

@@ -181,7 +181,7 @@ def _one_for_each_url(engine: "HttpEngine") -> int:
 
 @attrs.frozen(kw_only=True)
 class HttpEngine(EngineConfig):
-    """Servers that somebody else runs."""
+    """Servers that run elsewhere."""
 
     kind: ClassVar[str] = "http"
     #: One base URL for each replica.
@@ -196,7 +196,7 @@ class HttpEngine(EngineConfig):
     replicas: Count = attrs.field(default=attrs.Factory(_one_for_each_url, takes_self=True))
 
     def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
-        """One replica for each URL, whose memory is somebody else's."""
+        """One replica for each URL, whose memory is not ours."""
         if "sleep_between_batches" in sound and self.sleep_between_batches:
             text = "expected false: servers that somebody else runs keep their memory"
             yield Fault("sleep_between_batches", text, self.sleep_between_batches)

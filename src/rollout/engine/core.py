@@ -164,9 +164,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         weight_version: Version of the weights loaded.
         core: Name of the core, for people.
         device: Where its weights are, or the first part of them, as torch names it in its process
-            ("cuda:1"); weights over NCCL are received there. Empty where nobody knows.
+            ("cuda:1"); weights over NCCL are received there. Empty where that is not known.
         gpu: Which GPU of its machine that is; see `devices.gpu_of`.
-        no_sleep: Why its memory cannot be released; empty where it can, or where nobody knows.
+        no_sleep: Why its memory cannot be released; empty where it can, or where that is not known.
     """
 
     vocab_size: int
@@ -214,7 +214,7 @@ class EngineCore(Protocol):
     The server constructs it with keyword options, awaits `start`, iterates `generate` for many
     requests at once from one event loop, and awaits `aclose` at the end.
 
-    A core that can lose what it depends on (processes of its own, somebody else's server) also has
+    A core that can lose what it depends on (processes of its own, a server elsewhere) also has
     ``async def watch(self) -> str``: it returns why the engine is lost, after its requests have
     been told. The process that hosts the core runs it beside the server, through
     `core_watch.watch_core`.

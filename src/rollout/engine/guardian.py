@@ -94,7 +94,7 @@ def guard(driver: str) -> None:
     """Have a process of its own end this one's group when this one or its driver has ended.
 
     To be called before there are threads. A driver that has died gives it `GRACE_S` to end by
-    itself. The guardian is no child of this process: nobody finds it among its driver's.
+    itself. The guardian is no child of this process, and not found among its driver's.
     """
     program = [sys.executable, "-I", "-S", __file__]
     command = [*program, driver, name_of(os.getpid()), str(os.getpgrp())]

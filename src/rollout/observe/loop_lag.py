@@ -1,9 +1,9 @@
 """Notices when something blocks the event loop, and says what.
 
 A task ticks on the loop; a watchdog thread looks at the ticks. When one is overdue, the thread
-samples the stack of the loop's thread and logs who is in the way: every engine waits meanwhile.
-A loop that is late because the machine did not run its thread is in nobody's way. What is logged
-and what is measured are one judgement: the lag is past `BLOCKED_S` where a line was due.
+samples the stack of the loop's thread and logs which code is in the way: every engine waits
+meanwhile. A loop that is late because the machine did not run its thread is no code's fault. What
+is logged and what is measured are one judgement: the lag is past `BLOCKED_S` where a line was due.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import anyio
 import attrs
 
 from rollout.clocks import ThreadTimes, monotonic, process_cpu, thread_cpu
-from rollout.observe.culprits import find_culprit
+from rollout.observe.blocking_code import find_blocking_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,7 +82,7 @@ class _Period:
     _claimed: threading.Lock = attrs.field(init=False, factory=threading.Lock)
 
     def claim(self) -> bool:
-        """Whether nobody has claimed it before."""
+        """Whether it has not been claimed before."""
         return self._claimed.acquire(blocking=False)
 
 
@@ -246,12 +246,13 @@ class LoopLag:
         collected_s = self._garbage_s()
         if collected_s > BLOCKED_S / 2:
             return GARBAGE % collected_s, GARBAGE
-        # Who wants a CPU may have been waiting for one all the time: that shows when it is over.
+        # A thread that wants a CPU may have been waiting for one all the time: that shows when it
+        # is over.
         if loop_times.wants_cpu and loop_times.cpu_s - period.loop_cpu_s <= BLOCKED_S:
             return None
         frame = sys._current_frames().get(loop_thread)
-        culprit = None if frame is None else find_culprit(frame)
-        return None if culprit is None else (culprit.text, culprit.place)
+        blocking = None if frame is None else find_blocking_code(frame)
+        return None if blocking is None else (blocking.text, blocking.place)
 
     def _say_blocked(self, cause: str, place: Hashable) -> None:
         unsaid = self._repeats.unsaid(place, monotonic())

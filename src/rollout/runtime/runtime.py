@@ -231,7 +231,7 @@ class RolloutRuntime:
             RolloutError: The runtime was closed meanwhile.
 
         The `partial` of an error holds the trajectories that had ended, but for those that were
-        received and are held by nobody any more.
+        received and are not referenced any more.
         """
         run = self._new_run(prompts, step, validate)
         with self._lag.window() as window:

@@ -1,4 +1,4 @@
-"""The places that trajectories run in, and who changes their number."""
+"""The places that trajectories run in, and what changes their number."""
 
 from __future__ import annotations
 

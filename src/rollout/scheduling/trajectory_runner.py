@@ -213,7 +213,7 @@ class TrajectoryRunner:
         started = anyio.current_time()
         work = self._supervised("the reward function", Reward)
         work.deadline = deadline.at
-        seen = copy.copy(trajectory)  # what is assigned to its fields is nobody else's
+        seen = copy.copy(trajectory)  # what is assigned to its fields reaches only this copy
         failure: BaseException | None = None
         reward: Reward | None = None
         try:

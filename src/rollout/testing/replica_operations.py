@@ -1,4 +1,4 @@
-"""What somebody may do to the replicas of a runtime while it works."""
+"""Operations on the replicas of a runtime while it works."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Balance:
         given: What its engines gave out.
         transcripts: In trajectories that were delivered.
         discarded: Of attempts, or generations, that were made again after an engine had failed.
-        undelivered: In trajectories that nobody got hold of, because their call was cancelled or
+        undelivered: In trajectories that no caller received, because their call was cancelled or
             its stream left.
         late: Arrived after the request had been given up.
         repeated: Arrived twice, or after the end.
@@ -67,7 +67,7 @@ class _ExpectedCounts:
 
     Args:
         chunks: What the engine gave out.
-        record: Who waited for them; None where nobody did in the end.
+        record: The generation that they were for; None where no caller waited in the end.
         part: What of them the agent has, or had and dropped.
         is_lossy: The connection broke, so that tokens at the end may be missing.
 

@@ -23,7 +23,7 @@ class SentRequest:
 
     Attributes:
         chunks: What the engine gave out, in order.
-        is_open: Whether somebody still iterates over its answer.
+        is_open: Whether its answer is still iterated over.
     """
 
     __slots__ = ("chunks", "is_open", "request")

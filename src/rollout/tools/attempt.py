@@ -61,7 +61,7 @@ async def attempt(
         grace_s: How long it may take after a cancellation from outside; where it is shielded, until
             its deadline.
 
-    A cancellation that nobody asked for is the action's own in any case: on asyncio, awaiting a
+    A cancellation that was not requested is the action's own in any case: on asyncio, awaiting a
     cancelled task raises one.
 
     Raises:

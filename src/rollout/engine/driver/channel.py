@@ -95,7 +95,7 @@ class Channel:
 
     @property
     def in_flight(self) -> int:
-        """Requests that somebody waits for."""
+        """Requests that a caller waits for."""
         return len(self._pending)
 
     @property
@@ -294,7 +294,7 @@ class Channel:
             self.tokens.repeated += len(chunk.ids) // 4
 
     def _take_late(self, zombie: PendingRequest, chunk: Chunk) -> None:
-        """Tokens of a request that was cancelled, kept while somebody waits for its last answer."""
+        """Tokens of a cancelled request, kept while its caller waits for the last answer."""
         if zombie.generation is not None:
             try:
                 self._take(zombie.generation, chunk)
@@ -402,7 +402,7 @@ class Channel:
                     self._lose(f"{reason}; {error}", is_link_fault=True)
                     return False
                 except ConnectionRefusedError:
-                    break  # nobody listens there any more
+                    break  # nothing listens there any more
                 except CONNECTION_ERRORS:
                     await anyio.sleep(backoff_s)
                     backoff_s = min(2 * backoff_s, MAX_RECONNECT_BACKOFF_S)

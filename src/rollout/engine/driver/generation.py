@@ -20,7 +20,7 @@ class TokenCounts:
 
     Attributes:
         taken: Appended to a `Generation`.
-        late: Of a request that nobody waited for any more.
+        late: Of a request that no caller waited for any more.
         repeated: Of a chunk that had been taken before, or of a request that had ended.
         refused: Of a faulty chunk.
     """
@@ -47,7 +47,7 @@ class Part(msgspec.Struct, eq=False):
     """What one request gave to a generation; a recovered generation is made of several.
 
     Attributes:
-        replica: Who was asked.
+        replica: The one that was asked.
         start: Where its tokens begin in the generation.
         count: Tokens taken from it.
         is_discarded: The generation restarted after it; its tokens are dropped.
@@ -78,7 +78,7 @@ class Generation(msgspec.Struct, eq=False):
         top_log_probs: float32, one for each of `top_ids`.
         routed_experts: Where asked for, the raw bytes in which the engine says it.
         pausable_deadlines: Paused while the runtime lets it wait.
-        on_tokens: Called each time tokens have been appended, where somebody must know.
+        on_tokens: Called each time tokens have been appended, where that is wanted.
     """
 
     parts: list[Part] = []

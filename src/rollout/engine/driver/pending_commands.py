@@ -43,7 +43,7 @@ class PendingCommands:
         return order.answer
 
     def answered(self, answer: CommandDone) -> None:
-        """The engine has done one, or could not; one that nobody waits for changes nothing."""
+        """The engine has done one, or could not; one that no caller waits for changes nothing."""
         order = self._under_way.get(answer.number)
         if order is not None and not answer.is_fatal:
             order.answer = answer

@@ -26,7 +26,8 @@ RecoveryPolicy = Literal["resume", "restart", "fail"]
 
 #: Answers that contradict themselves before their request fails.
 MAX_GARBLED = 3
-#: Deaths after which a request starts where nobody else does, and after which it is quarantined.
+#: Deaths after which a request starts with no other request beside it, and after which it is
+#: quarantined.
 SUSPECT_DEATHS = 2
 QUARANTINE_DEATHS = 3
 #: Deaths that suffice whatever the circumstances: what kills now and then must end too.
@@ -139,7 +140,7 @@ class Attempt:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it starts where nobody else does, until it is past the point of its last death.
+        """Whether it starts alone, until it is past the point of its last death.
 
         One that died before it had a token of that replica, or with a second replica.
         """
@@ -238,8 +239,8 @@ def record_death(running: Collection[Attempt], reason: str, *, in_flight: int) -
     """A replica died.
 
     Args:
-        running: Requests there that somebody waits for.
-        in_flight: All requests there, also those that nobody waits for.
+        running: Requests there that a caller waits for.
+        in_flight: All requests there, also those that no caller waits for.
     """
     for attempt in running:
         attempt.die(reason, is_alone=in_flight == 1)

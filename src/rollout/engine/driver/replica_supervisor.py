@@ -29,7 +29,8 @@ logger = logging.getLogger("rollout.engine")
 MAX_BACKOFF_S = 30.0
 #: A replica that served this long died of something new: its next pause is the first one again.
 STABLE_S = 60.0
-#: How long after its connections an engine's end may be known: who lost only those is no corpse.
+#: How long after its connections an engine's end may be known: one that lost only those has not
+#: died.
 DEATH_GRACE_S = 1.0
 
 

@@ -48,7 +48,7 @@ class RequestRunner:
         last_answer_s: How long a cancelled request waits for the tokens that it has not got yet.
 
     Attributes:
-        is_open: Whether there is a pool; who waits for a place after that learns so.
+        is_open: Whether there is a pool; requests that wait for a place after that learn so.
         is_admission_blocked: Whether none may be made for now.
         active: Attempts that have not ended, also those that wait for a place.
         last_failure: Why a replica was lost or did not start, the last time.

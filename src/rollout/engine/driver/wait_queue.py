@@ -40,7 +40,7 @@ class WaitQueue:
     async def wait(self) -> bool:
         """Return when it is the caller's turn; False once the line's deadline has passed.
 
-        Who does not use the turn calls `wake_next`; cancellation passes it on.
+        A caller that does not use the turn calls `wake_next`; cancellation passes it on.
         """
         turn = _Turn()
         self._turns[turn] = None

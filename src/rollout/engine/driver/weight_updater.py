@@ -28,7 +28,7 @@ logger = logging.getLogger("rollout.engine")
 
 #: Why a replica that started waits.
 UNREACHED = "the current ones were sent once, or are in the memory of the driver's machine"
-#: What the router takes a replica's version for while it gets other weights: nobody asks for it.
+#: What the router takes a replica's version for while it gets other weights: none is ever required.
 NO_WEIGHTS = -1
 
 
@@ -225,7 +225,7 @@ class WeightUpdater:
                 f"{channel.name}: the weights of version {weights.version} are not loaded after "
                 f"engine.start_timeout_s = {self._limit_s:g} s"
             )
-            channel.close(str(error))  # it may get them yet: nobody knows what it has
+            channel.close(str(error))  # it may get them yet: what it has is not known
             raise error from None
         channel.info = msgspec.structs.replace(channel.info, weight_version=weights.version)
         replica.weights = weights

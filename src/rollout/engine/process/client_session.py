@@ -286,7 +286,7 @@ class ClientSession:
     # --- work
 
     def _rouse(self) -> None:
-        """Have somebody look at the queue; for when nobody is about to."""
+        """Have a task look at the queue; for when none is about to."""
         if self._tasks is None:
             return
         self._is_roused = True

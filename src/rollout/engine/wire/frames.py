@@ -85,7 +85,7 @@ class FrameStream:
             await turn.wait()
         except BaseException:
             if self._waiters.pop(turn, None) is None:
-                self._make_room()  # the turn was ours; somebody else can have it
+                self._make_room()  # the turn was ours; the next one gets it
             raise
 
     def let_all_pass(self) -> None:

@@ -53,7 +53,7 @@ class SandboxTool(Tool):
         limits: What programs may use.
         python: The interpreter, of Python 3.9 or newer, whose packages programs can import; None
             takes this one.
-        readable: Further paths that programs may read, if everybody may: where the driver is
+        readable: Further paths that programs may read, if every user may: where the driver is
             root, they run as a user of their own.
 
     Raises:

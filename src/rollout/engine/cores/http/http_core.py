@@ -1,4 +1,4 @@
-"""A server that somebody else started, as the engine's server sees it."""
+"""A server started elsewhere, as the engine's server sees it."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class HttpCore:
         try:
             self._info = await self._describe(self._client, facts)
         except BaseException:
-            with anyio.CancelScope(shield=True):  # closing connections waits for nobody
+            with anyio.CancelScope(shield=True):  # closing connections waits for no peer
                 await self._stack.aclose()
             raise
         self._failure = ""

@@ -178,7 +178,7 @@ class SGLang:
         self._shared.remove()
 
     def _stop_own_watchdog(self) -> None:
-        """It ends the whole process as soon as a scheduler does, before anybody is told why."""
+        """It ends the whole process as soon as a scheduler does, before an error is reported."""
         watchdog = getattr(self._tokens, "_subprocess_watchdog", None)
         if watchdog is not None:
             watchdog.stop()

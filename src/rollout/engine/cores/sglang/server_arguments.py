@@ -18,7 +18,7 @@ CPU_ARGUMENTS: dict[str, Any] = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
     "max_total_tokens": CPU_KV_TOKENS,
-    # A step of 4096 tokens would take half a minute, and nobody is heard meanwhile.
+    # A step of 4096 tokens would take half a minute, and no message is read meanwhile.
     "chunked_prefill_size": 512,
     "disable_cuda_graph": True,
     # An idle scheduler would keep a whole core busy.

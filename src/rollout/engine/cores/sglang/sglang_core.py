@@ -246,7 +246,8 @@ class SGLangCore:
         for entry in self._open.values():
             assert isinstance(entry.reader, AnswerReader)
             entry.reader.is_buffering = True
-        # A request that comes meanwhile is computed with either: nobody else shares its prefix.
+        # A request that comes meanwhile is computed with either: no other request shares its
+        # prefix.
         self._is_loading = True
         self._updates += 1
         try:

@@ -102,7 +102,7 @@ class KvCache:
             self._evict()
 
     def forget(self, salt: bytes) -> None:
-        """What is warm serves nobody who comes from now on; `salt` must be a new one."""
+        """What is warm serves no request from now on; `salt` must be a new one."""
         self._salt = salt
 
     def _keys(self, sequence: bytes) -> list[bytes]:

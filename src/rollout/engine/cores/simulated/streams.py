@@ -80,7 +80,7 @@ class Sleepers:
 
     Args:
         advance: Lets everything happen that happens up to now.
-        next_event: When something happens next, if nobody does anything.
+        next_event: When something happens next without further input.
         is_ready: Whether a stream has a chunk that may be taken; raises where none will come.
     """
 
@@ -117,7 +117,7 @@ class Sleepers:
             self._driver.wake()
 
     def wake_all(self) -> None:
-        """Have everybody look again."""
+        """Have all waiting tasks look again."""
         for stream in self._waiting:
             stream.wake()
 

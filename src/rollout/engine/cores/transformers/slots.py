@@ -30,7 +30,7 @@ class Slot:
         session_id: Session of that request.
         is_taken: Whether a request is running in it.
         last_used: Larger is later.
-        is_stale: What it holds was computed with other weights, and serves nobody else.
+        is_stale: What it holds was computed with other weights, and serves no other request.
     """
 
     __slots__ = (
@@ -116,7 +116,7 @@ class SlotTable:
         slot.session_id, slot.is_taken, slot.is_stale = session_id, True, False
 
     def release(self, slot: Slot) -> None:
-        """The request in `slot` has ended; its tokens stay until somebody needs the slot."""
+        """The request in `slot` has ended; its tokens stay until another request needs the slot."""
         self._clock += 1
         slot.is_taken, slot.coming, slot.last_used = False, 0, self._clock
         if slot.is_stale:

@@ -123,7 +123,7 @@ class ProgramHost:
         if said == _BROKEN:
             reason = "the code took modules from sys.modules that Python itself needs"
             return {"status": "stopped", "reason": reason, "output": output.text()}
-        if said not in _STATUS:  # which call a later byte belongs to would be anybody's guess
+        if said not in _STATUS:  # which call a later byte belongs to would be a guess
             reason = "the code wrote to a descriptor that it had not opened"
             return {"status": "stopped", "reason": reason, "output": output.text()}
         return {"status": _STATUS[said], "reason": "", "output": output.text()}

@@ -1,4 +1,4 @@
-"""Whether a server still lives: while somebody waits for it, it must say something now and then."""
+"""Whether a server still lives: while a call waits for it, it must send something now and then."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
 
-class Pulse:
+class Liveness:
     """What is known of a server's life; owns no task.
 
     A server that works need not speak, but it must answer a ping. It is asked for one when a call

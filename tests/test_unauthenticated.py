@@ -24,10 +24,15 @@ from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.placement.memory import memory_stream_pair
 from rollout.engine.placement.placement import CoreSpec
-from rollout.engine.process import strangers
+from rollout.engine.process import unauthenticated
 from rollout.engine.process.listening import PAUSE_S, accept_forever
 from rollout.engine.process.server import EngineServer
-from rollout.engine.process.strangers import STRANGER_S, YOUNG_S, Strangers, most_strangers
+from rollout.engine.process.unauthenticated import (
+    AUTHENTICATION_S,
+    YOUNG_S,
+    UnauthenticatedConnections,
+    max_unauthenticated,
+)
 from rollout.engine.routing import Router
 from rollout.engine.wire.tls import TlsFiles
 from test_tls import files  # noqa: F401  (a fixture)
@@ -58,23 +63,23 @@ async def test_stranger_that_says_nothing_is_sent_away() -> None:
     wire = Wire(CountingCore())
     async with wire.channel():
         stranger = await wire.connect()
-        await anyio.sleep(STRANGER_S - 0.1)
-        assert (len(wire.server.strangers), await is_closed(stranger)) == (1, False)
+        await anyio.sleep(AUTHENTICATION_S - 0.1)
+        assert (len(wire.server.unauthenticated), await is_closed(stranger)) == (1, False)
         await anyio.sleep(0.2)
-        assert (len(wire.server.strangers), await is_closed(stranger)) == (0, True)
+        assert (len(wire.server.unauthenticated), await is_closed(stranger)) == (0, True)
 
 
 async def test_client_that_has_proved_itself_is_no_stranger() -> None:
     wire = Wire(CountingCore(token_s=1.0))
     async with wire.channel() as channel:
-        assert len(wire.server.strangers) == 0
+        assert len(wire.server.unauthenticated) == 0
         generation, pending = Asker(channel).submit([1], 20)
         await pending.done.wait()
         assert list(generation.ids) == list(range(2, 22))
 
 
 async def test_strangers_beyond_the_most_the_oldest_leaves_once_it_has_had_time() -> None:
-    present = Strangers(2)
+    present = UnauthenticatedConnections(2)
     left: list[str] = []
 
     async def stay(name: str) -> None:
@@ -96,7 +101,7 @@ async def test_strangers_beyond_the_most_the_oldest_leaves_once_it_has_had_time(
 
 
 async def test_strangers_room_is_made_by_one_that_leaves() -> None:
-    present = Strangers(1)
+    present = UnauthenticatedConnections(1)
 
     async def stay() -> None:
         with present.admitted():
@@ -117,8 +122,8 @@ async def test_strangers_room_is_made_by_one_that_leaves() -> None:
 def test_most_strangers_leave_descriptors_for_the_work(
     limit: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strangers.resource, "getrlimit", lambda _: (limit, limit))
-    assert most_strangers() == expected
+    monkeypatch.setattr(unauthenticated.resource, "getrlimit", lambda _: (limit, limit))
+    assert max_unauthenticated() == expected
 
 
 class FullListener:
@@ -144,7 +149,7 @@ async def test_accept_without_descriptors_is_tried_again() -> None:
     listener: Any = FullListener(errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, theirs)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(accept_forever, [listener], server)
-        while not server.strangers:
+        while not server.unauthenticated:
             await anyio.sleep(0.01)
         assert anyio.current_time() - began >= 3 * PAUSE_S
         tasks.cancel_scope.cancel()
@@ -158,7 +163,7 @@ async def test_accept_without_descriptors_the_oldest_stranger_gives_its_own() ->
         tasks.start_soon(accept_forever, [listener], server)
         await anyio.sleep(2 * PAUSE_S)
         assert [await is_closed(each) for each in (first, second, third)] == [True, False, False]
-        assert len(server.strangers) == 2
+        assert len(server.unauthenticated) == 2
         tasks.cancel_scope.cancel()
 
 
@@ -278,7 +283,7 @@ async def another_channel(pool: EnginePool) -> Any:
 async def test_attack_connections_are_closed_soon() -> None:
     async with open_pool(pool_of()) as pool:
         with attacked(100, b"") as sockets:
-            await anyio.sleep(STRANGER_S + 5)
+            await anyio.sleep(AUTHENTICATION_S + 5)
             assert await ask(pool, 1, 10) == list(range(2, 12))
             for each in sockets:
                 each.setblocking(False)

@@ -15,25 +15,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 #: From the acceptance of a connection to its proof.
-STRANGER_S = 5.0
+AUTHENTICATION_S = 5.0
 #: Where there is no room, one that is older than this makes room for the next; a client of ours
 #: needs a few milliseconds.
 YOUNG_S = 0.05
 #: At once, and of the descriptors that the process may have open.
-MOST_STRANGERS, SHARE_OF_DESCRIPTORS = 64, 8
-LEAST_STRANGERS = 4
+MAX_UNAUTHENTICATED, SHARE_OF_DESCRIPTORS = 64, 8
+MIN_UNAUTHENTICATED = 4
 
 
-def most_strangers() -> int:
+def max_unauthenticated() -> int:
     """As many as leave the process enough descriptors for its own work."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return MOST_STRANGERS
-    return max(LEAST_STRANGERS, min(MOST_STRANGERS, soft // SHARE_OF_DESCRIPTORS))
+        return MAX_UNAUTHENTICATED
+    return max(MIN_UNAUTHENTICATED, min(MAX_UNAUTHENTICATED, soft // SHARE_OF_DESCRIPTORS))
 
 
-class Strangers:
-    """Who is connected and has proved nothing, in the order of arrival.
+class UnauthenticatedConnections:
+    """Connections that have proved nothing yet, in the order of arrival.
 
     Args:
         most: At once.
@@ -49,9 +49,9 @@ class Strangers:
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Around all that is done with a stranger; leaves it when its time is over."""
+        """Around all that is done with a connection; leaves it when its time is over."""
         now = anyio.current_time()
-        with anyio.CancelScope(deadline=now + STRANGER_S) as scope:
+        with anyio.CancelScope(deadline=now + AUTHENTICATION_S) as scope:
             self._present[scope] = now
             try:
                 yield

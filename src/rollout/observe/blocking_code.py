@@ -1,4 +1,4 @@
-"""Whose code keeps the event loop, told from the frames of its thread."""
+"""Which code blocks the event loop, told from the frames of its thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 #: Functions on the way to user code hold what they are doing in a local variable of this name.
 ACTIVITY = "activity"
-#: Modules of the loops themselves. Who is in them, and in nothing deeper, is between two tasks or
+#: Modules of the loops themselves. A thread in them, and in nothing deeper, is between two tasks or
 #: asleep until the next event.
 LOOP_MODULES = ("asyncio.base_events", "asyncio.runners", "trio._core", "uvloop", "anyio._backends")
 #: Packages whose outermost frames in a task only run it.
@@ -25,11 +25,11 @@ INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
 @attrs.frozen
-class Culprit:
-    """Who keeps the loop.
+class BlockingCode:
+    """Code that blocks the loop.
 
     Attributes:
-        text: For people: who, doing what, with file and line.
+        text: For people: whose code, doing what, with file and line.
         place: The function of theirs, whichever trajectory called it and at whichever line it is.
     """
 
@@ -37,11 +37,11 @@ class Culprit:
     place: tuple[str, str]
 
 
-def find_culprit(innermost: FrameType) -> Culprit | None:
-    """Who keeps the loop whose thread is at this frame; None: nobody, it is between its tasks.
+def find_blocking_code(innermost: FrameType) -> BlockingCode | None:
+    """The code that blocks the loop whose thread is at this frame; None between its tasks.
 
     Names the activities from the outermost in, else whether it is the caller's code or this
-    library's; then the innermost line, and the nearest one of a file that nobody installed.
+    library's; then the innermost line, and the nearest one of a file that was not installed.
     """
     frames = list(takewhile(lambda frame: not _is_loop(frame), _outwards(innermost)))
     if all(_module(frame) == "selectors" for frame in frames):
@@ -52,7 +52,7 @@ def find_culprit(innermost: FrameType) -> Culprit | None:
     place = _line(innermost)
     if own is not innermost:
         place += f", called from {_line(own)}"
-    return Culprit(f"{_who(innermost, own)} at {place}", _place(own.f_code))
+    return BlockingCode(f"{_who(innermost, own)} at {place}", _place(own.f_code))
 
 
 def _outwards(frame: FrameType) -> Iterator[FrameType]:
@@ -63,7 +63,7 @@ def _outwards(frame: FrameType) -> Iterator[FrameType]:
 
 
 def _own(frames: list[FrameType]) -> FrameType:
-    """The innermost frame of this library or of a file that nobody installed.
+    """The innermost frame of this library or of a file that was not installed.
 
     Where all of the task is installed code, a trainer that is a package, its outermost frame.
     """
