@@ -114,14 +114,14 @@ def _memory_lines(config: RolloutConfig) -> Iterator[tuple[str, str]]:
     )
     if isinstance(engine, SGLangEngine) and engine.device == "cuda" and weights:
         room = EXAMPLE_GPU * engine.memory_fraction - weights
-        held = int(room * shards / found.kv_bytes) if room > 0 else 0
+        fitting = int(room * shards / found.kv_bytes) if room > 0 else 0
         yield (
             "example",
             (
                 f"of a GPU of {EXAMPLE_GPU / 1e9:.0f} GB, engine.memory_fraction = "
-                f"{engine.memory_fraction:g} leaves {_gib(room)} beside the weights: {held} "
-                f"tokens, {held // tokens} such requests"
-                if held
+                f"{engine.memory_fraction:g} leaves {_gib(room)} beside the weights: {fitting} "
+                f"tokens, {fitting // tokens} such requests"
+                if fitting
                 else f"a GPU of {EXAMPLE_GPU / 1e9:.0f} GB cannot hold the weights; raise "
                 "engine.tensor_parallel"
             ),

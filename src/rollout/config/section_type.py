@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
-from rollout.config.checks import expectation, judge, options_of
+from rollout.config.checks import expectation, options_of, validate
 from rollout.config.config_faults import Fault, config_error, got
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class SectionType(type):
         faults = [unknown_key(cls, key, values[key]) for key in values if key not in fields]
         kept: dict[str, Any] = {}
         faulty = set()
-        for name, (value, found) in judged_fields(cls, values).items():
+        for name, (value, found) in validated_fields(cls, values).items():
             kept[name] = value
             if found:
                 faulty.add(name)
@@ -86,24 +86,24 @@ def annotations_of(cls: Any) -> dict[str, Any]:
     return {field.name: field.type for field in attrs.fields(cls)}
 
 
-def judged_fields(cls: Any, values: Mapping[str, Any]) -> dict[str, tuple[Any, list[Fault]]]:
+def validated_fields(cls: Any, values: Mapping[str, Any]) -> dict[str, tuple[Any, list[Fault]]]:
     """The value and the faults of each field that was given, or should have been."""
-    judged = {}
+    validated = {}
     for field in attrs.fields(cls):
         if field.name in values:
-            judged[field.name] = judge_field(field.type, values[field.name])
+            validated[field.name] = validate_field(field.type, values[field.name])
         elif field.default is attrs.NOTHING:
             missing = Fault("", f"missing; expected {expectation(field.type)}")
-            judged[field.name] = missing, [missing]
-    return judged
+            validated[field.name] = missing, [missing]
+    return validated
 
 
-def judge_field(annotation: Any, value: Any) -> tuple[Any, list[Fault]]:
-    """`judge`, and beside it: a section brings its own faults, a fault stands for itself."""
+def validate_field(annotation: Any, value: Any) -> tuple[Any, list[Fault]]:
+    """`validate`, and beside it: a section brings its own faults, a fault stands for itself."""
     if isinstance(value, Fault):
         return value, [value]
     if not is_section(annotation):
-        return judge(annotation, value)
+        return validate(annotation, value)
     if type(value) in options_of(annotation):
         return value, list(faults_of(value))
     return value, [Fault("", f"expected {expectation(annotation)}{got(value)}", value)]

@@ -138,7 +138,7 @@ class LoopLag:
             while True:
                 self._period, self._collected_s = self._new_period(), 0.0
                 await anyio.sleep(TICK_S)
-                self._judge(self._period)
+                self._explain(self._period)
         finally:
             gc.callbacks.remove(self._note_collection)
             self._stop.set()
@@ -174,7 +174,7 @@ class LoopLag:
 
     # On the loop, after the fact.
 
-    def _judge(self, period: _Period) -> None:
+    def _explain(self, period: _Period) -> None:
         """Measure a period that is over, and say what made it late unless the watchdog has."""
         is_unseen = period.claim()
         late_s, blocked_s = self._lateness(period)

@@ -122,10 +122,10 @@ class AdmissionController:
         elif loads:
             self._looks.append(_look_at(loads, progress))
             if len(self._looks) == WINDOW:
-                self._judge(_window_of(self._looks), in_flight)
+                self._adjust(_window_of(self._looks), in_flight)
         return self.allowed
 
-    def _judge(self, window: _Window, in_flight: int) -> None:
+    def _adjust(self, window: _Window, in_flight: int) -> None:
         lifetimes = self._learn(window, in_flight)
         if window.running < 1:
             return

@@ -85,7 +85,7 @@ class TrajectoryRunner:
             discarded += sum(own.generated_length for own in (*context.earlier, context.transcript))
         drift = None
         if ending.outcome in COMPARED:
-            drift, fault = await self.tokens.judge(context)
+            drift, fault = await self.tokens.check(context)
             if fault is not None:
                 ending = Ending(outcome=Outcome.FAILED, reason="tokenization")
                 cause = Cause(type=TemplateError.__qualname__, message=fault)
@@ -171,14 +171,14 @@ class TrajectoryRunner:
                 raise
             failure = error
         finally:
-            if work.verdict is not None:
+            if work.unresponsive is not None:
                 await self._close(member, context)
         fault = restore(context)
         if fault:
             failure = AgentError(fault)
-        failure = work.verdict or failure
+        failure = work.unresponsive or failure
         if failure is not None:
-            reason = "agent" if work.verdict is None else UNRESPONSIVE
+            reason = "agent" if work.unresponsive is None else UNRESPONSIVE
             return Ending(outcome=Outcome.FAILED, reason=reason), self._note(failure)
         if work.was_cancelled:
             return _ending_of_cancelled(member, deadline.now), None
@@ -190,11 +190,11 @@ class TrajectoryRunner:
             while True:
                 work = self._supervised("clean-up of the trajectory", type(None))
                 await work.run(context.close)
-                if work.verdict is None:
+                if work.unresponsive is None:
                     return
-                self._note(work.verdict)
+                self._note(work.unresponsive)
                 # It is no cause of the trajectory's, and nothing else would name it.
-                logger.warning("%s: %s", member.identity.session_id, work.verdict)
+                logger.warning("%s: %s", member.identity.session_id, work.unresponsive)
 
     def _supervised(self, what: str, kind: type[T]) -> Supervised[T | None]:
         return Supervised(what, cleanup_s=self.services.config.limits.cleanup_s)
@@ -225,10 +225,10 @@ class TrajectoryRunner:
             if passing_of(error) is not None:
                 raise
             failure = error
-        failure = work.verdict or failure
+        failure = work.unresponsive or failure
         if failure is not None:
             _end_without_reward(trajectory, Outcome.FAILED, None, self._note(failure))
-            if work.verdict is not None:
+            if work.unresponsive is not None:
                 trajectory.reason = UNRESPONSIVE
         elif reward is not None:
             trajectory.reward = reward.value
@@ -280,7 +280,7 @@ async def _run_guarded(loop: type[AgentLoop], context: AgentContext) -> Cause | 
             context.end(leaf.outcome, leaf.reason, limit_source=leaf.source)
             return None
         if context.ending is not None or isinstance(leaf, UnresponsiveError):
-            return None  # the agent's own words for a limit that had fired, or the verdict's
+            return None  # the agent's own words for a limit that had fired, or that it was given up
         if isinstance(leaf, RejectedPrompt):
             context.end(Outcome.REJECTED, leaf.reason)
         else:

@@ -80,7 +80,7 @@ class RaceRun:
         self.step = step
         self.seed = seed
         self._expected = expected
-        self._recorder = Recorder(is_hasty=injection == "close")
+        self._recorder = Recorder(closes_at_once=injection == "close")
         before = Belongings()
         with _quiet_logs():
             try:

@@ -67,7 +67,7 @@ def _sampling_fault(sampling: SamplingParams, vocab_size: int) -> str | None:
             f"ids in [0, {vocab_size})",
         ),
     )
-    for name, holds, expected in rules:
-        if not holds:
+    for name, is_met, expected in rules:
+        if not is_met:
             return f"sampling.{name} = {getattr(sampling, name)!r}; expected {expected}"
     return None

@@ -206,7 +206,7 @@ class Channel:
             ChannelError: The channel was lost.
         """
         if not self.lost.is_set():
-            answer = await self._commands.give(operation, self._control)
+            answer = await self._commands.send(operation, self._control)
             if answer is not None:
                 if answer.error:
                     raise EngineError(f"{self.name}: {answer.error}")
@@ -344,7 +344,7 @@ class Channel:
         for pending in (*self._pending.values(), *self._zombies.values()):
             pending.is_lost = True
             self._end(pending, self.lost_reason)
-        self._commands.give_up()
+        self._commands.abandon()
         self._pending.clear()
         self._zombies.clear()
 

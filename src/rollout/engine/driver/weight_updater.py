@@ -189,7 +189,7 @@ class WeightUpdater:
         assert channel is not None  # it serves
         try:
             if mode != "in_place":
-                await self._empty(replica, is_patient=mode == "wait")
+                await self._empty(replica, waits_for_requests=mode == "wait")
             await self._load(replica, channel, weights)
         except ChannelError:
             return
@@ -202,9 +202,9 @@ class WeightUpdater:
             self._router.set_weights(replica.name, weights.version)
             self._changed()
 
-    async def _empty(self, replica: Replica, *, is_patient: bool) -> None:
+    async def _empty(self, replica: Replica, *, waits_for_requests: bool) -> None:
         """No request is left there afterwards."""
-        if is_patient:
+        if waits_for_requests:
             await self._requests.finish(replica)
             return
         with anyio.move_on_after(self._limit_s) as scope:

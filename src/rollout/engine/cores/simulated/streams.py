@@ -104,7 +104,7 @@ class Sleepers:
             while not self._is_ready(stream):
                 if self._driver is None:
                     self._driver = stream
-                await self._nap(stream)
+                await self._sleep_until_woken(stream)
         finally:
             del self._waiting[stream]
             if self._driver is stream:
@@ -121,7 +121,7 @@ class Sleepers:
         for stream in self._waiting:
             stream.wake()
 
-    async def _nap(self, stream: Stream) -> None:
+    async def _sleep_until_woken(self, stream: Stream) -> None:
         """Sleep until woken; as the driver, or over chunks held back, until the next event."""
         stream.wakeup = anyio.Event()
         if self._driver is not stream and not stream.chunks:

@@ -23,9 +23,9 @@ from rollout.engine.cores.transformers.worker import (
     Close,
     Listener,
     Options,
-    Order,
     Submit,
     Worker,
+    WorkerCommand,
     stop_text,
 )
 from rollout.engine.wire.operations import TAGS_OF_LEVEL
@@ -120,7 +120,7 @@ class TransformersCore:
         self._info: EngineInfo | None = None
         self._worker: Worker | None = None
         self._open: dict[str, _Mailbox] = {}
-        self._orders: set[anyio.Event] = set()
+        self._pending_commands: set[anyio.Event] = set()
         self._asleep: frozenset[str] = frozenset()
         self._failure = "the engine has not been started"
         self._error: Exception | None = None
@@ -193,30 +193,30 @@ class TransformersCore:
         Raises:
             EngineError: They cannot be loaded, or are of another model; the old ones stay.
         """
-        await self._order(partial(self._serving().load_weights, version, source.path))
+        await self._command(partial(self._serving().load_weights, version, source.path))
         self._info = msgspec.structs.replace(self.info, weight_version=version)
 
     async def sleep(self, level: int) -> None:
         """See `SleepingCore.sleep`."""
-        await self._order(partial(self._serving().sleep, level))
+        await self._command(partial(self._serving().sleep, level))
         self._asleep |= frozenset(TAGS_OF_LEVEL[level])
 
     async def wake_up(self, tags: tuple[str, ...]) -> None:
         """See `SleepingCore.wake_up`."""
         if "weights" in tags:
-            await self._order(self._serving().wake_up)
+            await self._command(self._serving().wake_up)
         self._asleep -= frozenset(tags)
 
     async def flush_cache(self) -> None:
         """See `SleepingCore.flush_cache`."""
-        await self._order(self._serving().flush_cache)
+        await self._command(self._serving().flush_cache)
 
     def _serving(self) -> Worker:
         if self._worker is None or self._failure:
             raise EngineError(self._failure)
         return self._worker
 
-    async def _order(self, work: Callable[[Scheduler, Any, EngineInfo], None]) -> None:
+    async def _command(self, work: Callable[[Scheduler, Any, EngineInfo], None]) -> None:
         """Have the thread do something between two steps; cancellation leaves it to it."""
         answered = anyio.Event()
         errors: list[Exception | None] = []
@@ -225,12 +225,12 @@ class TransformersCore:
             errors.append(error)
             answered.set()
 
-        self._orders.add(answered)
-        self._serving().send_nowait(Order(work, done))
+        self._pending_commands.add(answered)
+        self._serving().send_nowait(WorkerCommand(work, done))
         try:
             await answered.wait()
         finally:
-            self._orders.discard(answered)
+            self._pending_commands.discard(answered)
         if not errors:  # the thread has ended before it read the message
             raise EngineError(self._failure)
         if errors[0] is not None:
@@ -318,7 +318,7 @@ class TransformersCore:
                 )
             )
         self._open.clear()
-        for answered in self._orders:
+        for answered in self._pending_commands:
             answered.set()
         self._settled.set()
         self._stopped.set()

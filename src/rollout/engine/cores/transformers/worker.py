@@ -72,7 +72,7 @@ class Abort(msgspec.Struct, frozen=True):
     request_id: str
 
 
-class Order(msgspec.Struct, frozen=True):
+class WorkerCommand(msgspec.Struct, frozen=True):
     """Call `work` in the thread, between two steps.
 
     `done` is called on the loop: with what went wrong, or None.
@@ -86,7 +86,7 @@ class Close(msgspec.Struct, frozen=True):
     """End every request and the thread."""
 
 
-Message = Submit | Abort | Order | Close
+Message = Submit | Abort | WorkerCommand | Close
 
 
 class Worker:
@@ -197,7 +197,7 @@ class Worker:
                     scheduler.submit(_sequence(request, info))
                 case Abort(request_id):
                     scheduler.abort(request_id)
-                case Order(work, done):
+                case WorkerCommand(work, done):
                     self._hand_over(scheduler, everything=True)
                     self._tell(done, _failure_of(lambda: work(scheduler, model, info)))
                 case Close():
