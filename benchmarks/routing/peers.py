@@ -152,7 +152,7 @@ class SmgPowerOfTwo(Peer):
 
 
 class SmgCacheAware(Peer):
-    """smg's `cache_aware`; who shares what is known here, so the tree is two dictionaries."""
+    """smg's `cache_aware`; the prefixes are known here, so its tree is two dictionaries."""
 
     def __init__(self, replicas: int, seed: int) -> None:
         super().__init__(replicas, seed)

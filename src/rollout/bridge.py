@@ -76,7 +76,7 @@ def runs_on_trio() -> bool:
 def loop_clock() -> Callable[[], float]:
     """`anyio.current_time` of this event loop; of no use in another one.
 
-    For those who ask often: anyio looks its backend up at every call.
+    For frequent callers: anyio looks its backend up at every call.
     """
     if not runs_on_trio():
         return anyio.current_time
@@ -86,7 +86,7 @@ def loop_clock() -> Callable[[], float]:
 
 
 def event_type() -> type[anyio.Event]:
-    """The class of this event loop's events, for those who make many: as `loop_clock`."""
+    """The class of this event loop's events, for code that makes many: as `loop_clock`."""
     if not runs_on_trio():
         return type(anyio.Event())
     import trio

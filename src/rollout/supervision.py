@@ -82,7 +82,7 @@ class _Drive(Generator[Any, Any, Any]):
         )
 
     @property
-    def cr_frame(self) -> Any:  # for those who print where tasks wait
+    def cr_frame(self) -> Any:  # for tools that print where tasks wait
         return getattr(self._coroutine, "cr_frame", None)
 
     @property

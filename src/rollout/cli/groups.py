@@ -1,4 +1,4 @@
-"""The groups of a batch as a table: who got what for which question."""
+"""The groups of a batch as a table: which member got what for which question."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Counts(Protocol):
 
 @attrs.frozen
 class Reading:
-    """The counts at one time, with the speed of late.
+    """The counts at one time, with the recent speed.
 
     Attributes:
         tokens_per_s: Over the last `WINDOW_S` seconds, or what there is of them.

@@ -115,7 +115,7 @@ class SGLangEngine(EngineConfig):
                 yield Fault(f"server_args.{name}", f"expected {home}", value)
 
     def _faults_of_sharing(self, sound: Collection[str]) -> Iterator[Fault]:
-        """Replicas have ports and GPUs of their own; who sleeps must be able to."""
+        """Replicas have ports and GPUs of their own; an engine that is to sleep must be able to."""
         if "server_args" not in sound:
             return
         if "replicas" in sound and self.replicas > 1:

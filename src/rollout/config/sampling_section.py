@@ -45,7 +45,7 @@ class SamplingConfig(Section):
     min_p: Probability = 0.0
     #: Divides positive and multiplies negative logits of tokens in the prompt or the generation.
     repetition_penalty: Positive = 1.0
-    #: Taken off the logits of tokens that the generation has. A request with it begins again where
+    #: Taken off the logits of tokens that the generation has. A request with it restarts where
     #: its replica is lost: its tokens do not say what is output.
     presence_penalty: Number = 0.0
     #: Taken off the logits of tokens for each time that the generation has them; as above.

@@ -89,7 +89,7 @@ class RecoveryConfig(Section):
     policy: Literal["resume", "restart", "fail"] = "resume"
     #: How long requests wait for a replica once none serves; None leaves it to `limits`.
     wait_s: Positive | None = 300.0
-    #: Pause before the replica is started again; doubled at each further death, up to 30 s.
+    #: Pause before the replica is restarted; doubled at each further death, up to 30 s.
     backoff_s: Positive = 1.0
     #: Failed starts in a row after which it is given up.
     max_start_failures: Count = 3
@@ -192,7 +192,7 @@ class ToolsConfig(Section):
 
 @attrs.frozen(kw_only=True)
 class SchedulingConfig(Section):
-    """Who runs, and how many at once."""
+    """What runs, and how many at once."""
 
     section: ClassVar[str] = "scheduling"
     #: Members of a group: trajectories for each prompt.

@@ -21,7 +21,7 @@ FinishReason = Literal["stop", "length", "abort", "error", "rejected"]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Version = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
-#: Seconds a core may take to let go of its requests when it closes.
+#: Seconds a core may take to end its requests when it closes.
 CORE_CLOSE_S = 5.0
 
 
@@ -132,7 +132,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
             later; "error": failed, `error` says why.
         cached_tokens: On the last chunk, how many prompt tokens needed no prefill.
         is_fatal: With "error": the engine itself is broken, out of memory for example. It is
-            ended and started again, and all of its requests resume elsewhere.
+            ended and restarted, and all of its requests resume elsewhere.
         top_ids: int32 little-endian: for each of `ids`, the k most likely ids, likeliest first.
         top_log_probs: float32 little-endian, one for each of `top_ids`.
         routed_experts: Raw bytes, as the core lays them out; joined in the order of the chunks.

@@ -216,8 +216,8 @@ class LoopLag:
     def _sleep(self) -> bool:
         """Wait for the next look; whether it is time to stop.
 
-        Who oversleeps without having waited for a CPU, while no thread of the process computed,
-        was stopped (a signal, a frozen container, a laptop's lid), and the loop with it.
+        A thread that oversleeps without having waited for a CPU, while no thread of the process
+        computed, was stopped (a signal, a frozen container, a laptop's lid), and the loop with it.
         """
         began, cpu_s, waited_s = monotonic(), process_cpu(), self._waited_s()
         asked_s = self._until_due()

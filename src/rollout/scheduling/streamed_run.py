@@ -17,7 +17,7 @@ STREAM_BUFFER = 16
 
 
 class StreamedRun:
-    """Runs in a task of the runtime's, so that a receiver who vanishes leaves nothing half open.
+    """Runs in a task of the runtime's, so that a receiver that vanishes leaves nothing half open.
 
     Attributes:
         received: Where its trajectories come out.

@@ -84,7 +84,7 @@ class WatchedCore:
             self._on_death()
 
     def freeze(self) -> None:
-        """Let the engine stand still: it says nothing any more, not even that it is alive."""
+        """Freeze the engine: it says nothing any more, not even that it is alive."""
         self.is_serving = False
         self.on_freeze()
 

@@ -94,7 +94,7 @@ async def attempt_unhurried(
 ) -> T:
     """`attempt`, except that cancellation from outside leaves `action` another `grace_s`.
 
-    What an action has begun to acquire by then it can finish acquiring, and its owner can let go of
+    What an action has begun to acquire by then it can finish acquiring, and its owner can release
     it. Afterwards the cancellation passes. (On asyncio a bare `Task.cancel` does not wait.)
     """
     await anyio.lowlevel.checkpoint_if_cancelled()

@@ -3,7 +3,7 @@
 Requests come on standard input, replies go to standard output: u32 little-endian length, then
 msgpack. What a tool prints goes to standard error. The process ends when its input closes, with all
 of its group; while a call runs, the kernel does that by a signal, also where the call's code never
-lets go of the interpreter.
+releases the interpreter.
 """
 
 from __future__ import annotations

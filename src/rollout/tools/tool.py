@@ -75,8 +75,8 @@ class ToolSession(ABC):
         """The trajectory's reward in this tool's eyes, asked once at the end; None for none."""
         return None
 
-    async def close(self) -> None:  # noqa: B027  (nothing to let go of)
-        """Let go of what the session holds: called once, shielded, in ``limits.cleanup_s``.
+    async def close(self) -> None:  # noqa: B027  (nothing to release)
+        """Release what the session holds: called once, shielded, in ``limits.cleanup_s``.
 
         Runs in the trajectory's task; sessions opened later have been closed before.
         """

@@ -109,7 +109,7 @@ class Channel:
         return self._data.is_full
 
     async def wait_for_room(self, request: Submit, prefix: TokenPrefix | None = None) -> None:
-        """Return when this request may be sent; those who wait go in their order."""
+        """Return when this request may be sent; waiting callers go in their order."""
         size = len(request.ids) if prefix is None else 4 * len(prefix)
         await self._data.wait_for_room(size)
 

@@ -74,7 +74,7 @@ class MemoryManager:
         """Take memory back; once all of it is, requests resume.
 
         Raises:
-            EngineError: A replica could not; it is started again.
+            EngineError: A replica could not; it is restarted.
         """
         wanted = frozenset(tags)
         unknown = sorted(wanted - frozenset(ALL_TAGS))
@@ -121,7 +121,7 @@ class MemoryManager:
         """Do it on every replica that serves, side by side.
 
         Raises:
-            EngineError: One of them could not, or took too long and is started again.
+            EngineError: One of them could not, or took too long and is restarted.
         """
         errors: list[EngineError] = []
         async with anyio.create_task_group() as tasks:

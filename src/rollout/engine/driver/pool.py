@@ -70,7 +70,7 @@ class EnginePool:
             first one does.
         policy: What becomes of requests whose replica is lost.
         wait_s: How long requests wait for a replica once none serves.
-        backoff_s: Pause before a replica that died is started again; doubled each time.
+        backoff_s: Pause before a replica that died is restarted; doubled each time.
         max_start_failures: Failed starts in a row after which a replica is given up.
         terms: Of the channels; None takes the defaults.
         last_answer_s: How long a cancelled request waits for the tokens of its last answer.
@@ -148,7 +148,7 @@ class EnginePool:
 
     @property
     def router(self) -> Router:
-        """Who decides where requests go; its `statistics` say why."""
+        """Decides where requests go; its `statistics` say why."""
         return self._router
 
     def statistics(self) -> tuple[ReplicaStatistics, ...]:
@@ -179,7 +179,7 @@ class EnginePool:
     def drain(self, name: str) -> None:
         """Send a replica nothing new until `resume`; what it has in flight continues.
 
-        Also if it dies meanwhile and is started again.
+        Also if it dies meanwhile and is restarted.
 
         Raises:
             EngineError: There is no such replica.
@@ -254,7 +254,7 @@ class EnginePool:
         """Every replica has these weights afterwards; one that starts later gets them first.
 
         Replicas load them side by side, and get new requests when they have. One that cannot load
-        them is started again, unless none can. Cancellation leaves them to it.
+        them is restarted, unless none can. Cancellation leaves them to it.
 
         Args:
             version: What the tokens sampled with them are stamped with.
@@ -295,7 +295,7 @@ class EnginePool:
             tags: "weights", "kv_cache", or both.
 
         Raises:
-            EngineError: An engine could not; it is started again.
+            EngineError: An engine could not; it is restarted.
         """
         await self._maintenance.do(partial(self._memory_manager.wake_up, tags))
 

@@ -59,7 +59,7 @@ class Replica:
         is_leaving: It is being removed.
         is_closed_by_driver: Nothing that it has in flight is to blame for its end.
         scope: Ends it; None before it is kept.
-        gone: It has ended and is not started again.
+        gone: It has ended and is not restarted.
     """
 
     name: str

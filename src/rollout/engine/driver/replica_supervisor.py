@@ -1,4 +1,4 @@
-"""Keeps replicas alive: each is started, served through its channel, and started again."""
+"""Keeps replicas alive: each is started, served through its channel, and restarted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.engine")
 
-#: The longest pause before a replica is started again.
+#: The longest pause before a replica is restarted.
 MAX_BACKOFF_S = 30.0
 #: A replica that served this long died of something new: its next pause is the first one again.
 STABLE_S = 60.0

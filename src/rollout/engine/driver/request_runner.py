@@ -157,7 +157,7 @@ class RequestRunner:
         return ask(avoid=avoid) or (ask() if avoid is not None else None)
 
     async def _place(self, attempt: Attempt, ask: Callable[[], Dispatch | None]) -> Dispatch:
-        """Wait for a place on a replica; those who wait are served in their order."""
+        """Wait for a place on a replica; waiting requests are served in their order."""
         dispatch = None if self._wait_queue else ask()
         if dispatch is None and self._pauses:
             attempt.pause_deadlines()

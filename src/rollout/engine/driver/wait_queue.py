@@ -1,4 +1,4 @@
-"""Those who wait for a place on a replica, served in their order."""
+"""Requests that wait for a place on a replica, served in their order."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Notifier:
         await self._changed.wait()
 
     def notify(self) -> None:
-        """Wake all who wait."""
+        """Wake all waiting tasks."""
         if self._changed is not None:
             self._changed.set()
             self._changed = None

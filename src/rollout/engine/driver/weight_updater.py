@@ -36,7 +36,7 @@ class WeightUpdater:
     """The current weights of a pool, and their changes, one after the other.
 
     All replicas that serve have the current weights, or none of them has: one about which that is
-    not certain is started again, and does not serve before it has them.
+    not certain is restarted, and does not serve before it has them.
 
     Args:
         limit_s: How long a replica may load, and how long it may take to end requests before.
@@ -196,7 +196,7 @@ class WeightUpdater:
         except EngineError as error:
             errors[replica] = error
             return
-        for attempt in replica.running:  # those that stood still in their place
+        for attempt in replica.running:  # those that paused in their place
             attempt.resume_deadlines()
         if replica.channel is channel and replica.is_serving:
             self._router.set_weights(replica.name, weights.version)
@@ -244,7 +244,7 @@ async def _staged(version: int, source: WeightSource) -> Weights:
 
 
 def _fence(replica: Replica, why: str) -> None:
-    """Have a replica started again; nothing that it has in flight is to blame."""
+    """Have a replica restarted, its requests not suspected of killing it."""
     if replica.channel is not None:
         replica.is_closed_by_driver = True
         replica.channel.close(why)

@@ -1,7 +1,7 @@
 """Engines on the machines of a Ray cluster.
 
 Ray places, names, watches and kills; tokens go over a socket of ours. Each replica has a placement
-group of its own, kept over restarts, so that no other job takes its GPUs while it is started again.
+group of its own, kept over restarts, so that no other job takes its GPUs while it is restarted.
 Ray restarts nothing (an actor that it restarts would be another engine under the old name): the
 pool does. This is the one module that imports Ray, and it does so when a cluster is needed.
 """

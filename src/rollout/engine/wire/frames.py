@@ -78,7 +78,7 @@ class FrameStream:
         return len(self._outgoing) + self._long_bytes
 
     async def wait_for_room(self, size: int) -> None:
-        """Return when this caller may send about `size` bytes; those who wait go in their order."""
+        """Return when this caller may send about `size` bytes; callers go in their order."""
         turn = anyio.Event()
         self._waiters[turn] = size
         try:
@@ -89,7 +89,7 @@ class FrameStream:
             raise
 
     def let_all_pass(self) -> None:
-        """Wake those who wait for room: the connection is over."""
+        """Wake the callers that wait for room: the connection is over."""
         self._take_outgoing()
         for turn in self._waiters:
             turn.set()

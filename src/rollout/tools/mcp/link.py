@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.tools")
 
-#: Seconds before a server that ended is started again; doubled at each failure in a row, up to …
+#: Seconds before a server that ended is restarted; doubled at each failure in a row, up to …
 RESTART_BACKOFF_S = 0.5
 MAX_RESTART_BACKOFF_S = 30.0
 #: Seconds for leaving a server in good order, beyond which the connection is cut.
@@ -174,7 +174,7 @@ class McpLink:
                     tasks.start_soon(self._watch, connection)
                     await ended.wait()
                     tasks.cancel_scope.cancel()
-                # A server that is frozen may hold up what is said to it in leaving.
+                # A server that is frozen may block what is sent to it at the end.
                 scope.deadline = anyio.current_time() + LEAVE_S
 
     async def _watch(self, connection: _Connection) -> None:

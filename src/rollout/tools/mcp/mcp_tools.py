@@ -44,7 +44,7 @@ async def connect_mcp(
     ping_s: float | None = 10.0,
     max_answer_bytes: int = 2**20,
 ) -> AsyncIterator[list[Tool]]:
-    """The tools of an MCP server, for `open_rollout`; the server is let go at the block's end.
+    """The tools of an MCP server, for `open_rollout`; the server is released at the block's end.
 
     Args:
         server: A URL (streamable HTTP), or a command with its arguments, which is run and spoken
@@ -58,7 +58,7 @@ async def connect_mcp(
         headers: Sent with each HTTP request.
         start_timeout_s: From starting a connection to its list of tools.
         ping_s: A server that says nothing for so long while a call waits is pinged; where it is
-            silent for as long again, it is frozen, and started again. So is one that does not
+            silent for as long again, it is frozen, and restarted. So is one that does not
             answer the ping after a call that was given up. To be longer than the longest call of
             a server that does nothing else meanwhile; None never pings.
         max_answer_bytes: Longest answer that is read; an error takes the place of a longer one.

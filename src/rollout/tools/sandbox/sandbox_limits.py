@@ -30,7 +30,7 @@ class SandboxLimits:
 
     The kernel keeps `memory_mb` for each process, `file_mb`, `max_processes` and, where the files
     are in memory, `disk_mb`; the sandbox's supervisor looks at the sums twice a second or more
-    often while a call runs. None of them depends on who the driver runs as.
+    often while a call runs. None of them depends on the user that the driver runs as.
 
     Raises:
         ToolError: A value is out of bounds.

@@ -78,7 +78,7 @@ class TrajectorySandbox:
 
 
 def sandbox_of(state: dict[str, Any], spec: SandboxSpec, purpose: str) -> TrajectorySandbox:
-    """The trajectory's sandbox of this kind for one more user, who calls `release`.
+    """The trajectory's sandbox of this kind for one more user, which calls `release`.
 
     Args:
         state: `ToolContext.state`.

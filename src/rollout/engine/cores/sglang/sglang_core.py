@@ -167,7 +167,7 @@ class SGLangCore:
         entry.is_aborted = True
         if self._sglang.is_dispatched(request_id):
             self._sglang.abort(request_id)
-        else:  # SGLang holds it back, as during a weight update, and nothing has been sampled
+        else:  # SGLang delays it, as during a weight update, and nothing has been sampled
             entry.give_up("abort")
 
     def load(self) -> EngineLoad:
@@ -184,7 +184,7 @@ class SGLangCore:
         )
 
     async def update_weights(self, version: int, source: DiskWeights) -> None:
-        """Load other weights of the same model from a directory; requests stand still meanwhile.
+        """Load other weights of the same model from a directory; requests pause meanwhile.
 
         Their tokens keep leaving where SGLang's answers say what sampled each; see `AnswerReader`.
 

@@ -1,4 +1,4 @@
-"""The memory of the simulated engine: who holds how many tokens, and which prefixes are warm.
+"""The memory of the simulated engine: tokens by request, and which prefixes are warm.
 
 Sequences are kept as a tree of whole blocks. A block that a running request uses is *locked*;
 others are *warm*: they count as free memory, and the least recently used leaf goes first. What is
@@ -86,7 +86,7 @@ class KvCache:
     def release(self, lease: Lease, sequence: bytes, *, keep: bool) -> None:
         """Give a lease back; `sequence` is all that it covers by now.
 
-        With `keep` its whole blocks stay warm for those who continue the sequence.
+        With `keep` its whole blocks stay warm for requests that continue the sequence.
         """
         count = len(sequence) // 4
         self._locked_tokens -= count - len(lease.blocks) * self._block_tokens

@@ -115,7 +115,7 @@ class Faults(_Section, frozen=True, kw_only=True):
 
     Attributes:
         start_delay_s: Seconds before the engine has started.
-        freeze_at_s: Seconds after the start at which the engine stands still; nothing is computed,
+        freeze_at_s: Seconds after the start at which the engine freezes; nothing is computed,
             answered or aborted until `freeze_s` later, then it continues as if nothing had
             happened.
         freeze_s: Length of the freeze; None never ends.

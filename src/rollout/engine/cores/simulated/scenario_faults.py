@@ -73,7 +73,7 @@ class RequestFaults:
 
 
 class Freeze:
-    """A stretch in which the engine stands still, and the engine's own time around it."""
+    """A stretch in which the engine is frozen, and the engine's own time around it."""
 
     def __init__(self, start: float, length: float) -> None:
         self.start = start
@@ -88,7 +88,7 @@ class Freeze:
         return cls(started_at + faults.freeze_at_s, length)
 
     def covers(self, now: float) -> bool:
-        """Whether the engine stands still."""
+        """Whether the engine is frozen."""
         return self.start < now < self.end
 
     def to_engine_time(self, now: float) -> float:

@@ -1,4 +1,4 @@
-"""The way from the batch to those who iterate over answers, without a task of its own.
+"""The way from the batch to the tasks that iterate over answers, without a task of its own.
 
 Loaded in engine processes: imports msgspec, anyio and the standard library only.
 """
@@ -72,7 +72,7 @@ class Stream:
 
 
 class Sleepers:
-    """Those who wait for chunks; one of them drives the engine for all.
+    """The tasks that wait for chunks; one of them drives the engine for all.
 
     The driver sleeps until the engine's next event, advances the engine, which may fill any
     stream, and sleeps again; when it has got its own chunk, or is cancelled, the next one takes
@@ -122,7 +122,7 @@ class Sleepers:
             stream.wake()
 
     async def _sleep_until_woken(self, stream: Stream) -> None:
-        """Sleep until woken; as the driver, or over chunks held back, until the next event."""
+        """Sleep until woken; as the driver, or over delayed chunks, until the next event."""
         stream.wakeup = anyio.Event()
         if self._driver is not stream and not stream.chunks:
             await stream.wakeup.wait()

@@ -47,7 +47,7 @@ def can_leave_root() -> bool:
     """Whether this is root, and a spare user exists to become.
 
     In the user namespace of a container without real root it does not; its root is an ordinary
-    user to the kernel, whom limits bind.
+    user to the kernel, which limits bind.
     """
     if os.geteuid() != 0:
         return False
@@ -57,7 +57,7 @@ def can_leave_root() -> bool:
 
 
 def leave_root(user: int) -> None:
-    """Become `user`, who owns nothing here."""
+    """Become `user`, which owns nothing here."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)

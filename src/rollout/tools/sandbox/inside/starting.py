@@ -261,7 +261,7 @@ def _start_under_landlock(
 
 
 def _landlock_user(paths: list[str]) -> int | None:
-    """Who programs are to run as; None for the user that this is.
+    """The user that programs run as; None for the user that this is.
 
     Root becomes another user where another user can reach the interpreter.
 
