@@ -232,7 +232,7 @@ def main() -> None:
         "us_per_decision_256": round(cost, 3),
         "virtual_time_difference": difference,
         "seeds": seeds,
-        "split": {"train": list(TRAIN), "test": list(TEST)},
+        "split": {"train": TRAIN, "test": TEST},
         "against_best_other": comparisons,
         "behind": behind(comparisons),
         f"{DEFAULT}_over_best": over_best,

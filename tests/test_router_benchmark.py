@@ -67,15 +67,17 @@ def test_behind_names_who_is_slower_by_more_than_three_percent_and_the_interval(
     assert benchmark.behind(comparisons) == ["slower"]
 
 
-def test_workloads_of_the_test_split_share_no_shape_machine_or_seed_with_the_others() -> None:
-    train, test = benchmark.TRAIN, benchmark.TEST
-    assert not set(train) & set(test)
-    assert not set(train.values()) & set(test.values())
-    for name in test:
-        assert (
-            benchmark.trial_of(name, 8, 0).machines
-            != benchmark.trial_of("single_turns", 8, 0).machines
-        )
+def test_workloads_held_out_share_no_shape_machines_or_draws_with_those_tuned_on() -> None:
+    train, test = set(benchmark.TRAIN), set(benchmark.TEST)
+    assert train | test == set(benchmark.WORKLOADS)
+    assert not train & test
+
+    def what(name: str) -> set[Any]:
+        sessions = benchmark.trial_of(name, 2, 0).sessions
+        return {benchmark.WORKLOADS[name].machines(8), *(session.ids for session in sessions)}
+
+    tuned_on = set().union(*map(what, train))
+    assert not any(what(name) & tuned_on for name in test)
 
 
 @pytest.mark.full

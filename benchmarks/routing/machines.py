@@ -30,6 +30,11 @@ def one_at_half_speed(replicas: int) -> tuple[Machine, ...]:
     return (Machine(slowness=2.0), *[Machine()] * (replicas - 1))
 
 
+def one_at_double_speed(replicas: int) -> tuple[Machine, ...]:
+    """The first takes half the time for everything; all decode 32 requests together."""
+    return (Machine(slowness=0.5, max_running=32), *[Machine(max_running=32)] * (replicas - 1))
+
+
 def mix_of(*machines: Machine) -> Callable[[int], tuple[Machine, ...]]:
     """These, again and again until there are as many as are asked for."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import attrs
 import numpy as np
 
-from .machines import Machine, mix_of, one_at_half_speed
+from .machines import Machine, mix_of, one_at_double_speed, one_at_half_speed
 
 #: Ids are drawn from here, so that no two trajectories share a block by chance.
 FIRST_ID, LAST_ID = 1, 2**31 - 1
@@ -70,6 +70,7 @@ class Shape:
         in_flight: Trajectories that run at once for each replica; the next one begins when one has
             ended.
         machines: What the replicas run on, by their number.
+        is_held_out: It is measured, and nothing is tuned on it.
     """
 
     group: int
@@ -82,6 +83,7 @@ class Shape:
     sessions: int = 32
     in_flight: int = 24
     machines: Callable[[int], tuple[Machine, ...]] = one_at_half_speed
+    is_held_out: bool = False
 
 
 @attrs.frozen
@@ -97,8 +99,8 @@ class Trial:
     in_flight: int
 
 
-#: Those that constants of the router were tuned on.
-TRAIN: dict[str, Shape] = {
+#: A new one comes last: the others' draws depend on their places.
+WORKLOADS: dict[str, Shape] = {
     "lognormal_turns": Shape(
         group=8,
         prompt=512,
@@ -156,9 +158,6 @@ TRAIN: dict[str, Shape] = {
             Machine(slowness=1.6, max_running=32),
         ),
     ),
-}
-#: Those that nothing was tuned on: other shapes, other machines, other seeds.
-TEST: dict[str, Shape] = {
     "single_turns_two_kinds": Shape(
         group=16,
         prompt=1024,
@@ -174,6 +173,7 @@ TEST: dict[str, Shape] = {
             Machine(slowness=1.5, max_running=48),
             Machine(slowness=3.0),
         ),
+        is_held_out=True,
     ),
     "single_turns_at_once": Shape(
         group=5,
@@ -185,6 +185,7 @@ TEST: dict[str, Shape] = {
         sessions=60,
         in_flight=60,
         machines=mix_of(Machine()),
+        is_held_out=True,
     ),
     "turns_on_a_mix": Shape(
         group=4,
@@ -200,6 +201,7 @@ TEST: dict[str, Shape] = {
             Machine(slowness=1.8, max_running=128),
             Machine(slowness=0.7),
         ),
+        is_held_out=True,
     ),
     "long_prompts": Shape(
         group=2,
@@ -209,9 +211,23 @@ TEST: dict[str, Shape] = {
         tool=(1.0, 0.5),
         observed=1000,
         machines=mix_of(Machine(), Machine(slowness=1.6)),
+        is_held_out=True,
+    ),
+    "single_turns_long_prompts": Shape(
+        group=1,
+        prompt=8192,
+        turns=(1, 1),
+        lengths=((1.0, 1000.0, 0.3),),
+        tool=(1.0, 0.0),
+        observed=0,
+        sessions=96,
+        machines=one_at_double_speed,
     ),
 }
-WORKLOADS = {**TRAIN, **TEST}
+#: Those that constants of the router were tuned on, and those that nothing was tuned on: other
+#: shapes, other machines, other seeds.
+TRAIN = [name for name, shape in WORKLOADS.items() if not shape.is_held_out]
+TEST = [name for name, shape in WORKLOADS.items() if shape.is_held_out]
 #: Added to the seeds of `TEST`.
 TEST_SEEDS = 1000
 
@@ -226,7 +242,7 @@ def trial_of(name: str, replicas: int, seed: int) -> Trial:
 def sessions_of(name: str, replicas: int, seed: int) -> list[Session]:
     """The trajectories of a workload, members of a group adjacent, as a batch is admitted."""
     shape = WORKLOADS[name]
-    seed += TEST_SEEDS if name in TEST else 0
+    seed += TEST_SEEDS if shape.is_held_out else 0
     rng = np.random.default_rng([seed, replicas, list(WORKLOADS).index(name)])
     count = shape.sessions * replicas
     sessions = []
