@@ -402,6 +402,26 @@ def test_assign_a_group_gathers_where_its_prompt_is_until_that_is_too_busy() -> 
     assert send(router, "last", group_id="g", prompt_tokens=4000, now=20.0).fresh_tokens == 0
 
 
+def test_assign_a_prefix_counts_twice_where_the_batch_is_full() -> None:
+    def members_at_home(queued: int) -> int:
+        """How many of a group follow its prompt, with all replicas as busy as each other."""
+        router = router_of("a", "b")
+        for number in range(8):
+            send(router, f"other {number}", now=0.0)
+        for name in ("a", "b"):
+            router.report(name, EngineLoad(running=4 - queued, queued=queued), now=100.0)
+        group: dict[str, Any] = {"group_id": "g", "prompt_tokens": 20_000, "now": 100.0}
+        home = send(router, "m0", **group).replica
+        router.report(home.name, EngineLoad(running=5 - queued, queued=queued), now=110.0)
+        names = [send(router, f"m{n}", **group).replica.name for n in range(1, 300)]
+        return next(n for n, name in enumerate(names) if name != home.name)
+
+    # A place beyond the batch costs the steps of a share of an answer too, and so much less room.
+    price_s, place_s = 20_000 * PROMPT_TOKEN_S, REQUEST_S + 256 * 0.02 / 3
+    assert members_at_home(queued=0) == pytest.approx(PREFILL_WEIGHT * price_s / REQUEST_S, abs=2)
+    assert members_at_home(queued=1) == pytest.approx(2 * PREFILL_WEIGHT * price_s / place_s, abs=2)
+
+
 def test_assign_other_groups_are_not_drawn_there() -> None:
     router = router_of("a", "b")
     home = place(router, "m0", group_id="g", prompt_tokens=4000)

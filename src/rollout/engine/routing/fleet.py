@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 #: replica stands still meanwhile, and what is computed pushes other prefixes out of the cache.
 #: Between 2.5 and 4 the benchmark's workloads differ by no more than their noise.
 PREFILL_WEIGHT = 3.0
+#: The same for a replica whose batch is full: all who wait for a place stand still as well.
+FULL_PREFILL_WEIGHT = 6.0
 MOST_KV_USED = 0.999
 #: Orders replicas of equal score by whose turn it is, and no others.
 TIE_S = 1e-9
@@ -244,7 +246,6 @@ class Fleet:
         replica.token_s = factor * prices.token_s
         replica.prompt_s = factor * prices.prompt_s
         self._views[PER_NEW][slot] = replica.step_s + replica.token_s
-        self._views[PER_FRESH][slot] = PREFILL_WEIGHT * replica.prompt_s
 
     def refresh(self, replica: ReplicaState) -> None:
         """Write a replica's load, or that it gets nothing; call after any change of it."""
@@ -252,7 +253,9 @@ class Fleet:
         if is_open is not replica.is_open:
             replica.is_open = is_open
             self.open_count += 1 if is_open else -1
-        slot, (load, _, _, requests, rounds) = replica.slot, self._views
+        slot, (load, _, per_fresh, requests, rounds) = replica.slot, self._views
+        is_full = replica.beyond_batch >= 0
+        per_fresh[slot] = replica.prompt_s * (FULL_PREFILL_WEIGHT if is_full else PREFILL_WEIGHT)
         if is_open:
             tie, weight = replica.turn * TIE_S, replica.weight
             load[slot] = self.load_s(replica) / weight + tie
