@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from rollout.testing.options import Capacity
+from rollout.engine.cores.simulated.options import Capacity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
