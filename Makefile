@@ -24,13 +24,17 @@ SGLANG_NEEDS := accelerate aiohttp anyio apache-tvm-ffi attrs compressed-tensors
 	sentencepiece setproctitle soundfile tiktoken tokenizers transformers trio triton uvicorn uvloop \
 	watchfiles xgrammar xxhash zstandard
 
-.PHONY: demo test test-full test-sglang test-gpu sglang-cpu lint format docs bench bench-full clean
+.PHONY: demo test test-virtual test-full test-sglang test-gpu sglang-cpu lint format docs bench bench-full clean
 
 demo: $(READY)
 	$(BIN)/rollout demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not full" $(PARALLEL)
+
+# Those of `make test` that start no process: most run in virtual time.
+test-virtual: $(READY)
+	$(BIN)/python -m pytest -m "not full and not processes" $(PARALLEL)
 
 test-full: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL)

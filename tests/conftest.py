@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -41,6 +42,44 @@ ALONE = {
     "test_engine_pairs.py": "ray",
     "test_loop_lag.py": "timing",
 }
+#: Files with tests that start processes; `make test-virtual` leaves them out.
+WITH_PROCESSES = (
+    "attacks",
+    "blocking",
+    "bridge",
+    "chat_template",
+    "check_template",
+    "cli",
+    "collate",
+    "config_loading",
+    "driver_death",
+    "engine_pairs",
+    "examples",
+    "faults",
+    "foreign_tools",
+    "full_disk",
+    "imports",
+    "isolated_tools",
+    "live_weights",
+    "local_process",
+    "long_text_attacks",
+    "loop_lag",
+    "mcp",
+    "mcp_servers",
+    "model_files",
+    "ray_placement",
+    "real_processes",
+    "router",
+    "sandbox_attacks",
+    "sandbox_tools",
+    "simulated_engine",
+    "soak",
+    "strangers",
+    "testing_plugin",
+    "tls",
+    "transformers_core",
+    "wrapping",
+)
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
@@ -53,3 +92,25 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
             group = item.path.name
         if group is not None:
             item.add_marker(pytest.mark.xdist_group(name=group))
+        if item.path.stem.removeprefix("test_") in WITH_PROCESSES:
+            item.add_marker("processes")
+
+
+_started: list[str] = []
+
+
+def _note_processes(event: str, arguments: tuple[object, ...]) -> None:
+    if event in ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.exec"):
+        _started.append(f"{event}{arguments[:1]}")
+
+
+sys.addaudithook(_note_processes)
+
+
+@pytest.fixture(autouse=True)
+def only_marked_files_start_processes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """`WITH_PROCESSES` is true: a test of another file that starts one fails."""
+    _started.clear()
+    yield
+    if request.node.get_closest_marker("processes") is None:
+        assert not _started, f"{request.node.path.name} starts processes: see WITH_PROCESSES"

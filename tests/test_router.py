@@ -185,6 +185,67 @@ def test_report_of_waiting_requests_counts_their_prompts_and_their_turns() -> No
     assert a.load_s - b.load_s == pytest.approx(waiting_s)
 
 
+def test_report_without_a_queue_keeps_what_a_full_batch_was() -> None:
+    router = router_of("a", "b")
+    crowd(router, "a", 12)
+
+    def beyond_s(running: int, queued: int, now: float) -> float:
+        """What requests beyond a full batch add to the load of a."""
+        router.report("a", EngineLoad(running=running, queued=queued), now=now)
+        return router.statistics().replicas[0].load_s - 12 * REQUEST_S
+
+    assert beyond_s(running=8, queued=4, now=1.0) == pytest.approx((12 / 8 - 1) * 256 * 0.02)
+    # The next report finds nobody in the queue: the batch is not larger for it.
+    assert beyond_s(running=7, queued=0, now=2.0) == pytest.approx((12 / 8 - 1) * 256 * 0.02)
+    # One that runs more at once has room for more.
+    assert beyond_s(running=10, queued=0, now=3.0) == pytest.approx((12 / 10 - 1) * 256 * 0.02)
+    assert beyond_s(running=12, queued=0, now=4.0) == pytest.approx(0.0)
+    # A new engine of the same name may be another one.
+    router.remove("a")
+    router.add("a", 1000)
+    crowd(router, "a", 12)
+    assert router.statistics().replicas[0].load_s == pytest.approx(24 * REQUEST_S)
+
+
+def test_report_of_prompts_that_wait_they_are_not_priced_as_computed() -> None:
+    step_s, prompt_token_s, prompt_tokens, batch, queued = 0.02, 2e-5, 8192, 10, 20
+    router = router_of("a")
+    names = map(str, range(10**6))
+    held = [send(router, next(names), prompt_tokens=prompt_tokens) for _ in range(batch + queued)]
+    generated = 0
+    for second in range(1, 90):
+        # One, two or three requests end, as many leave the queue, as many come.
+        count = 1 + second % 3
+        for place in range(count):
+            now = second - 1 + place / count
+            router.release(held.pop(0), generated=256, now=now)
+            held.append(send(router, next(names), prompt_tokens=prompt_tokens, now=now))
+        decode_s = 1 - count * prompt_tokens * prompt_token_s
+        generated += round(decode_s / step_s * batch)
+        load = EngineLoad(running=batch, queued=queued, generated_tokens=generated)
+        router.report("a", load, now=float(second))
+    prices = router.statistics()
+    assert prices.prompt_s == pytest.approx(prompt_token_s, rel=0.15)
+    assert prices.step_s + batch * prices.token_s == pytest.approx(step_s, rel=0.15)
+
+
+def test_release_of_one_in_a_full_batch_lets_the_next_prompt_be_computed() -> None:
+    router = router_of("a")
+    held = [send(router, f"s{n}", prompt_tokens=10_000, now=0.0) for n in range(4)]
+    router.report("a", EngineLoad(running=2, queued=2), now=10.0)
+
+    def prompts_s() -> float:
+        """What prompts that are not computed yet add to the load."""
+        beyond_s = (256 * len(held) / 2 - 256) * 0.02
+        return router.statistics().replicas[0].load_s - len(held) * REQUEST_S - beyond_s
+
+    assert prompts_s() == pytest.approx(2 * 10_000 * PROMPT_TOKEN_S)
+    router.release(held.pop(), now=10.0)
+    # There is time for many prompts, but the other one has had no place in the batch until now.
+    router.release(held.pop(), now=60.0)
+    assert prompts_s() == pytest.approx(10_000 * PROMPT_TOKEN_S)
+
+
 @pytest.mark.parametrize(("used", "count"), [(0.5, 5), (0.9, 52)])
 def test_report_of_a_filling_kv_cache_makes_a_replica_cost_more(used: float, count: int) -> None:
     router = router_of("full", "empty")
@@ -339,6 +400,26 @@ def test_assign_a_group_gathers_where_its_prompt_is_until_that_is_too_busy() -> 
     assert [m.fresh_tokens for m in members] == [0] * stay + [4000]
     # Now both hold it.
     assert send(router, "last", group_id="g", prompt_tokens=4000, now=20.0).fresh_tokens == 0
+
+
+def test_assign_a_prefix_counts_twice_where_the_batch_is_full() -> None:
+    def members_at_home(queued: int) -> int:
+        """How many of a group follow its prompt, with all replicas as busy as each other."""
+        router = router_of("a", "b")
+        for number in range(8):
+            send(router, f"other {number}", now=0.0)
+        for name in ("a", "b"):
+            router.report(name, EngineLoad(running=4 - queued, queued=queued), now=100.0)
+        group: dict[str, Any] = {"group_id": "g", "prompt_tokens": 20_000, "now": 100.0}
+        home = send(router, "m0", **group).replica
+        router.report(home.name, EngineLoad(running=5 - queued, queued=queued), now=110.0)
+        names = [send(router, f"m{n}", **group).replica.name for n in range(1, 300)]
+        return next(n for n, name in enumerate(names) if name != home.name)
+
+    # A place beyond the batch costs the steps of a share of an answer too, and so much less room.
+    price_s, place_s = 20_000 * PROMPT_TOKEN_S, REQUEST_S + 256 * 0.02 / 3
+    assert members_at_home(queued=0) == pytest.approx(PREFILL_WEIGHT * price_s / REQUEST_S, abs=2)
+    assert members_at_home(queued=1) == pytest.approx(2 * PREFILL_WEIGHT * price_s / place_s, abs=2)
 
 
 def test_assign_other_groups_are_not_drawn_there() -> None:
