@@ -28,7 +28,7 @@ from rollout.engine.routing.strategies import STRATEGIES
 from rollout.errors import ConfigError, EngineError
 from rollout.testing import run_virtual
 
-#: What a request of 256 expected tokens adds to a load, in seconds, at the prices before reports.
+#: What a request of 256 expected tokens adds to a load, in seconds, at the costs before reports.
 REQUEST_S = 256 * 1e-4
 PROMPT_TOKEN_S = 5e-5
 #: How often a prompt token counts that has to be computed.
@@ -224,9 +224,9 @@ def test_report_of_prompts_that_wait_they_are_not_priced_as_computed() -> None:
         generated += round(decode_s / step_s * batch)
         load = EngineLoad(running=batch, queued=queued, generated_tokens=generated)
         router.report("a", load, now=float(second))
-    prices = router.statistics()
-    assert prices.prompt_s == pytest.approx(prompt_token_s, rel=0.15)
-    assert prices.step_s + batch * prices.token_s == pytest.approx(step_s, rel=0.15)
+    costs = router.statistics()
+    assert costs.prompt_s == pytest.approx(prompt_token_s, rel=0.15)
+    assert costs.step_s + batch * costs.token_s == pytest.approx(step_s, rel=0.15)
 
 
 def test_release_of_one_in_a_full_batch_lets_the_next_prompt_be_computed() -> None:
@@ -366,7 +366,7 @@ def test_report_of_one_replica_is_silent_the_others_are_priced_without_it() -> N
     token_ms=st.floats(0.02, 5),
     prompt_ms=st.floats(0.01, 1),
 )
-def test_prices_fit_finds_what_an_engine_costs(
+def test_costs_fit_finds_what_an_engine_costs(
     step_ms: float, token_ms: float, prompt_ms: float
 ) -> None:
     costs = CostModel()
@@ -447,7 +447,7 @@ def test_assign_a_moving_member_pays_only_what_the_group_does_not_share() -> Non
 
 
 @pytest.mark.parametrize("strategy", ["estimated_seconds", "least_requests", "round_robin"])
-def test_ties_are_fair_on_an_idle_fleet(strategy: str) -> None:
+def test_ties_are_fair_on_an_idle_set(strategy: str) -> None:
     router = router_of(*"abcd", strategy=strategy)
     for number in range(400):
         router.release(send(router, f"s{number}", prompt_tokens=10), generated=5, now=number)
@@ -455,7 +455,7 @@ def test_ties_are_fair_on_an_idle_fleet(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["estimated_seconds", "least_requests", "round_robin"])
-def test_ties_are_fair_on_a_busy_fleet(strategy: str) -> None:
+def test_ties_are_fair_on_a_busy_set(strategy: str) -> None:
     router = router_of(*"abcd", strategy=strategy)
     for round_number in range(1, 6):
         for number in range(4):
@@ -464,7 +464,7 @@ def test_ties_are_fair_on_a_busy_fleet(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["estimated_seconds", "least_requests", "round_robin"])
-def test_ties_are_shared_by_weight_on_an_idle_fleet(strategy: str) -> None:
+def test_ties_are_shared_by_weight_on_an_idle_set(strategy: str) -> None:
     router = Router(strategy=strategy)
     for name, weight in (("light", 1.0), ("heavy", 3.0), ("middle", 2.0)):
         router.add(name, 100, weight=weight)

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from rollout.engine.routing.dispatch import Dispatch
 
 #: How often a second of prefill counts. The request waits for it, every other request of that
-#: replica stands still meanwhile, and what is computed pushes other prefixes out of the cache.
+#: replica waits meanwhile, and what is computed pushes other prefixes out of the cache.
 #: At 4 too much gathers in the benchmark: large groups with long prompts take 6 % longer.
 PREFILL_WEIGHT = 3.0
-#: The same where the batch is full: those who wait for a place stand still as well. From 6 to 9
+#: The same where the batch is full: requests that wait for a place wait longer too. From 6 to 9
 #: the benchmark's queued workload differs by no more than its noise.
 FULL_PREFILL_WEIGHT = 6.0
 MOST_KV_USED = 0.999
@@ -112,7 +112,7 @@ class ReplicaSet:
         return replica
 
     def remove(self, name: str) -> None:
-        """Offer a replica no more; what it has in flight goes on being counted."""
+        """Offer a replica no more; what it has in flight is still counted."""
         replica = self.get(name)
         replica.is_offered = False
         self._reported.discard(replica)
@@ -144,7 +144,8 @@ class ReplicaSet:
         """Count a request that goes to `dispatch.replica`."""
         replica, fresh = dispatch.replica, dispatch.fresh_tokens
         self._settle(replica, now)
-        # Start-time fair queueing (Goyal et al. 1996): who was passed over catches up by one turn.
+        # Start-time fair queueing (Goyal et al. 1996): a replica that was passed over catches up by
+        # one turn.
         if replica.turn > self._turn:
             self._turn = replica.turn
         replica.turn = self._turn + 1 / replica.weight
@@ -224,9 +225,9 @@ class ReplicaSet:
             replica.speed.computed += done
 
     def _update_costs(self) -> None:
-        """Make prices of what a round of reports says, for all and for each.
+        """Make costs of what a round of reports says, for all and for each.
 
-        All of a round together, so that it does not matter who reports first.
+        All of a round together, so that it does not matter which reports first.
         """
         for replica in self.replicas:
             if replica.speed.latest is not None:

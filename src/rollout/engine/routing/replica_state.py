@@ -17,7 +17,7 @@ class ReplicaState:
     """Counts and measurements of one replica; kept while it is gone, in case it comes back.
 
     Attributes:
-        slot: Its column in the fleet's arrays.
+        slot: Its column in the set's arrays.
         capacity: Requests that it accepts at once, running and queued.
         weight: Its share of the load beside replicas of weight 1.
         weight_version: Version of the model's weights that it has.
@@ -26,8 +26,8 @@ class ReplicaState:
         is_offered: It exists and may be reached.
         is_draining: It gets nothing new for now.
         is_stale: Its weights are not the ones that are asked for.
-        is_isolated: It gets nothing while a request starts there that must not have company.
-        is_open: It may get a request now; kept by the fleet.
+        is_isolated: It gets nothing while a request starts there that must run alone.
+        is_open: It may get a request now; kept by the set.
         new_tokens: Tokens that the requests in flight are expected to generate.
         foreign: Requests that its last report has beyond ours: other drivers share it.
         foreign_tokens: What those of them are expected to generate that two reports had.
