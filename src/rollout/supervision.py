@@ -93,7 +93,7 @@ class _Drive(Generator[Any, Any, Any]):
         chain = self._chain()
         try:
             self._coroutine.close()
-        except BaseException:  # one caught this too and waits again, or a clean-up failed
+        except BaseException:  # one swallowed this too and waits again, or a clean-up failed
             for coroutine in chain:
                 _keep_for_ever(coroutine)
         self.task.disown_children()

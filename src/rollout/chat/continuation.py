@@ -73,7 +73,7 @@ class Continuation(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         turn_end: What ends the assistant's turn, e.g. ``<|im_end|>\\n``; may be empty.
         opens_reasoning: Whether the next turn's opening ends inside reasoning.
-        answer: What the made-up assistant says before the messages.
+        answer: What the placeholder assistant says before the messages.
         literals: The text around the slots, one more than there are of them; None where
             the template does more with contents than one of `WAYS`.
         slots: What stands between the literals: position and key of a message.

@@ -46,7 +46,7 @@ class RecoveryCounts:
     """What was done about requests whose replica was lost.
 
     Attributes:
-        resumed: Went on elsewhere from the tokens that they had.
+        resumed: Resumed elsewhere from the tokens that they had.
         restarted: Restarted; the tokens that they had were dropped.
         quarantined: Failed, because replicas died of them.
     """

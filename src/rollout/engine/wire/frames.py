@@ -254,7 +254,7 @@ class FrameStream:
         self._confirmed = self._sent = self.received = self._acknowledged = 0
 
     def continue_on(self, other: FrameStream, peer_received: int) -> None:
-        """Go on over another connection whose handshake is done.
+        """Continue over another connection whose handshake is done.
 
         Raises:
             FrameError: The peer claims to lack bytes that it had confirmed, or to have more than

@@ -51,7 +51,7 @@ class SimulatedCore:
         scenario: What `rollout.testing.Scenario.to_dict` writes; see `ScenarioOptions`.
 
     Attributes:
-        on_death: Called once when the scenario lets the engine die; whoever must take it for dead
+        on_death: Called once when the scenario lets the engine die; what must take it for dead
             sets it. Where it is None, a process that runs nothing but this engine ends with exit
             code 13.
         is_gathering: See `EngineCore`.
