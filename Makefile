@@ -9,6 +9,9 @@ MCP_SERVER := @modelcontextprotocol/server-everything@2026.7.4
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
+# One process of tests for each core; what shares a Ray cluster, a model or a clock shares a process.
+PARALLEL := --numprocesses auto --dist loadgroup
+
 # SGLang has an environment of its own: its versions of torch and transformers are its own too.
 SGLANG_VENV := .venv-sglang
 SGLANG_BIN := $(SGLANG_VENV)/bin
@@ -21,16 +24,20 @@ SGLANG_NEEDS := accelerate aiohttp anyio apache-tvm-ffi attrs compressed-tensors
 	sentencepiece setproctitle soundfile tiktoken tokenizers transformers trio triton uvicorn uvloop \
 	watchfiles xgrammar xxhash zstandard
 
-.PHONY: demo test test-full test-sglang test-gpu sglang-cpu lint format docs bench bench-full clean
+.PHONY: demo test test-virtual test-full test-sglang test-gpu sglang-cpu lint format docs bench bench-full clean
 
 demo: $(READY)
 	$(BIN)/rollout demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not full"
+	$(BIN)/python -m pytest -m "not full" $(PARALLEL)
+
+# Those of `make test` that start no process: most run in virtual time.
+test-virtual: $(READY)
+	$(BIN)/python -m pytest -m "not full and not processes" $(PARALLEL)
 
 test-full: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 sglang-cpu: $(SGLANG_READY)
 
@@ -69,7 +76,7 @@ clean:
 	rm -rf $(VENV) $(SGLANG_VENV)
 
 # The stamp names what was installed from: a changed requirement installs again, an unchanged one
-# costs nothing. A half-made environment has no stamp and is made anew.
+# costs nothing. A half-made environment has no stamp and is made again.
 $(READY): pyproject.toml constraints.txt Makefile
 	rm -f $(READY)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)

@@ -100,7 +100,7 @@ class Stopwatch:
 
 
 async def run_ours(work: Workload, model: str) -> float:
-    """All requests at once; each goes on as soon as its turn is over. Loading is not counted."""
+    """All requests at once; each continues as soon as its turn is over. Loading is not counted."""
     core = TransformersCore(model=model, dtype="bfloat16", threads=1, max_running=32)
 
     async def converse(index: int) -> None:
@@ -166,7 +166,7 @@ def run_static(model: Any, work: Workload, batch: int) -> None:
 
 
 def run_continuous(model: Any, work: Workload, batch: int) -> None:
-    """All requests at once, `batch` of them together; each goes on when its turn is over."""
+    """All requests at once, `batch` of them together; each continues when its turn is over."""
     config = ContinuousBatchingConfig(
         max_requests_per_batch=batch,
         page_size=PAGE,

@@ -169,7 +169,7 @@ class Straight:
 
 
 def plan_of(trajectories: Sequence[Trajectory]) -> Plan:
-    """The requests behind trajectories; a tool's delay lies between two of them."""
+    """The requests of trajectories; a tool's delay lies between two of them."""
     plan: Plan = []
     for trajectory in trajectories:
         transcript = trajectory.transcript

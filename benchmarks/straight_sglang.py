@@ -15,8 +15,8 @@ import time  # noqa: TID251  (what is measured here)
 from typing import Any
 
 from rollout.engine.cores.sglang.adapter import fields_of
-from rollout.engine.cores.sglang.arguments import Options, engine_arguments
 from rollout.engine.cores.sglang.plugin import CPU_VARIABLE
+from rollout.engine.cores.sglang.server_arguments import Options, engine_arguments
 
 
 async def one_trajectory(engine: Any, turns: list[tuple[list[int], int, float]]) -> int:

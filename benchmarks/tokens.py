@@ -82,7 +82,7 @@ def cpu_us(act: Callable[[str], object], texts: list[str]) -> float:
 
 
 def measure(template: ChatTemplate, turns: int, rounds: int) -> dict[str, float]:
-    """Medians of the three ways behind a conversation of `turns` tool turns."""
+    """Medians of the three ways after a conversation of `turns` tool turns."""
     texts = results()
     messages = conversation(turns, texts)
     ids = template.prompt_ids(messages)

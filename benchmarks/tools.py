@@ -5,7 +5,7 @@ production: the check of the arguments, the deadline, the policy, the figures, n
 truncation. The same calls without the executor are the limit that nothing can beat, and what is
 reported is the difference: a bare await for the async tool, a bare hop to a worker thread and back
 for the sync one. In the runs with 1000 trajectories these take turns: between two calls each one
-lets the others go on, as it would while its model speaks.
+lets the others continue, as it would while its model speaks.
 
 The last line is the result as JSON: `async_us`, `sync_us`, `async_us_1000`, `sync_us_1000`: added
 CPU microseconds of a call with 1 and 1000 trajectories; `calls_per_s_1000`: async calls in a second

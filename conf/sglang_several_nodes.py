@@ -2,8 +2,8 @@
 
 Tensor parallelism wants the fast links within a machine, so a replica takes half of one. Ray
 packs the replicas; ``placement.nodes`` pins them where that matters. The engines listen on their
-machines' addresses and take only who proves to hold a secret that Ray carried to them. A model
-that one machine cannot hold spreads over several: ``engine.tensor_parallel=16`` with
+machines' addresses and accept only peers that prove to hold a secret that Ray carried to them. A
+model that one machine cannot hold spreads over several: ``engine.tensor_parallel=16`` with
 ``placement.machines_per_replica=2``.
 """
 

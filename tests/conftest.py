@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from rollout.bridge import WorkerThreads
 
@@ -32,3 +33,84 @@ def threads() -> Iterator[WorkerThreads]:
     pool = WorkerThreads(max_threads=4, max_abandoned=2)
     yield pool
     pool.close()
+
+
+#: Files whose tests start a Ray cluster, or measure time: beside themselves, or each other, they
+#: would be slow or wrong.
+ALONE = {
+    "test_ray_placement.py": "ray",
+    "test_engine_pairs.py": "ray",
+    "test_loop_lag.py": "timing",
+}
+#: Files with tests that start processes; `make test-virtual` leaves them out.
+WITH_PROCESSES = (
+    "attacks",
+    "blocking",
+    "bridge",
+    "chat_template",
+    "check_template",
+    "cli",
+    "collate",
+    "config_loading",
+    "driver_death",
+    "engine_pairs",
+    "examples",
+    "faults",
+    "foreign_tools",
+    "full_disk",
+    "imports",
+    "isolated_tools",
+    "live_weights",
+    "local_process",
+    "long_text_attacks",
+    "loop_lag",
+    "mcp",
+    "mcp_servers",
+    "model_files",
+    "ray_placement",
+    "real_processes",
+    "router",
+    "sandbox_attacks",
+    "sandbox_tools",
+    "simulated_engine",
+    "soak",
+    "strangers",
+    "testing_plugin",
+    "tls",
+    "transformers_core",
+    "wrapping",
+)
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Tests that share a fixture of their file, or what `ALONE` says, run in one process."""
+    for item in items:
+        defs = getattr(item, "_fixtureinfo", None)
+        scopes = {each[-1].scope for each in defs.name2fixturedefs.values()} if defs else set()
+        group = ALONE.get(item.path.name)
+        if group is None and scopes & {"module", "class"}:
+            group = item.path.name
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(name=group))
+        if item.path.stem.removeprefix("test_") in WITH_PROCESSES:
+            item.add_marker("processes")
+
+
+_started: list[str] = []
+
+
+def _note_processes(event: str, arguments: tuple[object, ...]) -> None:
+    if event in ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.exec"):
+        _started.append(f"{event}{arguments[:1]}")
+
+
+sys.addaudithook(_note_processes)
+
+
+@pytest.fixture(autouse=True)
+def only_marked_files_start_processes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """`WITH_PROCESSES` is true: a test of another file that starts one fails."""
+    _started.clear()
+    yield
+    if request.node.get_closest_marker("processes") is None:
+        assert not _started, f"{request.node.path.name} starts processes: see WITH_PROCESSES"

@@ -12,7 +12,7 @@ import msgspec
 
 from fake_core import CountingCore
 from rollout.engine.core import Chunk, EngineBroken, GenerationRequest, unpack_ids
-from rollout.engine.cores.simulated.core import SimulatedCore
+from rollout.engine.cores.simulated.simulated_core import SimulatedCore
 from rollout.engine.weights import DiskWeights
 
 #: A prompt that begins with this id is poison.

@@ -10,8 +10,8 @@ import anyio
 import attrs
 from anyio.abc import ByteStream
 
-from rollout.engine.placement.base import CoreSpec, ReplicaHandle
 from rollout.engine.placement.local_process import LocalProcess
+from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 
 Fault = Literal["cut", "mute", "garbage"]
 #: Announces a frame of seven bytes that no decoder knows.

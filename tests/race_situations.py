@@ -165,7 +165,7 @@ async def _generate_until_closed(runtime: Any) -> None:
         return
 
 
-async def changing_fleet(recorder: Recorder) -> None:
+async def changing_replicas(recorder: Recorder) -> None:
     """Replicas come and go, and weights change, in the middle of a batch."""
     config = (
         Scenario(seed=7)
@@ -204,5 +204,5 @@ SITUATIONS: dict[str, Callable[[Recorder], Awaitable[None]]] = {
     "slow consumer": slow_consumer,
     "consumer that leaves": leaving_consumer,
     "close during start-up": close_during_start,
-    "changing fleet": changing_fleet,
+    "changing replicas": changing_replicas,
 }

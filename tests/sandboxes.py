@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from rollout.tools.sandbox import Isolation, SandboxLimits, SandboxSpec, find_isolation
-from rollout.tools.sandbox.isolation import bubblewrap_program
+from rollout.tools.sandbox.sandbox_isolation import bubblewrap_program
 
 #: Above what any test needs that is not about a limit, on a slow machine too.
 PATIENT = SandboxLimits(timeout_s=60, cpu_s=60)

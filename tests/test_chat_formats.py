@@ -22,7 +22,7 @@ QWEN_BOTH = (
     '<|im_end|>\n<|im_start|>user\n<tool_response>\n "7" °C\n\n</tool_response>\n'
     "<tool_response>\nwet\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 )
-#: What a user's words, one result and two results add behind a turn that was cut.
+#: What a user's words, one result and two results add after a turn that was cut.
 ADDED = {
     "chatml": (
         CHATML_USER,
@@ -169,7 +169,7 @@ def test_format_that_opens_reasoning_says_so() -> None:
     opening = {family for family in FAMILIES if template(family).opens_reasoning}
     assert opening == {"deepseek_r1", "minimax_m2"}
     behind = {family for family in FAMILIES if template(family).opens_reasoning_after(RESULT)}
-    assert behind == {"minimax_m2"}  # nothing opens a turn behind results of DeepSeek
+    assert behind == {"minimax_m2"}  # nothing opens a turn after results of DeepSeek
 
 
 def test_format_other_end_token_of_a_turn_is_not_followed_by_a_second() -> None:

@@ -1,4 +1,4 @@
-"""Chat templates append: what they add behind a turn is what they would have rendered."""
+"""Chat templates append: what they add after a turn is what they would have rendered."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def render(source: str, messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def added(source: str, messages: Sequence[Any], after: str | None) -> str:
-    """The text that `messages` add behind a turn whose text so far is `after`."""
+    """The text that `messages` add after a turn whose text so far is `after`."""
     chat = template(source)
     ids = chat.observation_ids(messages, after=None if after is None else encode(after))
     assert isinstance(ids, array)
@@ -463,7 +463,7 @@ def test_template_refusal_with_and_without_a_call_gives_both_reasons() -> None:
         template(TWICE).observation_ids([Message(role="tool", content="r")], after=[])
     assert str(caught.value) == (
         "the chat template cannot be used append-only: it writes the content of 'tool' messages "
-        "more than once; behind a tool call: the chat template cannot be used append-only: "
+        "more than once; after a tool call: the chat template cannot be used append-only: "
         "it writes a call in another way once it is answered"
     )
 

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 import rollout
+from own_processes import marked
 from rollout import Outcome, RolloutBatch
 from rollout.agents import agent_names
 from rollout.chat import tool_parser_names
 from rollout.cli import main
-from rollout.tools.sandbox import METHODS, isolation
+from rollout.tools.sandbox import METHODS, sandbox_isolation
 
 CONFIG = """
 from rollout.config import *
@@ -517,7 +518,7 @@ def test_cli_check_says_which_isolation_holds_and_refuses_tools_without_it(
 ) -> None:
     for method in METHODS:
         fault = None if method == "landlock" else f"{method} is closed"
-        monkeypatch.setitem(isolation._known, (method, sys.executable), fault)
+        monkeypatch.setitem(sandbox_isolation._known, (method, sys.executable), fault)
     (folder / "unsafe.py").write_text(
         "from rollout.tools import PythonTool\nrun = PythonTool('run', isolation='none')\n"
     )
@@ -528,11 +529,13 @@ def test_cli_check_says_which_isolation_holds_and_refuses_tools_without_it(
         "\nisolation   landlock (Landlock, seccomp); run: none (no isolation: programs can do what "
         "the driver can)\n"
     ) in capsys.readouterr().out
-    monkeypatch.setitem(isolation._known, ("landlock", sys.executable), "landlock is closed")
+    monkeypatch.setitem(
+        sandbox_isolation._known, ("landlock", sys.executable), "landlock is closed"
+    )
     assert main(["check", "config.py"]) == 0
     lacks = "; ".join(
         f"{method}: {method} is closed (needs {needs})"
-        for method, needs in isolation.WHAT_IT_NEEDS.items()
+        for method, needs in sandbox_isolation.WHAT_IT_NEEDS.items()
     )
     assert f"\nisolation   none holds here: {lacks}\n" in capsys.readouterr().out
     builtin = ("--set", 'tools.builtin=["shell"]')
@@ -561,19 +564,6 @@ def test_cli_check_of_unreadable_config_exits_with_2(
     assert capsys.readouterr().err.startswith("error: 1 fault in the configuration no.toml:\n")
 
 
-def processes_with(mark: str) -> list[int]:
-    """Processes whose environment has `mark`: it is inherited by whatever a process starts."""
-
-    def has_mark(process: Path) -> bool:
-        try:
-            return mark.encode() in (process / "environ").read_bytes()
-        except OSError:
-            return False
-
-    running = [path for path in Path("/proc").iterdir() if path.name.isdigit()]
-    return [int(path.name) for path in running if has_mark(path)]
-
-
 @contextmanager
 def rollout_process(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """``rollout …`` on its own; nothing that it started may be left."""
@@ -593,7 +583,7 @@ def rollout_process(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[
     )
     try:
         yield process
-        assert processes_with(mark) == []
+        assert marked(mark) == []
     finally:
         process.kill()
         process.communicate()

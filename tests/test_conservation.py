@@ -15,11 +15,11 @@ from rollout.testing.recorder import Recorder
 from rollout.testing.token_accounting import balance_of
 from trials import CEILING_S, TIMED, Trial, findings
 
-CI_TRIALS = 100
+CI_TRIALS = 40
 FULL_TRIALS = 2000
 #: Trials of one test.
-SHARE = 50
-SCHEDULES = 20
+SHARE = 20
+CI_SCHEDULES, SCHEDULES = 5, 20
 
 
 @pytest.fixture(autouse=True)
@@ -101,10 +101,10 @@ def everything(recorder: Recorder) -> list[bytes]:
     return found
 
 
-def check_schedules(seed: int) -> None:
+def check_schedules(seed: int, count: int) -> None:
     """One schedule seed gives the same bytes twice; every one the same tokens undisturbed."""
     undisturbed = transcripts(calm_run(seed))
-    for schedule in range(SCHEDULES):
+    for schedule in range(count):
         runs = []
         for _ in range(2):
             recorder = Recorder()
@@ -119,10 +119,10 @@ def check_schedules(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_schedule_seed_gives_the_same_bytes_and_any_the_same_tokens(seed: int) -> None:
-    check_schedules(seed)
+    check_schedules(seed, CI_SCHEDULES)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(2, 30))
+@pytest.mark.parametrize("seed", range(30))
 def test_schedule_seed_gives_the_same_bytes_and_any_the_same_tokens_in_full(seed: int) -> None:
-    check_schedules(seed)
+    check_schedules(seed, SCHEDULES)

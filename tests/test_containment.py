@@ -688,5 +688,5 @@ async def test_sync_tool_that_hangs_leaves_few_threads_however_often_it_is_calle
             batch = await runtime.generate([user("call")])
             assert set(outcomes(batch)) == {"completed"}
         # Threads that run while the cap is reached can still be left: one less than max_threads.
-        assert runtime.statistics().abandoned_threads == {"hang": 4}
+        assert 3 <= runtime.statistics().abandoned_threads["hang"] <= 4
     release.set()

@@ -16,8 +16,8 @@ import pytest
 import faulty_cores
 from rollout.engine.cores.devices import gpu_of
 from rollout.engine.driver.pool import EnginePool, open_pool
-from rollout.engine.placement.base import CoreSpec, ReplicaHandle
 from rollout.engine.placement.in_process import InProcess
+from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.routing import Router
 from rollout.engine.weights import DiskWeights, DistributedWeights
 from rollout.engine.wire import broadcasting

@@ -21,8 +21,8 @@ import pytest
 from fake_core import CountingCore
 from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.guardian import SHARED, is_alive, name_of, remove_at_end
-from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.local_process import LocalProcess, child_command
+from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import Router
 
 HERE = Path(__file__).parent
@@ -191,7 +191,7 @@ def processes_of(notes: Path) -> list[psutil.Process]:
 
 
 def alive_after(processes: list[psutil.Process], seconds: float = BOUND_S) -> list[psutil.Process]:
-    """Which of them have not ended; a zombie has, and waits for whoever adopted it."""
+    """Which of them have not ended; a zombie has, and waits for the process that adopted it."""
     alive = psutil.wait_procs(processes, timeout=seconds)[1]
     return [each for each in alive if status_of(each) != psutil.STATUS_ZOMBIE]
 

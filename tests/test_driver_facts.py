@@ -14,9 +14,9 @@ import rollout
 from rollout import Prompt
 from rollout.config import CustomEngine, LengthsConfig, RolloutConfig
 from rollout.engine.core import EngineInfo
-from rollout.engine.cores.simulated import core as simulated
-from rollout.engine.cores.simulated.core import SimulatedCore
-from rollout.engine.model_facts import end_ids, model_fingerprint
+from rollout.engine.cores.simulated import simulated_core as simulated
+from rollout.engine.cores.simulated.simulated_core import SimulatedCore
+from rollout.engine.model_identity import end_ids, model_fingerprint
 from rollout.errors import EngineError
 from rollout.testing import Scenario
 

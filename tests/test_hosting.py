@@ -13,9 +13,9 @@ from fake_core import CountingCore
 from rollout.engine.core import SamplingParams
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool, open_pool
-from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.in_process import InProcess
-from rollout.engine.process.core_watch import LAST_WORDS_S, watch_core
+from rollout.engine.placement.placement import CoreSpec
+from rollout.engine.process.core_watch import LAST_ANSWERS_S, watch_core
 from rollout.engine.routing import Router
 
 pytestmark = pytest.mark.anyio
@@ -41,7 +41,7 @@ async def test_watch_lost_core_ends_after_its_last_words(caplog: pytest.LogCaptu
     lost_at: list[float] = []
     begun = anyio.current_time()
     await watch_core(LosableCore(), lambda: lost_at.append(anyio.current_time() - begun))
-    assert lost_at == [LIFE_S + LAST_WORDS_S]
+    assert lost_at == [LIFE_S + LAST_ANSWERS_S]
     assert caplog.messages == ["the engine is lost: its process ended"]
 
 

@@ -101,7 +101,7 @@ async def test_isolated_tool_that_holds_the_interpreter_is_killed_with_its_group
 
 DRIVER = """
 import anyio, isolated_tools
-from rollout.tools.processes import ToolProcesses
+from rollout.tools.tool_processes import ToolProcesses
 
 async def main():
     processes = ToolProcesses(max_processes=1, cleanup_s=5.0)

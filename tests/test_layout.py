@@ -24,7 +24,7 @@ FLOORS = (
     "engine.quiet",
     "engine.gguf_conversion",
     "engine.model_files",
-    "engine.model_facts",
+    "engine.model_identity",
     "engine.wire",
     "engine.cores",
     "engine.process",

@@ -64,7 +64,7 @@ ENDINGS = [
     ({"turn_s": 4, "trajectory_s": 5}, "just talk", 4.0, "limits.turn_s"),
     ({"turn_s": 4, "batch_s": 5}, "just talk", 4.0, "limits.turn_s"),
     ({"trajectory_s": 4, "batch_s": 5}, "just talk", 4.0, "limits.trajectory_s"),
-    # Equal limits: the outer one is named, since nothing inside it could have gone on.
+    # Equal limits: the outer one is named, since nothing inside it could have continued.
     ({"generation_s": 4, "turn_s": 4}, "just talk", 4.0, "limits.turn_s"),
     ({"trajectory_s": 4, "batch_s": 4}, "just talk", 4.0, "limits.batch_s"),
     # The tool starts after SPOKEN_S; limits that count from earlier on win although equal.

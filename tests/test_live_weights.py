@@ -161,7 +161,7 @@ def test_stage_without_room_or_tensors_leaves_nothing(tmp_path: Path) -> None:
     assert staged(tmp_path) == [own]
 
 
-#: The trainer's process: sends the tensors of a file to whoever joins.
+#: The trainer's process: sends the tensors of a file to all that join.
 SENDER = """
 import sys, msgspec
 from safetensors.torch import load_file

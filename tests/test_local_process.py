@@ -17,8 +17,8 @@ from rollout.engine.core import SamplingParams
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.driver.recovery import RecoveryPolicy
-from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.local_process import LocalProcess
+from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import Router
 from rollout.errors import EngineError
 

@@ -47,7 +47,7 @@ def png() -> bytes:
 
 
 URL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
-#: Contents of a message, and what is said of them behind its place.
+#: Contents of a message, and what is said of them after its place.
 CONTENTS: dict[str, tuple[Any, str]] = {
     "image_url": (
         [{"type": "text", "text": "Look:"}, URL],

@@ -37,7 +37,7 @@ ENCODERS = {
 
 #: Cases that we read otherwise than mistral-common, and why.
 DIFFERENCES = {
-    "text_after": "theirs refuses text behind an array; it is content",
+    "text_after": "theirs refuses text after an array; it is content",
     "arguments_as_a_string": "theirs refuses arguments as a string; they are parsed once",
     "call_without_arguments": "theirs refuses a call without arguments; it has none",
     "reasoning_of_magistral": "theirs leaves reasoning to another function",

@@ -74,7 +74,7 @@ def test_resolve_two_processes_at_once_converts_once(cache: Path, tmp_path: Path
     for process in (first, second):
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-    for process in (first, second):  # whichever converts may go on
+    for process in (first, second):  # whichever converts may continue
         assert process.stdin is not None
         process.stdin.close()
         process.stdin = None

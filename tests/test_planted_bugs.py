@@ -14,7 +14,7 @@ import pytest
 
 from rollout.agents.identity import Identity
 from rollout.chat.transcript import Transcript
-from rollout.engine.cores.simulated.model import SimulatedModel
+from rollout.engine.cores.simulated.simulated_model import SimulatedModel
 from rollout.engine.driver.channel import Channel
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool
@@ -22,12 +22,12 @@ from rollout.engine.driver.recovery import Attempt
 from rollout.engine.process import client_session as host_module
 from rollout.engine.process.client_session import ClientSession
 from rollout.limits import Deadline
-from rollout.scheduling import trajectory as trajectory_module
+from rollout.scheduling import trajectory_runner as trajectory_module
 from rollout.scheduling.batch_run import BatchRun
-from rollout.scheduling.trajectory import TrajectoryRunner
+from rollout.scheduling.trajectory_runner import TrajectoryRunner
 from rollout.seeds import derive_seed
 from rollout.tools.open_sessions import OpenSessions
-from rollout.tools.session import TrajectoryTools
+from rollout.tools.trajectory_tools import TrajectoryTools
 from trials import findings
 
 MOST_TRAJECTORIES = 1000
@@ -308,7 +308,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Identity, "seed_of_turn", lambda self, turn: real(self, 0))
 
 
-@bug("another seed where a request goes on elsewhere", "was given seed = .*; expected")
+@bug("another seed where a request resumes elsewhere", "was given seed = .*; expected")
 def _(patch: pytest.MonkeyPatch) -> None:
     real: Any = Attempt.sampling
 
@@ -319,7 +319,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Attempt, "sampling", property(sampling))
 
 
-@bug("whole budget where a request goes on elsewhere", "was given max_new_tokens = .*; expected")
+@bug("whole budget where a request resumes elsewhere", "was given max_new_tokens = .*; expected")
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Attempt, "sampling", property(lambda self: self._sampling))
 

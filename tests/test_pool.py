@@ -17,8 +17,8 @@ from rollout.engine.core import Chunk, GenerationRequest, SamplingParams
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.driver.wait_queue import WaitQueue
-from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.in_process import InProcess
+from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.process.client_session import ClientSession
 from rollout.engine.routing import Router
 from rollout.errors import EngineError

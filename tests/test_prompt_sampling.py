@@ -23,7 +23,7 @@ from rollout.config import (
     load_config,
 )
 from rollout.engine.core import SamplingParams
-from rollout.scheduling.sampling import sampling_of
+from rollout.scheduling.prompt_sampling import sampling_of
 from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio

@@ -13,10 +13,10 @@ from rollout.testing.races import INJECTIONS, RacesFoundError, explore, replay
 from rollout.testing.recorder import Recorder
 
 #: Share of all runs that CI makes, less of those that take longest; the seed chooses which.
-SHARE = dict.fromkeys(SITUATIONS, 0.03) | {
-    "slow consumer": 0.008,
-    "changing fleet": 0.015,
-    "close during start-up": 0.06,
+SHARE = dict.fromkeys(SITUATIONS, 0.015) | {
+    "slow consumer": 0.004,
+    "changing replicas": 0.007,
+    "close during start-up": 0.04,
 }
 
 
@@ -42,7 +42,7 @@ UNDISTURBED = {
     "slow consumer": [(22, {"completed"})],
     "consumer that leaves": [(1, {"completed"}), (2, {"completed"})],
     "close during start-up": [(2, {"cancelled"})],
-    "changing fleet": [(6, {"completed"}), (3, {"completed"})],
+    "changing replicas": [(6, {"completed"}), (3, {"completed"})],
 }
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from array import array
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 import ray
 from anyio.abc import Process
 
+from own_processes import marked
 from rollout import RolloutConfig
 from rollout.config import CustomEngine, RayPlacement, SGLangEngine, SimulatedEngine
 from rollout.engine import gpu_slots_of, open_engines
@@ -64,12 +65,14 @@ def config(replicas: int = 1, core: str = "CountingCore", **placement: Any) -> R
 
 
 def engines() -> list[psutil.Process]:
-    """The engine processes on this machine, whoever their parent is."""
-    return [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if "rollout.engine.process.child" in (process.info["cmdline"] or ())
-    ]
+    """The engine processes of this run, whatever their parent is."""
+    found = []
+    for pid in marked():
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if "rollout.engine.process.child" in process.cmdline():
+                found.append(process)
+    return found
 
 
 @asynccontextmanager
@@ -316,7 +319,7 @@ anyio.run(main)
 @asynccontextmanager
 async def driver(address: str) -> AsyncIterator[tuple[Process, list[psutil.Process]]]:
     """A driver process with one engine up, and everything that it started on this machine."""
-    before = set(psutil.pids())
+    before = {engine.pid for engine in engines()}
     command = [sys.executable, "-c", DRIVER, os.path.dirname(__file__), address]
     pipe = subprocess.PIPE
     async with await anyio.open_process(command, stdin=pipe, stdout=pipe, stderr=None) as process:

@@ -17,8 +17,8 @@ from rollout.config import RecoveryConfig, SchedulingConfig, SimulatedEngine
 from rollout.engine.core import Chunk, GenerationRequest, SamplingParams, unpack_ids
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool, open_pool
-from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.in_process import InProcess
+from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import Router
 from rollout.engine.weights import DiskWeights
 from rollout.errors import EngineError
@@ -194,17 +194,17 @@ async def test_engine_says_that_it_is_broken_it_is_started_again_and_others_go_o
 ) -> None:
     options = {"token_s": 1.0, "poison": poison}
     async with open_pool(pool_of(1, options=options)) as pool:
-        innocent = Generation()
+        bystander = Generation()
         with pytest.raises(EngineError) as caught:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(ask, pool, [5, 100], 4, innocent)
+                tasks.start_soon(ask, pool, [5, 100], 4, bystander)
                 await anyio.sleep(2.5)
-                assert list(innocent.ids) == [101, 102]
+                assert list(bystander.ids) == [101, 102]
                 tasks.start_soon(_expect_quarantine, pool)
             raise EngineError("quarantined, as it should be")
         assert str(caught.value) == "quarantined, as it should be"
-        assert list(innocent.ids) == [101, 102, 103, 104]
-        assert innocent.discarded_tokens == 0
+        assert list(bystander.ids) == [101, 102, 103, 104]
+        assert bystander.discarded_tokens == 0
         words = {"memory": "no room for 13", "broken": "fallen off", "fatal": "CUDA out of"}
         assert words[poison] in pool._requests.last_failure
 

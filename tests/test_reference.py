@@ -14,9 +14,9 @@ from rollout.agents import AssistantTurn
 from rollout.chat import Transcript
 from rollout.chat.transcript import Span
 from rollout.config import RolloutConfig
-from rollout.config.base import annotations_of, is_section
 from rollout.config.checks import options_of
 from rollout.config.reference import configuration_reference
+from rollout.config.section_type import annotations_of, is_section
 from rollout.types import InvalidToolCall, Message, ToolCall
 
 DOCS = Path("docs")

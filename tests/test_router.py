@@ -20,15 +20,15 @@ from rollout.engine import EngineLoad, Router
 from rollout.engine.core import SamplingParams, pack_ids
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool, open_pool
-from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.in_process import InProcess
+from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import Dispatch, ReplicaSet, ReplicaState, sessions
 from rollout.engine.routing.cost_model import CostModel, SpeedEstimate, Work
 from rollout.engine.routing.strategies import STRATEGIES
 from rollout.errors import ConfigError, EngineError
 from rollout.testing import run_virtual
 
-#: What a request of 256 expected tokens adds to a load, in seconds, at the prices before reports.
+#: What a request of 256 expected tokens adds to a load, in seconds, at the costs before reports.
 REQUEST_S = 256 * 1e-4
 PROMPT_TOKEN_S = 5e-5
 #: How often a prompt token counts that has to be computed.
@@ -185,6 +185,67 @@ def test_report_of_waiting_requests_counts_their_prompts_and_their_turns() -> No
     assert a.load_s - b.load_s == pytest.approx(waiting_s)
 
 
+def test_report_without_a_queue_keeps_what_a_full_batch_was() -> None:
+    router = router_of("a", "b")
+    crowd(router, "a", 12)
+
+    def beyond_s(running: int, queued: int, now: float) -> float:
+        """What requests beyond a full batch add to the load of a."""
+        router.report("a", EngineLoad(running=running, queued=queued), now=now)
+        return router.statistics().replicas[0].load_s - 12 * REQUEST_S
+
+    assert beyond_s(running=8, queued=4, now=1.0) == pytest.approx((12 / 8 - 1) * 256 * 0.02)
+    # The next report finds nobody in the queue: the batch is not larger for it.
+    assert beyond_s(running=7, queued=0, now=2.0) == pytest.approx((12 / 8 - 1) * 256 * 0.02)
+    # One that runs more at once has room for more.
+    assert beyond_s(running=10, queued=0, now=3.0) == pytest.approx((12 / 10 - 1) * 256 * 0.02)
+    assert beyond_s(running=12, queued=0, now=4.0) == pytest.approx(0.0)
+    # A new engine of the same name may be another one.
+    router.remove("a")
+    router.add("a", 1000)
+    crowd(router, "a", 12)
+    assert router.statistics().replicas[0].load_s == pytest.approx(24 * REQUEST_S)
+
+
+def test_report_of_prompts_that_wait_they_are_not_priced_as_computed() -> None:
+    step_s, prompt_token_s, prompt_tokens, batch, queued = 0.02, 2e-5, 8192, 10, 20
+    router = router_of("a")
+    names = map(str, range(10**6))
+    held = [send(router, next(names), prompt_tokens=prompt_tokens) for _ in range(batch + queued)]
+    generated = 0
+    for second in range(1, 90):
+        # One, two or three requests end, as many leave the queue, as many come.
+        count = 1 + second % 3
+        for place in range(count):
+            now = second - 1 + place / count
+            router.release(held.pop(0), generated=256, now=now)
+            held.append(send(router, next(names), prompt_tokens=prompt_tokens, now=now))
+        decode_s = 1 - count * prompt_tokens * prompt_token_s
+        generated += round(decode_s / step_s * batch)
+        load = EngineLoad(running=batch, queued=queued, generated_tokens=generated)
+        router.report("a", load, now=float(second))
+    costs = router.statistics()
+    assert costs.prompt_s == pytest.approx(prompt_token_s, rel=0.15)
+    assert costs.step_s + batch * costs.token_s == pytest.approx(step_s, rel=0.15)
+
+
+def test_release_of_one_in_a_full_batch_lets_the_next_prompt_be_computed() -> None:
+    router = router_of("a")
+    held = [send(router, f"s{n}", prompt_tokens=10_000, now=0.0) for n in range(4)]
+    router.report("a", EngineLoad(running=2, queued=2), now=10.0)
+
+    def prompts_s() -> float:
+        """What prompts that are not computed yet add to the load."""
+        beyond_s = (256 * len(held) / 2 - 256) * 0.02
+        return router.statistics().replicas[0].load_s - len(held) * REQUEST_S - beyond_s
+
+    assert prompts_s() == pytest.approx(2 * 10_000 * PROMPT_TOKEN_S)
+    router.release(held.pop(), now=10.0)
+    # There is time for many prompts, but the other one has had no place in the batch until now.
+    router.release(held.pop(), now=60.0)
+    assert prompts_s() == pytest.approx(10_000 * PROMPT_TOKEN_S)
+
+
 @pytest.mark.parametrize(("used", "count"), [(0.5, 5), (0.9, 52)])
 def test_report_of_a_filling_kv_cache_makes_a_replica_cost_more(used: float, count: int) -> None:
     router = router_of("full", "empty")
@@ -305,7 +366,7 @@ def test_report_of_one_replica_is_silent_the_others_are_priced_without_it() -> N
     token_ms=st.floats(0.02, 5),
     prompt_ms=st.floats(0.01, 1),
 )
-def test_prices_fit_finds_what_an_engine_costs(
+def test_costs_fit_finds_what_an_engine_costs(
     step_ms: float, token_ms: float, prompt_ms: float
 ) -> None:
     costs = CostModel()
@@ -341,6 +402,26 @@ def test_assign_a_group_gathers_where_its_prompt_is_until_that_is_too_busy() -> 
     assert send(router, "last", group_id="g", prompt_tokens=4000, now=20.0).fresh_tokens == 0
 
 
+def test_assign_a_prefix_counts_twice_where_the_batch_is_full() -> None:
+    def members_at_home(queued: int) -> int:
+        """How many of a group follow its prompt, with all replicas as busy as each other."""
+        router = router_of("a", "b")
+        for number in range(8):
+            send(router, f"other {number}", now=0.0)
+        for name in ("a", "b"):
+            router.report(name, EngineLoad(running=4 - queued, queued=queued), now=100.0)
+        group: dict[str, Any] = {"group_id": "g", "prompt_tokens": 20_000, "now": 100.0}
+        home = send(router, "m0", **group).replica
+        router.report(home.name, EngineLoad(running=5 - queued, queued=queued), now=110.0)
+        names = [send(router, f"m{n}", **group).replica.name for n in range(1, 300)]
+        return next(n for n, name in enumerate(names) if name != home.name)
+
+    # A place beyond the batch costs the steps of a share of an answer too, and so much less room.
+    price_s, place_s = 20_000 * PROMPT_TOKEN_S, REQUEST_S + 256 * 0.02 / 3
+    assert members_at_home(queued=0) == pytest.approx(PREFILL_WEIGHT * price_s / REQUEST_S, abs=2)
+    assert members_at_home(queued=1) == pytest.approx(2 * PREFILL_WEIGHT * price_s / place_s, abs=2)
+
+
 def test_assign_other_groups_are_not_drawn_there() -> None:
     router = router_of("a", "b")
     home = place(router, "m0", group_id="g", prompt_tokens=4000)
@@ -366,7 +447,7 @@ def test_assign_a_moving_member_pays_only_what_the_group_does_not_share() -> Non
 
 
 @pytest.mark.parametrize("strategy", ["estimated_seconds", "least_requests", "round_robin"])
-def test_ties_are_fair_on_an_idle_fleet(strategy: str) -> None:
+def test_ties_are_fair_on_an_idle_set(strategy: str) -> None:
     router = router_of(*"abcd", strategy=strategy)
     for number in range(400):
         router.release(send(router, f"s{number}", prompt_tokens=10), generated=5, now=number)
@@ -374,7 +455,7 @@ def test_ties_are_fair_on_an_idle_fleet(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["estimated_seconds", "least_requests", "round_robin"])
-def test_ties_are_fair_on_a_busy_fleet(strategy: str) -> None:
+def test_ties_are_fair_on_a_busy_set(strategy: str) -> None:
     router = router_of(*"abcd", strategy=strategy)
     for round_number in range(1, 6):
         for number in range(4):
@@ -383,7 +464,7 @@ def test_ties_are_fair_on_a_busy_fleet(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["estimated_seconds", "least_requests", "round_robin"])
-def test_ties_are_shared_by_weight_on_an_idle_fleet(strategy: str) -> None:
+def test_ties_are_shared_by_weight_on_an_idle_set(strategy: str) -> None:
     router = Router(strategy=strategy)
     for name, weight in (("light", 1.0), ("heavy", 3.0), ("middle", 2.0)):
         router.add(name, 100, weight=weight)

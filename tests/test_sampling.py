@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from rollout.engine.core import SamplingParams
-from rollout.engine.cores.transformers.sampling import (
+from rollout.engine.cores.transformers.token_sampling import (
     Row,
     penalise,
     race,

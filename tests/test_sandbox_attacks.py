@@ -18,7 +18,7 @@ import pytest
 
 from rollout.tools import SandboxLimits, ToolResult
 from rollout.tools.sandbox import METHODS, Isolation
-from rollout.tools.sandbox.session import TrajectorySandbox
+from rollout.tools.sandbox.trajectory_sandbox import TrajectorySandbox
 from sandboxes import PATIENT, directories, processes_with, spec_of
 
 pytestmark = pytest.mark.anyio
@@ -299,7 +299,7 @@ import time; time.sleep(1000)
         denied = await python(sandbox, attack.partition("os.kill")[0])
         *others, uid = denied.text.strip("[]\n").split(", ")
         assert others == ["-1"] * 4
-        assert uid in ("-1", "0")  # who is root without powers may call itself root
+        assert uid in ("-1", "0")  # a root without powers may call itself root
         assert await python(sandbox, "1") == ToolResult("1\n")
 
 

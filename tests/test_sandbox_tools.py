@@ -33,7 +33,7 @@ from rollout.tools import (
     ToolResult,
     TrajectoryTools,
 )
-from rollout.tools.sandbox import METHODS, Isolation, find_isolation, isolation
+from rollout.tools.sandbox import METHODS, Isolation, find_isolation, sandbox_isolation
 from rollout.tools.sandbox.process import SandboxProcess
 from rollout.types import Prompt, ToolCall
 from sandboxes import PATIENT, directories, processes_with, spec_of
@@ -240,7 +240,7 @@ async def test_tool_without_isolation_refuses_to_start_and_names_what_is_missing
         "landlock": "landlock_create_ruleset: Function not implemented",
     }
     for method, fault in lacks.items():
-        monkeypatch.setitem(isolation._known, (method, sys.executable), fault)
+        monkeypatch.setitem(sandbox_isolation._known, (method, sys.executable), fault)
     why = (
         "no isolation for programs that models write: namespaces: unshare: Operation not permitted "
         "(needs user namespaces, or root that may mount); bubblewrap: there is no program bwrap "
@@ -261,7 +261,7 @@ async def test_tool_without_isolation_refuses_to_start_and_names_what_is_missing
 
 async def test_probe_of_an_isolation_that_does_not_hold_says_what_does_not() -> None:
     spec = await spec_of("auto")
-    fault = await isolation._fault(msgspec.structs.replace(spec, method="none"))
+    fault = await sandbox_isolation._fault(msgspec.structs.replace(spec, method="none"))
     assert fault is not None
     assert fault.startswith("does not hold: the limit on processes, files outside /")
     assert fault.endswith(", the network")

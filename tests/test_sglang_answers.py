@@ -11,8 +11,8 @@ import pytest
 from rollout.config import RolloutConfig, SamplingConfig, SGLangEngine, config_from_dict
 from rollout.engine.core import EngineInfo, GenerationRequest, SamplingParams, pack_ids
 from rollout.engine.cores.sglang.answers import AnswerReader
-from rollout.engine.cores.sglang.arguments import Options, engine_arguments
 from rollout.engine.cores.sglang.generate_requests import refusal_of, request_fields, salt_of
+from rollout.engine.cores.sglang.server_arguments import Options, engine_arguments
 from rollout.engine.driver.generation import Generation
 from rollout.errors import ConfigError, EngineError
 

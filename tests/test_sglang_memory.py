@@ -1,4 +1,4 @@
-"""SGLang's memory: who may sleep, what is released, and what replicas cannot share."""
+"""SGLang's memory: which engines may sleep, what is released, and what replicas cannot share."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fake_core import CountingCore
 from rollout.config import LocalProcessPlacement, RayPlacement, RolloutConfig, SGLangEngine
 from rollout.config.engines import SGLANG_OWN
 from rollout.engine.cores.sglang import SGLangCore
-from rollout.engine.cores.sglang.arguments import NO_MEMORY_SAVER, Options
+from rollout.engine.cores.sglang.server_arguments import NO_MEMORY_SAVER, Options
 from rollout.engine.driver.engine_opening import core_spec
 from rollout.engine.driver.pool import EnginePool, open_pool
-from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.in_process import InProcess
+from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import Router
 from rollout.errors import ConfigError, EngineError
 from test_pool import ask

@@ -858,7 +858,7 @@ async def test_core_on_asyncio_in_real_time_answers_all() -> None:
 
 def test_engine_side_imports_little() -> None:
     code = (
-        "import sys, rollout.engine.cores.simulated.core; "
+        "import sys, rollout.engine.cores.simulated.simulated_core; "
         "heavy = {'attrs', 'attr', 'cattrs', 'numpy', "
         "'torch', 'transformers', 'tokenizers', 'pytest', 'trio', 'yaml'}; "
         "print(sorted(heavy & set(sys.modules)))"
@@ -870,7 +870,7 @@ def test_engine_side_imports_little() -> None:
 def test_engine_process_dies_with_its_engine() -> None:
     code = (
         "import sys, anyio\n"
-        "from rollout.engine.cores.simulated.core import SimulatedCore\n"
+        "from rollout.engine.cores.simulated.simulated_core import SimulatedCore\n"
         "from rollout.engine.core import GenerationRequest, SamplingParams\n"
         "sys.modules['__main__'].__spec__ = sys.modules['anyio'].__spec__.__class__("
         "'rollout.engine.process.child', None)\n"

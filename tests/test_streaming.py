@@ -28,13 +28,13 @@ from rollout.config import (
 from rollout.engine.core import Chunk, GenerationRequest, SamplingParams
 from rollout.engine.cores.pacing import DecodeSpeed
 from rollout.engine.cores.sglang.stream_hook import Gatherer, name_versions
-from rollout.engine.cores.simulated.core import SimulatedCore
+from rollout.engine.cores.simulated.simulated_core import SimulatedCore
 from rollout.engine.driver.engine_opening import core_spec
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.driver.request_runner import LAST_ANSWER_S, last_answer_s
-from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.in_process import InProcess
+from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import Router
 from rollout.engine.wire.protocol import Terms
 from rollout.testing import Scenario

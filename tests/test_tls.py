@@ -10,8 +10,8 @@ import trustme
 from rollout.config import ChannelConfig, InProcessPlacement, RolloutConfig, SimulatedEngine
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool, open_pool
-from rollout.engine.placement.base import CoreSpec
 from rollout.engine.placement.local_process import LocalProcess
+from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import Router
 from rollout.engine.wire.tls import TlsFiles
 from rollout.errors import ConfigError, EngineError

@@ -1,4 +1,4 @@
-"""A finished transcript is compared with its conversation rendered anew, in the model's words."""
+"""A finished transcript is compared with its conversation rendered again, in the model's words."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_drift_message_of_none_is_exact() -> None:
 
 
 def spoken(family: str, turns: tuple[str, str, str]) -> Drift:
-    """The drift of a call with its result, an answer with a question behind it, and an answer."""
+    """The drift of a call with its result, an answer with a question after it, and an answer."""
     template, transcript = chat("qwen", family), Transcript()
     messages, said = [Message(role="user", content="q <|im_end|>")], {}
     transcript.append_prompt(template.prompt_ids(messages))
@@ -263,7 +263,7 @@ async def test_tokenization_check_warns_once_for_each_kind_and_counts_all(
     }
     logged = [record.getMessage() for record in caplog.records if "differs" in record.getMessage()]
     kinds = [text.partition("(")[2].partition(")")[0] for text in logged]
-    assert sorted(kinds) == ["content", "whitespace"]  # whoever ends first is logged
+    assert sorted(kinds) == ["content", "whitespace"]  # the first to end is logged
 
 
 @pytest.mark.anyio

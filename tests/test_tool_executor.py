@@ -458,7 +458,7 @@ async def test_run_turn_deadline_ends_every_call(executor: Open) -> None:
         "turn",
         Outcome.DEADLINE,
     )
-    # The trajectory may go on where its agent has another turn.
+    # The trajectory may continue where its agent has another turn.
     assert await run(tools, call("wait", seconds=1)) == [ToolResult("done")]
 
 

@@ -24,7 +24,7 @@ from rollout.config import (
     SimulatedEngine,
 )
 from rollout.engine.core import Chunk, EngineInfo, GenerationRequest
-from rollout.engine.cores.simulated.core import SimulatedCore
+from rollout.engine.cores.simulated.simulated_core import SimulatedCore
 from rollout.engine.cores.simulated.vocabulary import VOCAB_SIZE, expected_log_prob
 from rollout.errors import ConfigError
 from rollout.testing import Scenario

@@ -26,9 +26,9 @@ from rollout.engine.core import (
     unpack_ids,
 )
 from rollout.engine.cores.transformers import TransformersCore, stepping
-from rollout.engine.cores.transformers import core as core_module
-from rollout.engine.model_facts import model_fingerprint
+from rollout.engine.cores.transformers import transformers_core as core_module
 from rollout.engine.model_files import resolve_model
+from rollout.engine.model_identity import model_fingerprint
 from rollout.errors import EngineError
 from rollout.seeds import RequestIds
 

@@ -13,7 +13,7 @@ from rollout import AgentLoop, Outcome, Prompt, function_tool
 from rollout.agents import register_agent
 from rollout.config import AgentConfig, LengthsConfig, LimitsConfig
 from rollout.engine.core import Chunk, GenerationRequest
-from rollout.engine.cores.simulated.core import SimulatedCore
+from rollout.engine.cores.simulated.simulated_core import SimulatedCore
 from rollout.testing import Scenario, simulated_tokenizer
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from rollout.config import SchedulingConfig, SimulatedEngine
 from rollout.engine.core import SamplingParams
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool, open_pool
-from rollout.engine.placement.base import CoreSpec, ReplicaHandle
 from rollout.engine.placement.in_process import InProcess
+from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.routing import Router
 from rollout.engine.weights import UPDATE_MODES, DiskWeights, DistributedWeights, TensorWeights
 from rollout.errors import EngineError
@@ -105,7 +105,7 @@ async def test_update_every_token_has_the_version_that_sampled_it(
         check_counted(late, 200, 2)
         assert running.versions == versions
         assert late.versions == [[8, 2]]
-        assert len(running.parts) == len(versions) if mode == "abort_and_resume" else 1
+        assert len(running.parts) == (len(versions) if mode == "abort_and_resume" else 1)
         assert (running.resumes, running.restarts) == (0, [])
 
 

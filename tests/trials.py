@@ -89,7 +89,7 @@ async def broken() -> str:
 
 @register_agent("impatient")
 class Impatient(AgentLoop):
-    """Cuts its first generation short with a scope of its own, and goes on."""
+    """Cuts its first generation short with a scope of its own, and continues."""
 
     async def run(self, context: AgentContext) -> None:
         with anyio.move_on_after(0.3):

@@ -1,4 +1,4 @@
-"""Other routers' policies, written anew from what their projects publish.
+"""Other routers' policies, re-implemented from what their projects publish.
 
 verl 0.9: a trajectory stays on its first replica; a new one goes to the fewest requests in flight,
 ties by lot; the last 10,000 trajectories are remembered. The first verl with agent loops (`seeds`)
@@ -152,7 +152,7 @@ class SmgPowerOfTwo(Peer):
 
 
 class SmgCacheAware(Peer):
-    """smg's `cache_aware`; who shares what is known here, so the tree is two dictionaries."""
+    """smg's `cache_aware`; the prefixes are known here, so its tree is two dictionaries."""
 
     def __init__(self, replicas: int, seed: int) -> None:
         super().__init__(replicas, seed)

@@ -22,15 +22,12 @@ if TYPE_CHECKING:
 
     from rollout.engine.core import EngineLoad
 
-    from .workloads import Session
+    from .machines import Machine
+    from .workloads import Session, Trial
 
 TIMING, CAPACITY, KV = Timing(), Capacity(), Kv()
 #: The engines' prefix blocks. Larger than the default only to save the benchmark's own time.
 BLOCK_TOKENS = 256
-#: The replica that takes twice the time for everything, and how much.
-SLOW_REPLICA, SLOWNESS = 0, 2.0
-#: Trajectories that run at once for each replica; the next begins when one has ended.
-IN_FLIGHT = 24
 #: Reports of the engines, as often as the channel's heartbeat brings them.
 REPORT_S = 1.0
 
@@ -66,37 +63,43 @@ class Outcome:
     moves: int
 
 
-def lower_bound_s(sessions: list[Session], replicas: int) -> float:
-    """No schedule is faster: all work at full speed everywhere, or the longest trajectory alone."""
+def lower_bound_s(trial: Trial) -> float:
+    """No schedule is faster: all work at full speed everywhere, or the longest trajectory alone.
+
+    Batches count as if every machine took the simulated engine's own full one.
+    """
     decode_s = TIMING.base_s / CAPACITY.max_running + TIMING.slope_s
-    alone_s = TIMING.base_s + TIMING.slope_s
+    best = min(machine.slowness for machine in trial.machines)
+    alone_s = best * (TIMING.base_s + TIMING.slope_s)
     prefill_s = 1 / (TIMING.prefill_tokens_per_s or float("inf"))
-    prompts = {session.group: session.prompt_tokens for session in sessions}
+    prompts = {session.group: session.prompt_tokens for session in trial.sessions}
     work = sum(prompts.values()) * prefill_s
     longest = 0.0
-    for session in sessions:
+    for session in trial.sessions:
         # The answers' own tokens are in the cache, and so are the observations of earlier turns.
         observed = sum(turn.observed for turn in session.turns[:-1])
         work += observed * prefill_s + session.generated * decode_s
-        path = (session.prompt_tokens + observed) * prefill_s + session.generated * alone_s
+        prompts_s = best * (session.prompt_tokens + observed) * prefill_s
+        path = prompts_s + session.generated * alone_s
         longest = max(longest, path + sum(turn.tool_s for turn in session.turns))
-    return max(work / (replicas - 1 + 1 / SLOWNESS), longest)
+    capacity = sum(1 / machine.slowness for machine in trial.machines)
+    return max(work / capacity, longest)
 
 
 class Simulation:
     """One run of all trajectories, as many at once as are admitted."""
 
-    def __init__(self, sessions: list[Session], replicas: int, policy: Policy) -> None:
+    def __init__(self, trial: Trial, policy: Policy) -> None:
         self._policy = policy
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = 0
-        self._engines = [_engine(SLOWNESS if i == SLOW_REPLICA else 1.0) for i in range(replicas)]
-        self._planned = [float("inf")] * replicas
-        self._open = len(sessions)
+        self._engines = [_engine(machine) for machine in trial.machines]
+        self._planned = [float("inf")] * len(self._engines)
+        self._open = len(trial.sessions)
         self._prompt_tokens = self._cached_tokens = self._moves = 0
         self.now = 0.0
-        self._waiting = iter(sessions)
-        for _ in range(IN_FLIGHT * replicas):
+        self._waiting = iter(trial.sessions)
+        for _ in range(trial.in_flight):
             self._admit()
         self._at(REPORT_S, self._report)
 
@@ -184,17 +187,22 @@ class _Sink:
             self._simulation.end_turn(self._session, self._turn, self._replica, job)
 
 
-def _engine(slowness: float) -> Batcher:
-    assert TIMING.prefill_tokens_per_s is not None
+def _engine(machine: Machine) -> Batcher:
     return Batcher(
-        timing=Timing(
-            base_s=TIMING.base_s * slowness,
-            slope_s=TIMING.slope_s * slowness,
-            prefill_tokens_per_s=TIMING.prefill_tokens_per_s / slowness,
-        ),
+        timing=slowed(machine.slowness),
         kv=KvCache(tokens=KV.tokens, block_tokens=BLOCK_TOKENS, prefix_cache=True),
-        max_running=CAPACITY.max_running,
+        max_running=machine.max_running,
         max_queued=CAPACITY.max_queued,
         # Nobody reads partial answers here: one chunk, the last, for each request.
         stream_interval=1 << 30,
+    )
+
+
+def slowed(slowness: float) -> Timing:
+    """The engine's times on a machine that takes so many times as long for everything."""
+    assert TIMING.prefill_tokens_per_s is not None
+    return Timing(
+        base_s=TIMING.base_s * slowness,
+        slope_s=TIMING.slope_s * slowness,
+        prefill_tokens_per_s=TIMING.prefill_tokens_per_s / slowness,
     )

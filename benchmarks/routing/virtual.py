@@ -5,44 +5,41 @@ It is ten times slower than `simulation`, whose short cut it justifies: both mus
 
 from __future__ import annotations
 
-import math
 from array import array
 from typing import TYPE_CHECKING
 
 import anyio
+import msgspec
 
 from rollout.engine.core import GenerationRequest, SamplingParams
-from rollout.engine.cores.simulated.core import SimulatedCore
+from rollout.engine.cores.simulated.simulated_core import SimulatedCore
 from rollout.testing import run_virtual
 
 from .simulation import (
     BLOCK_TOKENS,
     CAPACITY,
-    IN_FLIGHT,
     KV,
     REPORT_S,
-    SLOW_REPLICA,
-    SLOWNESS,
-    TIMING,
     Outcome,
     Policy,
+    slowed,
 )
 
 if TYPE_CHECKING:
-    from .workloads import Session
+    from .machines import Machine
+    from .workloads import Session, Trial
 
 
-def run_in_virtual_time(sessions: list[Session], replicas: int, policy: Policy) -> Outcome:
+def run_in_virtual_time(trial: Trial, policy: Policy) -> Outcome:
     """What `Simulation` computes, from the engine's public interface."""
-    return run_virtual(_Run(sessions, replicas, policy).run, ceiling_s=1e9)
+    return run_virtual(_Run(trial, policy).run, ceiling_s=1e9)
 
 
 class _Run:
-    def __init__(self, sessions: list[Session], replicas: int, policy: Policy) -> None:
-        self._sessions = sessions
+    def __init__(self, trial: Trial, policy: Policy) -> None:
+        self._trial = trial
         self._policy = policy
-        slownesses = [SLOWNESS if i == SLOW_REPLICA else 1.0 for i in range(replicas)]
-        self._cores = [_core(slowness) for slowness in slownesses]
+        self._cores = [_core(machine) for machine in trial.machines]
         self._prompt_tokens = self._cached_tokens = self._moves = 0
         self._serial = 0
 
@@ -51,9 +48,9 @@ class _Run:
             for core in self._cores:
                 await core.start()
             helpers.start_soon(self._report)
-            places = anyio.Semaphore(IN_FLIGHT * len(self._cores))
+            places = anyio.Semaphore(self._trial.in_flight)
             async with anyio.create_task_group() as tasks:
-                for session in self._sessions:
+                for session in self._trial.sessions:
                     await places.acquire()
                     tasks.start_soon(self._converse, session, places)
             helpers.cancel_scope.cancel()
@@ -101,15 +98,10 @@ def _as_text(ids: bytes) -> array[int]:
     return array("i", [97 + value % 26 for value in array("i", ids)])
 
 
-def _core(slowness: float) -> SimulatedCore:
-    prefill = TIMING.prefill_tokens_per_s or math.inf
+def _core(machine: Machine) -> SimulatedCore:
     return SimulatedCore(
-        timing={
-            "base_s": TIMING.base_s * slowness,
-            "slope_s": TIMING.slope_s * slowness,
-            "prefill_tokens_per_s": prefill / slowness,
-        },
-        capacity={"max_running": CAPACITY.max_running, "max_queued": CAPACITY.max_queued},
+        timing=msgspec.to_builtins(slowed(machine.slowness)),
+        capacity={"max_running": machine.max_running, "max_queued": CAPACITY.max_queued},
         kv={"tokens": KV.tokens, "block_tokens": BLOCK_TOKENS},
         stream_interval=1 << 30,
     )

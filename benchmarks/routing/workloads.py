@@ -1,4 +1,4 @@
-"""Four fixed workloads: what every trajectory says and how long its tools take.
+"""The workloads: what every trajectory says, how long its tools take, and on what it runs.
 
 Lengths are in tokens, durations in seconds. A workload is a function of its name, the number of
 replicas and a seed; nothing of it depends on the policy that is measured.
@@ -7,12 +7,13 @@ replicas and a seed; nothing of it depends on the policy that is measured.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 import attrs
 import numpy as np
 
-#: Trajectories for each replica, so that 8 and 64 replicas are equally busy.
-SESSIONS_PER_REPLICA = 32
+from .machines import Machine, mix_of, one_at_double_speed, one_at_half_speed
+
 #: Ids are drawn from here, so that no two trajectories share a block by chance.
 FIRST_ID, LAST_ID = 1, 2**31 - 1
 
@@ -65,6 +66,11 @@ class Shape:
         tool: Median and sigma of the log-normal tool times.
         observed: Tokens of an observation.
         max_generated: Longer answers are cut.
+        sessions: Trajectories for each replica, so that 8 and 64 replicas are equally busy.
+        in_flight: Trajectories that run at once for each replica; the next one begins when one has
+            ended.
+        machines: What the replicas run on, by their number.
+        is_held_out: It is measured, and nothing is tuned on it.
     """
 
     group: int
@@ -74,8 +80,26 @@ class Shape:
     tool: tuple[float, float]
     observed: int
     max_generated: int = 4096
+    sessions: int = 32
+    in_flight: int = 24
+    machines: Callable[[int], tuple[Machine, ...]] = one_at_half_speed
+    is_held_out: bool = False
 
 
+@attrs.frozen
+class Trial:
+    """What every policy is measured with.
+
+    Attributes:
+        in_flight: Trajectories that run at once.
+    """
+
+    sessions: list[Session]
+    machines: tuple[Machine, ...]
+    in_flight: int
+
+
+#: A new one comes last: the others' draws depend on their places.
 WORKLOADS: dict[str, Shape] = {
     "lognormal_turns": Shape(
         group=8,
@@ -109,14 +133,118 @@ WORKLOADS: dict[str, Shape] = {
         tool=(0.5, 0.5),
         observed=128,
     ),
+    "single_turns": Shape(
+        group=8,
+        prompt=512,
+        turns=(1, 1),
+        lengths=((1.0, 500.0, 1.0),),
+        tool=(1.0, 0.0),
+        observed=0,
+        sessions=128,
+        in_flight=32,
+        machines=mix_of(Machine(), Machine(), Machine(slowness=2.0), Machine(slowness=4.0)),
+    ),
+    "single_turns_queued": Shape(
+        group=4,
+        prompt=2048,
+        turns=(1, 1),
+        lengths=((1.0, 300.0, 0.3),),
+        tool=(1.0, 0.0),
+        observed=0,
+        sessions=96,
+        machines=mix_of(
+            Machine(max_running=32),
+            Machine(slowness=1.3, max_running=32),
+            Machine(slowness=1.6, max_running=32),
+        ),
+    ),
+    "single_turns_two_kinds": Shape(
+        group=16,
+        prompt=1024,
+        turns=(1, 1),
+        lengths=((0.7, 200.0, 0.4), (0.3, 1500.0, 0.5)),
+        tool=(1.0, 0.0),
+        observed=0,
+        sessions=96,
+        in_flight=40,
+        machines=mix_of(
+            Machine(slowness=0.5, max_running=64),
+            Machine(max_running=24),
+            Machine(slowness=1.5, max_running=48),
+            Machine(slowness=3.0),
+        ),
+        is_held_out=True,
+    ),
+    "single_turns_at_once": Shape(
+        group=5,
+        prompt=300,
+        turns=(1, 1),
+        lengths=((1.0, 400.0, 0.9),),
+        tool=(1.0, 0.0),
+        observed=0,
+        sessions=60,
+        in_flight=60,
+        machines=mix_of(Machine()),
+        is_held_out=True,
+    ),
+    "turns_on_a_mix": Shape(
+        group=4,
+        prompt=2000,
+        turns=(1, 6),
+        lengths=((1.0, 250.0, 1.0),),
+        tool=(2.0, 1.0),
+        observed=500,
+        sessions=40,
+        in_flight=28,
+        machines=mix_of(
+            Machine(max_running=32),
+            Machine(slowness=1.8, max_running=128),
+            Machine(slowness=0.7),
+        ),
+        is_held_out=True,
+    ),
+    "long_prompts": Shape(
+        group=2,
+        prompt=6000,
+        turns=(1, 2),
+        lengths=((1.0, 120.0, 0.5),),
+        tool=(1.0, 0.5),
+        observed=1000,
+        machines=mix_of(Machine(), Machine(slowness=1.6)),
+        is_held_out=True,
+    ),
+    "single_turns_long_prompts": Shape(
+        group=1,
+        prompt=8192,
+        turns=(1, 1),
+        lengths=((1.0, 1000.0, 0.3),),
+        tool=(1.0, 0.0),
+        observed=0,
+        sessions=96,
+        machines=one_at_double_speed,
+    ),
 }
+#: Those that constants of the router were tuned on, and those that nothing was tuned on: other
+#: shapes, other machines, other seeds.
+TRAIN = [name for name, shape in WORKLOADS.items() if not shape.is_held_out]
+TEST = [name for name, shape in WORKLOADS.items() if shape.is_held_out]
+#: Added to the seeds of `TEST`.
+TEST_SEEDS = 1000
+
+
+def trial_of(name: str, replicas: int, seed: int) -> Trial:
+    """The trajectories of a workload, members of a group adjacent, and what they run on."""
+    shape = WORKLOADS[name]
+    sessions = sessions_of(name, replicas, seed)
+    return Trial(sessions, shape.machines(replicas), shape.in_flight * replicas)
 
 
 def sessions_of(name: str, replicas: int, seed: int) -> list[Session]:
     """The trajectories of a workload, members of a group adjacent, as a batch is admitted."""
     shape = WORKLOADS[name]
+    seed += TEST_SEEDS if shape.is_held_out else 0
     rng = np.random.default_rng([seed, replicas, list(WORKLOADS).index(name)])
-    count = SESSIONS_PER_REPLICA * replicas
+    count = shape.sessions * replicas
     sessions = []
     for group in range(count // shape.group):
         prompt = _ids(rng, shape.prompt)

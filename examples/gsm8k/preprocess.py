@@ -13,7 +13,7 @@ SYSTEM = "Solve the problem, check your answer with the tool, then say it."
 
 
 def final_answer(solution: str) -> str:
-    """What stands behind the last ``####`` of a solution, without commas."""
+    """What stands after the last ``####`` of a solution, without commas."""
     found = re.findall(r"#### (-?[\d.,]+)", solution)
     if not found:
         raise ValueError(f"no '#### ANSWER' in {solution!r}")

@@ -1,7 +1,7 @@
 """The one module that carries results from foreign threads to the event loop.
 
 A foreign thread posts a callback to the loop without ever waiting for it: waiting (as
-`from_thread.run_sync` does) can deadlock where the thread belongs to somebody else, such as Ray.
+`from_thread.run_sync` does) can deadlock where the thread belongs to other code, such as Ray.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def loop_poster() -> Post:
             schedule(callback)
         except (
             RuntimeError
-        ):  # the loop is gone, and with it whoever waited (trio: RunFinishedError)
+        ):  # the loop is gone, and with it the waiting tasks (trio: RunFinishedError)
             return
 
     return post
@@ -76,7 +76,7 @@ def runs_on_trio() -> bool:
 def loop_clock() -> Callable[[], float]:
     """`anyio.current_time` of this event loop; of no use in another one.
 
-    For those who ask often: anyio finds its backend anew at every call.
+    For frequent callers: anyio looks its backend up at every call.
     """
     if not runs_on_trio():
         return anyio.current_time
@@ -86,7 +86,7 @@ def loop_clock() -> Callable[[], float]:
 
 
 def event_type() -> type[anyio.Event]:
-    """The class of this event loop's events, for those who make many: as `loop_clock`."""
+    """The class of this event loop's events, for code that makes many: as `loop_clock`."""
     if not runs_on_trio():
         return type(anyio.Event())
     import trio
@@ -205,7 +205,7 @@ def _wake_on_trio(task: Any, error: BaseException) -> None:
 async def wait_future(future: Future[T]) -> T:
     """The result of a concurrent future, awaited from trio or asyncio.
 
-    Cancellation leaves the future alone: whoever made it decides what becomes of its work.
+    Cancellation leaves the future alone: its creator decides what becomes of its work.
     """
     done = anyio.Event()
     post = loop_poster()
@@ -228,7 +228,7 @@ class _Worker:
                 job = self.jobs.get(timeout=IDLE_S)
             except queue.Empty:
                 try:
-                    self._idle.remove(self)  # nobody can hand us a job from here on
+                    self._idle.remove(self)  # no job can be handed to us from here on
                 except ValueError:
                     continue  # taken out a moment ago: its job is on the way
                 return
@@ -430,7 +430,7 @@ class WorkerThreads:
             except BaseException as error:  # a thread must report even SystemExit
                 future.set_exception(error)
             self._idle.append(worker)
-            if self._is_closed:  # meanwhile, and nobody else will end this one
+            if self._is_closed:  # meanwhile, and nothing else will end this one
                 self.close()
             post(finished)
 

@@ -76,7 +76,7 @@ class EngineError(RolloutError):
 
 
 class ChannelError(EngineError):
-    """The connection to an engine broke, or its peer is not who it should be."""
+    """The connection to an engine broke, or its peer is not the expected one."""
 
 
 class ToolError(RolloutError):

@@ -63,7 +63,7 @@ class HasDeadline(Protocol):
 
 
 class PausableDeadline:
-    """A deadline that stands still while the runtime lets what it is for wait.
+    """A deadline that pauses while the runtime lets its work wait.
 
     Only `outermost` counts the time between `pause` and `resume`, which may nest.
 

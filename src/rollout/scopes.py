@@ -49,7 +49,7 @@ def passing_of(error: BaseException, *, is_unasked: bool = True) -> BaseExceptio
 
     Args:
         error: What the code raised.
-        is_unasked: Whether nobody cancelled the task itself, as asyncio can beside its scopes.
+        is_unasked: Whether the task itself was not cancelled, as asyncio can beside its scopes.
     """
     interrupt = first_leaf(error, KeyboardInterrupt)
     if interrupt is not None:

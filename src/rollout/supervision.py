@@ -1,9 +1,10 @@
 """Foreign code in a task that ends, whatever the code does with its cancellation.
 
-A coroutine that catches cancellation and waits again would hold everybody who waits for it. Here it
-is driven through a `_Drive`, which can stop resuming it. What must end by when is declared around
-each piece of foreign code with `Duty`; a piece that is still there ``cleanup_s`` later is given
-up together with the task it runs in. Nobody waits for it any longer, and it never runs again.
+A coroutine that catches cancellation and waits again would block every task that waits for it. Here
+it is driven through a `_Drive`, which can stop resuming it. What must end by when is declared
+around each piece of foreign code with `Duty`; a piece that is still there ``cleanup_s`` later is
+given up together with the task it runs in. No task waits for it any longer, and it never runs
+again.
 """
 
 from __future__ import annotations
@@ -41,23 +42,23 @@ class _Drive(Generator[Any, Any, Any]):
     """Runs a coroutine in place of ``await``, until it is given up."""
 
     def __init__(
-        self, coroutine: Coroutine[Any, Any, Any], verdict: UnresponsiveError | None = None
+        self, coroutine: Coroutine[Any, Any, Any], unresponsive: UnresponsiveError | None = None
     ) -> None:
         self._coroutine = coroutine
-        self._verdict = verdict
+        self._unresponsive = unresponsive
         self.task = Interruptible()
 
     def __await__(self) -> _Drive:
         return self
 
     def send(self, value: Any) -> Any:
-        if self._verdict is not None:
-            self._leave(self._verdict)
+        if self._unresponsive is not None:
+            self._leave(self._unresponsive)
         return self._coroutine.send(value)
 
     def throw(self, *error: Any) -> Any:
-        if self._verdict is not None:
-            self._leave(self._verdict)
+        if self._unresponsive is not None:
+            self._leave(self._unresponsive)
         return self._coroutine.throw(*error)
 
     def close(self) -> None:
@@ -65,12 +66,12 @@ class _Drive(Generator[Any, Any, Any]):
 
     @property
     def is_given_up(self) -> bool:
-        return self._verdict is not None
+        return self._unresponsive is not None
 
-    def give_up(self, verdict: UnresponsiveError) -> None:
+    def give_up(self, unresponsive: UnresponsiveError) -> None:
         """Resume it never again; its task leaves at once where that is possible."""
-        self._verdict = verdict
-        self.task.interrupt(verdict, lambda coroutine: _Drive(coroutine, verdict))
+        self._unresponsive = unresponsive
+        self.task.interrupt(unresponsive, lambda coroutine: _Drive(coroutine, unresponsive))
 
     def place(self) -> str:
         """Where the coroutine waits: the innermost place in foreign code, where there is one."""
@@ -81,22 +82,22 @@ class _Drive(Generator[Any, Any, Any]):
         )
 
     @property
-    def cr_frame(self) -> Any:  # for those who print where tasks wait
+    def cr_frame(self) -> Any:  # for tools that print where tasks wait
         return getattr(self._coroutine, "cr_frame", None)
 
     @property
     def cr_await(self) -> Any:
         return getattr(self._coroutine, "cr_await", None)
 
-    def _leave(self, verdict: UnresponsiveError) -> None:
+    def _leave(self, unresponsive: UnresponsiveError) -> None:
         chain = self._chain()
         try:
             self._coroutine.close()
-        except BaseException:  # one caught this too and waits again, or a clean-up failed
+        except BaseException:  # one swallowed this too and waits again, or a clean-up failed
             for coroutine in chain:
                 _keep_for_ever(coroutine)
         self.task.disown_children()
-        raise verdict
+        raise unresponsive
 
     def _chain(self) -> list[Any]:
         """The coroutines that wait for each other, the outermost first."""
@@ -165,12 +166,12 @@ class Supervised(Generic[T]):
         cleanup_s: How long after its deadline, or its cancellation, code is given up.
 
     Attributes:
-        verdict: Why code was given up, the first time; None if all ended by itself.
+        unresponsive: Why code was given up, the first time; None if all ended by itself.
         was_cancelled: Whether `cancel` or the deadline ended the code before its end.
     """
 
     def __init__(self, what: str, *, cleanup_s: float) -> None:
-        self.verdict: UnresponsiveError | None = None
+        self.unresponsive: UnresponsiveError | None = None
         self.was_cancelled = False
         self._what = what
         self._cleanup_s = cleanup_s
@@ -217,7 +218,7 @@ class Supervised(Generic[T]):
         function: Callable[[], Awaitable[T]],
         clean_up: Callable[[], Awaitable[object]] | None = None,
     ) -> T | None:
-        """What `function` returns; None where it was cancelled, or given up as `verdict` says.
+        """What `function` returns; None where it was cancelled, or given up as `unresponsive` says.
 
         Cancellation of the caller passes on to the code, and leaves when code and clean-up have
         ended or were given up.
@@ -263,7 +264,7 @@ class Supervised(Generic[T]):
         try:
             await drive
         except UnresponsiveError as error:
-            self.verdict = self.verdict or error
+            self.unresponsive = self.unresponsive or error
         except BaseException as error:
             self._error = error
         finally:
@@ -289,12 +290,12 @@ class Supervised(Generic[T]):
             if drive is not None and duty in self._duties:
                 self._duties[:] = [each for each in self._duties if each.drive is not drive]
                 place = drive.place()
-                verdict = UnresponsiveError(
+                unresponsive = UnresponsiveError(
                     f"{duty.what} did not end within limits.cleanup_s = {self._cleanup_s:g} s of "
                     f"its cancellation and was given up; it waits at {place}"
                 )
-                self.verdict = self.verdict or verdict
-                drive.give_up(verdict)
+                self.unresponsive = self.unresponsive or unresponsive
+                drive.give_up(unresponsive)
 
     def _look_at(self, at: float) -> None:
         if self._alarm is not None and at + self._cleanup_s < self._alarm.deadline:

@@ -1,6 +1,6 @@
 """Token ids that only ever grow, with a running checksum: what a trajectory's requests are made of.
 
-A request for turn 64 must not cost more than one for turn 2 with as many new tokens. So nobody
+A request for turn 64 must not cost more than one for turn 2 with as many new tokens. So no code
 copies or scans the whole prefix at a turn: it is summed once, as it grows, checked once, and a
 replica is sent only what it does not have.
 """

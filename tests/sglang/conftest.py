@@ -44,7 +44,7 @@ if IS_DRIVER:
 
     @pytest.fixture(scope="session")
     async def runtime(models: list[str]) -> AsyncIterator[Any]:
-        """One engine; whoever changes its weights leaves them changed."""
+        """One engine; a test that changes its weights leaves them changed."""
         from driver import clock, is_alive, processes, sglang
 
         from rollout import open_rollout

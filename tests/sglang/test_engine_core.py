@@ -18,7 +18,7 @@ from asking import Answer, asked, collect
 from models import CONTEXT, EOS, VOCABULARY, save_model
 
 from rollout.engine.cores.sglang import SGLangCore
-from rollout.engine.cores.sglang import core as core_module
+from rollout.engine.cores.sglang import sglang_core as core_module
 from rollout.engine.weights import DiskWeights
 from rollout.errors import EngineError
 

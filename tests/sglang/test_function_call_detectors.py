@@ -102,7 +102,7 @@ DIFFERENCES = {
         deepseek_v3/arguments_as_a_string_are_parsed_once hermes/string_arguments
         llama3/parameters_as_a_string mistral/arguments_as_a_string
     """,
-    "theirs drops text behind a call, or keeps tags as text": """
+    "theirs drops text after a call, or keeps tags as text": """
         deepseek_v3/stray_end_tags glm4/text_after hermes/text_after hermes/duplicated_closing
         kimi_k2/text_after mistral/text_after
     """,

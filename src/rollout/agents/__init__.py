@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout.agents.base import AgentLoop, agent_names, get_agent, register_agent
+from rollout.agents.agent_loop import AgentLoop, agent_names, get_agent, register_agent
 from rollout.agents.context import AgentContext
 from rollout.agents.single_turn import SingleTurnAgent
 from rollout.agents.tool_agent import ToolAgent

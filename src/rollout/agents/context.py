@@ -64,8 +64,8 @@ class AgentContext:
         ending: The outcome, where it is settled already.
         cut_by: As `AssistantTurn.cut_by`, of the last generation.
         generation_s: Seconds spent waiting for engines, queueing included.
-        resumes: How often a generation went on elsewhere because its replica was lost.
-        restarts: Why generations began anew then, each time one did.
+        resumes: How often a generation resumed elsewhere because its replica was lost.
+        restarts: Why generations restarted then, each time one did.
         discarded_tokens: Tokens that were dropped by that.
     """
 
@@ -149,7 +149,7 @@ class AgentContext:
             self.ending = Ending(outcome=outcome, reason=reason, limit_source=limit_source)
 
     async def begin(self, messages: Sequence[Message | Mapping[str, Any]] | None = None) -> None:
-        """Render the prompt and start the simulated user; `generate` does so where nobody has.
+        """Render the prompt and start the simulated user; `generate` does so if need be.
 
         Args:
             messages: In place of the prompt's own.
@@ -341,9 +341,9 @@ class AgentContext:
         self._message_log.say({"role": "assistant", "content": ""})
 
     async def check_tokens(self) -> Drift | None:
-        """How the transcript differs from its conversation rendered anew.
+        """How the transcript differs from its conversation rendered again.
 
-        None if nothing was said, and where the history is rendered anew in any case.
+        None if nothing was said, and where the history is rendered again in any case.
 
         Raises:
             TemplateError: The template refuses the conversation.

@@ -1,4 +1,4 @@
-"""A conversation as a serving stack keeps it: messages, parsed, to be rendered anew each turn."""
+"""A conversation as a serving stack keeps it: messages, parsed, to be rendered again each turn."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class MessageLog:
         longest: int,
         most: int,
     ) -> Transcript:
-        """A transcript that begins with the whole conversation rendered anew.
+        """A transcript that begins with the whole conversation rendered again.
 
         Its prompt is what it shares with the first prompt, so that it fits where that one fits (at
         most `longest` tokens where they share nothing); the rest is an observation.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollout.agents.base import AgentLoop, register_agent
+from rollout.agents.agent_loop import AgentLoop, register_agent
 
 if TYPE_CHECKING:
     from rollout.agents.context import AgentContext

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
-from rollout.agents.base import AgentLoop, register_agent
+from rollout.agents.agent_loop import AgentLoop, register_agent
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class ToolAgent(AgentLoop):
 
         PENDING -> GENERATING -> PROCESSING_TOOLS -> GENERATING   the model called tools
                               -> INTERACTING      -> GENERATING   it did not, and a user answers
-                              -> TERMINATED                       it did not, and nobody answers
+                              -> TERMINATED                       it did not, and no user answers
 
     It also terminates where a generation was cut, a turn limit is reached, a tool or the user
     ends the trajectory, or a length or deadline leaves no room (which arrives as an exception).
@@ -76,7 +76,7 @@ class ToolAgent(AgentLoop):
 
 
 def _has_reached_turn_limit(context: AgentContext) -> bool:
-    """Settle the outcome where the turns are used up and the model wanted to go on."""
+    """Settle the outcome where the turns are used up and the model wanted to continue."""
     config = context.config
     counts = (
         (context.assistant_turns, config.max_assistant_turns, "agent.max_assistant_turns"),

@@ -91,7 +91,7 @@ class Wording:
         return None
 
     async def row(self, log: MessageLog) -> Transcript:
-        """The whole conversation rendered anew, as `MessageLog.row` makes it.
+        """The whole conversation rendered again, as `MessageLog.row` makes it.
 
         Raises:
             TemplateError: The template refuses the conversation.
@@ -151,4 +151,4 @@ def _no_room(source: str, count: str) -> LimitExceeded:
 
 
 def _no_room_anew(source: str) -> LimitExceeded:
-    return length_error(source, "the conversation rendered anew leaves no room for a token")
+    return length_error(source, "the conversation rendered again leaves no room for a token")

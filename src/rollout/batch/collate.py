@@ -64,7 +64,7 @@ def collate(
 ) -> RolloutBatch:
     """One row of tensors for each transcript, in the order given; shapes as in `RolloutBatch`.
 
-    A trajectory has one transcript unless its history was rendered anew (`agent.history`); its
+    A trajectory has one transcript unless its history was rendered again (`agent.history`); its
     rows are adjacent then and share its outcome and reward. One without tokens becomes a row of
     padding with attention 0 (packed: of length 0). Tokens observed after the last generated one
     stay in the transcript and are left out of the tensors: a training row never ends on an

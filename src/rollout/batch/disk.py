@@ -79,7 +79,7 @@ class NewFiles:
             pass
 
     def write_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write tensors in the safetensors format, readable for whoever can read other files."""
+        """Write tensors in the safetensors format, with the rights that other new files get."""
         self.needed += sum(tensor.nbytes for tensor in tensors.values())
         if self.failure is not None:
             return

@@ -32,7 +32,7 @@ def batch_metrics(
     * ``tokens/{prompt,generated,observation}``, and ``tokens/trailing_observation``: those
       observations that nothing answered, which the tensors leave out;
     * ``outcomes/<outcome>`` and ``outcomes/<outcome>/<reason>``: how many ended so;
-    * ``recovery/{resumes,restarts}``: requests that went on elsewhere, or began anew, because their
+    * ``recovery/{resumes,restarts}``: requests that resumed elsewhere, or restarted, because their
       replica was lost; ``tokens/discarded``: what was dropped by that and by further attempts;
     * ``tokenization/<kind>``: where `agent.tokenization_check` is on, how many compared so;
     * ``reward/{min,mean,max}``: over known rewards; ``turns/mean``.

@@ -104,7 +104,7 @@ def trajectory_line(trajectory: Trajectory, decode: Callable[[Sequence[int]], st
 
 
 def trajectory_from_line(line: bytes) -> Trajectory:
-    """The trajectory of one line, its transcript appended anew span by span.
+    """The trajectory of one line, its transcript appended again, span by span.
 
     Raises:
         msgspec.MsgspecError: The line is no such record.
@@ -224,7 +224,7 @@ def _json_value(value: Any, where: str) -> Any:
         msgspec.json.encode(value, enc_hook=_listed)
     except UnicodeEncodeError:
         return value  # `_encoded` writes half a surrogate pair as an escape
-    except Exception as error:  # whatever a stranger's object raises
+    except Exception as error:  # whatever a foreign object raises
         logger.warning("%s is saved as text: %s", where, error)
         return _text(value)
     return value
@@ -249,7 +249,7 @@ def _listed(value: Any) -> Any:
 def _text(value: object) -> str:
     try:
         return repr(value).encode("utf-8", "backslashreplace").decode()
-    except Exception as error:  # a stranger's __repr__
+    except Exception as error:  # a foreign __repr__
         return f"<{type(value).__qualname__} whose repr raises {type(error).__qualname__}>"
 
 

@@ -1,6 +1,5 @@
 """Tokens and text of a conversation: the transcript, chat templates, tool-call parsers."""
 
-from rollout.chat.loading import load_chat_template
 from rollout.chat.parsers import (
     ParsedTurn,
     ToolParser,
@@ -9,6 +8,7 @@ from rollout.chat.parsers import (
     tool_parser_names,
 )
 from rollout.chat.template import ChatTemplate
+from rollout.chat.template_loading import load_chat_template
 from rollout.chat.transcript import Span, Transcript
 
 __all__ = [

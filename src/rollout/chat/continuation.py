@@ -1,7 +1,7 @@
 """What a chat template puts after an assistant's turn.
 
 An append-only transcript never renders its history again. What new messages add to it is found by
-rendering them behind a made-up conversation, ``[user, assistant(marker), *new]``, and keeping
+rendering them after a placeholder conversation, ``[user, assistant(marker), *new]``, and keeping
 what follows the marker: the end of the assistant's turn, the messages, the generation prompt.
 
 Where a template writes contents in a known way, the text around them is the same every time: it is
@@ -56,11 +56,11 @@ WAYS: Mapping[str, Callable[[str], str]] = MappingProxyType(
 
 
 class TurnEnds(msgspec.Struct, frozen=True, kw_only=True):
-    """What a template puts behind an assistant's content where nothing follows.
+    """What a template puts after an assistant's content where nothing follows.
 
     Attributes:
-        said: Behind a text, e.g. ``<|im_end|>\\n``; empty where only the next turn ends one.
-        called: Behind tool calls, e.g. ``<|call|>``.
+        said: After a text, e.g. ``<|im_end|>\\n``; empty where only the next turn ends one.
+        called: After tool calls, e.g. ``<|call|>``.
     """
 
     said: str
@@ -73,7 +73,7 @@ class Continuation(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         turn_end: What ends the assistant's turn, e.g. ``<|im_end|>\\n``; may be empty.
         opens_reasoning: Whether the next turn's opening ends inside reasoning.
-        answer: What the made-up assistant says before the messages.
+        answer: What the placeholder assistant says before the messages.
         literals: The text around the slots, one more than there are of them; None where
             the template does more with contents than one of `WAYS`.
         slots: What stands between the literals: position and key of a message.
@@ -111,7 +111,7 @@ class ContinuationRenderer:
 
         Args:
             messages: As they follow a turn.
-            most: Tokens that there is room for behind the turn end; None for any number.
+            most: Tokens that there is room for after the turn end; None for any number.
 
         Raises:
             TemplateError: The template refuses such messages or cannot be used append-only.
@@ -158,7 +158,7 @@ class ContinuationRenderer:
         return form
 
     def turn_ends(self) -> TurnEnds:
-        """What the template puts behind an assistant's turn where nothing follows.
+        """What the template puts after an assistant's turn where nothing follows.
 
         Raises:
             TemplateError: It refuses such a conversation.
@@ -248,7 +248,7 @@ class ContinuationRenderer:
         called, _, said = refusals
         if str(called) == str(said):
             raise said
-        raise TemplateError(f"{said}; behind a tool call: {called}") from called
+        raise TemplateError(f"{said}; after a tool call: {called}") from called
 
     def _examine(self, messages: Sequence[TemplateMessage], answer: Answer) -> Continuation:
         """The form of messages like these, after a look at what the template does with them."""

@@ -2,9 +2,9 @@
 
 A tokenizer recognises its special tokens by their spelling, wherever they stand. Here a text comes
 with the places that its author and not the template wrote: nothing in them is recognised. The text
-between two special tokens is encoded as one piece, whoever wrote which part of it.
+between two special tokens is encoded as one piece, whichever side wrote which part of it.
 
-Whoever has room for so many tokens says so (`most`): a text that certainly has more is refused
+A caller with room for so many tokens says so (`most`): a text that certainly has more is refused
 before it is encoded, or once its beginning was.
 """
 
@@ -161,7 +161,7 @@ class TextEncoder:
 
 
 class _BoundedEncoder:
-    """Encodes text whose special tokens have been put behind boundaries of our own.
+    """Encodes text whose special tokens have been marked by boundaries of our own.
 
     Its tokenizer reads every special token of the vocabulary as text, and recognises four made-up
     ones: one for each way in which a special token may take the white space around it.
@@ -208,7 +208,7 @@ _ENCODERS: weakref.WeakKeyDictionary[Any, TextEncoder] = weakref.WeakKeyDictiona
 
 
 def encoder_of(tokenizer: PreTrainedTokenizerBase) -> TextEncoder:
-    """The encoder of a tokenizer, made anew where tokens were added since."""
+    """The encoder of a tokenizer, made again where tokens were added since."""
     known = _ENCODERS.get(tokenizer)
     if known is None or known.size != len(tokenizer.added_tokens_decoder):
         known = _ENCODERS[tokenizer] = TextEncoder(tokenizer)

@@ -1,8 +1,8 @@
-"""A finished conversation as its template would render it anew, in the model's own words.
+"""A finished conversation as its template would render it, in the model's own words.
 
 Each turn of the model is rendered as a word of ours, and what the template makes of that word is
 replaced by the text that the model sampled. So the rendering tells where a template treats the
-history in another way, and its handling of a turn's inside (spaces trimmed, calls written anew)
+history in another way, and its handling of a turn's inside (spaces trimmed, calls written again)
 does not count.
 """
 
@@ -53,7 +53,7 @@ class FullRenderer:
     Args:
         render: What the template makes of a conversation; raises `TemplateError`.
         encoder: Knows the special tokens.
-        ends: What it puts behind a turn.
+        ends: What it puts after a turn.
         stops: Spellings of tokens that end a turn.
     """
 
@@ -107,7 +107,7 @@ class FullRenderer:
         return FullRendering(text, bool(dropped) or self._drops_opening)
 
     def _opened(self, sampled: str, before: str) -> str:
-        """`sampled`, behind the tag that the prompt had opened and the history writes anew."""
+        """`sampled`, after the tag that the prompt had opened and the history writes again."""
         is_closing = END_THINK in sampled and THINK not in sampled.partition(END_THINK)[0]
         if not is_closing or opens_reasoning(before) or not opens_reasoning(self._opening):
             return sampled

@@ -46,7 +46,7 @@ class FastIds:
             return ids
         for beginning in _beginnings(text, most):
             _refuse(self._in_certain_words(beginning), most)
-        # Of a batch, unlike of a text, the interpreter is let go meanwhile.
+        # Of a batch, unlike of a text, the interpreter lock is released meanwhile.
         ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 

@@ -216,7 +216,7 @@ def _kind(value: object) -> str:
 
 
 def as_messages(messages: Iterable[Message | Mapping[str, Any]]) -> list[Message]:
-    """The messages as records, e.g. for a trajectory's conversation; other keys are left behind.
+    """The messages as records, e.g. for a trajectory's conversation; other keys are left out.
 
     Raises:
         TemplateError: As `template_messages`.

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 USER_MARKER = "rolloutUserMarker"
 ASSISTANT_MARKER = "rolloutAnswerMarker"
 
-#: What a made-up assistant says: words; words and calls, since some templates refuse results that
-#: nobody asked for; or calls alone, since some write words behind the results (Gemma 4).
+#: What its assistant says: words; words and calls, since some templates refuse results that
+#: #: no call asked for; or calls alone, since some write words after the results (Gemma 4).
 Answer = Literal["words", "words and calls", "calls"]
 
 
 def conversation(
     messages: Sequence[TemplateMessage] = (), answer: Answer = "words"
 ) -> list[TemplateMessage]:
-    """The made-up exchange, then `messages`; where the assistant calls, it calls their tools."""
+    """The placeholder exchange, then `messages`; where the assistant calls, it calls their tools."""
     said: TemplateMessage = {
         "role": "assistant",
         "content": "" if answer == "calls" else ASSISTANT_MARKER,

@@ -166,7 +166,7 @@ class Renderer:
                 tokenize=False,
                 **self.kwargs,
             )
-        except Exception as error:  # a template is code of a stranger and raises what it likes
+        except Exception as error:  # a template is foreign code and raises what it likes
             roles = ", ".join(message["role"] for message in messages)
             raise TemplateError(f"the chat template refuses [{roles}]: {error}") from error
         assert isinstance(text, str)

@@ -36,7 +36,7 @@ class ChatTemplate:
     """A tokenizer and its chat template, used so that a transcript only ever grows.
 
     `prompt_ids` renders a conversation once; afterwards `observation_ids` gives the tokens that
-    new messages add behind a generated turn. What was sampled is never rendered or tokenized
+    new messages add after a generated turn. What was sampled is never rendered or tokenized
     again. Safe to use from several threads; encodes in the caller's.
 
     Special tokens are those that the template writes. Messages and tools may spell them: that
@@ -123,7 +123,7 @@ class ChatTemplate:
         after: Sequence[int] | None,
         most: int | None = None,
     ) -> array[int]:
-        """(T,) what `messages` add behind a generated turn, up to the next assistant's opening.
+        """(T,) what `messages` add after a generated turn, up to the next assistant's opening.
 
         It starts with the end of the generated turn (``<|im_end|>\\n`` in ChatML) as far as
         `after` lacks it: nothing of it is repeated, and a turn that was cut gets all of it.
@@ -158,7 +158,7 @@ class ChatTemplate:
         self._continuations.refuse_beyond(most, self._adapted(messages))
 
     def opens_reasoning_after(self, messages: Iterable[Message | Mapping[str, Any]]) -> bool:
-        """Whether the turn behind an observation of `messages` begins inside reasoning.
+        """Whether the turn after an observation of `messages` begins inside reasoning.
 
         Raises:
             TemplateError: As `observation_ids`.
@@ -172,7 +172,7 @@ class ChatTemplate:
         said: Mapping[int, str],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Drift:
-        """How the transcript's text differs from the whole conversation rendered anew.
+        """How the transcript's text differs from the whole conversation rendered again.
 
         Args:
             transcript: From the prompt to the end.
@@ -329,7 +329,7 @@ class ChatTemplate:
         for stop in range(len(end), special, -1):
             if list(after[special - stop :]) == list(end[special:stop]):
                 return stop
-        # The model may end a turn by another token than a template that goes on (harmony).
+        # The model may end a turn by another token than a template that continues (harmony).
         return special + 1 if turn_end and int(after[-1]) in self._turn_ends else 0
 
     def _end_ids(self, turn_end: str, ids: list[int]) -> tuple[int, ...]:

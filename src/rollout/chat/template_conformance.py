@@ -1,6 +1,6 @@
 """What a chat template does with conversations of every shape, seen from an append-only transcript.
 
-Each scene is played as a rollout would: the prompt is rendered, a made-up model speaks, what
+Each scene is played as a rollout would: the prompt is rendered, a scripted model answers, what
 follows is appended, and in the end the transcript is compared with a full rendering.
 """
 

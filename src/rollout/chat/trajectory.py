@@ -20,8 +20,8 @@ class Trajectory(msgspec.Struct, kw_only=True, weakref=True):
         transcript: The exact tokens; empty where the trajectory was rejected before rendering.
         history: What the model saw of its earlier turns, `agent.history`: "append_only" is what it
             had sampled, "inference_template" what its template makes of them.
-        earlier: Transcripts of earlier turns, where the template had written them anew since: each
-            is a row of its own, exact for what was generated in it.
+        earlier: Transcripts of earlier turns, where the template had written them differently
+            since: each is a row of its own, exact for what was generated in it.
         outcome: How it ended; `reason` says why in a word, `limit_source` names the limit's path
             in the configuration where one fired, `cause` the root cause of a failure.
         trainable: Whether policy lets a trainer learn from this row, apart from the mask.

@@ -1,5 +1,5 @@
 """The command line, and what only it uses."""
 
-from rollout.cli.arguments import main
+from rollout.cli.command_line import main
 
 __all__ = ["main"]

@@ -24,7 +24,7 @@ from rollout.errors import AgentError, ConfigError, EngineError, ToolError
 from rollout.interactions import InteractionRegistry
 from rollout.runtime.driver_model import SIMULATED_MODEL
 from rollout.tools import PythonTool
-from rollout.tools.sandbox.tool import SandboxTool
+from rollout.tools.sandbox.sandbox_tool import SandboxTool
 from rollout.tools.shipped import shipped_tools
 
 if TYPE_CHECKING:

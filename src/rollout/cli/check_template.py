@@ -11,8 +11,8 @@ from rich.text import Text
 
 from rollout.chat import load_chat_template
 from rollout.chat.drift import DRIFT_KINDS
-from rollout.chat.loading import with_template
 from rollout.chat.template_conformance import SceneReport, conformance_reports
+from rollout.chat.template_loading import with_template
 from rollout.cli.wrapping import column_widths, print_line, wrapped
 from rollout.engine.model_files import resolve_model
 from rollout.runtime.driver_model import SIMULATED_MODEL

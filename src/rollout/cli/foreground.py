@@ -143,7 +143,7 @@ class _Run:
 
     @contextmanager
     def without_lag_warnings(self) -> Iterator[None]:
-        """Until the batch begins, what holds up the event loop are imports, and nobody waits."""
+        """Until the batch begins, what blocks the event loop are imports, and no task waits."""
         logger = logging.getLogger("rollout.observe")
 
         def is_worth_saying(_: logging.LogRecord) -> bool:
@@ -156,7 +156,7 @@ class _Run:
             logger.removeFilter(is_worth_saying)
 
     async def load(self) -> None:
-        """Import what collates, while the engines start; on the loop it would hold up signals."""
+        """Import what collates, while the engines start; on the loop it would delay signals."""
         await self._threads.run("import", importlib.import_module, "rollout.batch")
         self._loaded.set()
 

@@ -38,7 +38,7 @@ def has_driver() -> bool:
 def count_gpus(python: str | None) -> int | None:
     """GPUs of this machine that torch sees in an interpreter; None where it cannot be asked.
 
-    Where there is no driver, nobody is asked.
+    Where there is no driver, nothing is asked.
     """
     if not has_driver():
         return 0

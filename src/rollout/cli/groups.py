@@ -1,4 +1,4 @@
-"""The groups of a batch as a table: who got what for which question."""
+"""The groups of a batch as a table: which member got what for which question."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def _cells(members: Sequence[Trajectory]) -> tuple[str, ...]:
 def _question(row: Trajectory) -> str:
     """What the prompt's `extra` calls its question, else the last words before the agent's."""
     prompt = row.prompt
-    text = "" if prompt is None else str(prompt.extra.get("question") or _last_words(row))
+    text = "" if prompt is None else str(prompt.extra.get("question") or _last_message(row))
     text = " ".join(text.split())
     return text if len(text) <= MAX_QUESTION else f"{text[: MAX_QUESTION - 1]}…"
 
 
-def _last_words(row: Trajectory) -> str:
+def _last_message(row: Trajectory) -> str:
     prompt = row.prompt
     last = prompt.messages[-1] if prompt is not None and prompt.messages else None
     content = last.get("content") if isinstance(last, dict) else getattr(last, "content", None)

@@ -51,7 +51,7 @@ class Counts(Protocol):
 
 @attrs.frozen
 class Reading:
-    """The counts at one time, with the speed of late.
+    """The counts at one time, with the recent speed.
 
     Attributes:
         tokens_per_s: Over the last `WINDOW_S` seconds, or what there is of them.
@@ -79,7 +79,7 @@ class ProgressMeter:
     def read(self, now: float, counts: Counts) -> Reading:
         """The reading at `now`, in seconds of any clock that never goes back."""
         self._tokens.append((now, counts.generated_tokens))
-        # The last entry before the window stays: the window begins somewhere behind it.
+        # The last entry before the window stays: the window begins somewhere after it.
         while len(self._tokens) > 2 and self._tokens[1][0] <= now - WINDOW_S:
             self._tokens.popleft()
         since, tokens = self._tokens[0]

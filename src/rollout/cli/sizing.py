@@ -114,14 +114,14 @@ def _memory_lines(config: RolloutConfig) -> Iterator[tuple[str, str]]:
     )
     if isinstance(engine, SGLangEngine) and engine.device == "cuda" and weights:
         room = EXAMPLE_GPU * engine.memory_fraction - weights
-        held = int(room * shards / found.kv_bytes) if room > 0 else 0
+        fitting = int(room * shards / found.kv_bytes) if room > 0 else 0
         yield (
             "example",
             (
                 f"of a GPU of {EXAMPLE_GPU / 1e9:.0f} GB, engine.memory_fraction = "
-                f"{engine.memory_fraction:g} leaves {_gib(room)} beside the weights: {held} "
-                f"tokens, {held // tokens} such requests"
-                if held
+                f"{engine.memory_fraction:g} leaves {_gib(room)} beside the weights: {fitting} "
+                f"tokens, {fitting // tokens} such requests"
+                if fitting
                 else f"a GPU of {EXAMPLE_GPU / 1e9:.0f} GB cannot hold the weights; raise "
                 "engine.tensor_parallel"
             ),
@@ -129,7 +129,7 @@ def _memory_lines(config: RolloutConfig) -> Iterator[tuple[str, str]]:
 
 
 def model_size(config: RolloutConfig) -> ModelSize | None:
-    """The figures of a configuration's model; None where nobody here knows them."""
+    """The figures of a configuration's model; None where they are not known here."""
     facts, origin = _facts_in(_files_of(config.model.path, config.model.revision)), ""
     if facts is None:
         facts, origin = published_facts(config.model.path), ", by its published figures"
@@ -141,7 +141,7 @@ def model_size(config: RolloutConfig) -> ModelSize | None:
 
 
 def context_tokens(config: RolloutConfig) -> int | None:
-    """Tokens of prompt and response that an engine has room for; None where nobody here knows."""
+    """Tokens of prompt and response that an engine has room for; None where that is unknown."""
     engine = config.engine
     if isinstance(engine, SimulatedEngine):
         from rollout.engine.cores.simulated.options import (

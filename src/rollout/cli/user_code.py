@@ -12,8 +12,8 @@ import attrs
 from rollout.errors import ConfigError
 from rollout.interactions import Interaction
 from rollout.scheduling.reward_signatures import check_reward
-from rollout.tools.loading import tools_of
 from rollout.tools.shipped import is_shipped, shipped_tools
+from rollout.tools.tool_loading import tools_of
 from rollout.user_files import UserCodeError, import_module, make_importable, run_file
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class UserCode:
         ]
 
     def reward(self, reference: str) -> RewardFunction:
-        """The function behind ``path.py:function`` or ``package.module:function``.
+        """The function named ``path.py:function`` or ``package.module:function``.
 
         Raises:
             ConfigError: There is none, or it cannot be called with a trajectory.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-#: Columns of output that is no terminal's: nobody wraps it.
+#: Columns of output that is no terminal's: it is not wrapped.
 PLAIN_WIDTH = 160
 #: ``label  text``, as summaries and explanations write it.
 _LABEL = re.compile(r"\S+(?: \S+)* {2,}")

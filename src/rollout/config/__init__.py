@@ -1,6 +1,7 @@
 """The configuration: its sections, and how it is loaded, checked and explained."""
 
-from rollout.config.channel import ChannelConfig
+from rollout.config.channel_section import ChannelConfig
+from rollout.config.config_loading import load_config
 from rollout.config.convert import config_from_dict, dump_config
 from rollout.config.engines import (
     CustomEngine,
@@ -11,15 +12,14 @@ from rollout.config.engines import (
     TransformersEngine,
 )
 from rollout.config.explain import describe_config
-from rollout.config.limits import LimitsConfig
-from rollout.config.loading import load_config
+from rollout.config.limits_section import LimitsConfig
 from rollout.config.placements import (
     InProcessPlacement,
     LocalProcessPlacement,
     PlacementConfig,
     RayPlacement,
 )
-from rollout.config.sampling import SamplingConfig
+from rollout.config.sampling_section import SamplingConfig
 from rollout.config.sections import (
     EMBEDDED_MODEL,
     AgentConfig,

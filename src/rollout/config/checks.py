@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import attrs
 
-from rollout.config.faults import Fault, got, join_path
+from rollout.config.config_faults import Fault, got, join_path
 
 #: Ids are int32 on the wire and in transcripts.
 MAX_ID = 2**31 - 1
@@ -28,11 +28,11 @@ class Rule:
 
     Attributes:
         text: The whole expectation, type included: ``an integer ≥ 1``.
-        holds: Called with values of the right type only.
+        accepts: Called with values of the right type only.
     """
 
     text: str
-    holds: Callable[[Any], bool]
+    accepts: Callable[[Any], bool]
 
 
 def is_http_url(text: str) -> bool:
@@ -140,7 +140,7 @@ def _parts(option: Any) -> tuple[Any, Rule | None]:
     return option, None
 
 
-def judge(annotation: Any, value: Any) -> tuple[Any, list[Fault]]:
+def validate(annotation: Any, value: Any) -> tuple[Any, list[Fault]]:
     """`value` as a field keeps it, and its faults with paths relative to the field.
 
     A list becomes a tuple, an int a float where one is wanted, and a mapping a copy of itself;
@@ -153,28 +153,28 @@ def judge(annotation: Any, value: Any) -> tuple[Any, list[Fault]]:
     base, rule = _parts(next(option for option in options if option is not types.NoneType))
     shape = get_origin(base)
     if shape is tuple:
-        kept, faults = _judge_list(get_args(base)[0], wanted, value)
+        kept, faults = _validate_list(get_args(base)[0], wanted, value)
     elif shape is Mapping:
-        kept, faults = _judge_mapping(wanted, value)
+        kept, faults = _validate_mapping(wanted, value)
     elif shape is Literal:
-        kept, faults = _judge_choice(get_args(base), wanted, value)
+        kept, faults = _validate_choice(get_args(base), wanted, value)
     else:
-        kept, faults = _judge_scalar(base, wanted, value)
-    if rule and not faults and not rule.holds(kept):
+        kept, faults = _validate_scalar(base, wanted, value)
+    if rule and not faults and not rule.accepts(kept):
         faults = [Fault("", f"expected {wanted}", value)]
     return (value if faults else kept), faults
 
 
-def _judge_scalar(kind: type, wanted: str, value: Any) -> tuple[Any, list[Fault]]:
+def _validate_scalar(kind: type, wanted: str, value: Any) -> tuple[Any, list[Fault]]:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind in (int, float) and is_number:
-        return _judge_number(kind, wanted, value)
+        return _validate_number(kind, wanted, value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         return value, [Fault("", f"expected {wanted}{got(value)}", value)]
     return (str.__str__(value) if kind is str else value), []
 
 
-def _judge_number(kind: type, wanted: str, value: float) -> tuple[Any, list[Fault]]:
+def _validate_number(kind: type, wanted: str, value: float) -> tuple[Any, list[Fault]]:
     if kind is int:
         faults = [] if isinstance(value, int) else [Fault("", f"expected {wanted}", value)]
         return (value if faults else int(value)), faults
@@ -191,24 +191,24 @@ def is_finite(value: float) -> bool:
         return False
 
 
-def _judge_choice(choices: tuple[Any, ...], wanted: str, value: Any) -> tuple[Any, list[Fault]]:
+def _validate_choice(choices: tuple[Any, ...], wanted: str, value: Any) -> tuple[Any, list[Fault]]:
     if isinstance(value, str) and value in choices:
-        return _judge_scalar(str, wanted, value)
+        return _validate_scalar(str, wanted, value)
     kind = "" if isinstance(value, str) else got(value)
     return value, [Fault("", f"expected {wanted}{kind}", value)]
 
 
-def _judge_list(item: Any, wanted: str, value: Any) -> tuple[Any, list[Fault]]:
+def _validate_list(item: Any, wanted: str, value: Any) -> tuple[Any, list[Fault]]:
     if not isinstance(value, (list, tuple)):
         return value, [Fault("", f"expected {wanted}{got(value)}", value)]
-    judged = [judge(item, entry) for entry in value]
+    validated = [validate(item, entry) for entry in value]
     faults = [
-        fault.below(f"[{index}]") for index, (_, found) in enumerate(judged) for fault in found
+        fault.below(f"[{index}]") for index, (_, found) in enumerate(validated) for fault in found
     ]
-    return tuple(kept for kept, _ in judged), faults
+    return tuple(kept for kept, _ in validated), faults
 
 
-def _judge_mapping(wanted: str, value: Any) -> tuple[Any, list[Fault]]:
+def _validate_mapping(wanted: str, value: Any) -> tuple[Any, list[Fault]]:
     if not isinstance(value, Mapping):
         return value, [Fault("", f"expected {wanted}{got(value)}", value)]
     faults: list[Fault] = []

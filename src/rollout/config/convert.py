@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from rollout.config.base import (
+from rollout.config.checks import options_of
+from rollout.config.config_faults import Fault, config_error, got
+from rollout.config.section_type import (
     Section,
     annotations_of,
     deferred_faults,
@@ -16,8 +18,6 @@ from rollout.config.base import (
     given_fields,
     is_section,
 )
-from rollout.config.checks import options_of
-from rollout.config.faults import Fault, config_error, got
 from rollout.config.sections import RolloutConfig
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rollout.config.faults import Fault, config_error
+from rollout.config.config_faults import Fault, config_error
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

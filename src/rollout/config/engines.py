@@ -7,7 +7,6 @@ from typing import ClassVar, Literal, get_args
 
 import attrs
 
-from rollout.config.base import Section, fields_named
 from rollout.config.checks import (
     ClassPath,
     Count,
@@ -18,7 +17,8 @@ from rollout.config.checks import (
     Text,
     Urls,
 )
-from rollout.config.faults import Fault
+from rollout.config.config_faults import Fault
+from rollout.config.section_type import Section, fields_named
 
 
 @attrs.frozen(kw_only=True)
@@ -115,7 +115,7 @@ class SGLangEngine(EngineConfig):
                 yield Fault(f"server_args.{name}", f"expected {home}", value)
 
     def _faults_of_sharing(self, sound: Collection[str]) -> Iterator[Fault]:
-        """Replicas have ports and GPUs of their own; who sleeps must be able to."""
+        """Replicas have ports and GPUs of their own; an engine that is to sleep must be able to."""
         if "server_args" not in sound:
             return
         if "replicas" in sound and self.replicas > 1:
@@ -181,7 +181,7 @@ def _one_for_each_url(engine: "HttpEngine") -> int:
 
 @attrs.frozen(kw_only=True)
 class HttpEngine(EngineConfig):
-    """Servers that somebody else runs."""
+    """Servers that run elsewhere."""
 
     kind: ClassVar[str] = "http"
     #: One base URL for each replica.
@@ -196,7 +196,7 @@ class HttpEngine(EngineConfig):
     replicas: Count = attrs.field(default=attrs.Factory(_one_for_each_url, takes_self=True))
 
     def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
-        """One replica for each URL, whose memory is somebody else's."""
+        """One replica for each URL, whose memory is not ours."""
         if "sleep_between_batches" in sound and self.sleep_between_batches:
             text = "expected false: servers that somebody else runs keep their memory"
             yield Fault("sleep_between_batches", text, self.sleep_between_batches)

@@ -19,11 +19,11 @@ from rollout.config.placements import (
     RayPlacement,
     gpus_of,
 )
-from rollout.config.sampling import SamplingConfig
+from rollout.config.sampling_section import SamplingConfig
 from rollout.config.sections import RolloutConfig
 
 if TYPE_CHECKING:
-    from rollout.config.limits import LimitsConfig
+    from rollout.config.limits_section import LimitsConfig
     from rollout.config.sections import LengthsConfig, SchedulingConfig
 
 _LABEL_WIDTH = 12

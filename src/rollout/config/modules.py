@@ -10,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from rollout.config.base import deferred_faults, gather_faults
-from rollout.config.faults import ABSENT, Fault, config_error, got
+from rollout.config.config_faults import ABSENT, Fault, config_error, got
+from rollout.config.section_type import deferred_faults, gather_faults
 from rollout.config.sections import RolloutConfig
 from rollout.errors import ConfigError
 

@@ -6,9 +6,9 @@ import tomllib
 from collections.abc import Iterable
 from typing import Any
 
-from rollout.config.base import annotations_of
+from rollout.config.config_faults import Fault, got, join_path, show
 from rollout.config.convert import KIND, default_kind, is_kinded
-from rollout.config.faults import Fault, got, join_path, show
+from rollout.config.section_type import annotations_of
 from rollout.config.sections import RolloutConfig
 
 EXPECTED = "expected path=value, such as sampling.temperature=0.7"

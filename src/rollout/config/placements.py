@@ -7,9 +7,9 @@ from typing import ClassVar, get_args
 
 import attrs
 
-from rollout.config.base import Section, fields_named
 from rollout.config.checks import Count, GpuSlots, NonNegative, Text, Texts
-from rollout.config.faults import Fault
+from rollout.config.config_faults import Fault
+from rollout.config.section_type import Section, fields_named
 
 
 @attrs.frozen(kw_only=True)
@@ -88,7 +88,7 @@ PLACEMENTS: tuple[type[PlacementConfig], ...] = get_args(AnyPlacement)
 PLACEMENT_KINDS = tuple(placement.kind for placement in PLACEMENTS)
 
 #: Kinds of placement by kind of engine. A process of its own keeps a model's compute off the
-#: driver's loop; somebody else's server needs no process of ours.
+#: driver's loop; a server started elsewhere needs no process of ours.
 ALLOWED_PLACEMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "transformers": ("local_process", "ray"),

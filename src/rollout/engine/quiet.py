@@ -1,4 +1,4 @@
-"""Keeps transformers from writing to a terminal that belongs to somebody else."""
+"""Keeps transformers from writing to a terminal that belongs to other output."""
 
 from __future__ import annotations
 

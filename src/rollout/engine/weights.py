@@ -21,8 +21,8 @@ UPDATE_MODES: tuple[str, ...] = get_args(UpdateMode)
 class DiskWeights(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
     """A directory that every engine can read, with the model's safetensors and its configuration.
 
-    It must stay there as long as these weights are the current ones: a replica that is started
-    again reads them from it.
+    It must stay there as long as these weights are the current ones: a replica that is
+    restarted reads them from it.
     """
 
     path: str
@@ -65,7 +65,7 @@ class TensorWeights:
 
     They are copied into shared memory, in files of at most `bucket_bytes` (a larger tensor has one
     of its own), from which engines on the same node load them one file after the other. The files
-    stay as long as these weights are the current ones, so that a replica that is started again
+    stay as long as these weights are the current ones, so that a replica that is restarted
     finds them, and are then removed: there must be room for one copy of the model, two while it
     is replaced. The tensors themselves are not needed any more once `update_weights` returns.
 

@@ -100,7 +100,7 @@ class ModelUser:
 
     def __call__(self) -> Interaction:
         """A user who has said nothing beyond the prompt."""
-        return _Speaker(self.name, self._persona, self._max_turns, self._endpoint)
+        return _PlayedUser(self.name, self._persona, self._max_turns, self._endpoint)
 
 
 class _Endpoint:
@@ -191,7 +191,7 @@ def _start_of(body: bytes) -> str:
     return body[: 4 * _QUOTED].decode(errors="replace")[:_QUOTED]
 
 
-class _Speaker(Interaction):
+class _PlayedUser(Interaction):
     def __init__(self, name: str, persona: str, max_turns: int, endpoint: _Endpoint) -> None:
         self.name = name
         self._persona = persona

@@ -128,8 +128,8 @@ class _Listener(Interaction):
     async def respond(self, messages: Sequence[Message | Mapping[str, Any]]) -> InteractionTurn:
         assert self._context is not None
         answer = template_messages(messages)[-1]["content"]
-        verdict = self._check(answer, self._context)
-        score = float(await verdict if inspect.isawaitable(verdict) else verdict)
+        result = self._check(answer, self._context)
+        score = float(await result if inspect.isawaitable(result) else result)
         self._left -= 1
         if score >= self._right_at or self._left == 0:
             return InteractionTurn("", is_done=True, score=score)

@@ -1,9 +1,9 @@
 """Notices when something blocks the event loop, and says what.
 
 A task ticks on the loop; a watchdog thread looks at the ticks. When one is overdue, the thread
-samples the stack of the loop's thread and logs who is in the way: every engine waits meanwhile.
-A loop that is late because the machine did not run its thread is in nobody's way. What is logged
-and what is measured are one judgement: the lag is past `BLOCKED_S` where a line was due.
+samples the stack of the loop's thread and logs which code is in the way: every engine waits
+meanwhile. A loop that is late because the machine did not run its thread is no code's fault. What
+is logged and what is measured are one judgement: the lag is past `BLOCKED_S` where a line was due.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import anyio
 import attrs
 
 from rollout.clocks import ThreadTimes, monotonic, process_cpu, thread_cpu
-from rollout.observe.culprits import find_culprit
+from rollout.observe.blocking_code import find_blocking_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,7 +68,7 @@ class LagWindow:
 
 @attrs.define(eq=False)
 class _Period:
-    """From one tick of the loop to the next; whoever claims it first says why it was late.
+    """From one tick of the loop to the next; the first to claim it says why it was late.
 
     Attributes:
         began: When the tick was.
@@ -82,7 +82,7 @@ class _Period:
     _claimed: threading.Lock = attrs.field(init=False, factory=threading.Lock)
 
     def claim(self) -> bool:
-        """Whether nobody has claimed it before."""
+        """Whether it has not been claimed before."""
         return self._claimed.acquire(blocking=False)
 
 
@@ -138,7 +138,7 @@ class LoopLag:
             while True:
                 self._period, self._collected_s = self._new_period(), 0.0
                 await anyio.sleep(TICK_S)
-                self._judge(self._period)
+                self._explain(self._period)
         finally:
             gc.callbacks.remove(self._note_collection)
             self._stop.set()
@@ -174,7 +174,7 @@ class LoopLag:
 
     # On the loop, after the fact.
 
-    def _judge(self, period: _Period) -> None:
+    def _explain(self, period: _Period) -> None:
         """Measure a period that is over, and say what made it late unless the watchdog has."""
         is_unseen = period.claim()
         late_s, blocked_s = self._lateness(period)
@@ -216,8 +216,8 @@ class LoopLag:
     def _sleep(self) -> bool:
         """Wait for the next look; whether it is time to stop.
 
-        Who oversleeps without having waited for a CPU, while no thread of the process computed,
-        was stopped (a signal, a frozen container, a laptop's lid), and the loop with it.
+        A thread that oversleeps without having waited for a CPU, while no thread of the process
+        computed, was stopped (a signal, a frozen container, a laptop's lid), and the loop with it.
         """
         began, cpu_s, waited_s = monotonic(), process_cpu(), self._waited_s()
         asked_s = self._until_due()
@@ -246,12 +246,13 @@ class LoopLag:
         collected_s = self._garbage_s()
         if collected_s > BLOCKED_S / 2:
             return GARBAGE % collected_s, GARBAGE
-        # Who wants a CPU may have been waiting for one all the time: that shows when it is over.
+        # A thread that wants a CPU may have been waiting for one all the time: that shows when it
+        # is over.
         if loop_times.wants_cpu and loop_times.cpu_s - period.loop_cpu_s <= BLOCKED_S:
             return None
         frame = sys._current_frames().get(loop_thread)
-        culprit = None if frame is None else find_culprit(frame)
-        return None if culprit is None else (culprit.text, culprit.place)
+        blocking = None if frame is None else find_blocking_code(frame)
+        return None if blocking is None else (blocking.text, blocking.place)
 
     def _say_blocked(self, cause: str, place: Hashable) -> None:
         unsaid = self._repeats.unsaid(place, monotonic())

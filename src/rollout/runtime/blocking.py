@@ -155,7 +155,7 @@ class BlockingRollout:
         """
         opened: Future[tuple[MemoryObjectReceiveStream[Trajectory], anyio.Event]] = Future()
 
-        async def hold() -> None:
+        async def keep_open() -> None:
             async with self._runtime.stream(prompts, step=step, validate=validate) as received:
                 leave = anyio.Event()
                 opened.set_result((received, leave))
@@ -165,7 +165,7 @@ class BlockingRollout:
             if not opened.done():
                 opened.set_exception(ended.exception() or RolloutError("the runtime is closed"))
 
-        call = self._start(hold)
+        call = self._start(keep_open)
         call.future.add_done_callback(give_up)
         try:
             received, leave = opened.result()

@@ -41,7 +41,7 @@ class BlockingEngines:
 
     @property
     def router(self) -> Router:
-        """Who decides where requests go; its `statistics` say why."""
+        """Decides where requests go; its `statistics` say why."""
         return self._pool.router
 
     def statistics(self) -> tuple[ReplicaStatistics, ...]:

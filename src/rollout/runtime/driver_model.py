@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rollout.chat import ChatTemplate, load_chat_template
-from rollout.chat.loading import with_template
+from rollout.chat.template_loading import with_template
 from rollout.config import SGLangEngine, SimulatedEngine, TransformersEngine
 from rollout.engine.cores.simulated.vocabulary import FINGERPRINT
-from rollout.engine.model_facts import end_ids, model_fingerprint
 from rollout.engine.model_files import resolve_model
+from rollout.engine.model_identity import end_ids, model_fingerprint
 from rollout.engine.wire.protocol import DriverFacts
 from rollout.lazy import importing
 

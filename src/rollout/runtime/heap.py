@@ -20,15 +20,15 @@ class _Heap:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._holders = 0
+        self._runtimes = 0
         self._is_ours = False
         self._is_swept = False
 
     def freeze(self) -> None:
         with self._lock:
-            self._holders += 1
-            # A caller that rules the collector by itself goes on doing so.
-            if self._holders > 1 or not gc.isenabled() or gc.get_freeze_count():
+            self._runtimes += 1
+            # A caller that rules the collector by itself keeps doing so.
+            if self._runtimes > 1 or not gc.isenabled() or gc.get_freeze_count():
                 return
             if not self._is_swept:  # later ones find little, and each takes as long
                 gc.collect()
@@ -38,8 +38,8 @@ class _Heap:
 
     def thaw(self) -> None:
         with self._lock:
-            self._holders -= 1
-            if self._is_ours and not self._holders:
+            self._runtimes -= 1
+            if self._is_ours and not self._runtimes:
                 gc.unfreeze()
                 self._is_ours = False
 

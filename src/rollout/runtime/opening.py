@@ -22,10 +22,10 @@ from rollout.observe.tally import Tally
 from rollout.runtime.driver_model import load_driver_model, warn_of_end_token
 from rollout.runtime.heap import frozen_heap
 from rollout.runtime.runtime import SLEEP_BETWEEN_BATCHES_LEVEL, RolloutRuntime
+from rollout.scheduling.prompt_sampling import top_log_probs_fault
 from rollout.scheduling.reward_signatures import check_reward, of_trajectory
-from rollout.scheduling.sampling import top_log_probs_fault
 from rollout.scheduling.tokenization import TokenizationCheck
-from rollout.scheduling.trajectory import TrajectoryRunner
+from rollout.scheduling.trajectory_runner import TrajectoryRunner
 from rollout.scopes import OneTask, open_task_group
 from rollout.tools import ToolExecutor
 from rollout.tools.providers import open_tools

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.observe.loop_lag import LagWindow
     from rollout.observe.tally import Tally
-    from rollout.scheduling.trajectory import TrajectoryRunner
+    from rollout.scheduling.trajectory_runner import TrajectoryRunner
     from rollout.types import Prompt
 
 #: Between batches a trainer needs all of the memory, and gives new weights as a rule.
@@ -101,7 +101,7 @@ class RolloutRuntime:
 
     Attributes:
         config: What it was opened with.
-        admission: `pause` and `resume` hold back trajectories that have not started.
+        admission: `pause` and `resume` keep trajectories that have not started waiting.
         on_trajectory: Called on the loop with each trajectory of `generate` as it ends, in the
             order in which they do; None calls nothing. It must return at once; what it raises is
             logged.
@@ -231,7 +231,7 @@ class RolloutRuntime:
             RolloutError: The runtime was closed meanwhile.
 
         The `partial` of an error holds the trajectories that had ended, but for those that were
-        received and are held by nobody any more.
+        received and are not referenced any more.
         """
         run = self._new_run(prompts, step, validate)
         with self._lag.window() as window:
@@ -405,10 +405,12 @@ class RolloutRuntime:
         return Progress(tally.finished, tally.known_tokens, tally.reused_tokens)
 
     async def _end_calls(self) -> None:
-        """End the calls of other tasks and wait until they have let go of the engines."""
+        """End the calls of other tasks and wait until they use the engines no more."""
         self._is_closing = True
         if anyio.get_current_task().id in self._streams.values():
-            self._misuse = STREAM_DROPPED  # who leaves the runtime first can never leave it
+            self._misuse = (
+                STREAM_DROPPED  # a block that leaves the runtime first can never leave it
+            )
         with anyio.CancelScope(shield=True):
             while self._calls:
                 self._idle = anyio.Event()

@@ -1,4 +1,4 @@
-"""The places that trajectories run in, and who changes their number."""
+"""The places that trajectories run in, and what changes their number."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Admission:
         return int(self.limiter.total_tokens)
 
     def pause(self) -> None:
-        """Start no further trajectory until `resume`; those that run go on. Pauses nest."""
+        """Start no further trajectory until `resume`; those that run continue. Pauses nest."""
         self._pauses += 1
         self._apply()
 

@@ -9,7 +9,7 @@ import anyio
 from rollout.agents.identity import Ending
 from rollout.errors import LimitExceeded, RolloutError
 from rollout.scheduling.endings import LISTED_CAUSES, BadEndings
-from rollout.scheduling.trajectory import ended_before_start
+from rollout.scheduling.trajectory_runner import ended_before_start
 from rollout.scopes import leaf_of
 from rollout.types import Outcome
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rollout.limits import Deadline
     from rollout.observe.tally import Tally
     from rollout.scheduling.prompts import Member
-    from rollout.scheduling.trajectory import TrajectoryRunner
+    from rollout.scheduling.trajectory_runner import TrajectoryRunner
 
     #: Takes a finished trajectory and its row; may wait, and holds the trajectory's place.
     Deliver = Callable[[int, Trajectory], Awaitable[None]]

@@ -1,7 +1,7 @@
 """How many trajectories may run at once, given what the engines say of themselves.
 
 More in flight than the engines' KV caches hold does not make batches larger: the others wait in a
-queue, and whoever's turn comes finds the prefix of the trajectory pushed out of the cache and has
+queue, and a request whose turn comes finds its prefix pushed out of the cache and has
 it computed again. The prefixes fit when there are no more trajectories than *requests that fill
 the caches*: those that run, divided by the share of the caches that they hold.
 
@@ -92,7 +92,7 @@ class AdmissionController:
 
     Attributes:
         most: Never more than this; also the start, and the number while nothing is in flight.
-        least: Never fewer than this, so that a batch always goes on.
+        least: Never fewer than this, so that a batch always progresses.
         allowed: The number now.
     """
 
@@ -122,10 +122,10 @@ class AdmissionController:
         elif loads:
             self._looks.append(_look_at(loads, progress))
             if len(self._looks) == WINDOW:
-                self._judge(_window_of(self._looks), in_flight)
+                self._adjust(_window_of(self._looks), in_flight)
         return self.allowed
 
-    def _judge(self, window: _Window, in_flight: int) -> None:
+    def _adjust(self, window: _Window, in_flight: int) -> None:
         lifetimes = self._learn(window, in_flight)
         if window.running < 1:
             return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from rollout.config.faults import Fault, got
+from rollout.config.config_faults import Fault, got
 from rollout.scheduling.prompts import PRIORITY, is_priority
 from rollout.types import Prompt
 
@@ -24,7 +24,7 @@ class _Expectation:
     """What a column must hold where it holds anything."""
 
     text: str
-    holds: Callable[[Any], bool]
+    accepts: Callable[[Any], bool]
 
 
 def _is_mapping_of_mappings(value: Any) -> bool:
@@ -107,7 +107,7 @@ def _faults_of_types(given: Mapping[str, Any]) -> Iterator[Fault]:
 
 def _mismatches(prefix: str, given: Mapping[str, Any]) -> Iterator[Fault]:
     for name, expected in _EXPECTED.items():
-        if name in given and not expected.holds(given[name]):
+        if name in given and not expected.accepts(given[name]):
             value = given[name]
             # Of a list or an object, what is wrong may be inside.
             kind = "" if isinstance(value, list | Mapping) else got(value)

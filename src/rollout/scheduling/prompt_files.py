@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.config.faults import Fault, got, show
+from rollout.config.config_faults import Fault, got, show
 from rollout.errors import PromptError
 from rollout.scheduling.prompt_columns import prompt_of_row
 

@@ -1,4 +1,4 @@
-"""Names in prompts that nobody registered: of agents, tools and simulated users."""
+"""Names in prompts that are not registered: of agents, tools and simulated users."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rollout.agents.base import get_agent
+from rollout.agents.agent_loop import get_agent
 from rollout.errors import AgentError, ConfigError, PromptError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def check_names(
         tools: Names of the tools that there are.
 
     Raises:
-        PromptError: Each prompt names an agent, a tool or an interaction that nobody registered.
+        PromptError: Each prompt names an agent, a tool or an unregistered interaction.
     """
     faults = [_fault(prompt, agent, tools, interactions) for prompt in prompts]
     if not faults or not all(faults):

@@ -25,7 +25,7 @@ class Member:
     """One trajectory to be run, from admission to its outcome.
 
     Attributes:
-        cancel_reason: Set once somebody has cancelled it.
+        cancel_reason: Set once it has been cancelled.
         scope: What ends its agent or its reward, or its wait for a place, while there is one.
         is_finished: Whether it has its outcome.
     """

@@ -17,7 +17,7 @@ STREAM_BUFFER = 16
 
 
 class StreamedRun:
-    """Runs in a task of the runtime's, so that a receiver who vanishes leaves nothing half open.
+    """Runs in a task of the runtime's, so that a receiver that vanishes leaves nothing half open.
 
     Attributes:
         received: Where its trajectories come out.
@@ -47,7 +47,7 @@ class StreamedRun:
             self._ended.set()
 
     def trajectories(self) -> list[Trajectory]:
-        """Those that have ended and are still held by somebody, in the order of their rows."""
+        """Those that have ended and are still referenced, in the order of their rows."""
         found = (self._finished[row]() for row in sorted(self._finished))
         return [trajectory for trajectory in found if trajectory is not None]
 
@@ -69,5 +69,5 @@ class StreamedRun:
         self._finished[row] = weakref.ref(trajectory)
         try:
             await self._send.send(trajectory)
-        except anyio.BrokenResourceError:  # nobody receives any more
+        except anyio.BrokenResourceError:  # the receiver has left
             self._kept.append(trajectory)

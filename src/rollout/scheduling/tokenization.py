@@ -34,7 +34,7 @@ class TokenizationCheck:
         self._ignored = frozenset(ignored)
         self._logged: set[str] = set()
 
-    async def judge(self, context: AgentContext) -> tuple[str | None, str | None]:
+    async def check(self, context: AgentContext) -> tuple[str | None, str | None]:
         """The kind of drift, and why the trajectory must fail for it; None where there is none.
 
         The kind is None where nothing was compared.

@@ -12,7 +12,7 @@ from rollout.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from rollout.config import SimulatedEngine
-    from rollout.engine.cores.simulated.core import SimulatedCore, SimulatedDeath
+    from rollout.engine.cores.simulated.simulated_core import SimulatedCore, SimulatedDeath
     from rollout.engine.cores.simulated.tokenizer import simulated_tokenizer
     from rollout.engine.cores.simulated.vocabulary import decode_ids, encode_text, expected_log_prob
     from rollout.testing.clock import hold_clock
@@ -28,7 +28,7 @@ _HOMES = {
     "rollout.testing.races": ("Exploration", "Race", "RacesFoundError", "explore", "replay"),
     "rollout.testing.scenario": ("Scenario", "tool_call"),
     "rollout.testing.schedule": ("run_virtual", "schedule_seed"),
-    "rollout.engine.cores.simulated.core": ("SimulatedCore", "SimulatedDeath"),
+    "rollout.engine.cores.simulated.simulated_core": ("SimulatedCore", "SimulatedDeath"),
     "rollout.testing.token_accounting": ("Balance", "balance_of"),
     "rollout.engine.cores.simulated.tokenizer": ("simulated_tokenizer",),
     "rollout.engine.cores.simulated.vocabulary": ("decode_ids", "encode_text", "expected_log_prob"),

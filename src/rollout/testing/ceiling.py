@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 #: A day and a bit: no limit of a rollout is near it.
 CEILING_S = 100_000.0
-#: Frames of these packages say nothing about who waits for what.
+#: Frames of these packages say nothing about what waits for what.
 _UNTELLING = ("trio.", "anyio.", "outcome.")
 
 

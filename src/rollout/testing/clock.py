@@ -35,7 +35,7 @@ def hold_clock(clock: trio.testing.MockClock | None = None) -> Iterator[None]:
 
     trio's autojump clock leaps to the next deadline whenever every task waits, and it cannot see
     that a thread, a socket or a child process is at work: timeouts then fire at once. Within the
-    block it does not jump, so no deadline fires and no sleep ends; time goes on where it stood
+    block it does not jump, so no deadline fires and no sleep ends; time continues where it stood
     when the block is left. Blocks may nest and overlap: the last one to leave lets time go. A
     clock with a rate of its own keeps it. Where time is real, as on asyncio, nothing changes.
 

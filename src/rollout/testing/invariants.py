@@ -95,15 +95,15 @@ def _time_anomalies(call: CallRecord, limits: LimitsConfig) -> Iterator[str]:
     if call.kind == "generate" and limits.batch_s is not None and took > limits.batch_s + slack:
         yield f"generate took {took:g} s; limits.batch_s = {limits.batch_s:g}"
     if call.cancelled_at is not None and call.ended > call.cancelled_at + EPSILON_S:
-        went_on = call.ended - call.cancelled_at
+        late_s = call.ended - call.cancelled_at
         if not call.failure:
-            yield f"{call.kind} went on for {went_on:g} s after its caller was cancelled"
-        elif went_on > slack:
-            yield f"{call.kind} took {went_on:g} s to end after its caller was cancelled"
+            yield f"{call.kind} ran for {late_s:g} s after its caller was cancelled"
+        elif late_s > slack:
+            yield f"{call.kind} took {late_s:g} s to end after its caller was cancelled"
     if call.kind == "generate" and call.stopped_at is not None:
-        went_on = call.ended - call.stopped_at
-        if went_on > slack:
-            yield f"generate took {went_on:g} s to return after everything was cancelled"
+        late_s = call.ended - call.stopped_at
+        if late_s > slack:
+            yield f"generate took {late_s:g} s to return after everything was cancelled"
     for session, records in call.generations.items():
         for each in records:
             yield from _request_anomalies(session, each, limits)

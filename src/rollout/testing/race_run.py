@@ -13,8 +13,8 @@ import trio
 from rollout.errors import RolloutError
 from rollout.testing.ceiling import VirtualCeilingError
 from rollout.testing.leaks import Belongings, leftovers
-from rollout.testing.operations import OPERATIONS
 from rollout.testing.recorder import Recorder
+from rollout.testing.replica_operations import OPERATIONS
 from rollout.testing.schedule import run_virtual
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ Situation = Callable[[Recorder], Awaitable[object]]
 #: * "engine_broken": an engine says so in place of the next thing that it has to say;
 #: * "engine_freeze": an engine says nothing any more;
 #: * "replica_drain", "replica_add", "replica_remove", "new_weights": somebody does this beside what
-#:   goes on; a replica is drained for half a second, and one that is removed has as long;
+#:   continues; a replica is drained for half a second, and one that is removed has as long;
 #: * "tool_error": the next answer of a tool or of a simulated user is an exception.
 INJECTIONS = (
     "cancel",
@@ -80,7 +80,7 @@ class RaceRun:
         self.step = step
         self.seed = seed
         self._expected = expected
-        self._recorder = Recorder(is_hasty=injection == "close")
+        self._recorder = Recorder(closes_at_once=injection == "close")
         before = Belongings()
         with _quiet_logs():
             try:

@@ -33,7 +33,7 @@ class Recorder:
     """Opens runtimes and records what happens, for `anomalies` to compare with what they report.
 
     Args:
-        is_hasty: Close runtimes at once when their block is left. Otherwise the recorder first
+        closes_at_once: Close runtimes when their block is left. Otherwise the recorder first
             waits until they are quiet, so that the accounts must balance to the token.
 
     Attributes:
@@ -41,10 +41,10 @@ class Recorder:
         fault_injector: Lets the next tool call or answer of a simulated user fail.
     """
 
-    def __init__(self, *, is_hasty: bool = False) -> None:
+    def __init__(self, *, closes_at_once: bool = False) -> None:
         self.runtimes: list[WatchedRuntime] = []
         self.fault_injector = FaultInjector()
-        self._is_hasty = is_hasty
+        self._closes_at_once = closes_at_once
 
     @asynccontextmanager
     async def open_rollout(
@@ -84,7 +84,7 @@ class Recorder:
                             tasks.start_soon(watched.operate)
                             yield watched
                     finally:
-                        if not self._is_hasty:
+                        if not self._closes_at_once:
                             await watched.settle()
                         left = anyio.current_time()
             finally:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from rollout.engine.cores.simulated.model import SimulatedModel
 from rollout.engine.cores.simulated.options import parse_scenario
+from rollout.engine.cores.simulated.simulated_model import SimulatedModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -71,7 +71,7 @@ class Scenario:
             turn: Only for this assistant's turn, counted from 1 over the whole prompt.
             filler: Tokens of made-up words before the text: a number, or the ``median``, ``sigma``
                 and ``max`` of a log-normal distribution.
-            finish: "stop" ends with the end token; "length" goes on with made-up words until
+            finish: "stop" ends with the end token; "length" continues with made-up words until
                 ``max_new_tokens``.
         """
         data = {

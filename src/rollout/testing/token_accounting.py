@@ -33,7 +33,7 @@ class Balance:
         given: What its engines gave out.
         transcripts: In trajectories that were delivered.
         discarded: Of attempts, or generations, that were made again after an engine had failed.
-        undelivered: In trajectories that nobody got hold of, because their call was cancelled or
+        undelivered: In trajectories that no caller received, because their call was cancelled or
             its stream left.
         late: Arrived after the request had been given up.
         repeated: Arrived twice, or after the end.
@@ -67,7 +67,7 @@ class _ExpectedCounts:
 
     Args:
         chunks: What the engine gave out.
-        record: Who waited for them; None where nobody did in the end.
+        record: The generation that they were for; None where no caller waited in the end.
         part: What of them the agent has, or had and dropped.
         is_lossy: The connection broke, so that tokens at the end may be missing.
 
@@ -104,7 +104,7 @@ class _ExpectedCounts:
         count, ends = len(chunk.ids) // 4, chunk.finish_reason is not None
         have = len(self._ids) // 4
         if self._state == "live" and self._is_cut and have == self._had and (count or ends):
-            self._state = "given up"  # whoever waited was gone by then
+            self._state = "given up"  # its caller was gone by then
         if self._state == "ended":
             self.counts.repeated += count
         elif self._state == "given up":

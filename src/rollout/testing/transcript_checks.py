@@ -41,7 +41,7 @@ class Facts:
         config: Of the runtime.
         context_length: Of its engines.
         is_simulated: Whether log-probs are those of the simulated model.
-        reasons: With which somebody cancelled trajectories.
+        reasons: With which trajectories were cancelled.
         has_reward: Whether there is a reward function.
     """
 

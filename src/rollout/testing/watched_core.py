@@ -23,7 +23,7 @@ class SentRequest:
 
     Attributes:
         chunks: What the engine gave out, in order.
-        is_open: Whether somebody still iterates over its answer.
+        is_open: Whether its answer is still iterated over.
     """
 
     __slots__ = ("chunks", "is_open", "request")
@@ -84,7 +84,7 @@ class WatchedCore:
             self._on_death()
 
     def freeze(self) -> None:
-        """Let the engine stand still: it says nothing any more, not even that it is alive."""
+        """Freeze the engine: it says nothing any more, not even that it is alive."""
         self.is_serving = False
         self.on_freeze()
 

@@ -16,7 +16,7 @@ from rollout.engine.cores.simulated.options import parse_scenario
 from rollout.errors import EngineError, PromptError, RolloutError
 from rollout.scheduling.rewards import is_async
 from rollout.testing.call_records import CallRecord, GenerationRecord, name_of
-from rollout.testing.operations import OPERATIONS
+from rollout.testing.replica_operations import OPERATIONS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -39,7 +39,7 @@ _LOOK_S = 0.25
 #: What a call on a closed runtime raises; nothing was started then.
 _IS_CLOSED = "the runtime is closed"
 
-#: The call that the running task works for: members inherit it from whoever called.
+#: The call that the running task works for: members inherit it from their caller.
 _call: ContextVar[CallRecord | None] = ContextVar("call", default=None)
 
 
@@ -119,7 +119,7 @@ class WatchedRuntime:
             self.cancel(reason=reason)
 
     def request_operation(self, kind: str) -> None:
-        """Have something done to the replicas, beside what goes on: see `OPERATIONS`."""
+        """Have something done to the replicas, beside its usual work: see `OPERATIONS`."""
         self._operations.append(kind)
         self._operation_requested.set()
 

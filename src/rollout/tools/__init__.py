@@ -12,15 +12,15 @@ from rollout.tools.executor import ToolExecutor
 from rollout.tools.finish_tool import finish, submit
 from rollout.tools.function import FunctionTool, function_tool
 from rollout.tools.langchain import langchain_tools
-from rollout.tools.loading import load_tools
 from rollout.tools.mcp import connect_mcp
 from rollout.tools.policy import ToolPolicy, TransientError
 from rollout.tools.program_tools import PythonTool, ShellTool
 from rollout.tools.results import ToolResult, normalise_result
-from rollout.tools.sandbox.limits import SandboxLimits
+from rollout.tools.sandbox.sandbox_limits import SandboxLimits
 from rollout.tools.search_tool import SearchTool
-from rollout.tools.session import TrajectoryTools
 from rollout.tools.tool import Tool, ToolContext, ToolSession
+from rollout.tools.tool_loading import load_tools
+from rollout.tools.trajectory_tools import TrajectoryTools
 from rollout.tools.truncate import truncate_text
 
 __all__ = [

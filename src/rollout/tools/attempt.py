@@ -61,7 +61,7 @@ async def attempt(
         grace_s: How long it may take after a cancellation from outside; where it is shielded, until
             its deadline.
 
-    A cancellation that nobody asked for is the action's own in any case: on asyncio, awaiting a
+    A cancellation that was not requested is the action's own in any case: on asyncio, awaiting a
     cancelled task raises one.
 
     Raises:
@@ -94,7 +94,7 @@ async def attempt_unhurried(
 ) -> T:
     """`attempt`, except that cancellation from outside leaves `action` another `grace_s`.
 
-    What an action has begun to acquire by then it can finish acquiring, and its owner can let go of
+    What an action has begun to acquire by then it can finish acquiring, and its owner can release
     it. Afterwards the cancellation passes. (On asyncio a bare `Task.cancel` does not wait.)
     """
     await anyio.lowlevel.checkpoint_if_cancelled()

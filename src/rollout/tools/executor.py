@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import ToolError
-from rollout.tools.arguments import SchemaCheck
+from rollout.tools.argument_checks import SchemaCheck
 from rollout.tools.function import FunctionTool
 from rollout.tools.gate import ToolGate
 from rollout.tools.langchain import LangChainTool, is_langchain_tool
 from rollout.tools.policy import ToolPolicy
-from rollout.tools.processes import ToolProcesses
-from rollout.tools.session import ArgumentCheck, CallLimits, TrajectoryTools
 from rollout.tools.tool import Tool, ToolContext
+from rollout.tools.tool_processes import ToolProcesses
+from rollout.tools.trajectory_tools import ArgumentCheck, CallLimits, TrajectoryTools
 
 logger = logging.getLogger("rollout.tools")
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 from rollout.errors import ToolError
-from rollout.tools.arguments import SchemaCheck
+from rollout.tools.argument_checks import SchemaCheck
 from rollout.tools.docstrings import parse_docstring
-from rollout.tools.isolation import FunctionRef, function_ref
 from rollout.tools.parameters import inspect_parameters
 from rollout.tools.schema import as_openai_schema
 from rollout.tools.tool import METHOD_KWARGS, Tool, ToolContext, ToolSession
+from rollout.tools.tool_process_messages import FunctionRef, function_ref
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -145,7 +145,7 @@ class FunctionTool(Tool, Generic[P, R]):
                 return await context.threads.run_asyncio(self.name, call)
             return await call()
         result = await context.threads.run(self.name, call)
-        # An async function behind a sync wrapper: the wrapper ran in the thread, the rest is ours.
+        # An async function in a sync wrapper: the wrapper ran in the thread, the rest is ours.
         return await result if inspect.isawaitable(result) else result
 
     def _inferred(self) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class Breaker:
             )
 
     def forget(self) -> None:
-        """The call that was let through ended without a verdict, as by cancellation."""
+        """The call that was let through ended without a result, as by cancellation."""
         self._is_probing = False
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from rollout.errors import ToolError
 from rollout.tools.annotations import description_in, with_meta
-from rollout.tools.arguments import MAX_EXPECTED, ArgumentsError, quoted, shown
+from rollout.tools.argument_checks import MAX_EXPECTED, ArgumentsError, quoted, shown
 from rollout.tools.docstrings import Docstring, parse_docstring
 from rollout.tools.pydantic_types import is_field, joined_models, of_joined, plain_data, to_model
 from rollout.tools.schema import schema_of

@@ -1,9 +1,9 @@
-"""The process behind ``isolation="process"``: runs one call after another for the driver.
+"""The process of ``isolation="process"``: runs one call after another for the driver.
 
 Requests come on standard input, replies go to standard output: u32 little-endian length, then
 msgpack. What a tool prints goes to standard error. The process ends when its input closes, with all
 of its group; while a call runs, the kernel does that by a signal, also where the call's code never
-lets go of the interpreter.
+releases the interpreter.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import msgspec
 
 from rollout.tools.attempt import describe
 from rollout.tools.function import FunctionTool
-from rollout.tools.isolation import LENGTH, FunctionRef, Reply, Request
 from rollout.tools.parameters import Parameters, inspect_parameters
 from rollout.tools.policy import ToolPolicy
 from rollout.tools.results import normalise_result
+from rollout.tools.tool_process_messages import LENGTH, FunctionRef, Reply, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollout.tools.sandbox.tool import SandboxTool
+from rollout.tools.sandbox.sandbox_tool import SandboxTool
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from rollout.tools.sandbox.tool import SandboxOptions
+    from rollout.tools.sandbox.sandbox_tool import SandboxOptions
 
 _STATEFUL = (
     "Run Python code and read what it prints. Variables and files stay until the next call. The "
     "value of a last expression is shown. There is no network."
 )
 _ONE_SHOT = (
-    "Run a Python program and read what it prints. Every call starts anew. The value of a last "
+    "Run a Python program and read what it prints. Every call is independent. The value of a last "
     "expression is shown. There is no network."
 )
 _SHELL = (

@@ -1,4 +1,4 @@
-"""Pydantic models that tools take and give; pydantic is imported by whoever defined them."""
+"""Pydantic models that tools take and give; pydantic is imported by the code that defined them."""
 
 from __future__ import annotations
 

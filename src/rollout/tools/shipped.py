@@ -12,7 +12,7 @@ from rollout.tools.search_tool import SearchTool
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rollout.tools.sandbox.isolation import Isolation
+    from rollout.tools.sandbox.sandbox_isolation import Isolation
     from rollout.tools.tool import Tool
 
 #: Those that need no settings.

@@ -10,7 +10,7 @@ import msgspec
 
 from rollout.bridge import WorkerThreads
 from rollout.tools.policy import ToolPolicy
-from rollout.tools.processes import ToolProcesses
+from rollout.tools.tool_processes import ToolProcesses
 
 if TYPE_CHECKING:
     from rollout.types import ToolCall
@@ -75,8 +75,8 @@ class ToolSession(ABC):
         """The trajectory's reward in this tool's eyes, asked once at the end; None for none."""
         return None
 
-    async def close(self) -> None:  # noqa: B027  (nothing to let go of)
-        """Let go of what the session holds: called once, shielded, in ``limits.cleanup_s``.
+    async def close(self) -> None:  # noqa: B027  (nothing to release)
+        """Release what the session holds: called once, shielded, in ``limits.cleanup_s``.
 
         Runs in the trajectory's task; sessions opened later have been closed before.
         """
@@ -113,6 +113,6 @@ class Tool(ABC):
 
         Runs in the trajectory's task, as does `ToolSession.close`, within ``limits.tool_s``; once
         the trajectory is cancelled, it has another ``limits.cleanup_s`` to return a session, which
-        is then closed. It must not leave a task group or cancel scope open behind it, and where it
+        is then closed. It must not leave a task group or cancel scope open after it, and where it
         raises or is cancelled leaves nothing behind.
         """

@@ -76,7 +76,7 @@ def _function_of_verl(function: Callable[..., Any], name: str) -> Tool:
 
 
 def verl_result(answer: Any) -> ToolResult:
-    """The result behind what verl's tools return: ``(response, reward, metrics)`` or less.
+    """The result in what verl's tools return: ``(response, reward, metrics)`` or less.
 
     Raises:
         MediaError: The response holds images or videos.

@@ -15,7 +15,7 @@ from rollout.chat.parsers.registry import (
     register_tool_parser,
     tool_parser_names,
 )
-from rollout.chat.parsers.sections import DeepSeekV3Parser, KimiK2Parser, MiniMaxM2Parser
+from rollout.chat.parsers.section_formats import DeepSeekV3Parser, KimiK2Parser, MiniMaxM2Parser
 from rollout.chat.parsers.stops import stop_token_ids
 
 __all__ = [

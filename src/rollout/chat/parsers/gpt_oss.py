@@ -37,7 +37,7 @@ class _Message(NamedTuple):
 class GptOssParser:
     """Analysis is reasoning; a message with a recipient is a call; all else is content.
 
-    The text goes on where the prompt stopped, behind ``<|start|>assistant``. Only ``<|end|>``,
+    The text continues where the prompt stopped, after ``<|start|>assistant``. Only ``<|end|>``,
     ``<|start|>`` and tokens that end the turn close a message of analysis. A call on the
     analysis channel is reasoning too and never executed; where it asks for an answer
     (``<|call|>``) it is an invalid call.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rollout.chat.parsers.scan import TurnScan
 
 #: What a list of calls begins with: the first function's name, and whether the rest is no sentence:
-#: its arguments have names, or it has none and the list goes on as one.
+#: its arguments have names, or it has none and the list continues as one.
 CALL_LIST = (
     r"\[(?=\s*(?P<name>[A-Za-z_][\w.]*)\s*\("
     r"(?P<named>\s*(?:\)\s*[],]|[A-Za-z_]\w*\s*=\s*[\w+.\"'\[({-]))?)"

@@ -39,7 +39,7 @@ class SyntaxFault(ValueError):
 
 
 class Reader:
-    """A position in a text; what reads leaves `at` behind what it read.
+    """A position in a text; a reader leaves `at` after what it read.
 
     Args:
         text: What is read.

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
+from rollout.chat.parsers.argument_types import ArgumentTypes, function_name
 from rollout.chat.parsers.reader import ReadingBudget
 from rollout.chat.parsers.registry import ParsedTurn
-from rollout.chat.parsers.schema import ArgumentTypes, function_name
 from rollout.chat.parsers.text import without_end
 from rollout.types import InvalidToolCall, ToolCall
 from rollout.utf8 import encodable, is_encodable, unencodable_text

@@ -9,7 +9,7 @@ import os
 
 
 def gpu_of(device: str) -> str:
-    """The GPU behind a torch device of this process, as ``CUDA_VISIBLE_DEVICES`` names it.
+    """The GPU of a torch device of this process, as ``CUDA_VISIBLE_DEVICES`` names it.
 
     Empty for a CPU, and for a device that the process cannot see.
     """

@@ -5,7 +5,7 @@ Loaded in engine processes: imports the standard library only.
 
 from __future__ import annotations
 
-#: The next step may take this much longer than the longest of late.
+#: The next step may take this much longer than the longest recent one.
 SLACK = 1.25
 #: Of the interval: what is left is for the way from the step to the connection.
 AIM = 0.8

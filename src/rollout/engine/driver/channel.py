@@ -95,7 +95,7 @@ class Channel:
 
     @property
     def in_flight(self) -> int:
-        """Requests that somebody waits for."""
+        """Requests that a caller waits for."""
         return len(self._pending)
 
     @property
@@ -109,7 +109,7 @@ class Channel:
         return self._data.is_full
 
     async def wait_for_room(self, request: Submit, prefix: TokenPrefix | None = None) -> None:
-        """Return when this request may be sent; those who wait go in their order."""
+        """Return when this request may be sent; waiting callers go in their order."""
         size = len(request.ids) if prefix is None else 4 * len(prefix)
         await self._data.wait_for_room(size)
 
@@ -184,7 +184,8 @@ class Channel:
         """Have the engine end a request that is not waited for any longer.
 
         Until its last chunk arrives it is a zombie, and the abort is sent again at each heartbeat.
-        Its generation still takes what arrives; whoever stops waiting for that sets it to None.
+        Its generation still takes what arrives; a caller that stops waiting for that sets it to
+        None.
         """
         if self._pending.pop(pending.request_id, None) is None:
             return
@@ -192,7 +193,7 @@ class Channel:
         self._control.send_nowait(Abort(pending.request_id))
 
     def interrupt_nowait(self, request_id: str) -> None:
-        """Have the engine end a request; whoever waits for it gets the tokens that it has."""
+        """Have the engine end a request; its caller gets the tokens that it has."""
         self._control.send_nowait(Abort(request_id))
 
     async def command(self, operation: Operation) -> str:
@@ -205,7 +206,7 @@ class Channel:
             ChannelError: The channel was lost.
         """
         if not self.lost.is_set():
-            answer = await self._commands.give(operation, self._control)
+            answer = await self._commands.send(operation, self._control)
             if answer is not None:
                 if answer.error:
                     raise EngineError(f"{self.name}: {answer.error}")
@@ -279,7 +280,7 @@ class Channel:
             return
         if chunk.finish_reason is not None:
             del self._pending[chunk.request_id]
-            if pending.prefix is not None:  # the next turn goes on from what the replica has
+            if pending.prefix is not None:  # the next turn builds on what the replica has
                 sent = pending.sent_tokens + pending.part.count
                 pending.prefix.sent_to[self._greeter.session] = sent
             self._end(pending, chunk.error)
@@ -293,7 +294,7 @@ class Channel:
             self.tokens.repeated += len(chunk.ids) // 4
 
     def _take_late(self, zombie: PendingRequest, chunk: Chunk) -> None:
-        """Tokens of a request that was cancelled, kept while somebody waits for its last answer."""
+        """Tokens of a cancelled request, kept while its caller waits for the last answer."""
         if zombie.generation is not None:
             try:
                 self._take(zombie.generation, chunk)
@@ -343,7 +344,7 @@ class Channel:
         for pending in (*self._pending.values(), *self._zombies.values()):
             pending.is_lost = True
             self._end(pending, self.lost_reason)
-        self._commands.give_up()
+        self._commands.abandon()
         self._pending.clear()
         self._zombies.clear()
 
@@ -401,7 +402,7 @@ class Channel:
                     self._lose(f"{reason}; {error}", is_link_fault=True)
                     return False
                 except ConnectionRefusedError:
-                    break  # nobody listens there any more
+                    break  # nothing listens there any more
                 except CONNECTION_ERRORS:
                     await anyio.sleep(backoff_s)
                     backoff_s = min(2 * backoff_s, MAX_RECONNECT_BACKOFF_S)

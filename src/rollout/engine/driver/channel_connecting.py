@@ -32,7 +32,7 @@ async def connect_channel(
 ) -> AsyncIterator[Channel]:
     """Connect and shake hands on a data and a control connection; closes both at the end.
 
-    The channel does its work while somebody awaits its `run`, and counts in `tokens`.
+    The channel does its work while its `run` is awaited, and counts in `tokens`.
 
     Args:
         connect: Opens a byte stream to the server; called again when one breaks.

@@ -24,9 +24,9 @@ from rollout.config.placements import gpus_of
 from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.driver.request_runner import last_answer_s
 from rollout.engine.model_files import model_path_fault
-from rollout.engine.placement.base import CoreSpec, Placement
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.local_process import LocalProcess
+from rollout.engine.placement.placement import CoreSpec, Placement
 from rollout.engine.placement.ray import open_ray_actors
 from rollout.engine.routing import Router
 from rollout.engine.wire.protocol import Terms
@@ -74,7 +74,8 @@ def core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
                 "replica": replica,
             }
             return CoreSpec(
-                "rollout.engine.cores.simulated.core:SimulatedCore", {**options, **engine.scenario}
+                "rollout.engine.cores.simulated.simulated_core:SimulatedCore",
+                {**options, **engine.scenario},
             )
         case SGLangEngine():
             return CoreSpec(

@@ -22,7 +22,7 @@ class TokenCounts:
 
     Attributes:
         taken: Appended to a `Generation`.
-        late: Of a request that nobody waited for any more.
+        late: Of a request that no caller waited for any more.
         repeated: Of a chunk that had been taken before, or of a request that had ended.
         refused: Of a faulty chunk.
     """
@@ -49,10 +49,10 @@ class Part(msgspec.Struct, eq=False):
     """What one request gave to a generation; a recovered generation is made of several.
 
     Attributes:
-        replica: Who was asked.
+        replica: The one that was asked.
         start: Where its tokens begin in the generation.
         count: Tokens taken from it.
-        is_discarded: The generation began anew after it; its tokens are in nobody's hands.
+        is_discarded: The generation restarted after it; its tokens are dropped.
     """
 
     request_id: str
@@ -74,14 +74,14 @@ class Generation(msgspec.Struct, eq=False):
         finish_reason: None until the last chunk has come.
         cached_tokens: Prompt tokens that the engine did not need to prefill.
         parts: The requests made for it, in order; more than one where replicas were lost.
-        resumes: How often it went on elsewhere from the tokens it had.
-        restarts: Why it began anew, each time it did.
+        resumes: How often it resumed elsewhere from the tokens it had.
+        restarts: Why it restarted, each time it did.
         top_count: How many of the most likely ids are asked for with each token: k.
         top_ids: Where asked for, int32: the k most likely ids at each position, likeliest first.
         top_log_probs: float32, one for each of `top_ids`.
         routed_experts: Where asked for, the raw bytes in which the engine says it.
         pausable_deadlines: Paused while the runtime lets it wait.
-        on_tokens: Called each time tokens have been appended, where somebody must know.
+        on_tokens: Called each time tokens have been appended, where that is wanted.
     """
 
     parts: list[Part] = []
@@ -111,11 +111,11 @@ class Generation(msgspec.Struct, eq=False):
 
     @property
     def discarded_tokens(self) -> int:
-        """Tokens that were taken and dropped when it began anew."""
+        """Tokens that were taken and dropped when it restarted."""
         return sum(part.count for part in self.parts if part.is_discarded)
 
     def begin(self, request_id: str, replica: str) -> Part:
-        """What is taken from now on comes from this request, behind the tokens there are."""
+        """What is taken from now on comes from this request, after the tokens there are."""
         self.finish_reason = None
         part = Part(request_id, replica, len(self.ids))
         self.parts.append(part)

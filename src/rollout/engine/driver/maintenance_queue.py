@@ -1,4 +1,4 @@
-"""What is done to all replicas of a pool, one thing after the other, whoever waits for it."""
+"""Operations on all replicas of a pool, one at a time; a caller's cancellation stops none."""
 
 from __future__ import annotations
 

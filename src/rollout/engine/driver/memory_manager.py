@@ -24,7 +24,7 @@ class MemoryManager:
     """Puts all replicas to sleep and wakes them; requests wait meanwhile.
 
     Args:
-        changed: Called when requests may go on.
+        changed: Called when requests may resume.
         limit_s: How long a replica may take.
 
     Attributes:
@@ -46,11 +46,11 @@ class MemoryManager:
         self._limit_s = limit_s
 
     async def sleep(self, level: int) -> None:
-        """Cut running requests off, which go on when awake, and release memory.
+        """Cut running requests off, which resume when awake, and release memory.
 
         Raises:
             EngineError: A replica cannot, and nothing has been cut off; or it could not, and all
-                are awake, and requests go on.
+                are awake, and requests resume.
         """
         if level not in TAGS_OF_LEVEL:
             raise EngineError(f"level = {level!r}; expected 1 or 2")
@@ -71,10 +71,10 @@ class MemoryManager:
             raise
 
     async def wake_up(self, tags: Iterable[str]) -> None:
-        """Take memory back; once all of it is, requests go on.
+        """Take memory back; once all of it is, requests resume.
 
         Raises:
-            EngineError: A replica could not; it is started again.
+            EngineError: A replica could not; it is restarted.
         """
         wanted = frozenset(tags)
         unknown = sorted(wanted - frozenset(ALL_TAGS))
@@ -121,7 +121,7 @@ class MemoryManager:
         """Do it on every replica that serves, side by side.
 
         Raises:
-            EngineError: One of them could not, or took too long and is started again.
+            EngineError: One of them could not, or took too long and is restarted.
         """
         errors: list[EngineError] = []
         async with anyio.create_task_group() as tasks:
@@ -158,7 +158,7 @@ async def _wake(tags: tuple[str, ...], replica: Replica, channel: Channel) -> No
 
 
 async def _wake_all(replica: Replica, channel: Channel) -> None:
-    """Whoever cannot wake up never slept."""
+    """A replica that cannot wake up never slept."""
     try:
         await channel.command(WakeUp(ALL_TAGS))
     except ChannelError:

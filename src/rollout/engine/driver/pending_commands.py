@@ -31,25 +31,25 @@ class PendingCommands:
         self._under_way: dict[int, _PendingCommand] = {}
         self._numbers = itertools.count()
 
-    async def give(self, operation: Operation, frames: FrameStream) -> CommandDone | None:
+    async def send(self, operation: Operation, frames: FrameStream) -> CommandDone | None:
         """Send a command and wait for its answer; None where the channel was lost first."""
-        number, order = next(self._numbers), _PendingCommand()
-        self._under_way[number] = order
+        number, command = next(self._numbers), _PendingCommand()
+        self._under_way[number] = command
         try:
             frames.send_nowait(Command(number, operation))
-            await order.done.wait()
+            await command.done.wait()
         finally:
             del self._under_way[number]
-        return order.answer
+        return command.answer
 
     def answered(self, answer: CommandDone) -> None:
-        """The engine has done one, or could not; one that nobody waits for changes nothing."""
-        order = self._under_way.get(answer.number)
-        if order is not None and not answer.is_fatal:
-            order.answer = answer
-            order.done.set()
+        """The engine has done one, or could not; one that no caller waits for changes nothing."""
+        command = self._under_way.get(answer.number)
+        if command is not None and not answer.is_fatal:
+            command.answer = answer
+            command.done.set()
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """The channel is lost."""
-        for order in self._under_way.values():
-            order.done.set()
+        for command in self._under_way.values():
+            command.done.set()

@@ -18,8 +18,8 @@ class PendingRequest(msgspec.Struct, eq=False):
     Attributes:
         message: The request itself, as it was sent last.
         prefix: The prompt, where it is not in the message; its first `sent_tokens` tokens.
-        generation: Filled as chunks come, also of an abandoned request; None once nobody waits for
-            them any more.
+        generation: Filled as chunks come, also of an abandoned request; None once no caller waits
+            for them any more.
         part: What this request gave to it.
         error: Why the engine refused or failed it; empty otherwise.
         is_lost: The channel was lost under it.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rollout.engine.driver.channel import Channel
     from rollout.engine.driver.generation import Generation
     from rollout.engine.driver.replica_supervisor import FactsGiver
-    from rollout.engine.placement.base import CoreSpec, Placement
+    from rollout.engine.placement.placement import CoreSpec, Placement
     from rollout.engine.routing import Router
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.engine.wire.protocol import Terms
@@ -71,7 +71,7 @@ class EnginePool:
             first one does.
         policy: What becomes of requests whose replica is lost.
         wait_s: How long requests wait for a replica once none serves.
-        backoff_s: Pause before a replica that died is started again; doubled each time.
+        backoff_s: Pause before a replica that died is restarted; doubled each time.
         max_start_failures: Failed starts in a row after which a replica is given up.
         terms: Of the channels; None takes the defaults.
         facts: Gives what the driver takes for granted of the engines, which refuse it where they
@@ -153,7 +153,7 @@ class EnginePool:
 
     @property
     def router(self) -> Router:
-        """Who decides where requests go; its `statistics` say why."""
+        """Decides where requests go; its `statistics` say why."""
         return self._router
 
     def statistics(self) -> tuple[ReplicaStatistics, ...]:
@@ -182,9 +182,9 @@ class EnginePool:
     # Replicas at run time.
 
     def drain(self, name: str) -> None:
-        """Send a replica nothing new until `resume`; what it has in flight goes on.
+        """Send a replica nothing new until `resume`; what it has in flight continues.
 
-        Also if it dies meanwhile and is started again.
+        Also if it dies meanwhile and is restarted.
 
         Raises:
             EngineError: There is no such replica.
@@ -231,7 +231,7 @@ class EnginePool:
         """End a replica; returns when nothing of it is left.
 
         It gets nothing new, and what it has in flight may end within `drain_s` (None: without a
-        limit); what is left then goes on elsewhere, as after a loss. Cancelled while it drains,
+        limit); what is left then resumes elsewhere, as after a loss. Cancelled while it drains,
         the replica stays.
 
         Raises:
@@ -259,13 +259,13 @@ class EnginePool:
         """Every replica has these weights afterwards; one that starts later gets them first.
 
         Replicas load them side by side, and get new requests when they have. One that cannot load
-        them is started again, unless none can. Cancellation leaves them to it.
+        them is restarted, unless none can. Cancellation leaves them to it.
 
         Args:
             version: What the tokens sampled with them are stamped with.
             mode: What becomes of the requests that a replica has in flight. "wait": they end
-                first. "abort_and_resume": they are cut off, keep their tokens, and go on from
-                those under the new weights. "in_place": they go on, with what was computed of
+                first. "abort_and_resume": they are cut off, keep their tokens, and resume from
+                those under the new weights. "in_place": they continue, with what was computed of
                 them under the old weights.
 
         Raises:
@@ -292,7 +292,7 @@ class EnginePool:
         await self._maintenance.do(partial(self._memory_manager.sleep, level))
 
     async def wake_up(self, tags: Iterable[str] = ALL_TAGS) -> None:
-        """Take back what `sleep` released; requests go on once all of it is there.
+        """Take back what `sleep` released; requests resume once all of it is there.
 
         Weights are those that were current, or were loaded while the engines slept.
 
@@ -300,7 +300,7 @@ class EnginePool:
             tags: "weights", "kv_cache", or both.
 
         Raises:
-            EngineError: An engine could not; it is started again.
+            EngineError: An engine could not; it is restarted.
         """
         await self._maintenance.do(partial(self._memory_manager.wake_up, tags))
 
@@ -339,7 +339,7 @@ class EnginePool:
     ) -> None:
         """Run one request to its end; `generation` fills as tokens come.
 
-        Where its replica is lost it goes on elsewhere, as the policy says. Cancellation keeps in
+        Where its replica is lost it resumes elsewhere, as the policy says. Cancellation keeps in
         `generation` what had arrived, and has the engine end the request.
 
         Args:

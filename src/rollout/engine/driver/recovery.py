@@ -1,6 +1,6 @@
 """What becomes of a request whose replica was lost; no task and no clock in here.
 
-A request goes on elsewhere from the tokens that it has, begins anew, or fails, as the policy says.
+A request resumes elsewhere from the tokens that it has, restarts, or fails, as the policy says.
 Requests that kill replicas are told from those that were only there; ``docs/engines.md`` has the
 rule.
 """
@@ -26,7 +26,8 @@ RecoveryPolicy = Literal["resume", "restart", "fail"]
 
 #: Answers that contradict themselves before their request fails.
 MAX_GARBLED = 3
-#: Deaths after which a request starts where nobody else does, and after which it is quarantined.
+#: Deaths after which a request starts with no other request beside it, and after which it is
+#: quarantined.
 SUSPECT_DEATHS = 2
 QUARANTINE_DEATHS = 3
 #: Deaths that suffice whatever the circumstances: what kills now and then must end too.
@@ -35,7 +36,7 @@ MOST_DEATHS = 6
 LONE_DEATHS = 2
 #: Reasons of trajectories whose requests are not made again, whatever `scheduling.max_retries` is.
 QUARANTINED, NO_ENGINE = "quarantined", "no_engine"
-#: Fields of the sampling whose state is not in the tokens: a request that goes on elsewhere would
+#: Fields of the sampling whose state is not in the tokens: a request that resumes elsewhere would
 #: be sampled by other rules than before.
 STATEFUL_SAMPLING = ("presence_penalty", "frequency_penalty")
 
@@ -45,8 +46,8 @@ class RecoveryCounts:
     """What was done about requests whose replica was lost.
 
     Attributes:
-        resumed: Went on elsewhere from the tokens that they had.
-        restarted: Began anew; the tokens that they had were dropped.
+        resumed: Resumed elsewhere from the tokens that they had.
+        restarted: Restarted; the tokens that they had were dropped.
         quarantined: Failed, because replicas died of them.
     """
 
@@ -67,7 +68,7 @@ class Attempt:
     Attributes:
         deadline: Clock time at which an engine ends it by itself.
         deaths: Why replicas died while it was in flight there.
-        is_interrupted: Its request is cut off, to go on later from the tokens that it has.
+        is_interrupted: Its request is cut off, to resume later from the tokens that it has.
         is_running: It has a request in flight.
         was_paused: The runtime has paused its deadlines: engines may know an earlier deadline.
     """
@@ -142,7 +143,7 @@ class Attempt:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it starts where nobody else does, until it is past the point of its last death.
+        """Whether it starts alone, until it is past the point of its last death.
 
         One that died before it had a token of that replica, or with a second replica.
         """
@@ -241,8 +242,8 @@ def record_death(running: Collection[Attempt], reason: str, *, in_flight: int) -
     """A replica died.
 
     Args:
-        running: Requests there that somebody waits for.
-        in_flight: All requests there, also those that nobody waits for.
+        running: Requests there that a caller waits for.
+        in_flight: All requests there, also those that no caller waits for.
     """
     for attempt in running:
         attempt.die(reason, is_alone=in_flight == 1)

@@ -8,7 +8,7 @@ import attrs
 from rollout.engine.driver.channel import Channel
 from rollout.engine.driver.generation import TokenCounts
 from rollout.engine.driver.recovery import Attempt
-from rollout.engine.placement.base import CoreSpec
+from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import ReplicaState
 from rollout.engine.weights import DiskWeights, DistributedWeights
 from rollout.engine.wire.staging import unstage
@@ -59,7 +59,7 @@ class Replica:
         is_leaving: It is being removed.
         is_closed_by_driver: Nothing that it has in flight is to blame for its end.
         scope: Ends it; None before it is kept.
-        gone: It has ended and is not started again.
+        gone: It has ended and is not restarted.
     """
 
     name: str

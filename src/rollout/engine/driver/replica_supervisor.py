@@ -1,4 +1,4 @@
-"""Keeps replicas alive: each is started, served through its channel, and started again."""
+"""Keeps replicas alive: each is started, served through its channel, and restarted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import attrs
 from rollout.engine.driver.channel import Channel
 from rollout.engine.driver.channel_connecting import connect_channel
 from rollout.engine.driver.replica import Replica
-from rollout.engine.placement.base import Placement
+from rollout.engine.placement.placement import Placement
 from rollout.engine.wire.protocol import DriverFacts, Terms
 from rollout.errors import EngineError
 from rollout.scopes import open_task_group
@@ -27,11 +27,12 @@ logger = logging.getLogger("rollout.engine")
 
 FactsGiver = Callable[[], Awaitable[DriverFacts]]
 
-#: The longest pause before a replica is started again.
+#: The longest pause before a replica is restarted.
 MAX_BACKOFF_S = 30.0
 #: A replica that served this long died of something new: its next pause is the first one again.
 STABLE_S = 60.0
-#: How long after its connections an engine's end may be known: who lost only those is no corpse.
+#: How long after its connections an engine's end may be known: one that lost only those has not
+#: died.
 DEATH_GRACE_S = 1.0
 
 

@@ -48,7 +48,7 @@ class RequestRunner:
         last_answer_s: How long a cancelled request waits for the tokens that it has not got yet.
 
     Attributes:
-        is_open: Whether there is a pool; who waits for a place after that learns so.
+        is_open: Whether there is a pool; requests that wait for a place after that learn so.
         is_admission_blocked: Whether none may be made for now.
         active: Attempts that have not ended, also those that wait for a place.
         last_failure: Why a replica was lost or did not start, the last time.
@@ -108,7 +108,7 @@ class RequestRunner:
             await self._changes.wait()
 
     async def interrupt(self, replica: Replica) -> None:
-        """Have its requests cut off, which then go on from their tokens, and `finish`."""
+        """Have its requests cut off, which then resume from their tokens, and `finish`."""
         is_empty = False
         while not is_empty:
             for attempt in replica.running:
@@ -157,7 +157,7 @@ class RequestRunner:
         return ask(avoid=avoid) or (ask() if avoid is not None else None)
 
     async def _place(self, attempt: Attempt, ask: Callable[[], Dispatch | None]) -> Dispatch:
-        """Wait for a place on a replica; those who wait are served by priority."""
+        """Wait for a place on a replica; waiting requests are served by priority."""
         dispatch = None if self._wait_queue else ask()
         if dispatch is None and self._pauses:
             attempt.pause_deadlines()

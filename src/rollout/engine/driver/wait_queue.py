@@ -1,4 +1,4 @@
-"""Those who wait for a place on a replica, served by priority and in their order."""
+"""Requests that wait for a place on a replica, served by priority and in their order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _place(turn: _Turn) -> tuple[int, int]:
 
 
 class WaitQueue:
-    """A line of tasks; whoever makes room lets the first one look.
+    """A queue of tasks; freed room wakes the first one.
 
     The first is the one of the highest priority, of equal ones the one that came first.
 
@@ -51,7 +51,7 @@ class WaitQueue:
     async def wait(self, priority: int = 0) -> bool:
         """Return when it is the caller's turn; False once the line's deadline has passed.
 
-        Who does not use the turn calls `wake_next`; cancellation passes it on.
+        A caller that does not use the turn calls `wake_next`; cancellation passes it on.
         """
         turn = _Turn(priority, next(self._numbers))
         insort(self._turns, turn, key=_place)
@@ -95,7 +95,7 @@ class WaitQueue:
 
 
 class Notifier:
-    """Wakes whoever waits for something to change; costs nothing where nobody does."""
+    """Wakes all tasks that wait for a change; costs nothing where none does."""
 
     def __init__(self) -> None:
         self._changed: anyio.Event | None = None
@@ -107,7 +107,7 @@ class Notifier:
         await self._changed.wait()
 
     def notify(self) -> None:
-        """Wake all who wait."""
+        """Wake all waiting tasks."""
         if self._changed is not None:
             self._changed.set()
             self._changed = None

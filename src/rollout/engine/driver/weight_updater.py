@@ -28,7 +28,7 @@ logger = logging.getLogger("rollout.engine")
 
 #: Why a replica that started waits.
 UNREACHED = "the current ones were sent once, or are in the memory of the driver's machine"
-#: What the router takes a replica's version for while it gets other weights: nobody asks for it.
+#: What the router takes a replica's version for while it gets other weights: none is ever required.
 NO_WEIGHTS = -1
 
 
@@ -36,7 +36,7 @@ class WeightUpdater:
     """The current weights of a pool, and their changes, one after the other.
 
     All replicas that serve have the current weights, or none of them has: one about which that is
-    not certain is started again, and does not serve before it has them.
+    not certain is restarted, and does not serve before it has them.
 
     Args:
         limit_s: How long a replica may load, and how long it may take to end requests before.
@@ -164,7 +164,7 @@ class WeightUpdater:
         self._changed_again = anyio.Event()
 
     def _restore(self, before: Weights | None) -> None:
-        """Nobody could load the new weights: who has the old ones goes on with them."""
+        """No replica could load the new weights: those with the old ones serve with them again."""
         self._current = before
         self._note_change()
         self._router.require_weights(before.version if before else None)
@@ -189,22 +189,22 @@ class WeightUpdater:
         assert channel is not None  # it serves
         try:
             if mode != "in_place":
-                await self._empty(replica, is_patient=mode == "wait")
+                await self._empty(replica, waits_for_requests=mode == "wait")
             await self._load(replica, channel, weights)
         except ChannelError:
             return
         except EngineError as error:
             errors[replica] = error
             return
-        for attempt in replica.running:  # those that stood still in their place
+        for attempt in replica.running:  # those that paused in their place
             attempt.resume_deadlines()
         if replica.channel is channel and replica.is_serving:
             self._router.set_weights(replica.name, weights.version)
             self._changed()
 
-    async def _empty(self, replica: Replica, *, is_patient: bool) -> None:
+    async def _empty(self, replica: Replica, *, waits_for_requests: bool) -> None:
         """No request is left there afterwards."""
-        if is_patient:
+        if waits_for_requests:
             await self._requests.finish(replica)
             return
         with anyio.move_on_after(self._limit_s) as scope:
@@ -225,7 +225,7 @@ class WeightUpdater:
                 f"{channel.name}: the weights of version {weights.version} are not loaded after "
                 f"engine.start_timeout_s = {self._limit_s:g} s"
             )
-            channel.close(str(error))  # it may get them yet: nobody knows what it has
+            channel.close(str(error))  # it may get them yet: what it has is not known
             raise error from None
         channel.info = msgspec.structs.replace(channel.info, weight_version=weights.version)
         replica.weights = weights
@@ -244,7 +244,7 @@ async def _staged(version: int, source: WeightSource) -> Weights:
 
 
 def _fence(replica: Replica, why: str) -> None:
-    """Have a replica started again; nothing that it has in flight is to blame."""
+    """Have a replica restarted, its requests not suspected of killing it."""
     if replica.channel is not None:
         replica.is_closed_by_driver = True
         replica.channel.close(why)

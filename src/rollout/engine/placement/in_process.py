@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.engine.core import CORE_CLOSE_S, EngineCore
-from rollout.engine.placement.base import CoreSpec, ReplicaHandle
 from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
+from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.process.core_loading import load_core, start_error_text
 from rollout.engine.process.core_watch import watch_core
 from rollout.engine.process.server import EngineServer

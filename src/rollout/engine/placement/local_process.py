@@ -17,7 +17,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from anyio.streams.text import TextReceiveStream
 
 from rollout.engine.guardian import name_of
-from rollout.engine.placement.base import CoreSpec, ReplicaHandle
+from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.process.child import ChildReady, ChildSpec
 from rollout.engine.wire.tls import encrypted
 from rollout.errors import EngineError
@@ -71,13 +71,13 @@ class LocalProcess:
         except OSError as error:
             raise EngineError(f"{name}: cannot run {command[0]!r}: {error}") from error
         died = anyio.Event()
-        last_words: deque[str] = deque(maxlen=KEPT_LINES)
+        last_output: deque[str] = deque(maxlen=KEPT_LINES)
         patience_s = STARTING_STOP_S
         try:
             async with open_task_group() as tasks:
-                tasks.start_soon(_forward_errors, name, process, last_words)
+                tasks.start_soon(_forward_errors, name, process, last_output)
                 tasks.start_soon(_watch, process, died)
-                port = await self._start(name, process, spec, secret, start_timeout_s, last_words)
+                port = await self._start(name, process, spec, secret, start_timeout_s, last_output)
                 patience_s = STOP_S
 
                 async def connect() -> ByteStream:
@@ -94,7 +94,7 @@ class LocalProcess:
         spec: CoreSpec,
         secret: bytes,
         start_timeout_s: float,
-        last_words: deque[str],
+        last_output: deque[str],
     ) -> int:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -119,7 +119,7 @@ class LocalProcess:
             reason = f"not ready after engine.start_timeout_s = {start_timeout_s:g} s"
         except (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError):
             code = await process.wait()
-            said = "".join(f"\n    {line}" for line in last_words)
+            said = "".join(f"\n    {line}" for line in last_output)
             reason = f"the engine's process ended with exit code {code} while starting" + (
                 f"; it said last:{said}" if said else ""
             )
@@ -130,14 +130,14 @@ class LocalProcess:
         raise EngineError(f"{name}: {reason}")
 
 
-async def _forward_errors(name: str, process: Process, last_words: deque[str]) -> None:
+async def _forward_errors(name: str, process: Process, last_output: deque[str]) -> None:
     """Log what the child writes to standard error, and keep its end for error texts."""
     assert process.stderr is not None
     rest = ""
     async for text in TextReceiveStream(process.stderr, errors="replace"):
         *lines, rest = (rest + text).split("\n")
         for line in lines:
-            last_words.append(line)
+            last_output.append(line)
             logger.info("%s: %s", name, line)
 
 

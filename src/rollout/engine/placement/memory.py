@@ -128,7 +128,7 @@ class MemoryByteStream(ByteStream):
 
     @property
     def extra_attributes(self) -> Mapping[Any, Callable[[], Any]]:
-        """None: there is no socket behind it."""
+        """None: there is no socket under it."""
         return {}
 
 

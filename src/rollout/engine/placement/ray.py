@@ -1,9 +1,9 @@
 """Engines on the machines of a Ray cluster.
 
 Ray places, names, watches and kills; tokens go over a socket of ours. Each replica has a placement
-group of its own, kept over restarts, so that nobody takes its GPUs while it is started again. Ray
-restarts nothing (an actor that it restarts would be another engine under the old name): the pool
-does. This is the one module that imports Ray, and it does so when a cluster is needed.
+group of its own, kept over restarts, so that no other job takes its GPUs while it is restarted.
+Ray restarts nothing (an actor that it restarts would be another engine under the old name): the
+pool does. This is the one module that imports Ray, and it does so when a cluster is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import attrs
 import msgspec
 
 from rollout.bridge import wait_future
-from rollout.engine.placement.base import CoreSpec, ReplicaHandle
+from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.placement.ray_host import EngineHost, child_spec
 from rollout.engine.process.child import ChildReady
 from rollout.engine.wire.tls import encrypted
@@ -251,7 +251,7 @@ class RayActors:
                 if self._gpu_slots
                 else await _answer(actor.__ray_call__, _gpu_ids)
             )
-            # Ray does so only where nobody has told it not to, as trainers do.
+            # Ray does so only where it has not been told not to, as trainers do.
             environment = {"CUDA_VISIBLE_DEVICES": devices}
             answer = await _answer(actor.start, line, self._python, environment)
         except exceptions.RayActorError as error:

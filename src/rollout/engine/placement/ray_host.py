@@ -36,7 +36,7 @@ class EngineHost:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._last_words: deque[str] = deque(maxlen=KEPT_LINES)
+        self._last_output: deque[str] = deque(maxlen=KEPT_LINES)
 
     def start(self, spec: bytes, python: str | None, environment: dict[str, str]) -> bytes:
         """Start the engine and wait for its answer.
@@ -63,7 +63,7 @@ class EngineHost:
             return msgspec.json.encode(ChildReady(error=f"cannot run {command[0]!r}: {error}"))
         assert process.stdin is not None
         assert process.stdout is not None
-        threading.Thread(target=self._keep_last_words, args=(process,), daemon=True).start()
+        threading.Thread(target=self._keep_last_output, args=(process,), daemon=True).start()
         with suppress(BrokenPipeError):
             process.stdin.write(spec + b"\n")
             process.stdin.flush()
@@ -71,7 +71,7 @@ class EngineHost:
         if answer.endswith(b"\n"):
             return answer
         code = process.wait()
-        said = "".join(f"\n    {line}" for line in self._last_words)
+        said = "".join(f"\n    {line}" for line in self._last_output)
         reason = f"the engine's process ended with exit code {code} while starting" + (
             f"; it said last:{said}" if said else ""
         )
@@ -84,11 +84,11 @@ class EngineHost:
             port: int = free.getsockname()[1]
             return port
 
-    def _keep_last_words(self, process: subprocess.Popen[bytes]) -> None:
+    def _keep_last_output(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stderr is not None
         for line in process.stderr:
             text = line.decode(errors="replace").rstrip("\n")
-            self._last_words.append(text)
+            self._last_output.append(text)
             print(text, file=sys.stderr, flush=True)  # into Ray's log of this actor
 
     def pid(self) -> int:

@@ -74,7 +74,7 @@ class ClientSession:
         self._early_aborts: OrderedDict[str, None] = OrderedDict()
         self._queue: deque[Running] = deque()
         self._idle: list[anyio.Event] = []
-        self._is_roused = False
+        self._is_queue_awake = False
         self._tasks: anyio.abc.TaskGroup | None = None
         self._over = anyio.Event()
         self._changed = anyio.Event()  # a connection came or went
@@ -132,7 +132,7 @@ class ClientSession:
         try:
             with scope:
                 if (role in self._frames) != (received is not None):
-                    await handshake.refuse("this session has no such connection to go on with")
+                    await handshake.refuse("this session has no such connection to continue")
                     return
                 await self._welcome(handshake, frames, role)
                 await self._converse(role)
@@ -264,8 +264,8 @@ class ClientSession:
                 self._be_awake_at(deadline)
         running = self.requests[request_id] = Running(request, deadline, message.has_prefix)
         self._queue.append(running)
-        if not self._is_roused:
-            self._rouse()
+        if not self._is_queue_awake:
+            self._wake_queue()
 
     def _prefix_key(self, session_id: str) -> tuple[str, str]:
         return self.key, session_id
@@ -284,11 +284,11 @@ class ClientSession:
 
     # --- work
 
-    def _rouse(self) -> None:
-        """Have somebody look at the queue; for when nobody is about to."""
+    def _wake_queue(self) -> None:
+        """Have a task look at the queue; for when none is about to."""
         if self._tasks is None:
             return
-        self._is_roused = True
+        self._is_queue_awake = True
         if self._idle:
             self._idle.pop().set()
         else:
@@ -296,11 +296,11 @@ class ClientSession:
 
     async def _work(self) -> None:
         while True:
-            self._is_roused = False
+            self._is_queue_awake = False
             while self._queue:
                 running = self._queue.popleft()
-                if self._queue and not self._is_roused:
-                    self._rouse()  # for the others, should this one have to wait
+                if self._queue and not self._is_queue_awake:
+                    self._wake_queue()  # for the others, should this one have to wait
                 await self._generate(running)
             if len(self._idle) >= IDLE_WORKERS:
                 return

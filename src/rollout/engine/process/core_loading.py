@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def load_core(path: str) -> Callable[..., EngineCore]:
-    """The class behind ``package.module:Class``.
+    """The class named ``package.module:Class``.
 
     Raises:
         ImportError: There is no such module or no such class in it.

@@ -1,4 +1,4 @@
-"""What whoever hosts a core does for it: notices when the engine is lost.
+"""Watches a core for the process that hosts it: notices when the engine is lost.
 
 Loaded in engine processes: imports anyio only.
 """
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.engine")
 
-#: What a lost core has told its requests gets this long to leave.
-LAST_WORDS_S = 0.2
+#: The answers that a lost core has given to its requests get this long to leave.
+LAST_ANSWERS_S = 0.2
 
 
 async def watch_core(core: EngineCore, on_lost: Callable[[], object]) -> None:
@@ -30,5 +30,5 @@ async def watch_core(core: EngineCore, on_lost: Callable[[], object]) -> None:
     if watch is None:
         return
     logger.error("the engine is lost: %s", await watch())
-    await anyio.sleep(LAST_WORDS_S)
+    await anyio.sleep(LAST_ANSWERS_S)
     on_lost()

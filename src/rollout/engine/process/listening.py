@@ -48,14 +48,14 @@ async def _accept(
 ) -> None:
     say_at = 0.0
     while True:
-        await server.strangers.make_room()
+        await server.unauthenticated.make_room()
         try:
             stream = await listener.accept()  # type: ignore[attr-defined]  # sockets' have it
         except OSError as error:
             if error.errno in FATAL:
                 raise
             if error.errno in FULL:
-                server.strangers.close_oldest()
+                server.unauthenticated.close_oldest()
             if anyio.current_time() >= say_at:
                 say_at = anyio.current_time() + SAY_AGAIN_S
                 logger.warning("a connection cannot be accepted now: %s", error)

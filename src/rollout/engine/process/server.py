@@ -12,7 +12,7 @@ import anyio
 
 from rollout.engine.process.client_session import ClientSession
 from rollout.engine.process.session_prefixes import PrefixStore
-from rollout.engine.process.strangers import Strangers, most_strangers
+from rollout.engine.process.unauthenticated import UnauthenticatedConnections, max_unauthenticated
 from rollout.engine.wire.handshake import greet_as_server, handshake_frames
 from rollout.engine.wire.protocol import CONNECTION_ERRORS
 from rollout.engine.wire.tls import encrypted_server
@@ -36,7 +36,7 @@ class EngineServer:
 
     A client whose connections break may come back for `Terms.reconnect_s`, as the client itself
     asked for; then its requests are aborted. A quiet client with an open socket is never taken
-    for dead. Who has not proved to hold the secret is a stranger; there are few of them at once,
+    for dead. Connections that have not proved to hold the secret are few at once,
     and none stays for long.
 
     Args:
@@ -44,7 +44,7 @@ class EngineServer:
         tls: What connections are encrypted with.
 
     Attributes:
-        strangers: Those who are connected now.
+        unauthenticated: Connections that have not proved the secret yet.
 
     Raises:
         EngineError: The certificate or its key cannot be used.
@@ -58,7 +58,7 @@ class EngineServer:
         prefix_bytes: int = PREFIX_BYTES,
         tls: TlsFiles | None = None,
     ) -> None:
-        self.strangers = Strangers(most_strangers())
+        self.unauthenticated = UnauthenticatedConnections(max_unauthenticated())
         self._core = core
         self._encrypted = encrypted_server(tls)
         self._prefixes = PrefixStore(prefix_bytes)
@@ -73,7 +73,7 @@ class EngineServer:
         """
         handshake: ServerHandshake | None = None
         try:
-            with self.strangers.admitted():
+            with self.unauthenticated.admitted():
                 stream = await self._encrypted(stream)
                 frames = handshake_frames(stream)
                 handshake = await greet_as_server(frames, self._secret, lambda: self._core.info)

@@ -49,7 +49,7 @@ class SessionPrefix:
     def cut(self, length: int) -> None:
         """Forget everything from token `length` on, where a mark is.
 
-        Prompts that have been handed out go on with the old bytes.
+        Prompts that have been handed out keep the old bytes.
         """
         self.ids = self.ids[: 4 * length]
         self.sum = self.sums[length]

@@ -1,8 +1,8 @@
 """Routing: which replica gets which request.
 
-`Router` is the whole; its parts are pure and know nothing of each other's work: `costs` (what an
-engine's time costs), `replica` and `replica_set` (what each has to do), `sessions` (who holds which
-prefix), `strategies` (the decision).
+`Router` is the whole; its parts are pure and know nothing of each other's work: `cost_model` (what
+an engine's time costs), `replica_state` and `replica_set` (what each has to do), `sessions` (who
+holds which prefix), `strategies` (the decision).
 """
 
 from __future__ import annotations

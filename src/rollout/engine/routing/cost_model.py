@@ -5,8 +5,8 @@ An engine's second goes into decoding steps, into the tokens of those steps, and
     seconds = step_s · steps + token_s · generated tokens + prompt_s · prompt tokens computed
 
 `step_s` is the part of a step that every batch pays, so ``1 / token_s`` is the throughput that a
-full batch approaches. The three prices are a least-squares fit over the reports of all replicas,
-held to be positive and drawn to a prior until there are reports. A replica's own *slowness* is the
+full batch approaches. The three costs are a least-squares fit over the reports of all replicas,
+kept positive and drawn to a prior until there are reports. A replica's own *slowness* is the
 ratio of the seconds it took to the seconds that its work should have cost.
 
 Pure state machines: the time comes from the caller.
@@ -26,12 +26,12 @@ STEP_S, TOKEN_S, PROMPT_S = 0.02, 1e-4, 5e-5
 PRIORS = (STEP_S, TOKEN_S, PROMPT_S)
 #: How much the prior weighs, in squared seconds of observation.
 PRIOR_WEIGHT = 0.001
-#: No price falls below this share of its prior: a free resource would take every request.
+#: No cost falls below this share of its prior: a free resource would take every request.
 LEAST_SHARE = 1e-4
 #: What a fit keeps of the observations before it; a fit a second forgets half in 34 s.
 FIT_MEMORY = 0.98
 SWEEPS = 12
-#: What a replica's pace keeps at each of its reports; it forgets half in 7.
+#: What a replica's speed keeps at each of its reports; it forgets half in 7.
 SPEED_MEMORY = 0.9
 #: Seconds of usual speed that a replica is assumed to have shown before its first report.
 SPEED_PRIOR_S = 1.0
@@ -68,7 +68,7 @@ class Work:
 
 
 class CostModel:
-    """The three prices of all replicas together.
+    """The three costs of all replicas together.
 
     Attributes:
         step_s: Seconds of a decoding step, whatever its batch.
@@ -79,7 +79,7 @@ class CostModel:
     __slots__ = ("_moments", "_products", "_shares", "prompt_s", "step_s", "token_s")
 
     def __init__(self) -> None:
-        # In units of the priors, which makes the three of one size: seconds at prior prices.
+        # In units of the priors, which makes the three of one size: seconds at prior costs.
         self._moments = [[0.0] * 3 for _ in range(3)]
         self._products = [0.0] * 3
         self._shares = [1.0] * 3
@@ -104,9 +104,9 @@ class CostModel:
                 self._moments[k][other] += part * factor
 
     def fit(self) -> None:
-        """Set the prices to what explains the observations best; older ones count less."""
+        """Set the costs to what explains the observations best; older ones count less."""
         shares, moments = self._shares, self._moments
-        for _ in range(SWEEPS):  # coordinate descent: each price in turn, the others held
+        for _ in range(SWEEPS):  # coordinate descent: each cost in turn, the others held
             for k in range(3):
                 rest = sum(moments[k][other] * shares[other] for other in range(3) if other != k)
                 best = self._products[k] + PRIOR_WEIGHT - rest
@@ -126,7 +126,7 @@ class SpeedEstimate:
         latest: What it did before its last report, where that has not been judged yet.
         tokens_per_s: Tokens that it generated per second between its last two reports.
         was_idle: It had nothing to do for a while since the last report, so that the seconds
-            until the next one say nothing. Set by whoever counts requests.
+            until the next one say nothing. Set by the counter of requests.
         computed: Prompt tokens that it should have computed since the last report; likewise.
     """
 

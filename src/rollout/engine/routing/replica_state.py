@@ -17,7 +17,7 @@ class ReplicaState:
     """Counts and measurements of one replica; kept while it is gone, in case it comes back.
 
     Attributes:
-        slot: Its column in the fleet's arrays.
+        slot: Its column in the set's arrays.
         capacity: Requests that it accepts at once, running and queued.
         weight: Its share of the load beside replicas of weight 1.
         weight_version: Version of the model's weights that it has.
@@ -26,16 +26,18 @@ class ReplicaState:
         is_offered: It exists and may be reached.
         is_draining: It gets nothing new for now.
         is_stale: Its weights are not the ones that are asked for.
-        is_isolated: It gets nothing while a request starts there that must not have company.
-        is_open: It may get a request now; kept by the fleet.
+        is_isolated: It gets nothing while a request starts there that must run alone.
+        is_open: It may get a request now; kept by the set.
         new_tokens: Tokens that the requests in flight are expected to generate.
         foreign: Requests that its last report has beyond ours: other drivers share it.
         foreign_tokens: What those of them are expected to generate that two reports had.
-        backlog: Prompt tokens sent that it should not have computed yet.
+        backlog: Prompt tokens taken into its batch that it should not have computed yet.
+        waiting: Prompt tokens of requests that wait for a place in its batch.
         backlog_at: When that was true.
         sent_tokens: Prompt tokens that it was sent to compute since the start.
         kv_used: Share of its KV cache in use, by the last report.
-        batch_limit: Size of its batch when requests had to wait; infinite until they have to.
+        batch_limit: Size of its batch when requests last had to wait, or of a larger one since;
+            infinite until they have to.
         turn: When it should be chosen next among equals; a request moves it on by 1 ÷ weight.
         round: The same for requests that begin a trajectory there.
         cache_epoch: Grows when it loses its prefix cache.
@@ -59,6 +61,7 @@ class ReplicaState:
     foreign: int = 0
     foreign_tokens: int = 0
     backlog: float = 0.0
+    waiting: float = 0.0
     backlog_at: float = 0.0
     sent_tokens: int = 0
     kv_used: float = 0.0
@@ -75,6 +78,11 @@ class ReplicaState:
     def has_room(self) -> bool:
         """Whether one more request would be accepted."""
         return self.in_flight < self.capacity
+
+    @property
+    def beyond_batch(self) -> float:
+        """Requests that find no place in its batch; below 0 where there are places."""
+        return self.in_flight + self.foreign - self.batch_limit
 
     @property
     def is_usable(self) -> bool:

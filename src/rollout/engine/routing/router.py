@@ -1,4 +1,4 @@
-"""The router: one synchronous decision for each request, and the counts behind it."""
+"""The router: one synchronous decision for each request, and the counts for it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Router:
         return replica
 
     def remove(self, name: str) -> None:
-        """Give a replica no more work; its trajectories are placed anew at their next turn.
+        """Give a replica no more work; its trajectories are placed again at their next turn.
 
         What it has in flight is counted until it is released.
 
@@ -117,9 +117,9 @@ class Router:
         self._replica_set.remove(name)
 
     def drain(self, name: str) -> None:
-        """Give a replica nothing new until `resume`; what it has in flight goes on.
+        """Give a replica nothing new until `resume`; what it has in flight continues.
 
-        Its trajectories are placed anew at their next turn. It is empty when its `in_flight` is 0.
+        Its trajectories are placed again at their next turn. It is empty when its `in_flight` is 0.
 
         Raises:
             KeyError: There is no such replica.
@@ -180,11 +180,11 @@ class Router:
         avoid: str | None = None,
         now: float | None = None,
     ) -> Dispatch | None:
-        """Choose a replica for a request and count it there; None: nobody has room.
+        """Choose a replica for a request and count it there; None: no replica has room.
 
         Args:
             session_id: The trajectory; its requests stay together while that is worth it.
-            group_id: Those who begin with the same prompt; "" for a trajectory on its own.
+            group_id: Trajectories that begin with the same prompt; "" for a trajectory on its own.
             prompt_tokens: Length of the request's prompt.
             max_new_tokens: The most that it may generate; None: not known.
             avoid: A replica that has just refused it.

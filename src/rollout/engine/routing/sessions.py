@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 #: Holders of a group's prompt that are remembered, the latest: more of them decide nothing.
 MAX_HOLDERS = 8
-#: Trajectories that are remembered; a later turn of an older one is placed anew.
+#: Trajectories that are remembered; a later turn of an older one is placed again.
 MAX_SESSIONS = 100_000
 
 

@@ -47,7 +47,7 @@ class RouterStatistics:
     Attributes:
         decisions: Requests assigned since the start.
         moves: Of these, requests of a trajectory that went elsewhere than the one before.
-        refusals: Questions that were answered with "nobody has room".
+        refusals: Questions that were answered with "no replica has room".
         in_flight: Requests sent and not known to be gone, over all replicas.
         sessions: Trajectories that are remembered.
         groups: Groups of which a trajectory is remembered.

@@ -78,18 +78,18 @@ class FrameStream:
         return len(self._outgoing) + self._long_bytes
 
     async def wait_for_room(self, size: int) -> None:
-        """Return when this caller may send about `size` bytes; those who wait go in their order."""
+        """Return when this caller may send about `size` bytes; callers go in their order."""
         turn = anyio.Event()
         self._waiters[turn] = size
         try:
             await turn.wait()
         except BaseException:
             if self._waiters.pop(turn, None) is None:
-                self._make_room()  # the turn was ours; somebody else can have it
+                self._make_room()  # the turn was ours; the next one gets it
             raise
 
     def let_all_pass(self) -> None:
-        """Wake those who wait for room: the connection is over."""
+        """Wake the callers that wait for room: the connection is over."""
         self._take_outgoing()
         for turn in self._waiters:
             turn.set()
@@ -254,14 +254,14 @@ class FrameStream:
         self._confirmed = self._sent = self.received = self._acknowledged = 0
 
     def continue_on(self, other: FrameStream, peer_received: int) -> None:
-        """Go on over another connection whose handshake is done.
+        """Continue over another connection whose handshake is done.
 
         Raises:
             FrameError: The peer claims to lack bytes that it had confirmed, or to have more than
                 was sent.
         """
         if not self._confirmed <= peer_received <= self._sent:
-            raise FrameError(f"the peer has {peer_received} bytes of {self._sent}: cannot go on")
+            raise FrameError(f"the peer has {peer_received} bytes of {self._sent}: cannot continue")
         again = b"".join(self._unconfirmed)[peer_received - self._confirmed :]
         if again:
             self._long.insert(0, again)

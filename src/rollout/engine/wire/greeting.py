@@ -33,7 +33,7 @@ class Greeter:
         self._facts = facts
 
     async def greet(self, role: Role, received: int | None = None) -> tuple[FrameStream, Welcome]:
-        """A new connection with its handshake done; `received` goes on with an earlier one."""
+        """A new connection with its handshake done; `received` continues an earlier one."""
         frames = handshake_frames(await self._connect())
         try:
             welcome = await greet_as_client(

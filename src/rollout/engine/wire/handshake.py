@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from rollout.engine.core import EngineInfo
 
 HANDSHAKE_S = 10.0
-#: A stranger cannot make us hold more than this.
+#: An unauthenticated peer cannot make us buffer more than this.
 HANDSHAKE_FRAME_BYTES = 64 * 1024
 NONCE_BYTES = 32
 

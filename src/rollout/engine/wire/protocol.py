@@ -191,7 +191,7 @@ class FrameError(OSError):
 
 
 class CutError(FrameError):
-    """The connection ended in the middle of a frame; another one may go on with it."""
+    """The connection ended in the middle of a frame; another one may continue it."""
 
 
 class FrameTooLongError(Exception):

@@ -31,7 +31,7 @@ def stage(weights: TensorWeights) -> str:
     Raises:
         EngineError: There is no room, or nothing to write; nothing is left then.
     """
-    from safetensors.torch import save_file  # torch; whoever has tensors has loaded it
+    from safetensors.torch import save_file  # torch; a caller with tensors has loaded it
 
     remove_orphans(weights.directory)
     try:
@@ -85,7 +85,7 @@ def _buckets(weights: TensorWeights) -> Iterator[dict[str, Any]]:
         if bucket and size + count > weights.bucket_bytes:
             yield bucket
             bucket, size = {}, 0
-        # A copy: tensors that share memory are refused, and the caller may go on changing its own.
+        # A copy: tensors that share memory are refused, and the caller may keep changing its own.
         bucket[name] = tensor.detach().to("cpu", copy=True).contiguous()
         size += count
     if bucket:

@@ -2,7 +2,7 @@
 
 The engine shows a certificate that the driver's authority has signed; the driver is known by the
 shared secret. Host names are not looked at: engines are found by address, and the authority signs
-for nobody else.
+for nothing else.
 
 Loaded in engine processes: imports msgspec and anyio only.
 """

@@ -35,7 +35,7 @@ def load_verl_interactions(yaml_path: str | Path) -> list[VerlInteraction]:
 
 
 def _user_of(entry: Any) -> VerlInteraction:
-    """The user of one entry; an error's text goes on behind the entry's path."""
+    """The user of one entry; an error's text continues the entry's path."""
     if not isinstance(entry, dict):
         raise ConfigError(f" = {entry!r:.80}: expected name, class_name and config")
     config = settings_of(entry, ConfigError)

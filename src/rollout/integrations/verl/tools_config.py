@@ -12,7 +12,7 @@ from anyio import AsyncContextManagerMixin
 from rollout.errors import ToolError
 from rollout.integrations.verl.tools import VerlSchema, VerlTool
 from rollout.integrations.verl.yaml_files import class_of, entries_of, settings_of
-from rollout.tools.mcp.connecting import connect_mcp
+from rollout.tools.mcp.mcp_tools import connect_mcp
 from rollout.tools.schema import as_openai_schema
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _is_mcp(entry: Any) -> bool:
 
 
 def _servers_of(entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """Arguments of `_Server`; an error's text goes on behind the entry's path."""
+    """Arguments of `_Server`; an error's text continues the entry's path."""
     settings = entry.get("mcp")
     if not isinstance(settings, dict):
         raise ToolError(f".mcp = {settings!r:.80}: expected mcp_servers_config_path in it")
@@ -105,7 +105,7 @@ def _server_options(server: Any, where: str) -> dict[str, Any]:
 
 
 def _tool_of(entry: Any, origin: str) -> Tool:
-    """The tool of one entry; an error's text goes on behind the entry's path."""
+    """The tool of one entry; an error's text continues the entry's path."""
     if not isinstance(entry, dict):
         raise ToolError(f" = {entry!r:.80}: expected class_name, config and tool_schema")
     config = settings_of(entry, ToolError)

@@ -45,7 +45,7 @@ def entries_of(path: str | Path, key: str, error: type[RolloutError]) -> list[An
 
 
 def settings_of(entry: dict[str, Any], error: type[RolloutError]) -> dict[str, Any]:
-    """The ``config`` of an entry; an error's text goes on behind the entry's path.
+    """The ``config`` of an entry; an error's text continues the entry's path.
 
     Raises:
         RolloutError: It is no mapping, or something in the entry is not resolved, as `error`.
@@ -74,7 +74,7 @@ def refuse_interpolation(value: Any, path: str, error: type[RolloutError]) -> No
 
 
 def class_of(entry: dict[str, Any], error: type[RolloutError]) -> Any:
-    """What ``class_name`` of an entry names; an error's text goes on behind the entry's path.
+    """What ``class_name`` of an entry names; an error's text continues the entry's path.
 
     Raises:
         RolloutError: There is no such class, as `error`.

@@ -1,5 +1,5 @@
 """Tools of MCP servers."""
 
-from rollout.tools.mcp.connecting import connect_mcp
+from rollout.tools.mcp.mcp_tools import connect_mcp
 
 __all__ = ["connect_mcp"]

@@ -12,7 +12,7 @@ import attrs
 
 from rollout.errors import ToolError
 from rollout.scopes import leaf_of
-from rollout.tools.mcp.pulse import Pulse
+from rollout.tools.mcp.liveness import Liveness
 from rollout.tools.mcp.sdk import HeardStream, OpenStreams, all_tools
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.tools")
 
-#: Seconds before a server that ended is started again; doubled at each failure in a row, up to …
+#: Seconds before a server that ended is restarted; doubled at each failure in a row, up to …
 RESTART_BACKOFF_S = 0.5
 MAX_RESTART_BACKOFF_S = 30.0
 #: Seconds for leaving a server in good order, beyond which the connection is cut.
@@ -44,7 +44,7 @@ class _Connection:
         client: The SDK's; None until the server has answered.
     """
 
-    pulse: Pulse
+    liveness: Liveness
     ended: anyio.Event = attrs.field(factory=anyio.Event)
     how: str = "ended"
     is_frozen: bool = False
@@ -59,7 +59,7 @@ class McpLink:
         sdk: The SDK.
         new_transport: Opens a transport for each connection.
         start_timeout_s: From starting a connection to its list of tools.
-        ping_s: See `Pulse`.
+        ping_s: See `Liveness`.
         max_bytes: Longest answer that is read.
 
     Attributes:
@@ -128,7 +128,7 @@ class McpLink:
 
     async def _serve(self, task_status: TaskStatus[None]) -> str:
         """One connection from its start to its end; how it ended, or else the fault is set."""
-        connection = _Connection(Pulse(self._ping_s))
+        connection = _Connection(Liveness(self._ping_s))
         # The deadline is lifted once the server has answered: a scope around the start alone could
         # not be left before those that the client opens within it.
         scope = anyio.CancelScope(deadline=anyio.current_time() + self._start_timeout_s)
@@ -148,7 +148,7 @@ class McpLink:
                 return connection.how
             if scope.cancelled_caught:
                 fault = f"no answer within start_timeout_s = {self._start_timeout_s:g} s"
-            self._fault = fault + _last_words(errors)
+            self._fault = fault + _last_output(errors)
             self._tried.set()
             return ""
 
@@ -160,9 +160,9 @@ class McpLink:
         task_status: TaskStatus[None],
     ) -> None:
         """Connect, and return once the connection is of no more use."""
-        pulse, ended = connection.pulse, connection.ended
+        liveness, ended = connection.liveness, connection.ended
         async with self._new_transport(errors, lambda: connection.is_frozen) as (reader, writer):
-            streams = OpenStreams(HeardStream(reader, pulse.hear, ended.set), writer)
+            streams = OpenStreams(HeardStream(reader, liveness.hear, ended.set), writer)
             async with self._sdk.new_client(streams) as client:
                 self.tools = await all_tools(client)
                 scope.deadline = math.inf
@@ -174,7 +174,7 @@ class McpLink:
                     tasks.start_soon(self._watch, connection)
                     await ended.wait()
                     tasks.cancel_scope.cancel()
-                # A server that is frozen may hold up what is said to it in leaving.
+                # A server that is frozen may block what is sent to it at the end.
                 scope.deadline = anyio.current_time() + LEAVE_S
 
     async def _watch(self, connection: _Connection) -> None:
@@ -186,7 +186,7 @@ class McpLink:
             except self._sdk.error:  # an answer as well: newer servers know no ping
                 return
 
-        await connection.pulse.stop(ping)
+        await connection.liveness.stop(ping)
         connection.is_frozen = True
         connection.how = f"was silent for {self._ping_s:g} s, even to a ping"
         connection.ended.set()
@@ -201,7 +201,7 @@ class McpLink:
         """The connection, or the one that is being made again for the first time.
 
         Raises:
-            ToolError: It could not be made again; that goes on.
+            ToolError: It could not be made again; attempts continue.
         """
         while self._current is None:
             if self._fault:
@@ -222,7 +222,7 @@ class McpLink:
         while True:
             connection = await self._connection()
             try:
-                with connection.pulse.asking():
+                with connection.liveness.asking():
                     return await connection.client.call_tool(name, dict(arguments))
             except self._sdk.error as error:
                 if not self._sdk.is_connection_lost(error):
@@ -237,7 +237,7 @@ class McpLink:
                 )
 
 
-def _last_words(errors: TextIO) -> str:
+def _last_output(errors: TextIO) -> str:
     """The end of what a command wrote to its standard error."""
     end = errors.seek(0, 2)
     errors.seek(max(0, end - KEPT_BYTES))

@@ -204,7 +204,7 @@ class OpenStreams:
         return self.reader, self.writer
 
     async def __aexit__(self, *_: object) -> None:
-        """Whoever opened the streams closes them."""
+        """The opener of the streams closes them."""
 
 
 async def all_tools(client: Any) -> list[Any]:

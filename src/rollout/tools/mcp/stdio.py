@@ -133,7 +133,7 @@ async def open_stdio(
 async def _read(
     sdk: McpSdk, process: Process, heard: MemoryObjectSendStream[Any], max_bytes: int
 ) -> None:
-    """Hand the server's messages on; once nobody takes them, read on, lest it wait for that."""
+    """Hand the server's messages on; once they are not taken, keep reading, lest it block."""
     assert process.stdout is not None
     reader, is_wanted = LineReader(max_bytes), True
     with heard, suppress(*_GONE):

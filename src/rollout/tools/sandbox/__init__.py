@@ -1,13 +1,13 @@
 """Sandboxes: programs that models write run here, out of reach of everything else."""
 
-from rollout.tools.sandbox.isolation import (
+from rollout.tools.sandbox.process import SandboxAnswer, SandboxProcess, SandboxSpec
+from rollout.tools.sandbox.sandbox_isolation import (
     METHODS,
     Isolation,
     IsolationReport,
     find_isolation,
 )
-from rollout.tools.sandbox.limits import SandboxLimits
-from rollout.tools.sandbox.process import SandboxAnswer, SandboxProcess, SandboxSpec
+from rollout.tools.sandbox.sandbox_limits import SandboxLimits
 
 __all__ = [
     "METHODS",

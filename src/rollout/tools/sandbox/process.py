@@ -17,7 +17,7 @@ import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from rollout.errors import ToolError
-from rollout.tools.sandbox.limits import SandboxLimits
+from rollout.tools.sandbox.sandbox_limits import SandboxLimits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -77,7 +77,7 @@ class SandboxAnswer(msgspec.Struct, frozen=True):
 
 
 class SandboxProcess:
-    """A running sandbox; whoever starts it closes it.
+    """A running sandbox; its starter closes it.
 
     The death of the driver, whatever causes it, ends it too.
     """

@@ -79,7 +79,7 @@ class HttpClient:
         """
         try:
             async with self._client.stream(
-                "POST", path, content=msgspec.json.encode(body), timeout=self._patient()
+                "POST", path, content=msgspec.json.encode(body), timeout=self._patient_timeout()
             ) as answer:
                 if answer.status_code != self._httpx.codes.OK:
                     text = (await answer.aread()).decode(errors="replace")
@@ -108,7 +108,7 @@ class HttpClient:
                 async for _ in lines:
                     pass
 
-    def _patient(self) -> Any:
+    def _patient_timeout(self) -> Any:
         """A generation may take its time; its limit is the caller's."""
         return self._httpx.Timeout(CONNECT_S, read=None)
 

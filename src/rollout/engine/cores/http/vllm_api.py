@@ -26,7 +26,7 @@ class VllmApi:
     Attributes:
         path: Where requests go.
         has_abort: Nothing but the end of the connection aborts a request.
-        is_gathering: An event has as many tokens as whoever started the server wanted, one as a
+        is_gathering: An event has as many tokens as the server was started with, one as a
             rule; the engine's server gathers.
     """
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from rollout.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from rollout.engine.cores.sglang.core import SGLangCore
+    from rollout.engine.cores.sglang.sglang_core import SGLangCore
 
 # SGLang loads `plugin` in each of its processes: importing this package must stay cheap.
 __all__ = ["SGLangCore"]
-__getattr__ = lazy_exports(globals(), {"rollout.engine.cores.sglang.core": ("SGLangCore",)})
+__getattr__ = lazy_exports(globals(), {"rollout.engine.cores.sglang.sglang_core": ("SGLangCore",)})

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rollout.engine.core import EngineInfo
 from rollout.engine.cores.devices import gpu_of
 from rollout.engine.cores.sglang import plugin
-from rollout.engine.cores.sglang.arguments import Options, engine_arguments
 from rollout.engine.cores.sglang.maintenance import SGLangMaintenance, fields_of
+from rollout.engine.cores.sglang.server_arguments import Options, engine_arguments
 from rollout.engine.cores.sglang.stream_hook import STREAM_VARIABLE
 from rollout.engine.guardian import mapped_files, remove, remove_at_end, shared_files
-from rollout.engine.model_facts import model_fingerprint
 from rollout.engine.model_files import resolve_model
+from rollout.engine.model_identity import model_fingerprint
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class SGLang:
         self._shared.remove()
 
     def _stop_own_watchdog(self) -> None:
-        """It ends the whole process as soon as a scheduler does, before anybody is told why."""
+        """It ends the whole process as soon as a scheduler does, before an error is reported."""
         watchdog = getattr(self._tokens, "_subprocess_watchdog", None)
         if watchdog is not None:
             watchdog.stop()
@@ -218,7 +218,7 @@ class SharedFiles:
 
 
 def kill_children() -> None:
-    """Kill what a start that was given up has begun: it then fails instead of going on."""
+    """Kill what a start that was given up has begun: it then fails instead of continuing."""
     children = multiprocessing.active_children()
     for process in children:
         process.kill()

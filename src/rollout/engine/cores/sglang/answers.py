@@ -110,7 +110,7 @@ def finish_of(reason: Mapping[str, Any]) -> tuple[FinishReason, str]:
 
 
 def parse_version(text: str | None) -> int:
-    """A weight version of ours; 0 for what SGLang says where nobody set one."""
+    """A weight version of ours; 0 for what SGLang says where none was set."""
     return int(text) if text and text.isdigit() else 0
 
 

@@ -6,10 +6,10 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from rollout.engine.core import Chunk, EngineInfo, GenerationRequest, SamplingParams, unpack_ids
-from rollout.engine.cores.checks import request_fault
+from rollout.engine.cores.request_checks import request_fault
 
 if TYPE_CHECKING:
-    from rollout.engine.cores.sglang.arguments import Options
+    from rollout.engine.cores.sglang.server_arguments import Options
 
 #: SGLang keeps seeds as int64.
 SEED_BITS = 63
@@ -87,7 +87,7 @@ def sampling_params(sampling: SamplingParams, room: int) -> dict[str, Any]:
     """Everything but the seed, by SGLang's names.
 
     Args:
-        room: Tokens that fit into the context behind the prompt.
+        room: Tokens that fit into the context after the prompt.
     """
     return {
         "max_new_tokens": min(sampling.max_new_tokens, room),

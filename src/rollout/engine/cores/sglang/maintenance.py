@@ -38,7 +38,7 @@ class SGLangMaintenance:
         self.names_versions = hasattr(io_struct, "WeightVersionSpans")
 
     async def load_from_disk(self, path: str, version: int) -> None:
-        """Load the safetensors of a directory; requests stand still meanwhile and then go on.
+        """Load the safetensors of a directory; requests pause meanwhile and then continue.
 
         Raises:
             EngineBroken: They cannot be loaded; some of them may be in place.

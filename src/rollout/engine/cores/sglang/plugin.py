@@ -30,7 +30,7 @@ def is_cpu_wanted() -> bool:
 
 
 def platform() -> str | None:
-    """Entry point ``sglang.srt.platforms``: the platform's class, or None where nobody asked."""
+    """Entry point ``sglang.srt.platforms``: the platform's class; None where it is not wanted."""
     if not is_cpu_wanted():
         return None
     _declare_torchvision_operators()

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollout.bridge import Post
-    from rollout.engine.cores.sglang.arguments import Options
+    from rollout.engine.cores.sglang.server_arguments import Options
 
 
-class Host:
+class ServerThread:
     """Starts SGLang in a thread of its own.
 
     Args:
@@ -50,11 +50,11 @@ class Host:
 
     def _run(self) -> None:
         try:
-            self._host()
+            self._serve()
         finally:
             self._post(self._on_stopped)
 
-    def _host(self) -> None:
+    def _serve(self) -> None:
         try:
             engine = SGLang(self._options)
         except Exception as error:

@@ -79,7 +79,7 @@ class Batcher:
 
     @property
     def next_event(self) -> float:
-        """When something happens next if nobody does anything; infinite if nothing does."""
+        """When something happens next without further input; infinite if nothing does."""
         return min(self._phase_end, self._leaving[0][0]) if self._leaving else self._phase_end
 
     def load(self, now: float) -> EngineLoad:
@@ -123,7 +123,7 @@ class Batcher:
                 self._emit_chunk(job, now)
 
     def _split(self, now: float) -> None:
-        """End the steps that are over by `now`; the phase goes on."""
+        """End the steps that are over by `now`; the phase continues."""
         steps = self._steps_by(now)
         if steps:
             self._phase_steps -= steps

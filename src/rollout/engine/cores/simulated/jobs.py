@@ -26,7 +26,7 @@ class Job:
 
     Attributes:
         prompt: int32 little-endian, packed.
-        answer: All ids that it samples if nobody aborts it.
+        answer: All ids that it samples unless it is aborted.
         finish_reason: How the answer ends then.
         order: Place in the queue; the smallest is first.
         cached_tokens: Prompt tokens that were warm when it was first let in.

@@ -1,4 +1,4 @@
-"""The memory of the simulated engine: who holds how many tokens, and which prefixes are warm.
+"""The memory of the simulated engine: tokens by request, and which prefixes are warm.
 
 Sequences are kept as a tree of whole blocks. A block that a running request uses is *locked*;
 others are *warm*: they count as free memory, and the least recently used leaf goes first. What is
@@ -86,7 +86,7 @@ class KvCache:
     def release(self, lease: Lease, sequence: bytes, *, keep: bool) -> None:
         """Give a lease back; `sequence` is all that it covers by now.
 
-        With `keep` its whole blocks stay warm for those who continue the sequence.
+        With `keep` its whole blocks stay warm for requests that continue the sequence.
         """
         count = len(sequence) // 4
         self._locked_tokens -= count - len(lease.blocks) * self._block_tokens
@@ -102,7 +102,7 @@ class KvCache:
             self._evict()
 
     def forget(self, salt: bytes) -> None:
-        """What is warm serves nobody who comes from now on; `salt` must be a new one."""
+        """What is warm serves no request from now on; `salt` must be a new one."""
         self._salt = salt
 
     def _keys(self, sequence: bytes) -> list[bytes]:

@@ -53,7 +53,7 @@ class Rule(_Section, frozen=True, kw_only=True):
         replies: Alternatives for the first assistant's turn after `when` appeared, for the
             second, …; the last entry stays for the later ones. Empty: the answer is filler.
         filler: Tokens of made-up words before the reply: a number, or a `Lognormal`.
-        finish: "stop" ends with the end token; "length" goes on with made-up words until
+        finish: "stop" ends with the end token; "length" continues with made-up words until
             `max_new_tokens`.
     """
 
@@ -115,8 +115,9 @@ class Faults(_Section, frozen=True, kw_only=True):
 
     Attributes:
         start_delay_s: Seconds before the engine has started.
-        freeze_at_s: Seconds after the start at which the engine stands still; nothing is computed,
-            answered or aborted until `freeze_s` later, then it goes on as if nothing had been.
+        freeze_at_s: Seconds after the start at which the engine freezes; nothing is computed,
+            answered or aborted until `freeze_s` later, then it continues as if nothing had
+            happened.
         freeze_s: Length of the freeze; None never ends.
         die_after_tokens: The engine dies when it has sampled this many tokens in all.
         lost_aborts: So many of the first aborts are ignored.

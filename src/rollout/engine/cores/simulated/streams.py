@@ -1,4 +1,4 @@
-"""The way from the batch to those who iterate over answers, without a task of its own.
+"""The way from the batch to the tasks that iterate over answers, without a task of its own.
 
 Loaded in engine processes: imports msgspec, anyio and the standard library only.
 """
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollout.engine.core import GenerationRequest
-    from rollout.engine.cores.simulated.faults import RequestFaults
     from rollout.engine.cores.simulated.jobs import Job
+    from rollout.engine.cores.simulated.scenario_faults import RequestFaults
 
 
 class Stream:
-    """The chunks of one request on their way to whoever iterates.
+    """The chunks of one request on their way to the iterating task.
 
     Attributes:
         chunks: Sent and not yet taken.
@@ -67,7 +67,7 @@ class Stream:
         )
 
     def wake(self) -> None:
-        """Have whoever sleeps over this stream look again."""
+        """Have the task that sleeps over this stream look again."""
         if self.wakeup is not None:
             self.wakeup.set()
 
@@ -78,7 +78,7 @@ class Stream:
 
 
 class Sleepers:
-    """Those who wait for chunks; one of them drives the engine for all.
+    """The tasks that wait for chunks; one of them drives the engine for all.
 
     The driver sleeps until the engine's next event, advances the engine, which may fill any
     stream, and sleeps again; when it has got its own chunk, or is cancelled, the next one takes
@@ -86,7 +86,7 @@ class Sleepers:
 
     Args:
         advance: Lets everything happen that happens up to now.
-        next_event: When something happens next, if nobody does anything.
+        next_event: When something happens next without further input.
         is_ready: Whether a stream has a chunk that may be taken; raises where none will come.
     """
 
@@ -110,7 +110,7 @@ class Sleepers:
             while not self._is_ready(stream):
                 if self._driver is None:
                     self._driver = stream
-                await self._nap(stream)
+                await self._sleep_until_woken(stream)
         finally:
             del self._waiting[stream]
             if self._driver is stream:
@@ -123,12 +123,12 @@ class Sleepers:
             self._driver.wake()
 
     def wake_all(self) -> None:
-        """Have everybody look again."""
+        """Have all waiting tasks look again."""
         for stream in self._waiting:
             stream.wake()
 
-    async def _nap(self, stream: Stream) -> None:
-        """Sleep until woken; as the driver, or over chunks held back, until the next event."""
+    async def _sleep_until_woken(self, stream: Stream) -> None:
+        """Sleep until woken; as the driver, or over delayed chunks, until the next event."""
         stream.wakeup = anyio.Event()
         if self._driver is not stream and not stream.chunks:
             await stream.wakeup.wait()

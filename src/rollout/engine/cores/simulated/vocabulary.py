@@ -1,7 +1,7 @@
 """The vocabulary of the simulated model: one id for each byte, and three special tokens.
 
 Id b is byte b. Texts and ids map to each other without loss, no two texts share their ids, and
-whoever reads a failing test can decode the ids by eye. `rollout.testing.simulated_tokenizer` is
+the ids of a failing test can be decoded by eye. `rollout.testing.simulated_tokenizer` is
 the same vocabulary as a tokenizer of transformers.
 
 Loaded in engine processes: imports the standard library only.

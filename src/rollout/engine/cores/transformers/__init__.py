@@ -5,6 +5,6 @@ model. `scheduler` and `slots` decide, without torch, what a step computes; `ste
 with `model`, `kv`, `attention` and `sampling`. `conversion` makes the embedded model's files.
 """
 
-from rollout.engine.cores.transformers.core import TransformersCore
+from rollout.engine.cores.transformers.transformers_core import TransformersCore
 
 __all__ = ["TransformersCore"]

@@ -88,7 +88,7 @@ class KeyValueCache:
             layer.grow(self._capacity)
 
     def release(self) -> None:
-        """Free the memory; it is made anew when layers run."""
+        """Free the memory; it is made again when layers run."""
         self._layers.clear()
         self._capacity = min(CAPACITY_STEP, self._context_length)
 

@@ -146,7 +146,7 @@ class Scheduler:
         )
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue a request: behind those of its priority, before those of a lower one."""
+        """Queue a request: after those of its priority, before those of a lower one."""
         insort(self._waiting, sequence, key=lambda queued: -queued.request.priority)
 
     def abort(self, request_id: str) -> None:
@@ -169,7 +169,7 @@ class Scheduler:
         self._waiting.clear()
 
     def change_weights(self, version: int) -> None:
-        """What is sampled from now on has this version; running requests go on."""
+        """What is sampled from now on has this version; running requests continue."""
         self.flush()  # a chunk has one version
         self.weight_version = version
         self.table.forget()

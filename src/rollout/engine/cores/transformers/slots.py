@@ -30,7 +30,7 @@ class Slot:
         session_id: Session of that request.
         is_taken: Whether a request is running in it.
         last_used: Larger is later.
-        is_stale: What it holds was computed with other weights, and serves nobody else.
+        is_stale: What it holds was computed with other weights, and serves no other request.
     """
 
     __slots__ = (
@@ -97,15 +97,15 @@ class SlotTable:
         Call only while a slot is free; nothing changes before `take`.
         """
         prompt = prompt[:-1]
-        held = [
+        candidates = [
             (slot, slot.common(prompt))
             for slot in self.slots
             if slot.computed and not slot.is_stale
         ]
-        source, best = max(held, key=lambda pair: pair[1], default=(None, 0))
+        source, best = max(candidates, key=lambda pair: pair[1], default=(None, 0))
         if self._coming(prompt) - best >= MIN_SHARED:
             return None
-        slot, kept = self._destination(session_id, held, best)
+        slot, kept = self._destination(session_id, candidates, best)
         if source is None or slot is source or best - kept < MIN_SHARED:
             return Placement(slot, kept, kept, None)
         return Placement(slot, kept, best, source)
@@ -116,7 +116,7 @@ class SlotTable:
         slot.session_id, slot.is_taken, slot.is_stale = session_id, True, False
 
     def release(self, slot: Slot) -> None:
-        """The request in `slot` has ended; its tokens stay until somebody needs the slot."""
+        """The request in `slot` has ended; its tokens stay until another request needs the slot."""
         self._clock += 1
         slot.is_taken, slot.coming, slot.last_used = False, 0, self._clock
         if slot.is_stale:
@@ -141,10 +141,10 @@ class SlotTable:
         )
 
     def _destination(
-        self, session_id: str, held: list[tuple[Slot, int]], best: int
+        self, session_id: str, candidates: list[tuple[Slot, int]], best: int
     ) -> tuple[Slot, int]:
         """A free slot: the session's own, else one that loses nothing, else the oldest."""
-        free = [(slot, common) for slot, common in held if not slot.is_taken]
+        free = [(slot, common) for slot, common in candidates if not slot.is_taken]
         for slot, common in free:
             if session_id and slot.session_id == session_id:
                 return slot, common

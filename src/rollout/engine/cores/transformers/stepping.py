@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from rollout.engine.cores.transformers.attention import Span
-from rollout.engine.cores.transformers.sampling import Row, sample
+from rollout.engine.cores.transformers.token_sampling import Row, sample
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.engine.cores.transformers.model import SlotModel
     from rollout.engine.cores.transformers.scheduler import Piece, Scheduler
+    from rollout.engine.cores.transformers.slot_model import SlotModel
 
 
 def step(scheduler: Scheduler, model: SlotModel) -> None:

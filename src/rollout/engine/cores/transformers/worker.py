@@ -22,8 +22,8 @@ from rollout.engine.core import CORE_CLOSE_S, Chunk, EngineInfo, EngineLoad, Gen
 from rollout.engine.cores.pacing import StreamPacer
 from rollout.engine.cores.transformers.scheduler import Scheduler
 from rollout.engine.cores.transformers.scheduler import Sequence as Request
-from rollout.engine.model_facts import model_fingerprint
 from rollout.engine.model_files import resolve_model
+from rollout.engine.model_identity import model_fingerprint
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Abort(msgspec.Struct, frozen=True):
     request_id: str
 
 
-class Order(msgspec.Struct, frozen=True):
+class WorkerCommand(msgspec.Struct, frozen=True):
     """Call `work` in the thread, between two steps.
 
     `done` is called on the loop: with what went wrong, or None.
@@ -88,7 +88,7 @@ class Close(msgspec.Struct, frozen=True):
     """End every request and the thread."""
 
 
-Message = Submit | Abort | Order | Close
+Message = Submit | Abort | WorkerCommand | Close
 
 
 class Worker:
@@ -138,7 +138,11 @@ class Worker:
         # Here, not above: torch takes seconds to import, and the event loop must not wait for it.
         import torch
 
-        from rollout.engine.cores.transformers.model import SlotModel, architecture_of, describe
+        from rollout.engine.cores.transformers.slot_model import (
+            SlotModel,
+            architecture_of,
+            describe,
+        )
 
         options = self._options
         torch.set_num_threads(options.threads)
@@ -204,7 +208,7 @@ class Worker:
                     scheduler.submit(_sequence(request, info))
                 case Abort(request_id):
                     scheduler.abort(request_id)
-                case Order(work, done):
+                case WorkerCommand(work, done):
                     self._hand_over(scheduler, everything=True)
                     self._tell(done, _failure_of(lambda: work(scheduler, model, info)))
                 case Close():
@@ -221,7 +225,7 @@ class Worker:
         Raises:
             EngineError: They cannot be loaded or are of another model; nothing has changed.
         """
-        from rollout.engine.cores.transformers.model import architecture_of
+        from rollout.engine.cores.transformers.slot_model import architecture_of
 
         loaded = self._load(path, None, model.configs_for(path))
         found = architecture_of(loaded)
@@ -251,7 +255,7 @@ class Worker:
         scheduler.table.forget()
 
     def _load(self, path: str, revision: str | None, configs: Any = None) -> Any:
-        from rollout.engine.cores.transformers.model import load_model
+        from rollout.engine.cores.transformers.slot_model import load_model
 
         options = self._options
         return load_model(

@@ -33,7 +33,7 @@ _OTHERS = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUT
 #: Users that no system hands out (systemd's table of ids: 1879048192 to 2147483647 is unused):
 #: limits on processes do not bind root, and count all processes of a user together.
 _FIRST_UNUSED_USER = 1_900_000_000
-#: Hidden behind the new root while that is built; Python and its packages never live there.
+#: Hidden under the new root while that is built; Python and its packages never live there.
 _MOUNT_POINT = "/sys"
 _SMALL_ROOT = "size=1m,mode=755"
 
@@ -47,7 +47,7 @@ def can_leave_root() -> bool:
     """Whether this is root, and a spare user exists to become.
 
     In the user namespace of a container without real root it does not; its root is an ordinary
-    user to the kernel, whom limits bind.
+    user to the kernel, which limits bind.
     """
     if os.geteuid() != 0:
         return False
@@ -57,7 +57,7 @@ def can_leave_root() -> bool:
 
 
 def leave_root(user: int) -> None:
-    """Become `user`, who owns nothing here."""
+    """Become `user`, which owns nothing here."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)

@@ -76,14 +76,14 @@ def filter_system_calls(*, is_neighbour: bool) -> int:
 
 
 def answer_fork(listener: int, *, is_allowed: bool) -> None:
-    """Let one process that waits to make another go on, or have its call fail with EAGAIN."""
+    """Let one process that waits to make another continue, or have its call fail with EAGAIN."""
     buffer = bytearray(_NOTIFICATION.size)
     try:
         fcntl.ioctl(listener, _RECEIVE, buffer)
         identity = _NOTIFICATION.unpack(buffer)[0]
         verdict = (0, _CONTINUE) if is_allowed else (-errno.EAGAIN, 0)
         fcntl.ioctl(listener, _SEND, bytearray(_ANSWER.pack(identity, 0, *verdict)))
-    except FileNotFoundError:  # whoever asked has been killed meanwhile
+    except FileNotFoundError:  # the process that asked has been killed meanwhile
         return
 
 

@@ -70,7 +70,7 @@ def readable_paths(settings: Settings) -> list[str]:
 
 
 def private_path(paths: list[str]) -> str | None:
-    """The first of these that only its owner can reach; None where anybody can reach them all."""
+    """The first of these that only its owner can reach; None where all users can reach them."""
     for path in paths:
         place = os.path.realpath(path)
         while place != "/":

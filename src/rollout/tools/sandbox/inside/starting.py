@@ -11,7 +11,6 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from .host import limit_resources, start_host
 from .landlock import SIGNALS_ABI, landlock_abi, restrict_files
 from .namespaces import (
     USER,
@@ -22,6 +21,7 @@ from .namespaces import (
     spare_user,
     unshare_namespaces,
 )
+from .program_host import limit_resources, start_host
 from .seccomp import filter_system_calls
 from .settings import (
     DEVICES,
@@ -39,7 +39,7 @@ from .system import adopt_orphans, die_with_parent, give_up_privileges, set_dump
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: Methods whose files lie in a real directory, which somebody has to remove.
+#: Methods whose files lie in a real directory, which have to be removed.
 REAL_DIRECTORY = ("landlock", "none")
 _BOOTSTRAP = (
     "import sys, types; p = types.ModuleType('rollout_sandbox'); p.__path__ = [sys.argv[1]]; "
@@ -70,7 +70,7 @@ class Sandbox(NamedTuple):
     directory: str | None
     errors: int | None = None
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """The end of `errors`; empty where there is nothing."""
         if self.errors is None:
             return ""
@@ -198,7 +198,7 @@ def _exec_bubblewrap(
 def bubblewrap_command(settings: Settings, *, is_root: bool) -> list[str]:
     """The program and its options, up to the command that it runs.
 
-    Root keeps what the host needs to become somebody else: bubblewrap itself can only rename it.
+    Root keeps what the host needs to become another user: bubblewrap itself can only rename it.
     """
     command = [settings.bubblewrap, *_BUBBLEWRAP_OPTIONS]
     if is_root:
@@ -261,9 +261,9 @@ def _start_under_landlock(
 
 
 def _landlock_user(paths: list[str]) -> int | None:
-    """Who programs are to run as; None for the user that this is.
+    """The user that programs run as; None for the user that this is.
 
-    Root becomes somebody else where somebody else can reach the interpreter.
+    Root becomes another user where another user can reach the interpreter.
 
     Raises:
         OSError: Programs would share their user with the driver, and could send it signals.

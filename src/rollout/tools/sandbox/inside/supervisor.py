@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from . import starting
-from .processes import (
+from .process_tree import (
     ProcessFacts,
     descendants,
     disk_use,
@@ -80,7 +80,7 @@ class Supervisor:
             self._listener = descriptors[-1]
             self._poll.register(self._listener, select.POLLIN)
         if not data:
-            reason = self._sandbox.last_words() or "it ended while starting"
+            reason = self._sandbox.last_output() or "it ended while starting"
             _answer_driver({"status": "stopped", "reason": reason})
             return False
         # Nothing has been run yet: these are ours, and are left alone from here on.

@@ -202,7 +202,7 @@ def restrict_mount(target: str, attributes: int, *, recursive: bool = True) -> N
 
 
 def pivot_root_here() -> None:
-    """Make the current directory the root and let go of the old one."""
+    """Make the current directory the root and release the old one."""
     call("pivot_root", b".", b".")
     checked(libc.umount2(b".", MNT_DETACH), "umount of the old root")
     os.chdir("/")

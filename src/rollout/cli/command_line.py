@@ -1,0 +1,304 @@
+"""The command line: ``rollout run``, ``demo``, ``check`` and ``check-template``.
+
+Commands are imported when they run, so that ``rollout --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import gc
+import os
+import signal
+import sys
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, NoReturn
+
+from rollout import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import FrameType
+
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+#: Of a trainer; see `rollout.scheduling.call_arguments`, which takes longer to import.
+MAX_STEP = 2**63 - 1
+
+EXIT_CODES = """\
+exit codes:
+  0    every trajectory ended in an outcome other than failed or rejected
+  1    some trajectories failed or were rejected
+  2    bad usage, configuration, prompts or tools; nothing was started
+  3    an engine did not start or was lost
+  4    the results could not be saved; what was written as trajectories ended is kept
+  130  interrupted (Ctrl-C); 143: terminated. What had been started is saved
+"""
+
+EXAMPLES = """\
+examples:
+  rollout demo
+  rollout check conf/quickstart.py
+  rollout run conf/quickstart.py --prompts prompts.jsonl --out results
+  rollout run config.toml --prompts train.parquet --out results --samples 8 \\
+      --tools my_tools.py --reward my_rewards.py:score --set sampling.temperature=0.7
+"""
+
+PROMPTS_HELP = """\
+prompts file: JSONL (one object a line) or parquet, with these columns:
+  prompt or messages   a string (prompt only), or a list of {"role": …, "content": …}
+  agent_name           the agent loop; default: agent.name of the configuration
+  data_source          where the prompt comes from
+  reward_model         {"ground_truth": …}; or a column ground_truth
+  extra_info           an object for tools and rewards; tools_kwargs and interaction_kwargs in it
+                       reach tools and simulated users
+  uid, sampling, tools, tools_kwargs   as in rollout.Prompt
+Other columns reach agents, tools and rewards as the prompt's extra.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code, see ``rollout --help``.
+
+    It owns SIGINT and SIGTERM meanwhile, so it must be called on the main thread.
+
+    Args:
+        argv: Arguments without the program's name; None takes those of the process, which is about
+            to end then: a signal that comes later ends it at once.
+
+    Raises:
+        SystemExit: ``--help``, ``--version``, or bad usage (code 2).
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        try:
+            with _terminable():
+                from rollout.cli.commands import run_command
+
+                code = run_command(arguments)
+        finally:
+            if argv is None:
+                _leave_at_signals()
+    except KeyboardInterrupt:
+        code = _interrupted(signal.SIGINT)
+    except _Terminated:
+        code = _interrupted(signal.SIGTERM)
+    # At the end of the process, collecting what torch has made takes a second, and is no use.
+    atexit.register(gc.freeze)
+    return code
+
+
+def _interrupted(signum: int) -> int:
+    with suppress(OSError):
+        print("interrupted", file=sys.stderr)
+    return 128 + signum
+
+
+def _leave_at_signals() -> None:
+    """From now on a signal ends the process at once: all that it still does is to end.
+
+    Python would show a traceback of whatever it tears down just then, and exit with any code.
+    """
+
+    def leave(signum: int, frame: FrameType | None) -> NoReturn:
+        with suppress(Exception):  # what is being written, or is not read
+            _interrupted(signum)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(128 + signum)
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, leave)
+
+
+class _Terminated(BaseException):
+    """SIGTERM came while no event loop was there to take it."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    def terminate(signum: int, frame: FrameType | None) -> NoReturn:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rollout",
+        description="Token-exact training data for agentic reinforcement learning.",
+        epilog=f"{EXAMPLES}\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"rollout {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_run(commands)
+    _add_demo(commands)
+    _add_check(commands)
+    _add_check_template(commands)
+    return parser
+
+
+def _add_run(commands: Commands) -> None:
+    parser = _add_command(
+        commands,
+        "run",
+        "run a batch of prompts and save the results",
+        f"{PROMPTS_HELP}\n{EXIT_CODES}",
+    )
+    _add_config(parser)
+    parser.add_argument("--prompts", required=True, metavar="FILE", help="JSONL or parquet")
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="directory for the results; made if missing"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="DIR need not be empty")
+    parser.add_argument(
+        "--samples", type=_positive, metavar="N", help="trajectories for each prompt"
+    )
+    parser.add_argument("--step", type=_step, metavar="N", help="part of every seed")
+    parser.add_argument(
+        "--validate", action="store_true", help="sample as validation_sampling says"
+    )
+    _add_code(parser)
+    _add_engine_options(parser)
+
+
+def _add_demo(commands: Commands) -> None:
+    parser = _add_command(
+        commands,
+        "demo",
+        "solve sums with a calculator, on the embedded model",
+        EXIT_CODES,
+    )
+    parser.add_argument(
+        "--prompts", type=_positive, default=16, metavar="N", help="sums to solve (16)"
+    )
+    parser.add_argument(
+        "--samples", type=_positive, default=4, metavar="M", help="trajectories for each sum (4)"
+    )
+    parser.add_argument("--seed", type=_natural, default=0, help="of tasks and sampling (0)")
+    parser.add_argument(
+        "--out", metavar="DIR", help="directory for the results (rollout-output/demo)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="DIR need not be empty")
+    _add_engine_options(parser)
+
+
+def _add_check(commands: Commands) -> None:
+    parser = _add_command(
+        commands,
+        "check",
+        "explain a configuration, and what is missing for it; starts nothing",
+        "exit codes:\n  0    it can run here\n  2    it cannot; standard error says why\n",
+    )
+    _add_config(parser)
+    _add_code(parser)
+    _add_common(parser)
+
+
+def _add_check_template(commands: Commands) -> None:
+    parser = _add_command(
+        commands,
+        "check-template",
+        "show what a model's chat template does at each boundary of a conversation",
+        "exit codes:\n  0    every conversation can be continued append-only\n"
+        "  1    some cannot; the table says why\n"
+        "  2    the tokenizer or template cannot be loaded\n",
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="directory, hub name, or embedded:smollm2-135m-instruct"
+    )
+    parser.add_argument("--revision", metavar="NAME", help="of a hub model")
+    parser.add_argument(
+        "--chat-template", metavar="FILE", help="Jinja file in place of the model's own template"
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="let code of the model's repository run"
+    )
+    _add_verbose(parser)
+
+
+def _add_command(commands: Commands, name: str, what: str, epilog: str) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=what,
+        description=f"{what[0].upper()}{what[1:]}.",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config", metavar="CONFIG", help=".py, .toml or .yaml file, or the name of a module"
+    )
+
+
+def _add_code(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tools",
+        metavar="FILE.py",
+        help="Python file with tools (@rollout.function_tool functions, Tool objects); agents and "
+        "interactions that it defines are known too. Or names of shipped tools, such as "
+        "python,shell,finish",
+    )
+    parser.add_argument(
+        "--reward",
+        metavar="REF",
+        help="path.py:function or package.module:function, called with each trajectory, or with "
+        "data_source, solution_str, ground_truth and extra_info, as verl does",
+    )
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--backend", choices=("trio", "asyncio"), default="trio", help="event loop (trio)"
+    )
+    _add_common(parser)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="PATH=VALUE",
+        help="override, such as sampling.temperature=0.7; may be repeated",
+    )
+    _add_verbose(parser)
+
+
+def _add_verbose(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="show what the library and its engines log"
+    )
+
+
+def _positive(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _natural(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _step(text: str) -> int:
+    number = _at_least(0, text)
+    if number > MAX_STEP:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer from 0 to {MAX_STEP}")
+    return number
+
+
+def _at_least(least: int, text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer ≥ {least}")
+    return number

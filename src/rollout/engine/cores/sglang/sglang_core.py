@@ -1,0 +1,381 @@
+"""SGLang as the engine's server sees it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import msgspec
+from anyio.lowlevel import current_token
+
+from rollout.bridge import loop_poster
+from rollout.engine.core import CORE_CLOSE_S, Chunk, EngineInfo, EngineLoad, GenerationRequest
+from rollout.engine.cores.checkpoints import check_checkpoint
+from rollout.engine.cores.open_request import OpenRequest
+from rollout.engine.cores.sglang import plugin
+from rollout.engine.cores.sglang.answers import AnswerReader
+from rollout.engine.cores.sglang.generate_requests import refusal_of, request_fields, salt_of
+from rollout.engine.cores.sglang.server_arguments import Options
+from rollout.engine.cores.sglang.server_thread import ServerThread
+from rollout.engine.wire.operations import TAGS_OF_LEVEL
+from rollout.errors import EngineError
+from rollout.limits import cleanup_scope
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+
+    from rollout.engine.cores.sglang.adapter import SGLang
+    from rollout.engine.weights import DiskWeights
+
+#: How often SGLang's processes are looked at, and aborts without an answer are sent again.
+WATCH_S = 0.25
+#: How often the schedulers are asked for a sign of life when they have given none.
+ASK_S = 1.0
+#: A scheduler answers between its steps, and a step can be a long prefill: only silence past this
+#: is a hang. SGLang's own watchdog gives a step as long.
+SILENCE_S = 300.0
+#: What SGLang calls its third kind of memory.
+CUDA_GRAPH = "cuda_graph"
+#: A process that has been stopped for this long is taken for dead.
+FROZEN_S = 5.0
+
+
+class SGLangCore:
+    """An `EngineCore` over `sglang.Engine`; needs asyncio, which SGLang is written for.
+
+    Log-probs are SGLang's: of the distribution after the temperature, before top-k, top-p and
+    min-p; of a greedy token, at temperature 1. Seeds count with `deterministic` only. The prefix
+    cache is keyed by the weight version, so that no request reuses keys and values of other
+    weights.
+
+    In the main thread, SIGTERM drains the engine: it takes nothing new, finishes what it has, and
+    is then lost.
+
+    Args:
+        model: A local directory, a hub name or ``embedded:smollm2-135m-instruct``.
+        revision: Of a hub name.
+        trust_remote_code: Lets code from the model's repository run.
+        dtype: "bfloat16", "float16", "float32" or "auto".
+        device: "cuda", or "cpu" for SGLang without a GPU.
+        threads: Compute threads on the CPU.
+        tensor_parallel: GPUs that the weights are spread over.
+        memory_fraction: Share of the GPU's memory for weights and KV cache.
+        max_running: Requests decoded together.
+        max_queued: Requests that may wait; the next one is answered "rejected".
+        context_length: Prompt plus response; SGLang keeps six tokens of it to itself.
+        stream_interval: Sampled tokens gathered before a chunk leaves.
+        stream_interval_s: How long a sampled token waits for others at most; its step is not cut
+            short for it.
+        deterministic: SGLang's deterministic inference, in which a seed fixes the tokens.
+        routed_experts: Lets requests ask for the experts that their tokens were routed to.
+        weight_version: Of the weights that are loaded at the start.
+        nodes: Machines that the weights are spread over.
+        node_rank: Which of them this is. Only the first one serves; another one's core is
+            started, watched and closed, and nothing else.
+        rendezvous: ``host:port`` on the first machine, where they meet.
+        server_args: Further arguments of `sglang.Engine`, by its own names.
+
+    Attributes:
+        is_gathering: See `EngineCore`; where SGLang does not find our hooks, the server gathers.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = Options(**options)
+        self.is_gathering = plugin.has_hooks()
+        self._server_thread: ServerThread | None = None
+        self._sglang: SGLang | None = None
+        self._updates = 0
+        self._is_loading = False
+        self._weights_path = ""
+        self._asleep: frozenset[str] = frozenset()
+        self._open: dict[str, OpenRequest] = {}
+        self._failure = "the engine has not been started"
+        self._start_error: Exception | None = None
+        self._settled, self._lost, self._stopped = anyio.Event(), anyio.Event(), anyio.Event()
+        self._is_draining = self._is_closed = False
+        self._sampled = 0
+        self._preemptions = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        """The facts about the engine; valid once `start` has returned."""
+        if self._sglang is None:
+            raise RuntimeError("SGLangCore.info: start the engine first")
+        return self._sglang.info
+
+    async def start(self) -> None:
+        """Start SGLang's processes and load the model; the event loop runs on meanwhile.
+
+        Cancellation kills what has been started.
+
+        Raises:
+            EngineError: SGLang is missing or did not start.
+        """
+        if self._server_thread is not None:
+            raise RuntimeError("SGLangCore.start: started already")
+        if hasattr(current_token().native_token, "run_sync_soon"):
+            raise EngineError("SGLang needs an event loop of asyncio; this one is trio's")
+        if threading.current_thread() is threading.main_thread():
+            # A scheduler that fails to start sends it, and the default action is to die of it.
+            signal.signal(signal.SIGQUIT, lambda *_: None)
+        self._server_thread = ServerThread(
+            self._options, self._on_started, self._stopped.set, loop_poster()
+        )
+        try:
+            await self._settled.wait()
+        except BaseException:
+            self._server_thread.stop()
+            raise
+        if self._start_error is not None:
+            raise self._start_error
+        assert self._sglang is not None
+        if not self._options.is_follower:
+            self._sglang.adopt_loop(self.drain_nowait)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        """Chunks of one request; see `EngineCore.generate`.
+
+        Closing the iterator early aborts the request; what it had sampled is lost.
+        """
+        refusal = self._refusal(request)
+        if refusal is not None:
+            yield refusal
+            return
+        assert self._sglang is not None
+        reader = AnswerReader(request.request_id)
+        reader.is_buffering = self._is_loading
+        entry = self._open[request.request_id] = OpenRequest(reader)
+        fields = request_fields(request, self._options, self.info, salt_of(self._updates))
+        try:
+            async with aclosing(self._sglang.generate(**fields)) as answers:
+                while not entry.is_over:
+                    for chunk in await self._next_chunks(answers, entry):
+                        yield chunk
+        finally:
+            del self._open[request.request_id]
+            if not entry.is_over:
+                self._sglang.abort(request.request_id)
+
+    def abort_nowait(self, request_id: str) -> None:
+        """Ask for the end of a request; its iterator then ends with "abort" and its tokens."""
+        entry = self._open.get(request_id)
+        if entry is None or self._sglang is None:
+            return
+        entry.is_aborted = True
+        if self._sglang.is_dispatched(request_id):
+            self._sglang.abort(request_id)
+        else:  # SGLang delays it, as during a weight update, and nothing has been sampled
+            entry.give_up("abort")
+
+    def load(self) -> EngineLoad:
+        """What SGLang's schedulers say they are doing, and what they have not seen yet."""
+        if self._sglang is None:
+            return EngineLoad()
+        load = self._sglang.load()
+        return EngineLoad(
+            running=load.running,
+            queued=max(load.queued, len(self._open) - load.running),
+            kv_used=load.kv_used,
+            generated_tokens=self._sampled,
+            preemptions=self._preemptions,
+        )
+
+    async def update_weights(self, version: int, source: DiskWeights) -> None:
+        """Load other weights of the same model from a directory; requests pause meanwhile.
+
+        Their tokens keep leaving where SGLang's answers say what sampled each; see `AnswerReader`.
+
+        Raises:
+            EngineError: There are no such weights, they are of another model, or requests run of
+                which this version of SGLang could not say what sampled their tokens.
+            EngineBroken: SGLang did not load them.
+        """
+        sglang = self._serving()
+        check_checkpoint(source.path, sglang.model_path)
+        are_running = not all(entry.is_over for entry in self._open.values())
+        if are_running and not sglang.maintenance.names_versions:
+            raise EngineError(
+                "mode = 'in_place': this version of SGLang does not say which weights sampled "
+                "which token; expected 'wait' or 'abort_and_resume', or SGLang 0.5.20 or later"
+            )
+        await self._take_back(("weights",))
+        await self._load(source.path, version)
+
+    async def sleep(self, level: int) -> None:
+        """See `SleepingCore.sleep`; level 2 also releases the CUDA graphs.
+
+        Raises:
+            EngineError: SGLang was started without its memory saver.
+        """
+        if self._options.no_sleep:
+            raise EngineError(self._options.no_sleep)
+        tags = frozenset(TAGS_OF_LEVEL[level]) - self._asleep
+        if level > 1:
+            tags |= {CUDA_GRAPH} - self._asleep
+        self._asleep |= tags
+        if tags:
+            await self._serving().maintenance.release(tuple(sorted(tags)))
+
+    async def wake_up(self, tags: tuple[str, ...]) -> None:
+        """See `SleepingCore.wake_up`."""
+        are_weights_back = "weights" in await self._take_back(tags)
+        if are_weights_back:
+            await self._load(self._weights_path, self.info.weight_version)
+
+    async def flush_cache(self) -> None:
+        """Forget all prefixes, once no request runs."""
+        await self._serving().maintenance.flush_cache()
+
+    async def _take_back(self, tags: Iterable[str]) -> frozenset[str]:
+        """What of it was released; the weights are garbage then.
+
+        The CUDA graphs come back with the KV cache: neither is needed before requests run.
+        """
+        wanted = {*tags, CUDA_GRAPH} if "kv_cache" in tags else set(tags)
+        released = self._asleep & wanted
+        if released:
+            await self._serving().maintenance.resume(tuple(sorted(released)))
+        self._asleep -= released
+        return released
+
+    async def _load(self, path: str, version: int) -> None:
+        sglang = self._serving()
+        for entry in self._open.values():
+            assert isinstance(entry.reader, AnswerReader)
+            entry.reader.is_buffering = True
+        # A request that comes meanwhile is computed with either: no other request shares its
+        # prefix.
+        self._is_loading = True
+        self._updates += 1
+        try:
+            await sglang.maintenance.load_from_disk(path, version)
+        finally:
+            self._updates += 1
+            self._is_loading = False
+        self._weights_path = path
+        sglang.info = msgspec.structs.replace(sglang.info, weight_version=version)
+
+    def _serving(self) -> SGLang:
+        if self._sglang is None or self._failure:
+            raise EngineError(self._failure)
+        return self._sglang
+
+    def drain_nowait(self) -> None:
+        """Take on nothing new; when all that is open has ended, `watch` calls the engine lost."""
+        self._is_draining = True
+
+    async def watch(self) -> str:
+        """Why the engine is lost, once it is; open requests have then been ended with that.
+
+        Looks at SGLang's processes, asks its schedulers for signs of life, and sends aborts again
+        that have no answer.
+        """
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._watch_processes)
+            if not self._options.is_follower:
+                tasks.start_soon(self._ask_schedulers)
+            await self._lost.wait()
+            tasks.cancel_scope.cancel()
+        return self._failure
+
+    async def aclose(self) -> None:
+        """End every request and SGLang's processes; takes at most `CORE_CLOSE_S`."""
+        self._is_closed = True
+        for entry in self._open.values():
+            entry.give_up("abort")
+        self._lose("the engine is closed")
+        if self._server_thread is not None:
+            self._server_thread.stop()
+            with cleanup_scope(CORE_CLOSE_S):
+                await self._stopped.wait()
+
+    def _refusal(self, request: GenerationRequest) -> Chunk | None:
+        """The answer to a request that is not taken on; None where it is."""
+        if self._failure:
+            # Where it is lost, another engine or the next one in this place will serve it.
+            is_replaceable = self._lost.is_set() and not self._is_closed
+            return Chunk(
+                request_id=request.request_id,
+                finish_reason="rejected" if is_replaceable else "error",
+                error=self._failure,
+            )
+        if self._asleep:
+            text = "the engine is asleep"
+            return Chunk(request_id=request.request_id, finish_reason="rejected", error=text)
+        if request.request_id in self._open:
+            fault = f"request id {request.request_id!r} is in use"
+            return Chunk(request_id=request.request_id, finish_reason="error", error=fault)
+        return refusal_of(
+            request,
+            self._options,
+            self.info,
+            open_requests=len(self._open),
+            is_draining=self._is_draining,
+        )
+
+    async def _next_chunks(
+        self, answers: AsyncGenerator[Mapping[str, Any], None], entry: OpenRequest
+    ) -> Sequence[Chunk]:
+        """What SGLang's next answer adds; once there is no next one, the end of the request."""
+        try:
+            with entry.waiting():
+                answer = await anext(answers)
+                self._preemptions += answer["meta_info"].get("num_retractions") or 0
+                chunks = entry.read(answer)
+                self._sampled += sum(len(chunk.ids) for chunk in chunks) // 4
+                return chunks
+        except Exception as error:
+            entry.give_up("error", f"SGLang failed: {type(error).__name__}: {error}")
+        return [entry.last_chunk()]
+
+    def _on_started(self, started: SGLang | Exception) -> None:
+        if isinstance(started, Exception):
+            self._start_error = started
+            self._failure = str(started)
+        else:
+            self._sglang = started
+            self._weights_path = "" if self._options.is_follower else started.model_path
+            self._failure = ""
+        self._settled.set()
+
+    def _lose(self, reason: str) -> None:
+        """No answer comes after this: tell the requests that wait for one."""
+        if self._lost.is_set():
+            return
+        self._failure = reason
+        for entry in self._open.values():
+            entry.give_up("error", reason, is_fatal=True)
+        self._lost.set()
+
+    async def _watch_processes(self) -> None:
+        assert self._sglang is not None
+        frozen_since: float | None = None
+        while True:
+            await anyio.sleep(WATCH_S)
+            death = self._sglang.death()
+            if death is not None:
+                self._lose(death)
+            elif self._is_draining and not self._open:
+                self._lose("the engine has been drained")
+            now = anyio.current_time()
+            frozen_since = (frozen_since or now) if self._sglang.is_frozen() else None
+            if frozen_since is not None and now - frozen_since > FROZEN_S:
+                self._lose(f"SGLang's process has been stopped for {FROZEN_S:g} s")
+            for request_id, entry in self._open.items():
+                if entry.is_aborted:
+                    self._sglang.abort(request_id)
+
+    async def _ask_schedulers(self) -> None:
+        assert self._sglang is not None
+        heard = self._sglang.last_heard()
+        while True:
+            await anyio.sleep(ASK_S)
+            if self._sglang.last_heard() == heard:
+                with anyio.move_on_after(SILENCE_S) as patience:
+                    await self._sglang.ask_schedulers()
+                if patience.cancelled_caught:
+                    self._lose(f"SGLang's scheduler has not answered for {SILENCE_S:g} s")
+            heard = self._sglang.last_heard()

@@ -1,0 +1,311 @@
+"""The tools of one trajectory: calls in, one result for each of them out."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import msgspec
+
+from rollout.bridge import runs_on_trio
+from rollout.errors import LimitExceeded, ToolError
+from rollout.limits import Deadline
+from rollout.tools.argument_checks import ArgumentsError
+from rollout.tools.attempt import CallError, attempt, run_side_by_side
+from rollout.tools.open_sessions import OpenFailure, OpenSessions, timed_out
+from rollout.tools.results import (
+    ToolResult,
+    add_metrics,
+    error_result,
+    normalise_result,
+)
+from rollout.tools.truncate import TruncateSide, truncate_text
+from rollout.types import InvalidToolCall, ToolCall
+from rollout.utf8 import encodable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rollout.tools.gate import ToolGate
+    from rollout.tools.policy import ToolPolicy
+    from rollout.tools.tool import Tool, ToolContext, ToolSession
+
+logger = logging.getLogger("rollout")
+
+_NO_WAIT = contextlib.nullcontext()
+
+#: Lets a call's arguments pass, given the prompt's kwargs for its tool, or raises ArgumentsError.
+ArgumentCheck = Callable[[Any, Mapping[str, Any]], None]
+Job = Callable[[], Coroutine[Any, Any, None]]
+
+
+class CallLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The bounds on a trajectory's calls; see the fields of the configuration by these names."""
+
+    max_parallel_calls: int
+    max_response_length: int
+    truncate_side: TruncateSide
+    tool_s: float | None
+    cleanup_s: float
+
+
+class _Turn:
+    """The calls of one turn on their way; a call whose result is set does not run."""
+
+    def __init__(self, count: int, deadline: Deadline) -> None:
+        self.results: list[ToolResult | None] = [None] * count
+        self.deadline = deadline
+        self.limit: LimitExceeded | None = None
+
+
+class TrajectoryTools:
+    """The tools of one trajectory, used and closed in the trajectory's own task.
+
+    Attributes:
+        seconds: Time in calls, on the loop's clock; calls at the same time add up.
+        calls: Calls that reached a tool.
+        errors: Results that are errors, whatever their cause.
+        metrics: Sums of the numbers that tools measured, as ``tools/TOOL/NAME``.
+        invalid_in_a_row: Latest calls in a row that could not be run as asked: not parsed, of an
+            unknown tool, or with wrong arguments.
+    """
+
+    def __init__(
+        self,
+        tools: Mapping[str, Tool],
+        contexts: Mapping[str, ToolContext],
+        checks: Mapping[str, ArgumentCheck],
+        gates: Mapping[str, ToolGate],
+        limits: CallLimits,
+    ) -> None:
+        self.seconds = 0.0
+        self.calls = 0
+        self.errors = 0
+        self.metrics: dict[str, float] = {}
+        self.invalid_in_a_row = 0
+        self._identity = object()
+        self._tools = tools
+        self._contexts = contexts
+        self._checks = checks
+        self._gates = gates
+        self._limits = limits
+        self._sessions = OpenSessions(
+            tools, contexts, tool_s=limits.tool_s, cleanup_s=limits.cleanup_s
+        )
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """Schemas of the tools offered to this trajectory."""
+        return [tool.schema for tool in self._tools.values()]
+
+    async def run(
+        self, calls: Sequence[ToolCall | InvalidToolCall], *, turn_deadline: Deadline
+    ) -> list[ToolResult]:
+        """The results of one turn's calls, which run at the same time: result i answers call i.
+
+        Every fault is an error result: an invalid call, an unknown tool, wrong arguments, an
+        exception, a call past ``limits.tool_s`` or beyond ``agent.max_parallel_calls``. Texts are
+        truncated. Cancellation ends the calls and leaves the sessions open, for `close`.
+
+        Raises:
+            LimitExceeded: `turn_deadline` passed; every call was cancelled and has ended.
+            ToolError: The trajectory's tools are closed.
+        """
+        if self._sessions.is_closed:
+            raise ToolError("the tools of this trajectory are closed")
+        turn = _Turn(len(calls), turn_deadline)
+        for position, call in enumerate(calls):
+            self._refuse(turn, position, call)
+        await self._open_tools(turn, calls)
+        await self._run_calls(turn, calls)
+        if turn.limit is not None:
+            raise turn.limit
+        results = [self._finished(result) for result in turn.results if result is not None]
+        for call, result in zip(calls, results, strict=True):
+            if result.metrics and isinstance(call, ToolCall):
+                add_metrics(self.metrics, call.name, result.metrics)
+        return results
+
+    async def calc_rewards(self) -> list[float]:
+        """Rewards of the tools that were used, in the order of their first use.
+
+        A tool without a reward has no entry, nor has one whose `calc_reward` fails or takes longer
+        than ``limits.tool_s``: that is logged.
+        """
+        return await self._sessions.calc_rewards()
+
+    async def close(self) -> None:
+        """Close every session once, the last opened first, each within ``limits.cleanup_s``.
+
+        Shielded from cancellation; errors and overruns are logged, never raised.
+        """
+        await self._sessions.close()
+
+    def _refuse(self, turn: _Turn, position: int, call: ToolCall | InvalidToolCall) -> None:
+        """Answer a call that does not run; an invalid one counts, one too many does not."""
+        limit = self._limits.max_parallel_calls
+        if position >= limit and not isinstance(call, InvalidToolCall):
+            turn.results[position] = error_result(
+                f"not executed: at most {limit} calls per turn (agent.max_parallel_calls); "
+                f"call it again"
+            )
+            return
+        fault = self._fault(call)
+        self.invalid_in_a_row = self.invalid_in_a_row + 1 if fault else 0
+        if fault:
+            turn.results[position] = error_result(fault)
+
+    def _fault(self, call: ToolCall | InvalidToolCall) -> str | None:
+        """Why this call cannot be run as it is."""
+        if isinstance(call, InvalidToolCall):
+            return f"invalid tool call: {call.reason}"
+        if call.name not in self._tools:
+            known = ", ".join(repr(name) for name in self._tools) or "none"
+            return f"unknown tool {call.name!r}; known tools: {known}"
+        try:
+            self._checks[call.name](call.arguments, self._contexts[call.name].kwargs)
+        except ArgumentsError as error:
+            return str(error)
+        return None
+
+    async def _open_tools(self, turn: _Turn, calls: Sequence[ToolCall | InvalidToolCall]) -> None:
+        """Open the tools that are used for the first time; where one fails, so do its calls."""
+        pending = [pair for pair in _pending(turn, calls) if pair[1].name not in self._sessions]
+        for name in dict.fromkeys(call.name for _, call in pending):
+            breaker = self._gates[name].breaker
+            failure = breaker.refusal(anyio.current_time())
+            if failure is None:
+                try:
+                    await self._sessions.open(name, turn.deadline)
+                except OpenFailure as error:
+                    failure = str(error)
+                    breaker.fail(failure, error.root, self._identity, anyio.current_time())
+                finally:
+                    breaker.forget()
+            if failure is not None:
+                for position, call in pending:
+                    if call.name == name:
+                        turn.results[position] = error_result(failure)
+
+    async def _run_calls(self, turn: _Turn, calls: Sequence[ToolCall | InvalidToolCall]) -> None:
+        lanes: dict[int, list[Job]] = {}
+        for position, call in _pending(turn, calls):
+            serial = self._sessions[call.name].serial
+            lane = -1 - position if serial is None else id(serial)
+            lanes.setdefault(lane, []).append(partial(self._run_call, turn, position, call))
+        if len(lanes) > 1:
+            await run_side_by_side([partial(_one_by_one, turn, jobs) for jobs in lanes.values()])
+        for jobs in lanes.values() if len(lanes) == 1 else ():
+            await _one_by_one(turn, jobs, is_in_task=False)
+
+    async def _run_call(self, turn: _Turn, position: int, call: ToolCall) -> None:
+        started = anyio.current_time()
+        owner = self._contexts[call.name]
+        activity = f"tool {call.name!r} of trajectory {owner.uid}/{owner.member}"  # noqa: F841
+        self.calls += 1
+        try:
+            turn.results[position] = await self._result_of(turn, call)
+        finally:
+            self.seconds += anyio.current_time() - started
+
+    async def _result_of(self, turn: _Turn, call: ToolCall) -> ToolResult:
+        gate = self._gates[call.name]
+        key = gate.key(call.arguments, self._contexts[call.name].kwargs)
+        result = gate.kept(key)
+        if result is not None:
+            return result
+        refusal = gate.breaker.refusal(anyio.current_time())
+        if refusal is not None:
+            return error_result(refusal)
+        try:
+            result = await self._attempts(turn, call, gate)
+        except CallError as error:
+            logger.debug("tool %r failed: %s", call.name, error, exc_info=error.__cause__)
+            gate.breaker.fail(str(error), error.root, self._identity, anyio.current_time())
+            return error_result(str(error))
+        except LimitExceeded as limit:
+            turn.limit = limit
+            gate.breaker.forget()
+            return error_result(str(limit))
+        except BaseException:
+            gate.breaker.forget()
+            raise
+        gate.breaker.succeed()
+        gate.keep(key, result)
+        return result
+
+    async def _attempts(self, turn: _Turn, call: ToolCall, gate: ToolGate) -> ToolResult:
+        """The result of the first attempt that does not fail with a transient error."""
+        session, policy = self._sessions[call.name], gate.policy
+        deadline: Deadline | None = None
+        for tries in itertools.count(1):
+            try:
+                async with gate.place(turn.deadline) if gate.has_queue else _NO_WAIT:
+                    deadline = deadline or self._call_deadline(call.name, policy, turn)
+                    return await _execute(session, call, deadline, turn)
+            except CallError as error:
+                pause_s = policy.backoff_s * 2 ** (tries - 1)
+                is_last = tries > policy.retries or not policy.is_transient(error.root)
+                if is_last or deadline is None or anyio.current_time() + pause_s >= deadline.at:
+                    raise error if tries == 1 else error.after(tries) from error.__cause__
+            await anyio.sleep(pause_s)
+        raise AssertionError("unreachable")
+
+    def _call_deadline(self, name: str, policy: ToolPolicy, turn: _Turn) -> Deadline:
+        if policy.timeout_s is not None:
+            return Deadline.after(policy.timeout_s, f"timeout_s of {name!r}", turn.deadline)
+        return Deadline.after(self._limits.tool_s, "limits.tool_s", turn.deadline)
+
+    def _finished(self, result: ToolResult) -> ToolResult:
+        self.errors += result.is_error
+        text = truncate_text(
+            result.text, self._limits.max_response_length, self._limits.truncate_side
+        )
+        text = encodable(text)
+        return result if text is result.text else msgspec.structs.replace(result, text=text)
+
+
+def _pending(
+    turn: _Turn, calls: Sequence[ToolCall | InvalidToolCall]
+) -> Iterator[tuple[int, ToolCall]]:
+    for position, call in enumerate(calls):
+        if turn.results[position] is None and isinstance(call, ToolCall):
+            yield position, call
+
+
+async def _one_by_one(turn: _Turn, jobs: Sequence[Job], *, is_in_task: bool = True) -> None:
+    """Run calls that must not run at once, until the turn's deadline passes.
+
+    A task more would cost as much as all the rest, so that on trio the calls share the caller's. On
+    asyncio each has its own: a cancel scope that it leaves open would otherwise break the caller's.
+    Trio mends that.
+    """
+    shares_task = runs_on_trio() or (is_in_task and len(jobs) == 1)
+    for job in jobs:
+        if turn.limit is None:
+            await (job() if shares_task else run_side_by_side([job]))
+
+
+async def _execute(
+    session: ToolSession, call: ToolCall, deadline: Deadline, turn: _Turn
+) -> ToolResult:
+    try:
+        return await attempt(
+            lambda: _answer(session, call),
+            deadline,
+            what=f"tool {call.name!r}",
+            owns_task=not runs_on_trio(),
+        )
+    except LimitExceeded:
+        if deadline is turn.deadline:
+            raise
+        raise CallError(timed_out(deadline)) from None
+
+
+async def _answer(session: ToolSession, call: ToolCall) -> ToolResult:
+    return normalise_result(await session.execute(call))
