@@ -196,6 +196,7 @@ class AgentContext:
                     prompt_ids=self.transcript.prefix,
                     sampling=self._sampling_of_turn(budget),
                     priority=self.prompt.priority,
+                    known_experts=self.transcript.routed_length,
                     group_id=f"{self.identity.step}/{self.identity.uid}",
                     deadline=deadline.now.at,
                 )
@@ -470,6 +471,9 @@ class AgentContext:
             finish_reason=reason,
             top=generation.top(),
         )
+        experts = generation.experts()
+        if experts is not None:
+            self.transcript.append_routed_experts(experts)
         self.cached_tokens += generation.cached_tokens
         self._tally_reuse(generation)
         self._services.tally.generated_tokens += len(generation.ids)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from rollout.batch.sample import Sample
 from rollout.chat.trajectory import Trajectory
@@ -58,6 +59,17 @@ class _SampleRecord(_RowRecord, kw_only=True):
     row: int
 
 
+class _ExpertsRecord(msgspec.Struct, kw_only=True):
+    """Routed experts of the first tokens of a span: int16 little-endian, in base64.
+
+    Attributes:
+        shape: (tokens, layers, top_k).
+    """
+
+    shape: tuple[int, int, int]
+    int16: bytes
+
+
 class _SpanRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     kind: SpanKind
     ids: list[int]
@@ -67,6 +79,7 @@ class _SpanRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: str | None = None
     top_ids: list[list[int]] = msgspec.field(default_factory=list)
     top_log_probs: list[list[Number]] = msgspec.field(default_factory=list)
+    routed_experts: _ExpertsRecord | None = None
 
 
 class _TrajectoryRecord(_RowRecord, kw_only=True):
@@ -166,6 +179,7 @@ def _span_records(
 ) -> list[_SpanRecord]:
     log_probs = transcript.log_probs()
     top_ids, top_log_probs = transcript.top_ids(), transcript.top_log_probs()
+    experts = transcript.routed_experts()
     records = []
     for span in transcript.spans:
         ids = transcript.span_ids(span).tolist()
@@ -182,6 +196,11 @@ def _span_records(
                 finish_reason=span.finish_reason,
                 top_ids=top_ids[at, :width].tolist() if width else [],
                 top_log_probs=[_numbers(row) for row in top_log_probs[at, :width]] if width else [],
+                routed_experts=None
+                if experts is None
+                else _experts_record(
+                    experts[span.start : min(span.stop, transcript.routed_length)]
+                ),
             )
         )
     return records
@@ -202,7 +221,19 @@ def _transcript(spans: Sequence[_SpanRecord]) -> Transcript:
                 finish_reason=span.finish_reason or "",
                 top=(span.top_ids, _floats(span.top_log_probs)) if span.top_ids else None,
             )
+    for span in spans:
+        told = span.routed_experts
+        if told is not None:
+            values = np.frombuffer(told.int16, "<i2").reshape(told.shape)
+            transcript.append_routed_experts(values)
     return transcript
+
+
+def _experts_record(values: npt.NDArray[np.int16]) -> _ExpertsRecord | None:
+    count, layers, top_k = values.shape
+    if not count:
+        return None
+    return _ExpertsRecord(shape=(count, layers, top_k), int16=values.astype("<i2").tobytes())
 
 
 def _floats(rows: Sequence[Sequence[Number]]) -> list[list[float]]:

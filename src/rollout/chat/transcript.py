@@ -11,6 +11,7 @@ Invariants, by construction:
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -28,6 +29,8 @@ Ids = Sequence[int] | npt.NDArray[np.int32]
 NO_VERSION = -1
 #: What stands in `Transcript.top_ids` where nobody asked.
 NO_ID = -1
+#: What stands in `Transcript.routed_experts` where nobody knows.
+NO_EXPERT = -1
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -56,16 +59,27 @@ class Transcript:
     can be changed or removed.
 
     Attributes:
+        expert_shape: (layers, top_k) of the routed experts; None where none are known.
         prefix: Every id in order, in the form in which engines are asked with it.
     """
 
-    __slots__ = ("_ids", "_log_probs", "_spans", "_top", "prefix")
+    __slots__ = (
+        "_experts",
+        "_ids",
+        "_log_probs",
+        "_spans",
+        "_top",
+        "expert_shape",
+        "prefix",
+    )
 
     def __init__(self) -> None:
         self.prefix = TokenPrefix()
         self._ids = self.prefix.ids
         self._log_probs = array("f")
         self._spans: list[Span] = []
+        self._experts = array("h")
+        self.expert_shape: tuple[int, int] | None = None
         #: Of spans by their start: the (T, k) most likely ids and their log-probs.
         self._top: dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] = {}
 
@@ -210,6 +224,46 @@ class Transcript:
         values = np.zeros(self.top_ids().shape, dtype=np.float32)
         for start, (ids, log_probs) in self._top.items():
             values[start : start + len(ids), : ids.shape[1]] = log_probs
+        return values
+
+    @property
+    def routed_length(self) -> int:
+        """Tokens at the beginning whose routed experts are known."""
+        return len(self._experts) // math.prod(self.expert_shape) if self.expert_shape else 0
+
+    def append_routed_experts(self, experts: npt.NDArray[np.int16]) -> None:
+        """Say which experts further tokens were routed to, from `routed_length` on.
+
+        Args:
+            experts: (N, layers, top_k) of the next N tokens.
+
+        Raises:
+            ValueError: The transcript has not so many tokens, or had others of another shape;
+                nothing has changed.
+        """
+        count, layers, top_k = experts.shape
+        if self.expert_shape not in (None, (layers, top_k)):
+            raise ValueError(
+                f"append_routed_experts: a shape of {(layers, top_k)} after {self.expert_shape}"
+            )
+        if self.routed_length + count > len(self._ids):
+            raise ValueError(
+                f"append_routed_experts: {count} tokens after {self.routed_length}; expected at "
+                f"most {len(self._ids)} in all"
+            )
+        self.expert_shape = (layers, top_k)
+        self._experts.frombytes(np.ascontiguousarray(experts, dtype=np.int16).tobytes())
+
+    def routed_experts(self) -> npt.NDArray[np.int16] | None:
+        """(T, layers, top_k) int16: the experts that each token was routed to; -1 unknown.
+
+        None where no engine told any. Of the last token nothing has been computed yet.
+        """
+        if self.expert_shape is None:
+            return None
+        values = np.full((len(self._ids), *self.expert_shape), NO_EXPERT, dtype=np.int16)
+        known = np.array(self._experts, dtype=np.int16)
+        values[: self.routed_length] = known.reshape(-1, *self.expert_shape)
         return values
 
     def span_ids(self, span: Span) -> array[int]:

@@ -70,7 +70,9 @@ class GenerationRequest:
         sampling: How the tokens are drawn.
         session_id: The trajectory; a core may keep its prefix warm.
         priority: Larger runs first where the core supports it.
-        routed_experts: Whether the experts that each token was routed to are wanted.
+        routed_experts: Whether the experts that each token was routed to are wanted; only engines
+            with an `EngineInfo.expert_shape` are asked.
+        routed_experts_start: Position in the prompt from which they are wanted.
         media: Images and the like. Every core of ours refuses them by name: transcripts cannot
             hold them yet.
     """
@@ -81,6 +83,7 @@ class GenerationRequest:
         "priority",
         "request_id",
         "routed_experts",
+        "routed_experts_start",
         "sampling",
         "session_id",
     )
@@ -94,6 +97,7 @@ class GenerationRequest:
         session_id: str = "",
         priority: int = 0,
         routed_experts: bool = False,
+        routed_experts_start: int = 0,
         media: tuple[bytes, ...] = (),
     ) -> None:
         self.request_id = request_id
@@ -101,6 +105,7 @@ class GenerationRequest:
         self.session_id = session_id
         self.priority = priority
         self.routed_experts = routed_experts
+        self.routed_experts_start = routed_experts_start
         self.media = media
         self._prompt = prompt_ids
 
@@ -138,7 +143,9 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
         top_ids: int32 little-endian: for each of `ids`, the ``sampling.top_log_probs`` most likely
             ids, likeliest first, whether or not the sampled one is among them.
         top_log_probs: float32 little-endian, one for each of `top_ids`, as in `log_probs`.
-        routed_experts: Raw bytes, as the core lays them out; joined in the order of the chunks.
+        routed_experts: int16 little-endian, (positions, layers, top_k): of the tokens, prompt
+            included, from `GenerationRequest.routed_experts_start` on, as far as they have been
+            computed; the last one sampled has not been. Joined in the order of the chunks.
     """
 
     request_id: str
@@ -174,6 +181,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         no_sleep: Why its memory cannot be released; empty where it can, or where that is not known.
         max_top_log_probs: The most ``sampling.top_log_probs`` of a request; 0 where the core cannot
             tell any. None: not known, and a request whose answer lacks them fails.
+        expert_shape: (layers, top_k) where each answer says which experts its tokens were routed
+            to; None where none does.
     """
 
     vocab_size: int
@@ -187,6 +196,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     gpu: str = ""
     no_sleep: str = ""
     max_top_log_probs: Natural | None = None
+    expert_shape: tuple[Natural, Natural] | None = None
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

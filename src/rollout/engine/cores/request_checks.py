@@ -15,6 +15,7 @@ def request_fault(request: GenerationRequest, info: EngineInfo) -> str | None:
     """Why the engine cannot serve `request`, with value and expectation; None if it can."""
     return (
         _media_fault(request)
+        or _experts_fault(request, info)
         or _prompt_fault(request.prompt_ids, info)
         or _sampling_fault(request.sampling, info)
     )
@@ -27,6 +28,12 @@ def _media_fault(request: GenerationRequest) -> str | None:
         f"media = {len(request.media)} inputs; expected none: transcripts cannot hold images, "
         "video or audio yet"
     )
+
+
+def _experts_fault(request: GenerationRequest, info: EngineInfo) -> str | None:
+    if not request.routed_experts or info.expert_shape is not None:
+        return None
+    return "routed_experts: this engine tells none; SGLang does with engine.routed_experts = true"
 
 
 def _prompt_fault(prompt_ids: bytes, info: EngineInfo) -> str | None:

@@ -72,6 +72,7 @@ def core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
                 "stream_interval": engine.stream_interval,
                 "stream_interval_s": config.channel.stream_interval_s,
                 "replica": replica,
+                "routed_experts": engine.routed_experts,
             }
             return CoreSpec(
                 "rollout.engine.cores.simulated.simulated_core:SimulatedCore",

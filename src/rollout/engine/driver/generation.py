@@ -79,7 +79,10 @@ class Generation(msgspec.Struct, eq=False):
         top_count: How many of the most likely ids are asked for with each token: k.
         top_ids: Where asked for, int32: the k most likely ids at each position, likeliest first.
         top_log_probs: float32, one for each of `top_ids`.
-        routed_experts: Where asked for, the raw bytes in which the engine says it.
+        expert_shape: (layers, top_k) of the experts that are asked for; None asks for none.
+        expert_room: Tokens of the prompt whose experts are asked for: those that the caller does
+            not know yet. Those of the generated tokens follow them.
+        routed_experts: Of these tokens as far as they are known, int16.
         pausable_deadlines: Paused while the runtime lets it wait.
         on_tokens: Called each time tokens have been appended, where that is wanted.
     """
@@ -95,6 +98,8 @@ class Generation(msgspec.Struct, eq=False):
     top_count: int = 0
     top_ids: bytes = b""
     top_log_probs: bytes = b""
+    expert_shape: tuple[int, int] | None = None
+    expert_room: int = 0
     routed_experts: bytes = b""
     pausable_deadlines: tuple[PausableDeadline, ...] = ()
     on_tokens: Callable[[], None] | None = None
@@ -129,6 +134,24 @@ class Generation(msgspec.Struct, eq=False):
         ids = np.frombuffer(self.top_ids, np.int32).reshape(shape)
         return ids, np.frombuffer(self.top_log_probs, np.float32).reshape(shape)
 
+    @property
+    def known_experts(self) -> int:
+        """Tokens whose experts have arrived."""
+        return len(self.routed_experts) // self._bytes_of_experts if self.expert_shape else 0
+
+    def experts(self) -> npt.NDArray[np.int16] | None:
+        """(N, layers, top_k) of the first N tokens asked for; None where nothing is asked."""
+        if self.expert_shape is None:
+            return None
+        return np.frombuffer(self.routed_experts, np.int16).reshape(-1, *self.expert_shape)
+
+    @property
+    def _bytes_of_experts(self) -> int:
+        """Of one token."""
+        assert self.expert_shape is not None
+        layers, top_k = self.expert_shape
+        return 2 * layers * top_k
+
     def restart(self, reason: str) -> None:
         """Forget the tokens, before the request is made again from its start."""
         for part in self.parts:
@@ -151,6 +174,7 @@ class Generation(msgspec.Struct, eq=False):
         has_more = chunk.top_ids or chunk.top_log_probs or chunk.routed_experts or self.top_count
         if has_more:
             self._check_top(chunk)
+            self._check_experts(chunk)
         part = self.parts[-1] if self.parts else self.begin("", "")  # else filled by hand
         had, count = part.count, 0
         if chunk.offset == had:
@@ -187,4 +211,16 @@ class Generation(msgspec.Struct, eq=False):
             raise ChunkFault(
                 f"{size // 4} top ids with {count} tokens; expected sampling.top_log_probs = "
                 f"{self.top_count} with each"
+            )
+
+    def _check_experts(self, chunk: Chunk) -> None:
+        if not chunk.routed_experts or self.expert_shape is None:
+            return
+        size, each = len(chunk.routed_experts), self._bytes_of_experts
+        if size % each:
+            raise ChunkFault(f"{size} bytes of routed experts; expected {each} for each token")
+        known, count = self.known_experts + size // each, len(self.ids) + len(chunk.ids) // 4
+        if known > self.expert_room + count:
+            raise ChunkFault(
+                f"routed experts of {known} tokens; expected at most {self.expert_room + count}"
             )

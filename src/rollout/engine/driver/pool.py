@@ -334,6 +334,7 @@ class EnginePool:
         prompt_ids: bytes | TokenPrefix,
         sampling: SamplingParams,
         priority: int = 0,
+        known_experts: int = 0,
         group_id: str = "",
         deadline: float = math.inf,
     ) -> None:
@@ -347,6 +348,8 @@ class EnginePool:
             prompt_ids: int32 little-endian, packed; or the trajectory's prefix, of which only
                 what the replica does not have is sent.
             priority: Larger is served first, here and in the engine.
+            known_experts: Tokens of the prompt whose routed experts the caller has; those of the
+                others are asked for where the engines tell them.
             group_id: Trajectories that begin with the same prompt; "" for one on its own.
             deadline: Clock time at which the engine ends the request by itself.
 
@@ -356,6 +359,9 @@ class EnginePool:
         """
         self._check_ids(prompt_ids)
         generation.top_count = sampling.top_log_probs
+        generation.expert_shape = self.info.expert_shape
+        is_packed = isinstance(prompt_ids, bytes)
+        generation.expert_room = len(prompt_ids) // (4 if is_packed else 1) - known_experts
         attempt = Attempt(
             generation,
             session_id=session_id,
@@ -366,6 +372,7 @@ class EnginePool:
             policy=self._policy,
             counts=self.recoveries,
             priority=priority,
+            known_experts=known_experts,
         )
         await self._requests.run(attempt, group_id=group_id)
 

@@ -64,6 +64,7 @@ class Attempt:
         session_id: The trajectory, for errors.
         prompt_ids: int32 little-endian, packed, or the trajectory's prefix.
         priority: Larger is served first.
+        known_experts: Tokens of the prompt whose routed experts are known.
 
     Attributes:
         deadline: Clock time at which an engine ends it by itself.
@@ -85,11 +86,13 @@ class Attempt:
         policy: RecoveryPolicy,
         counts: RecoveryCounts,
         priority: int = 0,
+        known_experts: int = 0,
     ) -> None:
         self.generation = generation
         self.session_id = session_id
         self.deadline = deadline
         self.priority = priority
+        self._known_experts = known_experts
         self.deaths: list[str] = []
         self.is_interrupted = False
         self.is_running = False
@@ -104,6 +107,11 @@ class Attempt:
         self._was_silent = False
         self._garbled = 0
         self._is_poisonous = False
+
+    @property
+    def experts_start(self) -> int:
+        """Where the routed experts begin that the next request is to tell."""
+        return self._known_experts + self.generation.known_experts
 
     @property
     def prompt_ids(self) -> bytes:

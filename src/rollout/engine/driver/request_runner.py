@@ -184,6 +184,8 @@ class RequestRunner:
             attempt.sampling,
             attempt.session_id,
             attempt.priority,
+            routed_experts=attempt.generation.expert_shape is not None,
+            routed_experts_start=attempt.experts_start,
         )
         with self._running_on(replica, attempt):
             on_gone = partial(self._released, dispatch, attempt.generation, request.request_id)

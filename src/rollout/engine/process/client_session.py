@@ -255,6 +255,7 @@ class ClientSession:
             session_id=message.session_id,
             priority=message.priority,
             routed_experts=message.routed_experts,
+            routed_experts_start=message.routed_experts_start,
             media=message.media,
         )
         deadline = math.inf

@@ -124,6 +124,7 @@ class Submit(msgspec.Struct, array_like=True, tag=10):
     has_prefix: bool = False
     remaining_s: Seconds | None = None
     routed_experts: bool = False
+    routed_experts_start: Natural = 0
     media: tuple[bytes, ...] = ()
 
 

@@ -210,8 +210,6 @@ class HttpCore:
         """The answer to a request that is not taken on; None where it is."""
         fault = self._failure or request_fault(request, self.info)
         fault = fault or self._api.fault(request.sampling)
-        if not fault and request.routed_experts:
-            fault = "routed_experts: not asked of a server that somebody else runs"
         if not fault and request.request_id in self._open:
             fault = f"request id {request.request_id!r} is in use"
         if fault:

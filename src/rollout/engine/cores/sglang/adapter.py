@@ -28,6 +28,8 @@ from rollout.errors import EngineError
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
 
+    from rollout.engine.core import GenerationRequest
+
 
 class SchedulerLoad(NamedTuple):
     """What SGLang's schedulers last wrote down; several (data parallel) are added up."""
@@ -114,6 +116,16 @@ class SGLang:
         answers: AsyncGenerator[Mapping[str, Any], None] = self._tokens.generate_request(request)
         return answers
 
+    def unwanted_experts(self, request: GenerationRequest) -> int:
+        """Bytes of routed experts that come before those asked for.
+
+        Versions without ``routed_experts_start_len`` always tell those of the whole prompt.
+        """
+        shape = self.info.expert_shape
+        if shape is None or "routed_experts_start_len" in self._request_fields:
+            return 0
+        return 2 * shape[0] * shape[1] * request.routed_experts_start
+
     def is_dispatched(self, request_id: str) -> bool:
         """Whether the scheduler may know the request: an abort that overtakes it is lost."""
         state = self._tokens.rid_to_state.get(request_id)
@@ -193,7 +205,19 @@ class SGLang:
             gpu=gpu_of(options.torch_device),
             no_sleep=options.no_sleep,
             max_top_log_probs=model.vocab_size,
+            expert_shape=_expert_shape(model.hf_text_config) if options.routed_experts else None,
         )
+
+
+def _expert_shape(config: Any) -> tuple[int, int]:
+    """What SGLang tells of each token: top_k experts of every layer, those without included."""
+    top_k = getattr(config, "num_experts_per_tok", None)
+    if not top_k:
+        raise EngineError(
+            "engine.routed_experts = true: expected a model with a mixture of experts; its "
+            "configuration has no num_experts_per_tok"
+        )
+    return config.num_hidden_layers, top_k
 
 
 class SharedFiles:

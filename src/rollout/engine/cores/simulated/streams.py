@@ -5,19 +5,21 @@ Loaded in engine processes: imports msgspec, anyio and the standard library only
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
 import anyio
 
 from rollout.engine.core import Chunk, FinishReason
-from rollout.engine.cores.simulated.vocabulary import log_probs_of, top_of
+from rollout.engine.cores.simulated.vocabulary import expert_of, log_probs_of, top_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollout.engine.core import GenerationRequest
     from rollout.engine.cores.simulated.jobs import Job
+    from rollout.engine.cores.simulated.options import Experts
     from rollout.engine.cores.simulated.scenario_faults import RequestFaults
 
 
@@ -31,12 +33,28 @@ class Stream:
         weight_version: Stamped on what is emitted from now on.
     """
 
-    __slots__ = ("_faults", "_request", "chunks", "is_ended", "job", "wakeup", "weight_version")
+    __slots__ = (
+        "_experts",
+        "_faults",
+        "_request",
+        "_told",
+        "chunks",
+        "is_ended",
+        "job",
+        "wakeup",
+        "weight_version",
+    )
 
     def __init__(
-        self, request: GenerationRequest, weight_version: int, faults: RequestFaults
+        self,
+        request: GenerationRequest,
+        weight_version: int,
+        faults: RequestFaults,
+        experts: Experts | None = None,
     ) -> None:
         self._request = request
+        self._experts = experts if request.routed_experts else None
+        self._told = request.routed_experts_start
         self.weight_version = weight_version
         self._faults = faults
         self.chunks: deque[Chunk] = deque()
@@ -60,11 +78,30 @@ class Stream:
                 log_probs=log_probs_of(ids, position).tobytes(),
                 top_ids=top_ids.tobytes(),
                 top_log_probs=top_log_probs.tobytes(),
+                routed_experts=self._experts_up_to(job, stop),
                 weight_version=self.weight_version,
                 finish_reason=reason,
                 cached_tokens=0 if reason is None else job.cached_tokens,
             )
         )
+
+    def _experts_up_to(self, job: Job, sampled: int) -> bytes:
+        """Of the tokens not told before that were computed to sample so many."""
+        experts = self._experts
+        if experts is None or not sampled:
+            return b""
+        ids = array("i")
+        ids.frombytes(job.sequence(sampled - 1))
+        first, self._told = self._told, len(ids)
+        return array(
+            "h",
+            [
+                expert_of(ids[at], at, layer, rank, experts.count)
+                for at in range(first, len(ids))
+                for layer in range(experts.layers)
+                for rank in range(experts.top_k)
+            ],
+        ).tobytes()
 
     def wake(self) -> None:
         """Have the task that sleeps over this stream look again."""

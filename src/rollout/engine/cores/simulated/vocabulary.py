@@ -103,6 +103,11 @@ def top_of(ids: array[int], position: int, count: int) -> tuple[array[int], arra
     return likely, log_probs
 
 
+def expert_of(token_id: int, position: int, layer: int, rank: int, count: int) -> int:
+    """Which of `count` experts the simulated model routes an id to; others for other ranks."""
+    return (token_id * 13 + position * 7 + layer * 3 + rank) % count
+
+
 def _are_special(low: bytes, high: bytes) -> bool:
     at = high.find(1)
     while at >= 0:
