@@ -46,7 +46,7 @@ DEMO_DIRECTORY = "rollout-output/demo"
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Perform the command and return its exit code; errors are told on standard error."""
+    """Perform the command and return its exit code; errors go to standard error."""
     command = _COMMANDS[arguments.command]
     with lasting_consoles() as (output, errors):
         try:

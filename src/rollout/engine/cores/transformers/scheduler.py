@@ -222,7 +222,7 @@ class Scheduler:
             slot.computed = 0
 
     def take_chunks(self) -> list[Chunk]:
-        """What has to be told since the last call, in order."""
+        """What has to be reported since the last call, in order."""
         chunks = list(self._chunks)
         self._chunks.clear()
         return chunks

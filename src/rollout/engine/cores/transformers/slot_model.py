@@ -225,7 +225,7 @@ def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def _architecture_fault(model: PreTrainedModel) -> str | None:
-    """Why the slots cannot serve this model, as far as its configuration tells."""
+    """Why the slots cannot serve this model, as far as its configuration says."""
     config: Any = model.config.get_text_config()
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
     has_window = getattr(config, "sliding_window", None) is not None

@@ -47,7 +47,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listener(msgspec.Struct, frozen=True, kw_only=True):
-    """What the thread tells the event loop; every function is called on the loop."""
+    """What the thread reports to the event loop; every function is called on the loop."""
 
     started: Callable[[EngineInfo], object]
     chunks: Callable[[Sequence[Chunk]], object]
@@ -56,7 +56,7 @@ class Listener(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stop_text(error: Exception) -> str:
-    """What requests are told when the engine has stopped because of `error`."""
+    """What requests are answered when the engine has stopped because of `error`."""
     return f"the engine stopped: {type(error).__name__}: {error}"
 
 
