@@ -20,7 +20,7 @@ from transformers import (
 
 from rollout.engine.core import SamplingParams
 from rollout.engine.cores.transformers.token_sampling import (
-    Row,
+    SamplingRow,
     penalise,
     race,
     race_numbers,
@@ -41,8 +41,8 @@ def params(**values) -> SamplingParams:
     return SamplingParams(max_new_tokens=1, **values)
 
 
-def row(position: int = 0, seed: int = 1, seen=NOTHING_SEEN, **values) -> Row:
-    return Row(params(**values), seed, position, np.asarray(seen, dtype=np.int32))
+def row(position: int = 0, seed: int = 1, seen=NOTHING_SEEN, **values) -> SamplingRow:
+    return SamplingRow(params(**values), seed, position, np.asarray(seen, dtype=np.int32))
 
 
 def kept(scores: torch.Tensor) -> set[int]:

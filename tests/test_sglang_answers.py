@@ -12,7 +12,7 @@ from rollout.config import RolloutConfig, SamplingConfig, SGLangEngine, config_f
 from rollout.engine.core import EngineInfo, GenerationRequest, SamplingParams, pack_ids
 from rollout.engine.cores.sglang.answers import AnswerReader
 from rollout.engine.cores.sglang.generate_requests import refusal_of, request_fields, salt_of
-from rollout.engine.cores.sglang.server_arguments import Options, engine_arguments
+from rollout.engine.cores.sglang.server_arguments import SGLangOptions, engine_arguments
 from rollout.engine.driver.generation import Generation
 from rollout.errors import ConfigError, EngineError
 
@@ -127,7 +127,7 @@ def asked(**sampling: Any) -> GenerationRequest:
 
 
 def test_fields_request_is_clipped_to_the_context_and_salted() -> None:
-    fields = request_fields(asked(stop_token_ids=(9,)), Options(model="m"), INFO, salt_of(7))
+    fields = request_fields(asked(stop_token_ids=(9,)), SGLangOptions(model="m"), INFO, salt_of(7))
     assert fields["input_ids"] == [5, 6, 7]
     assert fields["sampling_params"] == {
         "max_new_tokens": 47,
@@ -142,9 +142,9 @@ def test_fields_request_is_clipped_to_the_context_and_salted() -> None:
 
 
 def test_fields_seed_only_where_it_counts_and_then_one_for_each() -> None:
-    plain, deterministic = Options(model="m"), Options(model="m", deterministic=True)
+    plain, deterministic = SGLangOptions(model="m"), SGLangOptions(model="m", deterministic=True)
 
-    def seed(options: Options, **sampling: Any) -> int | None:
+    def seed(options: SGLangOptions, **sampling: Any) -> int | None:
         params = request_fields(asked(**sampling), options, INFO, "")["sampling_params"]
         return params.get("sampling_seed")
 
@@ -154,7 +154,7 @@ def test_fields_seed_only_where_it_counts_and_then_one_for_each() -> None:
 
 
 def test_refusal_draining_or_full_is_to_be_retried() -> None:
-    options = Options(model="m", max_running=3, max_queued=1)
+    options = SGLangOptions(model="m", max_running=3, max_queued=1)
     drained = refusal_of(asked(), options, INFO, open_requests=0, is_draining=True)
     full = refusal_of(asked(), options, INFO, open_requests=4, is_draining=False)
     assert drained is not None
@@ -174,11 +174,11 @@ class Everything(frozenset[str]):
         return True
 
 
-KNOWN = set(engine_arguments(Options(model="m", device="cpu"), "m", Everything()))
+KNOWN = set(engine_arguments(SGLangOptions(model="m", device="cpu"), "m", Everything()))
 
 
 def test_arguments_on_a_cpu_need_no_kernels() -> None:
-    arguments = engine_arguments(Options(model="m", device="cpu"), "/m", KNOWN)
+    arguments = engine_arguments(SGLangOptions(model="m", device="cpu"), "/m", KNOWN)
     assert arguments["attention_backend"] == "torch_native"
     assert arguments["sampling_backend"] == "pytorch"
     assert (arguments["model_path"], arguments["skip_tokenizer_init"]) == ("/m", True)
@@ -186,11 +186,11 @@ def test_arguments_on_a_cpu_need_no_kernels() -> None:
 
 
 def test_arguments_that_an_old_version_lacks_are_left_out_unless_they_matter() -> None:
-    options = Options(model="m", device="cpu")
+    options = SGLangOptions(model="m", device="cpu")
     assert "sleep_on_idle" not in engine_arguments(options, "m", KNOWN - {"sleep_on_idle"})
     with pytest.raises(EngineError, match=r"^the installed SGLang has no argument tp_size; exp"):
         engine_arguments(options, "m", KNOWN - {"tp_size"})
-    asked_for = Options(model="m", server_args={"new_thing": 1})
+    asked_for = SGLangOptions(model="m", server_args={"new_thing": 1})
     with pytest.raises(EngineError, match=r"^engine\.server_args\.new_thing: the installed"):
         engine_arguments(asked_for, "m", KNOWN)
 

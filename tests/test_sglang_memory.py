@@ -14,7 +14,7 @@ from fake_core import CountingCore
 from rollout.config import LocalProcessPlacement, RayPlacement, RolloutConfig, SGLangEngine
 from rollout.config.engines import SGLANG_OWN
 from rollout.engine.cores.sglang import SGLangCore
-from rollout.engine.cores.sglang.server_arguments import NO_MEMORY_SAVER, Options
+from rollout.engine.cores.sglang.server_arguments import NO_MEMORY_SAVER, SGLangOptions
 from rollout.engine.driver.engine_opening import core_spec
 from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.placement.in_process import InProcess
@@ -96,8 +96,8 @@ async def test_sleep_without_the_memory_saver_is_refused_by_name() -> None:
         "placement.colocate set it)"
     )
     assert maintenance.asked == []
-    assert Options(model="m").no_sleep == NO_MEMORY_SAVER
-    assert Options(model="m", device="cpu").no_sleep == ""
+    assert SGLangOptions(model="m").no_sleep == NO_MEMORY_SAVER
+    assert SGLangOptions(model="m", device="cpu").no_sleep == ""
 
 
 class SleeplessCore(CountingCore):
@@ -183,6 +183,6 @@ def test_argument_that_replicas_cannot_share_is_refused_to_one_that_is_added() -
 
 def test_device_of_an_engine_is_its_first_gpu() -> None:
     specs = [core_spec(config_of(tensor_parallel=2), replica) for replica in range(2)]
-    devices = [Options(**spec.options).torch_device for spec in specs]
+    devices = [SGLangOptions(**spec.options).torch_device for spec in specs]
     assert devices == ["cuda:0", "cuda:2"]
-    assert Options(model="m", device="cpu").torch_device == "cpu"
+    assert SGLangOptions(model="m", device="cpu").torch_device == "cpu"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.engine.cores.transformers.attention import RUN_COST, Span, split_runs
-from rollout.engine.cores.transformers.slots import Placement, SlotTable, common_prefix
+from rollout.engine.cores.transformers.slots import SlotChoice, SlotTable, common_prefix
 
 
 def ids(*parts: tuple[int, int]) -> np.ndarray:
@@ -42,28 +42,28 @@ def test_place_next_turn_extends_the_slot_of_its_session() -> None:
     hold(table, 0, history, "other")
     hold(table, 1, history, "mine")
     prompt = ids((5, 100), (6, 10))
-    assert table.place(prompt, "mine") == Placement(table.slots[1], 100, 100, None)
+    assert table.place(prompt, "mine") == SlotChoice(table.slots[1], 100, 100, None)
 
 
 def test_place_known_beginning_is_copied_into_the_emptiest_slot() -> None:
     table = SlotTable(3)
     hold(table, 0, ids((5, 100), (7, 50)), "one")
     prompt = ids((5, 100), (6, 10))
-    assert table.place(prompt, "two") == Placement(table.slots[1], 0, 100, table.slots[0])
+    assert table.place(prompt, "two") == SlotChoice(table.slots[1], 0, 100, table.slots[0])
 
 
 def test_place_whole_prompt_known_leaves_its_last_token_to_compute() -> None:
     table = SlotTable(1)
     prompt = ids((5, 100))
     hold(table, 0, prompt)
-    assert table.place(prompt, "") == Placement(table.slots[0], 99, 99, None)
+    assert table.place(prompt, "") == SlotChoice(table.slots[0], 99, 99, None)
 
 
 def test_place_without_an_empty_slot_takes_the_one_used_longest_ago() -> None:
     table = SlotTable(2)
     hold(table, 1, ids((8, 60)))
     hold(table, 0, ids((9, 60)))
-    assert table.place(ids((5, 20)), "") == Placement(table.slots[1], 0, 0, None)
+    assert table.place(ids((5, 20)), "") == SlotChoice(table.slots[1], 0, 0, None)
 
 
 def test_place_prompt_that_another_computes_right_now_waits_for_it() -> None:
@@ -73,7 +73,7 @@ def test_place_prompt_that_another_computes_right_now_waits_for_it() -> None:
     table.take(running, ids((5, 100), (7, 50)), 150, 0, "")
     assert table.place(prompt, "") is None
     running.computed = 90
-    assert table.place(prompt, "") == Placement(table.slots[1], 0, 90, running)
+    assert table.place(prompt, "") == SlotChoice(table.slots[1], 0, 90, running)
     table.release(running)
     assert table.place(prompt, "") is not None
 
@@ -81,7 +81,7 @@ def test_place_prompt_that_another_computes_right_now_waits_for_it() -> None:
 def test_place_short_common_beginning_is_computed_again() -> None:
     table = SlotTable(2)
     hold(table, 0, ids((5, 20), (7, 50)), "one")
-    assert table.place(ids((5, 20), (6, 10)), "") == Placement(table.slots[1], 0, 0, None)
+    assert table.place(ids((5, 20), (6, 10)), "") == SlotChoice(table.slots[1], 0, 0, None)
 
 
 @given(

@@ -1,4 +1,4 @@
-"""What an agent loop may do: let the model speak, call tools, ask the user."""
+"""What an agent loop may do: have the model generate, call tools, ask the user."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class AgentContext:
             await self._interaction.start(self._interaction_context())
 
     async def generate(self) -> AssistantTurn:
-        """Let the model speak; what it said is in the transcript afterwards, also when cut short.
+        """Have the model generate; its tokens are in the transcript then, also when cut short.
 
         Raises:
             LimitExceeded: A length leaves no room for a token, or a deadline fired; let it pass.

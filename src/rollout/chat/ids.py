@@ -65,7 +65,7 @@ class FastIds:
 
 
 class SlowIds:
-    """The same by a tokenizer in Python, which does not tell its words.
+    """The same by a tokenizer in Python, which does not report its words.
 
     What follows a text may change how its last word is divided; half of its tokens remain.
     """

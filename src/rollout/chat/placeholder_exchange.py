@@ -25,7 +25,7 @@ Answer = Literal["words", "words and calls", "calls"]
 def conversation(
     messages: Sequence[TemplateMessage] = (), answer: Answer = "words"
 ) -> list[TemplateMessage]:
-    """The placeholder exchange, then `messages`; where the assistant calls, it calls their tools."""
+    """The exchange, then `messages`; where the assistant calls, it calls their tools."""
     said: TemplateMessage = {
         "role": "assistant",
         "content": "" if answer == "calls" else ASSISTANT_MARKER,

@@ -25,7 +25,7 @@ from rollout.token_prefix import TokenPrefix
 SpanKind = Literal["prompt", "generated", "observation"]
 Ids = Sequence[int] | npt.NDArray[np.int32]
 
-#: What stands in `Transcript.weight_versions` where no engine spoke.
+#: What stands in `Transcript.weight_versions` where no engine sampled.
 NO_VERSION = -1
 #: What stands in `Transcript.top_ids` where nobody asked.
 NO_ID = -1

@@ -14,7 +14,7 @@ from rich.text import Text
 from rollout.cli.check import builtin_programs, config_faults, look_at_tools
 from rollout.cli.consoles import lasting_consoles
 from rollout.cli.exit_codes import BAD_INPUT, ENGINE_LOST, NOT_SAVED, OK, SOME_FAILED
-from rollout.cli.foreground import INTERRUPTED, Job, JobResult, run_job
+from rollout.cli.foreground import INTERRUPTED, ForegroundJob, JobResult, run_job
 from rollout.cli.sizing import sizing_lines
 from rollout.cli.user_code import UserCode
 from rollout.cli.wrapping import print_line
@@ -46,7 +46,7 @@ DEMO_DIRECTORY = "rollout-output/demo"
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Perform the command and return its exit code; errors are told on standard error."""
+    """Perform the command and return its exit code; errors go to standard error."""
     command = _COMMANDS[arguments.command]
     with lasting_consoles() as (output, errors):
         try:
@@ -100,7 +100,7 @@ def _run(arguments: argparse.Namespace, output: Console, errors: Console) -> int
     prompts = read_prompts(arguments.prompts)
     known = [*config.tools.builtin, *(tool.name for tool in tools)]
     check_names(prompts, config.agent, known, InteractionRegistry(interactions))
-    job = Job(
+    job = ForegroundJob(
         config=config,
         prompts=prompts,
         directory=_directory(arguments.out, arguments.overwrite),
@@ -125,7 +125,7 @@ def _demo(arguments: argparse.Namespace, output: Console, errors: Console) -> in
         raise _cannot_run("the demo", faults)
     tasks = demo.arithmetic_tasks(arguments.prompts, arguments.seed)
     may_overwrite = arguments.overwrite or arguments.out is None
-    job = Job(
+    job = ForegroundJob(
         config=config,
         prompts=tasks.prompts,
         directory=_directory(arguments.out or DEMO_DIRECTORY, may_overwrite),
@@ -220,7 +220,7 @@ def _print_demo(batch: RolloutBatch, output: Console) -> None:
     print_line(output, f"{'solved':<10}{solved} of {len(batch)}{share}, by a right call and answer")
 
 
-def _finished(result: JobResult, job: Job, output: Console, errors: Console) -> int:
+def _finished(result: JobResult, job: ForegroundJob, output: Console, errors: Console) -> int:
     """Say what became of a job; its exit code."""
     from rollout.batch.storage import TRAJECTORIES
     from rollout.cli.summary import summary_lines

@@ -41,7 +41,7 @@ INTERRUPTED = "interrupted"
 
 
 @attrs.frozen(kw_only=True)
-class Job:
+class ForegroundJob:
     """What to run, and the directory that takes the results."""
 
     config: RolloutConfig
@@ -74,7 +74,7 @@ class JobResult(NamedTuple):
     fault: RolloutError | None
 
 
-async def run_job(job: Job, console: Console) -> JobResult:
+async def run_job(job: ForegroundJob, console: Console) -> JobResult:
     """Run the job and save its batch; progress goes to `console`.
 
     Each trajectory is appended to ``trajectories.jsonl`` as it ends, so that what has ended is on
@@ -113,7 +113,7 @@ def _starting(config: RolloutConfig) -> str:
 class _Run:
     """The tasks of one job."""
 
-    def __init__(self, job: Job, threads: WorkerThreads) -> None:
+    def __init__(self, job: ForegroundJob, threads: WorkerThreads) -> None:
         self._job = job
         self._threads = threads
         self._loaded = anyio.Event()

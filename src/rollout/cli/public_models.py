@@ -11,7 +11,7 @@ from rollout.config import EMBEDDED_MODEL
 
 
 @attrs.frozen
-class ModelFacts:
+class PublishedFacts:
     """What a model's files say of its size.
 
     Attributes:
@@ -56,14 +56,16 @@ _LLAMA_3 = {
     "3.3-70B": (70_553_706_496, 80, 8, 128),
 }
 _MODELS = {
-    EMBEDDED_MODEL: ModelFacts(134_515_008, 30, 3, 64, 8192),
-    **{f"Qwen/Qwen2.5-{size}-Instruct": ModelFacts(*f, 32_768) for size, f in _QWEN_2_5.items()},
-    **{f"Qwen/Qwen3-{size}": ModelFacts(*f, 40_960) for size, f in _QWEN_3.items()},
-    **{f"meta-llama/Llama-{n}-Instruct": ModelFacts(*f, 131_072) for n, f in _LLAMA_3.items()},
+    EMBEDDED_MODEL: PublishedFacts(134_515_008, 30, 3, 64, 8192),
+    **{
+        f"Qwen/Qwen2.5-{size}-Instruct": PublishedFacts(*f, 32_768) for size, f in _QWEN_2_5.items()
+    },
+    **{f"Qwen/Qwen3-{size}": PublishedFacts(*f, 40_960) for size, f in _QWEN_3.items()},
+    **{f"meta-llama/Llama-{n}-Instruct": PublishedFacts(*f, 131_072) for n, f in _LLAMA_3.items()},
 }
 _BY_NAME = {name.lower(): facts for name, facts in _MODELS.items()}
 
 
-def published_facts(name: str) -> ModelFacts | None:
+def published_facts(name: str) -> PublishedFacts | None:
     """The figures of the model with this name on the hub, in any case; None of another one."""
     return _BY_NAME.get(name.lower())

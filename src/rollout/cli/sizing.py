@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from rollout.cli.public_models import ModelFacts, published_facts
+from rollout.cli.public_models import PublishedFacts, published_facts
 from rollout.config import RayPlacement, SGLangEngine, SimulatedEngine, TransformersEngine
 from rollout.engine.model_files import EMBEDDED_PREFIX, converted_directory
 
@@ -41,7 +41,7 @@ class ModelSize:
         origin: Where the figures come from, for people; empty: from its files.
     """
 
-    facts: ModelFacts
+    facts: PublishedFacts
     bytes_each: int
     origin: str = ""
 
@@ -158,7 +158,7 @@ def context_tokens(config: RolloutConfig) -> int | None:
     return min(known) - kept if known else None
 
 
-def _facts_in(files: Path | None) -> ModelFacts | None:
+def _facts_in(files: Path | None) -> PublishedFacts | None:
     if files is None:
         return None
     try:
@@ -172,7 +172,7 @@ def _facts_in(files: Path | None) -> ModelFacts | None:
         return None
     dtype = str(facts.get("dtype") or facts.get("torch_dtype") or "bfloat16")
     longest = context if isinstance(context, int) else None
-    return ModelFacts(_parameters(files), layers, kv_heads, width, longest, dtype)
+    return PublishedFacts(_parameters(files), layers, kv_heads, width, longest, dtype)
 
 
 def _files_of(path: str, revision: str | None) -> Path | None:

@@ -222,7 +222,7 @@ class SchedulingConfig(Section):
 
 @attrs.frozen(kw_only=True)
 class RolloutConfig(Section):
-    """Everything that a rollout can be told."""
+    """The whole configuration of a rollout."""
 
     model: ModelConfig = attrs.field(factory=ModelConfig)
     engine: AnyEngine = attrs.field(factory=TransformersEngine)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class InteractionContext(msgspec.Struct, frozen=True, kw_only=True):
-    """The trajectory that a simulated user speaks in.
+    """The trajectory that a simulated user takes part in.
 
     Attributes:
         uid: The prompt's uid.

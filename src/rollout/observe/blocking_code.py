@@ -1,4 +1,4 @@
-"""Which code blocks the event loop, told from the frames of its thread."""
+"""Which code blocks the event loop, by the frames of its thread."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 REWARDLESS = (Outcome.FAILED, Outcome.REJECTED, Outcome.CANCELLED)
 #: Agents that set no cancel scopes of their own.
 OUR_AGENTS = ("single_turn", "tool_agent")
-#: Outcomes of a trajectory that was cancelled while its engine spoke.
+#: Outcomes of a trajectory that was cancelled while its engine generated.
 CUT_OUTCOMES = (Outcome.CANCELLED, Outcome.DEADLINE)
 #: Clocks are compared with this tolerance.
 EPSILON_S = 1e-6
@@ -218,7 +218,7 @@ def _cut_anomalies(
     prompt = trajectory.prompt
     agent = (prompt.agent_name if prompt is not None else None) or config.agent.name
     is_cut = bool(records) and records[-1].failure == "Cancelled"
-    is_reward_unknown = trajectory.reason == "reward"  # what it was before is not told any more
+    is_reward_unknown = trajectory.reason == "reward"  # what it was before is not known any more
     is_ended = trajectory.outcome in CUT_OUTCOMES or is_reward_unknown
     if agent in OUR_AGENTS and is_cut and not is_ended:
         yield f"outcome {trajectory.outcome}, though its last generation was cancelled"

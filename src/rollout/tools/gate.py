@@ -47,7 +47,7 @@ class Breaker:
         self._is_probing = False
 
     def refusal(self, now: float) -> str | None:
-        """Why a call may not run now; None where it may, and then its end must be told."""
+        """Why a call may not run now; None where it may, and then its end must be reported."""
         if self._opens_until is None:
             return None
         if now >= self._opens_until and not self._is_probing:

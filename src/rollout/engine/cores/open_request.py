@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 
-class Reader(Protocol):
+class AnswerParser(Protocol):
     """Turns the answers to one request into chunks.
 
     Attributes:
@@ -38,7 +38,7 @@ class OpenRequest:
 
     __slots__ = ("_end", "_wait", "is_aborted", "is_over", "reader")
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: AnswerParser) -> None:
         self.reader = reader
         self.is_aborted = False
         self.is_over = False

@@ -412,7 +412,7 @@ class ClientSession:
 
 
 def _told(error: Exception) -> tuple[str, bool]:
-    """What a client is told of a core's failure, and whether the engine is of no more use."""
+    """What a client gets to know of a core's failure, and whether the engine is of no more use."""
     if isinstance(error, EngineBroken):
         return str(error), True
     return start_error_text(error), isinstance(error, MemoryError)

@@ -156,7 +156,7 @@ class SpeedEstimate:
         self.was_idle = True
 
     def report(self, load: EngineLoad, now: float) -> None:
-        """Note in `latest` what the replica did since its last report, if that can be told.
+        """Note in `latest` what the replica did since its last report, if that is known.
 
         Args:
             now: When the report came. An engine that says when it took the load is believed

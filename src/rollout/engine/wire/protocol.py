@@ -64,7 +64,7 @@ class DriverFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Challenge(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The server speaks first, so that its version is known whatever the client sends."""
+    """The server sends first, so that its version is known whatever the client sends."""
 
     version: int
     nonce: bytes

@@ -47,8 +47,8 @@ async def connect_mcp(
     """The tools of an MCP server, for `open_rollout`; the server is released at the block's end.
 
     Args:
-        server: A URL (streamable HTTP), or a command with its arguments, which is run and spoken
-            with over its standard input and output.
+        server: A URL (streamable HTTP), or a command with its arguments, which is run and
+            connected over its standard input and output.
         tools: Names of those wanted, as the server calls them; None takes all.
         prefix: Put before each name, where servers have tools of equal names.
         connections: For a command, processes; trajectories are spread over them.

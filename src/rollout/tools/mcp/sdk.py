@@ -155,7 +155,7 @@ def import_sdk() -> McpSdk:
 
 
 class HeardStream:
-    """A read stream that tells of each message, and when it has ended: the server is gone then."""
+    """A read stream that reports each message, and when it has ended: the server is gone then."""
 
     def __init__(self, stream: Any, hear: Callable[[], None], end: Callable[[], None]) -> None:
         self._stream = stream

@@ -47,7 +47,7 @@ class LongLine:
 
     @property
     def request_id(self) -> int | str | None:
-        """The request that it answers; None where that cannot be told."""
+        """The request that it answers; None where that is not known."""
         found = _ID.search(self.ends)
         return None if found is None else json.loads(found[1] or found[2])
 

@@ -18,7 +18,7 @@ from rollout.engine.core import EngineInfo
 from rollout.engine.cores.devices import gpu_of
 from rollout.engine.cores.sglang import plugin
 from rollout.engine.cores.sglang.maintenance import SGLangMaintenance, fields_of
-from rollout.engine.cores.sglang.server_arguments import Options, engine_arguments
+from rollout.engine.cores.sglang.server_arguments import SGLangOptions, engine_arguments
 from rollout.engine.cores.sglang.stream_hook import STREAM_VARIABLE
 from rollout.engine.guardian import mapped_files, remove, remove_at_end, shared_files
 from rollout.engine.model_files import resolve_model
@@ -46,7 +46,7 @@ class SGLang:
         EngineError: SGLang is not installed, lacks what was asked for, or did not start.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: SGLangOptions) -> None:
         os.environ[plugin.ENGINE_VARIABLE] = "1"
         gathered = f"{options.stream_interval} {options.stream_interval_s}"
         os.environ[STREAM_VARIABLE] = gathered
@@ -191,7 +191,7 @@ class SGLang:
         if watchdog is not None:
             watchdog.stop()
 
-    def _describe(self, options: Options, model_path: str) -> EngineInfo:
+    def _describe(self, options: SGLangOptions, model_path: str) -> EngineInfo:
         model = self._tokens.model_config
         return EngineInfo(
             vocab_size=model.vocab_size,

@@ -9,7 +9,7 @@ from rollout.engine.core import Chunk, EngineInfo, GenerationRequest, SamplingPa
 from rollout.engine.cores.request_checks import request_fault
 
 if TYPE_CHECKING:
-    from rollout.engine.cores.sglang.server_arguments import Options
+    from rollout.engine.cores.sglang.server_arguments import SGLangOptions
 
 #: SGLang keeps seeds as int64.
 SEED_BITS = 63
@@ -17,7 +17,7 @@ SEED_BITS = 63
 
 def refusal_of(
     request: GenerationRequest,
-    options: Options,
+    options: SGLangOptions,
     info: EngineInfo,
     *,
     open_requests: int,
@@ -55,7 +55,7 @@ def sampling_fault(sampling: SamplingParams) -> str | None:
 
 
 def request_fields(
-    request: GenerationRequest, options: Options, info: EngineInfo, salt: str
+    request: GenerationRequest, options: SGLangOptions, info: EngineInfo, salt: str
 ) -> dict[str, Any]:
     """What SGLang is asked, as fields of its `GenerateReqInput`.
 

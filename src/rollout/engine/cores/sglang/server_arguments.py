@@ -37,7 +37,7 @@ NO_MEMORY_SAVER = (
 )
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What `SGLangCore` was asked for; see there."""
 
     model: str
@@ -87,7 +87,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         return self.node_rank > 0
 
 
-def engine_arguments(options: Options, model_path: str, known: Collection[str]) -> dict[str, Any]:
+def engine_arguments(
+    options: SGLangOptions, model_path: str, known: Collection[str]
+) -> dict[str, Any]:
     """The keyword arguments of `sglang.Engine`.
 
     Args:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollout.bridge import Post
-    from rollout.engine.cores.sglang.server_arguments import Options
+    from rollout.engine.cores.sglang.server_arguments import SGLangOptions
 
 
 class ServerThread:
@@ -29,7 +29,7 @@ class ServerThread:
 
     def __init__(
         self,
-        options: Options,
+        options: SGLangOptions,
         on_started: Callable[[SGLang | Exception], object],
         on_stopped: Callable[[], object],
         post: Post,

@@ -18,7 +18,7 @@ from rollout.engine.cores.open_request import OpenRequest
 from rollout.engine.cores.sglang import plugin
 from rollout.engine.cores.sglang.answers import AnswerReader
 from rollout.engine.cores.sglang.generate_requests import refusal_of, request_fields, salt_of
-from rollout.engine.cores.sglang.server_arguments import Options
+from rollout.engine.cores.sglang.server_arguments import SGLangOptions
 from rollout.engine.cores.sglang.server_thread import ServerThread
 from rollout.engine.wire.operations import TAGS_OF_LEVEL
 from rollout.errors import EngineError
@@ -83,7 +83,7 @@ class SGLangCore:
     """
 
     def __init__(self, **options: Any) -> None:
-        self._options = Options(**options)
+        self._options = SGLangOptions(**options)
         self.is_gathering = plugin.has_hooks()
         self._server_thread: ServerThread | None = None
         self._sglang: SGLang | None = None

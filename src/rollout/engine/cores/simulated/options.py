@@ -43,7 +43,7 @@ class Lognormal(_Section, frozen=True, kw_only=True):
     max: AtLeastOne | None = None
 
 
-class Rule(_Section, frozen=True, kw_only=True):
+class ReplyRule(_Section, frozen=True, kw_only=True):
     """What to answer where a prompt matches.
 
     Attributes:
@@ -170,7 +170,7 @@ class ScenarioOptions(_Section, frozen=True, kw_only=True):
     """
 
     seed: int = 0
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[ReplyRule, ...] = ()
     timing: Timing = Timing()
     capacity: Capacity = Capacity()
     kv: Kv = Kv()

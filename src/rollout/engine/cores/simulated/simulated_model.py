@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
-from rollout.engine.cores.simulated.options import Lognormal, Rule, ScenarioOptions
+from rollout.engine.cores.simulated.options import Lognormal, ReplyRule, ScenarioOptions
 from rollout.engine.cores.simulated.stable import (
     filler_text,
     stable_key,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rollout.engine.core import SamplingParams
 
 #: The answer where no rule matches.
-UNSCRIPTED = Rule(filler=64)
+UNSCRIPTED = ReplyRule(filler=64)
 
 
 class SimulatedModel:
@@ -70,7 +70,7 @@ class SimulatedModel:
             answer = _answer(rule, reply, key, count, stop if is_endless else count)
         return _cut(answer, stop - count, sampling)
 
-    def _choose(self, context: bytes, key: bytes) -> tuple[Rule, str]:
+    def _choose(self, context: bytes, key: bytes) -> tuple[ReplyRule, str]:
         text = decode_ids(context) if self._rules else ""
         turn = max(1, text.count(ASSISTANT_HEADER))
         for rule in self._rules:
@@ -99,7 +99,7 @@ def end_ids(sampling: SamplingParams) -> set[int]:
     return ids if sampling.ignore_eos else ids | {EOS_ID}
 
 
-def _answer(rule: Rule, reply: str, key: bytes, start: int, stop: int) -> array[int]:
+def _answer(rule: ReplyRule, reply: str, key: bytes, start: int, stop: int) -> array[int]:
     """The scripted answer from absolute position `start`, with filler after it up to `stop`."""
     answer = array("i")
     answer.extend(filler_text(key, start, start + _filler_tokens(rule, key)))
@@ -110,7 +110,7 @@ def _answer(rule: Rule, reply: str, key: bytes, start: int, stop: int) -> array[
     return answer
 
 
-def _filler_tokens(rule: Rule, key: bytes) -> int:
+def _filler_tokens(rule: ReplyRule, key: bytes) -> int:
     filler = rule.filler
     if not isinstance(filler, Lognormal):
         return filler

@@ -34,7 +34,7 @@ MAX_RUN = 64
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 
-class Span(NamedTuple):
+class StepSpan(NamedTuple):
     """Positions ``[start, stop)`` of the sequence in `slot`, computed in this step."""
 
     slot: int
@@ -58,7 +58,7 @@ class Run(NamedTuple):
     hidden: Tensor
 
 
-class Part(NamedTuple):
+class StepPart(NamedTuple):
     """Tokens ``[first, last)`` of a step: a part of one prompt.
 
     `bias` (T, L), of the model's dtype, is None where the part is the beginning of its sequence.
@@ -66,7 +66,7 @@ class Part(NamedTuple):
 
     first: int
     last: int
-    span: Span
+    span: StepSpan
     bias: Tensor | None
 
 
@@ -75,7 +75,7 @@ class StepLayout:
 
     def __init__(
         self,
-        spans: Sequence[Span],
+        spans: Sequence[StepSpan],
         cache: KeyValueCache,
         device: torch.device,
         dtype: torch.dtype,
@@ -128,7 +128,7 @@ class StepLayout:
             layer.values[slot, :, start:stop] = value[:, first:last]
 
 
-def split_runs(singles: Sequence[Span]) -> list[tuple[int, int]]:
+def split_runs(singles: Sequence[StepSpan]) -> list[tuple[int, int]]:
     """Runs ``[first, last)`` of neighbouring slots that attend to few positions in vain.
 
     A run is as wide as its longest row. The split is the cheapest one for `RUN_COST`.
@@ -153,7 +153,9 @@ def split_runs(singles: Sequence[Span]) -> list[tuple[int, int]]:
     return runs[::-1]
 
 
-def _run(run: tuple[int, int], singles: Sequence[Span], capacity: int, device: torch.device) -> Run:
+def _run(
+    run: tuple[int, int], singles: Sequence[StepSpan], capacity: int, device: torch.device
+) -> Run:
     first, last = run
     lengths = torch.tensor([span.stop for span in singles[first:last]], device=device)
     widest = max(span.stop for span in singles[first:last])
@@ -163,8 +165,8 @@ def _run(run: tuple[int, int], singles: Sequence[Span], capacity: int, device: t
 
 
 def _parts(
-    spans: Sequence[Span], first: int, device: torch.device, dtype: torch.dtype
-) -> list[Part]:
+    spans: Sequence[StepSpan], first: int, device: torch.device, dtype: torch.dtype
+) -> list[StepPart]:
     parts = []
     for span in spans[first:]:
         last = first + span.stop - span.start
@@ -174,7 +176,7 @@ def _parts(
             later = columns > torch.arange(span.start, span.stop, device=device).unsqueeze(-1)
             bias = torch.zeros(later.shape, dtype=dtype, device=device)
             bias.masked_fill_(later, -math.inf)
-        parts.append(Part(first, last, span, bias))
+        parts.append(StepPart(first, last, span, bias))
         first = last
     return parts
 

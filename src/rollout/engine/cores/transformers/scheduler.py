@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from rollout.engine.core import Chunk, FinishReason, GenerationRequest
-from rollout.engine.cores.transformers.slots import Ids, Placement, Slot, SlotTable
+from rollout.engine.cores.transformers.slots import Ids, Slot, SlotChoice, SlotTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -180,7 +180,7 @@ class Scheduler:
             if sequence.unsent:
                 self._send(sequence)
 
-    def admit(self) -> list[Placement]:
+    def admit(self) -> list[SlotChoice]:
         """Give free slots to waiting requests; the caller copies what the placements ask for."""
         placements = []
         index = 0
@@ -238,7 +238,7 @@ class Scheduler:
             slot.computed = 0
 
     def take_chunks(self) -> list[Chunk]:
-        """What has to be told since the last call, in order."""
+        """What has to be reported since the last call, in order."""
         chunks = list(self._chunks)
         self._chunks.clear()
         return chunks
@@ -247,7 +247,7 @@ class Scheduler:
         """Tokens of running requests in the KV cache."""
         return sum(slot.computed for slot in self.table.slots if slot.is_taken)
 
-    def _place(self, sequence: Sequence) -> Placement | None:
+    def _place(self, sequence: Sequence) -> SlotChoice | None:
         prompt = sequence.ids[: sequence.prompt_length]
         session_id = sequence.request.session_id
         placement = self.table.place(prompt, session_id)

@@ -23,8 +23,8 @@ from rollout.engine.core import EngineInfo
 from rollout.engine.cores.devices import gpu_of
 from rollout.engine.cores.transformers.attention import (
     BACKEND,
-    Span,
     StepLayout,
+    StepSpan,
     register_backend,
 )
 from rollout.engine.cores.transformers.kv import KeyValueCache
@@ -62,8 +62,8 @@ class SlotModel:
             EngineError: The model asks for it, or does not use the backend at all.
         """
         try:
-            self.step(torch.ones(2, dtype=torch.int64), [Span(0, 0, 2)], [0])
-            self.step(torch.ones(1, dtype=torch.int64), [Span(0, 2, 3)], [0])
+            self.step(torch.ones(2, dtype=torch.int64), [StepSpan(0, 0, 2)], [0])
+            self.step(torch.ones(1, dtype=torch.int64), [StepSpan(0, 2, 3)], [0])
         except NotImplementedError as error:
             raise EngineError(f"{type(self._model).__name__} is not supported: {error}") from error
         called, layers = self._cache.layers, self._model.config.get_text_config().num_hidden_layers
@@ -94,7 +94,7 @@ class SlotModel:
         """Compute with another model of the same shapes from now on."""
         self._model = model
 
-    def step(self, ids: Tensor, spans: Sequence[Span], sampled: Sequence[int]) -> Tensor:
+    def step(self, ids: Tensor, spans: Sequence[StepSpan], sampled: Sequence[int]) -> Tensor:
         """Logits (R, V) of those spans whose indices are in `sampled`; all spans enter the cache.
 
         Args:
@@ -231,7 +231,7 @@ def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def _architecture_fault(model: PreTrainedModel) -> str | None:
-    """Why the slots cannot serve this model, as far as its configuration tells."""
+    """Why the slots cannot serve this model, as far as its configuration says."""
     config: Any = model.config.get_text_config()
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
     has_window = getattr(config, "sliding_window", None) is not None

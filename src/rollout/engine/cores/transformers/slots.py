@@ -59,7 +59,7 @@ class Slot:
         return common_prefix(prompt, self.ids[: self.computed])
 
 
-class Placement(NamedTuple):
+class SlotChoice(NamedTuple):
     """Where a prompt goes: `slot` keeps `kept` tokens, and `source` gives those up to `reused`."""
 
     slot: Slot
@@ -90,7 +90,7 @@ class SlotTable:
         """Whether a request can be placed now."""
         return any(not slot.is_taken for slot in self.slots)
 
-    def place(self, prompt: Ids, session_id: str) -> Placement | None:
+    def place(self, prompt: Ids, session_id: str) -> SlotChoice | None:
         """Where `prompt` should go; None where waiting a moment saves computing it.
 
         At least the prompt's last token is always left to compute, because its logits are needed.
@@ -107,8 +107,8 @@ class SlotTable:
             return None
         slot, kept = self._destination(session_id, candidates, best)
         if source is None or slot is source or best - kept < MIN_SHARED:
-            return Placement(slot, kept, kept, None)
-        return Placement(slot, kept, best, source)
+            return SlotChoice(slot, kept, kept, None)
+        return SlotChoice(slot, kept, best, source)
 
     def take(self, slot: Slot, ids: Ids, prompt_length: int, reused: int, session_id: str) -> None:
         """Give `slot` to a request; `ids` is its buffer, of which `reused` tokens are computed."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from rollout.engine.cores.transformers.attention import Span
-from rollout.engine.cores.transformers.token_sampling import Row, sample
+from rollout.engine.cores.transformers.attention import StepSpan
+from rollout.engine.cores.transformers.token_sampling import SamplingRow, sample
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ def step(scheduler: Scheduler, model: SlotModel) -> None:
             model.copy_prefix(source.index, slot.index, kept, reused)
     pieces = scheduler.plan()
     fed = np.concatenate([piece.sequence.ids[piece.start : piece.stop] for piece in pieces])
-    spans = [Span(piece.slot.index, piece.start, piece.stop) for piece in pieces]
+    spans = [StepSpan(piece.slot.index, piece.start, piece.stop) for piece in pieces]
     sampled = [index for index, piece in enumerate(pieces) if piece.is_sampled]
     logits = model.step(torch.from_numpy(fed.astype(np.int64)), spans, sampled)
     scheduler.mark_computed(pieces)
@@ -48,9 +48,9 @@ def _draw(
             model.clear(piece.slot.index)
 
 
-def _row(piece: Piece) -> Row:
+def _row(piece: Piece) -> SamplingRow:
     sequence = piece.sequence
-    return Row(
+    return SamplingRow(
         sequence.sampling,
         sequence.seed,
         sequence.length,

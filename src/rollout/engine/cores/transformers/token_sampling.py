@@ -33,7 +33,7 @@ BLOCK = 256
 NUCLEUS_FIRST_LOOK = 512
 
 
-class Row(NamedTuple):
+class SamplingRow(NamedTuple):
     """What one row of logits is sampled with.
 
     Attributes:
@@ -90,7 +90,7 @@ def race_numbers(keys: Sequence[tuple[int, int]], count: int) -> npt.NDArray[np.
     return numbers
 
 
-def sample(logits: Tensor, rows: Sequence[Row]) -> Draws:
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Draws:
     """One token for every row of `logits` (R, V), and its log-prob.
 
     The log-prob is ``log_softmax(logits / temperature)`` in float32 over the whole vocabulary,
@@ -171,7 +171,7 @@ def race(weights: Tensor, keys: Sequence[tuple[int, int]]) -> Tensor:
     return ids
 
 
-def _most_likely(logits: Tensor, rows: Sequence[Row], chosen: list[int]) -> Tensor:
+def _most_likely(logits: Tensor, rows: Sequence[SamplingRow], chosen: list[int]) -> Tensor:
     picked = logits if len(chosen) == len(rows) else logits[chosen]
     best = picked.argmax(-1)
     for at, i in enumerate(chosen):
@@ -180,7 +180,7 @@ def _most_likely(logits: Tensor, rows: Sequence[Row], chosen: list[int]) -> Tens
     return best
 
 
-def _penalised(logits: Tensor, row: Row) -> Tensor:
+def _penalised(logits: Tensor, row: SamplingRow) -> Tensor:
     """Repetition first, then what is taken off for tokens of the output, as in vLLM."""
     sampling = row.sampling
     seen = torch.from_numpy(row.seen).to(logits.device, torch.int64)
@@ -192,7 +192,9 @@ def _penalised(logits: Tensor, row: Row) -> Tensor:
     return scores
 
 
-def _truncated(logits: Tensor, weights: Tensor, rows: Sequence[Row], chosen: list[int]) -> Tensor:
+def _truncated(
+    logits: Tensor, weights: Tensor, rows: Sequence[SamplingRow], chosen: list[int]
+) -> Tensor:
     """Weights (len(chosen), V) to draw from; whole rows stay on the vectorised path."""
     picked = weights if len(chosen) == len(rows) else weights[chosen]
     special = [at for at, i in enumerate(chosen) if _is_special(rows[i].sampling)]

@@ -19,13 +19,13 @@ from rollout.engine.core import (
 )
 from rollout.engine.cores.request_checks import request_fault
 from rollout.engine.cores.transformers.worker import (
-    Abort,
-    Close,
     Listener,
-    Options,
-    Submit,
     Worker,
+    WorkerAbort,
+    WorkerClose,
     WorkerCommand,
+    WorkerOptions,
+    WorkerSubmit,
     stop_text,
 )
 from rollout.engine.wire.operations import TAGS_OF_LEVEL
@@ -104,7 +104,7 @@ class TransformersCore:
         stream_interval: int = 16,
         stream_interval_s: float = 0.25,
     ) -> None:
-        self._options = Options(
+        self._options = WorkerOptions(
             model=model,
             revision=revision,
             trust_remote_code=trust_remote_code,
@@ -151,7 +151,7 @@ class TransformersCore:
         try:
             await self._settled.wait()
         except BaseException:
-            self._worker.send_nowait(Close())
+            self._worker.send_nowait(WorkerClose())
             raise
         if self._error is not None:
             raise _as_engine_error(self._error)
@@ -168,7 +168,7 @@ class TransformersCore:
             return
         assert self._worker is not None  # nothing is refused, so it runs
         mailbox = self._open[request_id] = _Mailbox()
-        self._worker.send_nowait(Submit(request))
+        self._worker.send_nowait(WorkerSubmit(request))
         is_over = False
         try:
             while not is_over:
@@ -182,7 +182,7 @@ class TransformersCore:
     def abort_nowait(self, request_id: str) -> None:
         """Ask for the end of a request; its iterator then ends with "abort" and its tokens."""
         if self._worker is not None and request_id in self._open:
-            self._worker.send_nowait(Abort(request_id))
+            self._worker.send_nowait(WorkerAbort(request_id))
 
     async def update_weights(self, version: int, source: DiskWeights) -> None:
         """Load other weights of the same model from a directory, between two steps.
@@ -258,7 +258,7 @@ class TransformersCore:
         if self._worker is None:
             self._failure = "the engine is closed"
             return
-        self._worker.send_nowait(Close())
+        self._worker.send_nowait(WorkerClose())
         with cleanup_scope(CORE_CLOSE_S):
             await self._stopped.wait()
         self._on_stopped(None)

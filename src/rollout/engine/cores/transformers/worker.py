@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rollout.engine")
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How the model is loaded and served; the arguments of `TransformersCore`."""
 
     model: str
@@ -49,7 +49,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listener(msgspec.Struct, frozen=True, kw_only=True):
-    """What the thread tells the event loop; every function is called on the loop."""
+    """What the thread reports to the event loop; every function is called on the loop."""
 
     started: Callable[[EngineInfo], object]
     chunks: Callable[[Sequence[Chunk]], object]
@@ -58,17 +58,17 @@ class Listener(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stop_text(error: Exception) -> str:
-    """What requests are told when the engine has stopped because of `error`."""
+    """What requests are answered when the engine has stopped because of `error`."""
     return f"the engine stopped: {type(error).__name__}: {error}"
 
 
-class Submit(msgspec.Struct, frozen=True):
+class WorkerSubmit(msgspec.Struct, frozen=True):
     """A request that has been checked."""
 
     request: GenerationRequest
 
 
-class Abort(msgspec.Struct, frozen=True):
+class WorkerAbort(msgspec.Struct, frozen=True):
     """End a request with the tokens it has."""
 
     request_id: str
@@ -84,17 +84,17 @@ class WorkerCommand(msgspec.Struct, frozen=True):
     done: Callable[[Exception | None], object]
 
 
-class Close(msgspec.Struct, frozen=True):
+class WorkerClose(msgspec.Struct, frozen=True):
     """End every request and the thread."""
 
 
-Message = Submit | Abort | WorkerCommand | Close
+Message = WorkerSubmit | WorkerAbort | WorkerCommand | WorkerClose
 
 
 class Worker:
     """A daemon thread that loads a model and steps it until `close`."""
 
-    def __init__(self, options: Options, listener: Listener, post: Post) -> None:
+    def __init__(self, options: WorkerOptions, listener: Listener, post: Post) -> None:
         self._options = options
         self._listener = listener
         self._post = post
@@ -117,7 +117,7 @@ class Worker:
         self._inbox.put(message)
 
     def _end(self) -> None:
-        self.send_nowait(Close())
+        self.send_nowait(WorkerClose())
         self._thread.join(CORE_CLOSE_S)
 
     def _run(self) -> None:
@@ -204,14 +204,14 @@ class Worker:
         must_wait = scheduler.is_idle
         while must_wait or not self._inbox.empty():
             match self._inbox.get():
-                case Submit(request):
+                case WorkerSubmit(request):
                     scheduler.submit(_sequence(request, info))
-                case Abort(request_id):
+                case WorkerAbort(request_id):
                     scheduler.abort(request_id)
                 case WorkerCommand(work, done):
                     self._hand_over(scheduler, everything=True)
                     self._tell(done, _failure_of(lambda: work(scheduler, model, info)))
-                case Close():
+                case WorkerClose():
                     self._is_closing = True
             must_wait = False
 

@@ -1,4 +1,4 @@
-"""The processes below a sandbox's supervisor, as /proc tells of them."""
+"""The processes below a sandbox's supervisor, as /proc lists them."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _LONGEST_PAUSE_S = 0.5
 _GRACE_S = 2.0
 
 
-class Supervisor:
+class SandboxSupervisor:
     """Passes frames between the driver (standard streams) and the host, and keeps the bounds.
 
     Returns from `run` at the end of standard input, which the driver's death is too, or when the
@@ -179,7 +179,7 @@ def _remove(directory: str) -> None:
 def _supervise(settings: Settings, directory: str | None) -> None:
     sandbox = starting.start(settings, directory)
     try:
-        supervisor = Supervisor(settings, sandbox)
+        supervisor = SandboxSupervisor(settings, sandbox)
         if supervisor.receive_start():
             supervisor.run()
     finally:

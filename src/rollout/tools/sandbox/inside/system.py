@@ -194,7 +194,7 @@ class _MountAttributes(ctypes.Structure):
 
 
 def restrict_mount(target: str, attributes: int, *, recursive: bool = True) -> None:
-    """Add attributes such as MOUNT_ATTR_RDONLY to a mount and, if told so, to all beneath it."""
+    """Add attributes such as MOUNT_ATTR_RDONLY to a mount and, if asked, to all beneath it."""
     wanted = _MountAttributes(attributes, 0, 0, 0)
     size = ctypes.sizeof(wanted)
     flags = _AT_RECURSIVE if recursive else 0
