@@ -187,3 +187,17 @@ def packages_of(path: Path) -> set[str]:
         elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             waiting += ast.iter_child_nodes(node)
     return found
+
+
+def test_layout_user_files_are_executed_in_one_place() -> None:
+    def executes(path: Path) -> bool:
+        names = (
+            node.func
+            for node in ast.walk(ast.parse(path.read_bytes()))
+            if isinstance(node, ast.Call)
+        )
+        return any(isinstance(name, ast.Name) and name.id == "exec" for name in names)
+
+    found = {_module_name(path, SOURCE) for path in SOURCE.rglob("*.py") if executes(path)}
+    # The second one runs the model's own code, within the sandbox.
+    assert found == {"rollout.user_files", "rollout.tools.sandbox.inside.interpreter"}

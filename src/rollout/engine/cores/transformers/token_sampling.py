@@ -117,7 +117,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Draws:
     return Draws(ids.cpu(), log_probs.cpu(), _top(scores, totals, rows))
 
 
-def _top(scores: Tensor, totals: Tensor, rows: Sequence[Row]) -> list[Top]:
+def _top(scores: Tensor, totals: Tensor, rows: Sequence[SamplingRow]) -> list[Top]:
     found = [NO_TOP] * len(rows)
     asking = [i for i, row in enumerate(rows) if row.sampling.top_log_probs]
     if not asking:
