@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import sys
 from pathlib import Path
 
@@ -201,3 +202,16 @@ def test_layout_user_files_are_executed_in_one_place() -> None:
     found = {_module_name(path, SOURCE) for path in SOURCE.rglob("*.py") if executes(path)}
     # The second one runs the model's own code, within the sandbox.
     assert found == {"rollout.user_files", "rollout.tools.sandbox.inside.interpreter"}
+
+
+def test_layout_replica_is_changed_by_its_own_methods_only() -> None:
+    """The driver's record of a replica: nobody else assigns to its fields, or into them."""
+    changed = []
+    for path in (SOURCE / "rollout" / "engine" / "driver").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if not isinstance(node, ast.Attribute | ast.Subscript):
+                continue
+            is_replica = re.match(r"(\w+\.)*replica\.\w+(\[|$)", ast.unparse(node))
+            if is_replica and isinstance(node.ctx, ast.Store | ast.Del):
+                changed.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+    assert changed == []

@@ -190,7 +190,7 @@ class EnginePool:
             EngineError: There is no such replica.
         """
         replica = self._find(name)
-        replica.is_drained = True
+        replica.drain()
         if replica.routed is not None:
             self._router.drain(name)
 
@@ -201,7 +201,7 @@ class EnginePool:
             EngineError: There is no such replica.
         """
         replica = self._find(name)
-        replica.is_drained = False
+        replica.resume()
         if replica.routed is not None:
             self._router.resume(name)
             self._wait_queue.wake_next()
@@ -248,9 +248,7 @@ class EnginePool:
             if not was_drained and not replica.is_leaving:
                 self.resume(name)
             raise
-        replica.is_leaving = replica.is_closed_by_driver = True
-        if replica.scope is not None:
-            replica.scope.cancel()
+        replica.remove()
         await replica.gone.wait()
 
     async def update_weights(
@@ -416,14 +414,14 @@ class EnginePool:
         await self._memory_manager.bring_up(channel)
         if channel.lost.is_set():
             raise ChannelError(channel.lost_reason)
-        replica.channel, replica.state, replica.is_closed_by_driver = channel, "serving", False
-        replica.routed = self._router.add(
+        routed = self._router.add(
             replica.name,
             channel.info.max_requests,
             weight=replica.load_share,
             weight_version=channel.info.weight_version,
             now=anyio.current_time(),
         )
+        replica.serve(channel, routed)
         if replica.is_drained:
             self._router.drain(replica.name)
         # At once, so that no request is sent to a replica that is known to be lost.
@@ -435,21 +433,13 @@ class EnginePool:
         self._wait_queue.wake_next()
 
     def _lost(self, replica: Replica) -> None:
-        routed = replica.routed
-        assert routed is not None
         self._router.remove(replica.name)
-        replica.routed = None
-        replica.lost, replica.loss_classified = (
-            (tuple(replica.running), routed.in_flight),
-            anyio.Event(),
-        )
+        replica.lose()
 
     def _classify_loss(self, replica: Replica, channel: Channel, is_death: bool) -> None:
-        attempts, in_flight = replica.lost
+        attempts, in_flight = replica.classify_loss()
         if is_death and not replica.is_closed_by_driver and self._tasks is not None:
             record_death(attempts, channel.lost_reason, in_flight=in_flight)
-        replica.lost = ((), 0)
-        replica.loss_classified.set()
 
     def _taken_down(self, replica: Replica, why: str) -> None:
         self._requests.last_failure = why or self._requests.last_failure

@@ -75,15 +75,12 @@ class Supervisor:
             EngineError: Its first start failed. Later failures are logged and counted.
         """
         try:
-            with anyio.CancelScope() as replica.scope:
-                if replica.is_leaving:  # removed before it began
-                    replica.scope.cancel()
+            with anyio.CancelScope() as scope:
+                replica.begin(scope)
                 await self._supervise(replica, task_status)
-                replica.state = "given up"
+                replica.give_up()
         finally:
-            if replica.state != "given up":
-                replica.state = "removed" if replica.is_leaving else "closed"
-            replica.gone.set()
+            replica.end()
             self.taken_down(replica, "")
 
     async def _supervise(self, replica: Replica, task_status: TaskStatus[None]) -> None:
@@ -102,7 +99,7 @@ class Supervisor:
                 self.taken_down(replica, str(error))
             if failures == self.max_start_failures:
                 return
-            replica.state = "restarting"
+            replica.begin_restart()
             if anyio.current_time() - served_since >= STABLE_S:
                 deaths = 0
             longest_s = max(MAX_BACKOFF_S, self.backoff_s)
@@ -124,8 +121,7 @@ class Supervisor:
                 facts=await self.facts(),
             ) as channel,
         ):
-            replica.machines, replica.is_here = handle.machines, handle.is_here
-            replica.machine = handle.machine
+            replica.live_in(handle)
             yield channel, handle.died
 
     async def _serve(
@@ -137,9 +133,7 @@ class Supervisor:
                 tasks.start_soon(self._close_when_dead, channel, died)
                 tasks.start_soon(channel.run)
                 await self.bring_up(replica, channel)
-                is_first = replica.starts == 0
-                replica.starts += 1
-                if is_first:
+                if replica.starts == 1:
                     task_status.started()
                 served_since = anyio.current_time()
                 await channel.lost.wait()
@@ -149,7 +143,6 @@ class Supervisor:
         finally:
             channel.close()
             self.classify_loss(replica, channel, died.is_set() or not channel.is_link_fault)
-            replica.channel = replica.routed = None
         logger.warning("lost %s", channel.lost_reason)
         self.taken_down(replica, channel.lost_reason)
         return served_since

@@ -233,13 +233,13 @@ class RequestRunner:
         if is_suspect:
             self._router.isolate(replica.name)
             attempt.generation.on_tokens = look
-        replica.running[attempt] = None
+        replica.begin_request(attempt)
         attempt.is_running = True
         try:
             yield
         finally:
             attempt.is_running = False
-            del replica.running[attempt]
+            replica.end_request(attempt)
             if is_suspect and attempt.generation.on_tokens is not None:
                 attempt.generation.on_tokens = None
                 self._end_isolation(replica)
