@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rollout.engine.weights import DiskWeights
 
 FinishReason = Literal["stop", "length", "abort", "error", "rejected"]
+#: Of answers that were not cut short, whose counts are those of the whole request.
+WHOLE_ANSWERS: tuple[FinishReason, ...] = ("stop", "length")
 #: Checked when a message is decoded: what a peer sends must not break what counts with it.
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Version = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]

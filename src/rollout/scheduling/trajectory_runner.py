@@ -16,6 +16,7 @@ from rollout.agents.agent_loop import AgentLoop, get_agent
 from rollout.agents.context import UNRESPONSIVE, AgentContext
 from rollout.agents.identity import Ending, RejectedPrompt
 from rollout.agents.services import Services
+from rollout.agents.turn_end import natural_ending
 from rollout.chat.trajectory import Trajectory
 from rollout.chat.transcript import Transcript
 from rollout.errors import (
@@ -301,10 +302,7 @@ def _ending_of_cancelled(member: Member, deadline: Deadline) -> Ending:
 
 def _natural_ending(context: AgentContext) -> Ending:
     ends = [span.finish_reason for span in context.transcript.generated_spans()]
-    if context.cut_by is None or ends[-1] != "length":  # another cut is the agent's own
-        return Ending(outcome=Outcome.COMPLETED, reason="")
-    reason = context.cut_by.rpartition(".")[2]
-    return Ending(outcome=Outcome.LENGTH, reason=reason, limit_source=context.cut_by)
+    return natural_ending(ends[-1] if ends else None, context.cut_by)
 
 
 def _end_without_reward(

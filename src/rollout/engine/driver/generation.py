@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.engine.core import Chunk, FinishReason
-from rollout.limits import PausableDeadline
 
 
 @attrs.define
@@ -83,7 +82,6 @@ class Generation(msgspec.Struct, eq=False):
         expert_room: Tokens of the prompt whose experts are asked for: those that the caller does
             not know yet. Those of the generated tokens follow them.
         routed_experts: Of these tokens as far as they are known, int16.
-        pausable_deadlines: Paused while the runtime lets it wait.
         on_tokens: Called each time tokens have been appended, where that is wanted.
     """
 
@@ -101,7 +99,6 @@ class Generation(msgspec.Struct, eq=False):
     expert_shape: tuple[int, int] | None = None
     expert_room: int = 0
     routed_experts: bytes = b""
-    pausable_deadlines: tuple[PausableDeadline, ...] = ()
     on_tokens: Callable[[], None] | None = None
 
     @property

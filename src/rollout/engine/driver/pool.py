@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from rollout.engine.routing import Router
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.engine.wire.protocol import Terms
+    from rollout.limits import PausableDeadline
 
 
 @attrs.frozen
@@ -334,7 +335,7 @@ class EnginePool:
         priority: int = 0,
         known_experts: int = 0,
         group_id: str = "",
-        deadline: float = math.inf,
+        deadline: PausableDeadline | None = None,
     ) -> None:
         """Run one request to its end; `generation` fills as tokens come.
 
@@ -349,7 +350,8 @@ class EnginePool:
             known_experts: Tokens of the prompt whose routed experts the caller has; those of the
                 others are asked for where the engines tell them.
             group_id: Trajectories that begin with the same prompt; "" for one on its own.
-            deadline: Clock time at which the engine ends the request by itself.
+            deadline: When the engine ends the request by itself; paused while the runtime lets the
+                request wait. None never does.
 
         Raises:
             EngineError: The request is refused for good, the engine failed it, replicas died of

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.recovery import NO_ENGINE
 from rollout.engine.wire.protocol import Submit
 from rollout.limits import cleanup_scope
@@ -249,7 +250,7 @@ class RequestRunner:
         self._wait_queue.wake_next()
 
     def _released(self, dispatch: Dispatch, generation: Generation, request_id: str) -> None:
-        is_whole = generation.finish_reason in ("stop", "length")
+        is_whole = generation.finish_reason in WHOLE_ANSWERS
         is_its_own = is_whole and generation.request_id == request_id
         generated = generation.parts[-1].count if is_its_own else None
         self._router.release(dispatch, generated=generated, now=anyio.current_time())
