@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from rollout.chat import get_tool_parser, tool_parser_names
 from rollout.chat.parsers import stop_token_ids
 from rollout.config import RolloutConfig
 from rollout.engine.driver.engine_opening import open_engines
+from rollout.engine.driver.pool import EnginePool
+from rollout.engine.driver.replica_supervisor import FactsGiver
 from rollout.errors import AgentError, ConfigError
 from rollout.interactions import InteractionRegistry
 from rollout.observe.tally import Tally
@@ -40,6 +43,9 @@ if TYPE_CHECKING:
     from rollout.engine.wire.protocol import DriverFacts
     from rollout.scheduling.rewards import RewardFunction
     from rollout.tools import Tool
+
+
+EngineOpener = Callable[[RolloutConfig, FactsGiver], AbstractAsyncContextManager[EnginePool]]
 
 
 def open_rollout(
@@ -68,11 +74,23 @@ def open_rollout(
         EngineError: An engine did not start, or refused to serve with this tokenizer.
         RolloutError: It is left in another task than it was entered in; nothing has happened then.
     """
-    return OneTask("open_rollout", _open(config, tools, reward, interactions))
+    return open_rollout_on(open_engines, config, tools, reward, interactions)
+
+
+def open_rollout_on(
+    engines: EngineOpener,
+    config: RolloutConfig,
+    tools: Sequence[Any] = (),
+    reward: RewardFunction | None = None,
+    interactions: Sequence[Any] = (),
+) -> AbstractAsyncContextManager[RolloutRuntime]:
+    """`open_rollout` on the engines that `engines` opens."""
+    return OneTask("open_rollout", _open(engines, config, tools, reward, interactions))
 
 
 @asynccontextmanager
 async def _open(
+    engines: EngineOpener,
     config: RolloutConfig,
     tools: Sequence[Any],
     reward: RewardFunction | None,
@@ -87,7 +105,7 @@ async def _open(
     builtin = await builtin_tools(config.tools)
     async with (
         open_tools([*builtin, *tools]) as opened,
-        _open_runtime(config, opened, reward, registry, parser) as runtime,
+        _open_runtime(engines, config, opened, reward, registry, parser) as runtime,
     ):
         with frozen_heap() if config.scheduling.freeze_heap else nullcontext():
             yield runtime
@@ -95,6 +113,7 @@ async def _open(
 
 @asynccontextmanager
 async def _open_runtime(
+    opener: EngineOpener,
     config: RolloutConfig,
     tools: Sequence[Any],
     reward: RewardFunction | None,
@@ -116,7 +135,8 @@ async def _open_runtime(
                 await loading.wait()
                 return loading.return_value.facts
 
-            async with open_engines(config, facts) as engines:
+            async with opener(config, facts) as engines:
+                await loading.wait()
                 template = loading.return_value.template
                 warn_of_end_token(template, engines.info)
                 check_abilities(config, engines.info)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -191,12 +191,13 @@ async def open_placement(config: RolloutConfig) -> AsyncIterator[Placement]:
 
 @asynccontextmanager
 async def open_engines(
-    config: RolloutConfig, facts: FactsGiver | None = None
+    config: RolloutConfig, facts: FactsGiver | None = None, *, placement: Placement | None = None
 ) -> AsyncIterator[EnginePool]:
     """The engines of a configuration, all serving; none is left when the block has been left.
 
     Args:
         facts: Gives what the driver takes for granted of them; awaited before each connects.
+        placement: Where they live; None: where the configuration says.
 
     Raises:
         EngineError: One of them did not start, with what it said.
@@ -207,9 +208,9 @@ async def open_engines(
         move_margin=config.router.move_margin,
         move_margin_s=config.router.move_margin_s,
     )
-    async with open_placement(config) as placement:
+    async with open_placement(config) if placement is None else nullcontext(placement) as place:
         pool = EnginePool(
-            placement=placement,
+            placement=place,
             specs=specs,
             router=router,
             start_timeout_s=config.engine.start_timeout_s,
