@@ -49,29 +49,29 @@ async def refusal(config: RolloutConfig) -> str:
     return str(caught.value)
 
 
+REFUSED = "engine-0: no channel to the engine: the engine refused the connection: "
+
+
+async def test_engine_of_a_smaller_vocabulary_is_refused_at_the_handshake(
+    rollout_clock: object,
+) -> None:
+    assert await refusal(claiming(vocab_size=200)) == (
+        f"{REFUSED}the driver's tokenizer knows 259 ids, the engine's model 200"
+    )
+
+
 @pytest.mark.parametrize(
-    ("claims", "reason"),
+    ("name", "value", "reason"),
     [
-        ({"vocab_size": 200}, "the driver's tokenizer knows 259 ids, the engine's model 200"),
-        ({"eos_ids": (7, 9)}, "the driver's end tokens are [258], the engine's [7, 9]"),
+        ("EOS_ID", 7, "the driver's end tokens are [258], the engine's [7]"),
+        ("FINGERPRINT", "other", "the driver expects model simulated, the engine serves other"),
     ],
 )
-async def test_engine_of_another_tokenizer_is_refused_at_the_handshake(
-    claims: dict[str, Any], reason: str, rollout_clock: object
+async def test_engine_of_another_model_is_refused_at_the_handshake(
+    name: str, value: Any, reason: str, monkeypatch: pytest.MonkeyPatch, rollout_clock: object
 ) -> None:
-    assert await refusal(claiming(**claims)) == (
-        f"engine-0: no channel to the engine: the engine refused the connection: {reason}"
-    )
-
-
-async def test_engine_of_another_fingerprint_is_refused_at_the_handshake(
-    monkeypatch: pytest.MonkeyPatch, rollout_clock: object
-) -> None:
-    monkeypatch.setattr(simulated, "FINGERPRINT", "other")
-    assert await refusal(Scenario().config()) == (
-        "engine-0: no channel to the engine: the engine refused the connection: "
-        "the driver expects model simulated, the engine serves other"
-    )
+    monkeypatch.setattr(simulated, name, value)
+    assert await refusal(Scenario().config()) == f"{REFUSED}{reason}"
 
 
 @pytest.mark.parametrize(
@@ -80,6 +80,7 @@ async def test_engine_of_another_fingerprint_is_refused_at_the_handshake(
         {"fingerprint": "anything"},
         {"fingerprint": ""},
         {"eos_ids": ()},
+        {"eos_ids": (7, 9)},
         {"vocab_size": 0},
         {"vocab_size": 0, "eos_ids": (), "fingerprint": ""},
     ],
@@ -97,9 +98,9 @@ async def test_engine_that_ends_turns_otherwise_too_is_warned_of(
     caplog: pytest.LogCaptureFixture, rollout_clock: object
 ) -> None:
     caplog.set_level(logging.WARNING, "rollout")
-    async with rollout.open_rollout(claiming(eos_ids=())):
+    async with rollout.open_rollout(claiming(eos_ids=(7,))):
         pass
-    assert "the tokenizer's end token 258 is not among the engine's ()" in caplog.text
+    assert "the tokenizer's end token 258 is not among the engine's (7,)" in caplog.text
 
 
 def save(directory: Path, **files: Any) -> str:

@@ -170,8 +170,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         vocab_size: Ids of requests must lie in [0, vocab_size), which the driver's tokenizer must
             fit into. 0: nobody knows.
-        eos_ids: Ids that end a generation unless `ignore_eos`; one of them is among the driver's.
-            Empty: nobody knows.
+        eos_ids: Ids that end a generation unless `ignore_eos`. Empty: nobody knows.
         context_length: Prompt plus generated tokens fit in it.
         fingerprint: Names the model; replicas of one pool must agree. Empty: nobody knows.
         max_requests: How many requests the engine holds at once, running and queued.

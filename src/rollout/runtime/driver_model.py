@@ -63,17 +63,23 @@ def _load(config: RolloutConfig) -> DriverModel:
 
 
 def _facts(template: ChatTemplate, config: RolloutConfig) -> DriverFacts:
-    """Engines of ours say of the model's files what can be said here too; others say their own."""
+    """Whatever the engine, its vocabulary must hold the tokenizer's.
+
+    Engines of ours read their end tokens and fingerprint off the same model; what others call
+    themselves, and where they end, is their own affair.
+    """
     engine, model = config.engine, config.model
-    fingerprint = ""
     ends = set() if template.eos_token_id is None else {template.eos_token_id}
-    if model.path != SIMULATED_MODEL:
-        path = resolve_model(model.path, model.revision)
-        ends.update(end_ids(path, model.revision))
-        if isinstance(engine, TransformersEngine | SGLangEngine):
+    fingerprint = ""
+    match engine:
+        case SimulatedEngine():
+            fingerprint = FINGERPRINT
+        case TransformersEngine() | SGLangEngine():
+            path = resolve_model(model.path, model.revision)
+            ends.update(end_ids(path, model.revision))
             fingerprint = model_fingerprint(path, model.revision)
-    if isinstance(engine, SimulatedEngine):
-        fingerprint = FINGERPRINT
+        case _:
+            ends.clear()
     return DriverFacts(
         vocab_size=template.vocab_size, eos_ids=tuple(sorted(ends)), fingerprint=fingerprint
     )
