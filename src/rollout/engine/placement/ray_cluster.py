@@ -85,7 +85,7 @@ def import_ray() -> Any:
 
 def address_of(_: object) -> str:
     """Of the machine that this runs on: the actor's."""
-    return str(import_ray().util.get_node_ipaddress_of())
+    return str(import_ray().util.get_node_ip_address())
 
 
 def gpu_ids_of(_: object) -> str:
