@@ -90,7 +90,7 @@ def address_of(_: object) -> str:
 
 def gpu_ids_of(_: object) -> str:
     """What Ray gave to the actor that this runs in; empty where it was given none."""
-    return ",".join(sorted(map(str, import_ray().getgpu_ids_of()), key=lambda gpu: (len(gpu), gpu)))
+    return ",".join(sorted(map(str, import_ray().get_gpu_ids()), key=lambda gpu: (len(gpu), gpu)))
 
 
 async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
