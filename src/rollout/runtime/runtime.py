@@ -11,7 +11,6 @@ import anyio
 import attrs
 
 from rollout.bridge import has_virtual_clock
-from rollout.engine.driver.pool import EnginePool
 from rollout.engine.wire.operations import ALL_TAGS
 from rollout.errors import EngineError, RolloutError
 from rollout.limits import Deadline
@@ -28,6 +27,7 @@ from rollout.scopes import open_task_group
 from rollout.seeds import fresh_seed
 
 if TYPE_CHECKING:
+    from rollout.engine.driver.pool import EnginePool
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
     from anyio.abc import TaskGroup
