@@ -27,7 +27,6 @@ from rollout.scopes import open_task_group
 from rollout.seeds import fresh_seed
 
 if TYPE_CHECKING:
-    from rollout.engine.driver.pool import EnginePool
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
     from anyio.abc import TaskGroup
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from rollout.chat import ChatTemplate
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
+    from rollout.engine.driver.pool import EnginePool
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.observe.loop_lag import LagWindow
     from rollout.observe.tally import Tally
