@@ -443,8 +443,7 @@ async def test_further_facts_of_tokens_arrive_as_they_are() -> None:
             Submit(
                 "r" * 32,
                 packed([1]),
-                SamplingParams(max_new_tokens=2),
-                top_log_probs=3,
+                SamplingParams(max_new_tokens=2, top_log_probs=3),
                 routed_experts=True,
             ),
             generation,

@@ -74,9 +74,9 @@ def asked(**sampling: Any) -> GenerationRequest:
 
 @asynccontextmanager
 async def opened(
-    server: RecordedServer, model: str, api: str = "sglang"
+    server: RecordedServer, model: str, api: str = "sglang", facts: dict[str, Any] | None = None
 ) -> AsyncIterator[HttpCore]:
-    server.on("GET /server_info", json.dumps(SERVER_INFO))
+    server.on("GET /server_info", json.dumps(SERVER_INFO | (facts or {})))
     server.on("GET /v1/models", json.dumps(MODELS))
     server.on("GET /health", "")
     server.on("POST /abort_request", "")
@@ -113,6 +113,26 @@ async def test_http_sglang_recorded_answer_becomes_tokens(model: str) -> None:
     assert body["input_ids"] == [5, 6, 7]
     assert body["sampling_params"]["stop_token_ids"] == [9]
     assert (body["rid"], body["extra_key"]) == (asked().request_id, "weights-3")
+
+
+@pytest.mark.parametrize(
+    ("facts", "sent"),
+    [
+        ({}, None),
+        ({"enable_priority_scheduling": True}, 7),
+        ({"enable_priority_scheduling": True, "schedule_low_priority_values_first": True}, -7),
+    ],
+)
+async def test_http_sglang_priority_is_sent_to_servers_that_schedule_by_it(
+    facts: dict[str, Any], sent: int | None, model: str
+) -> None:
+    async with recorded_server() as server:
+        server.on_stream("POST /generate", recorded("sglang_generate.txt"))
+        async with opened(server, model, facts=facts) as core:
+            request = asked()
+            request.priority = 7
+            await collect(core, request)
+    assert [body.get("priority") for path, body in server.bodies if path == "/generate"] == [sent]
 
 
 async def test_http_sglang_is_asked_for_as_many_tokens_an_event_as_come_in_time(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import sys
 from pathlib import Path
 
@@ -24,6 +25,7 @@ FLOORS = (
     "engine.quiet",
     "engine.gguf_conversion",
     "engine.model_files",
+    "engine.model_identity",
     "engine.wire",
     "engine.cores",
     "engine.process",
@@ -186,3 +188,30 @@ def packages_of(path: Path) -> set[str]:
         elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             waiting += ast.iter_child_nodes(node)
     return found
+
+
+def test_layout_user_files_are_executed_in_one_place() -> None:
+    def executes(path: Path) -> bool:
+        names = (
+            node.func
+            for node in ast.walk(ast.parse(path.read_bytes()))
+            if isinstance(node, ast.Call)
+        )
+        return any(isinstance(name, ast.Name) and name.id == "exec" for name in names)
+
+    found = {_module_name(path, SOURCE) for path in SOURCE.rglob("*.py") if executes(path)}
+    # The second one runs the model's own code, within the sandbox.
+    assert found == {"rollout.user_files", "rollout.tools.sandbox.inside.interpreter"}
+
+
+def test_layout_replica_is_changed_by_its_own_methods_only() -> None:
+    """The driver's record of a replica: nobody else assigns to its fields, or into them."""
+    changed = []
+    for path in (SOURCE / "rollout" / "engine" / "driver").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if not isinstance(node, ast.Attribute | ast.Subscript):
+                continue
+            is_replica = re.match(r"(\w+\.)*replica\.\w+(\[|$)", ast.unparse(node))
+            if is_replica and isinstance(node.ctx, ast.Store | ast.Del):
+                changed.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+    assert changed == []

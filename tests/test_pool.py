@@ -16,6 +16,7 @@ from fake_core import CountingCore
 from rollout.engine.core import Chunk, GenerationRequest, SamplingParams
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool, open_pool
+from rollout.engine.driver.wait_queue import WaitQueue
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.process.client_session import ClientSession
@@ -141,6 +142,39 @@ async def test_generate_full_engine_others_wait_in_their_order(cores: list[Any])
                 await anyio.lowlevel.checkpoint()
         assert anyio.current_time() - start == pytest.approx(3.0)
     assert [sorted(order[i : i + 2]) for i in (0, 2, 4)] == [[0, 1], [2, 3], [4, 5]]
+
+
+async def test_generate_waiter_of_higher_priority_is_served_first(cores: list[Any]) -> None:
+    order: list[int] = []
+    async with open_pool(pool_of(token_s=1.0, max_requests=1)) as pool:
+
+        async def one(number: int, priority: int) -> None:
+            await pool.generate(
+                Generation(),
+                session_id=str(number),
+                prompt_ids=array("i", [number]).tobytes(),
+                sampling=SamplingParams(max_new_tokens=1),
+                priority=priority,
+            )
+            order.append(number)
+
+        async with anyio.create_task_group() as tasks:
+            for number, priority in enumerate((0, -1, 0, 5, 0, 5)):
+                tasks.start_soon(one, number, priority)
+                await anyio.lowlevel.checkpoint()
+            await anyio.sleep(1.5)  # it comes last, and is served next
+            await one(6, 7)
+    assert order == [0, 3, 6, 5, 2, 4, 1]
+
+
+async def test_line_turn_that_was_given_is_not_taken_by_a_newcomer() -> None:
+    line = WaitQueue(lambda: True)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(line.wait)
+        await anyio.wait_all_tasks_blocked()
+        line.wake_next()
+        assert len(line) == 1  # whoever comes now waits for the one that was called
+    assert len(line) == 0
 
 
 async def test_generate_waiter_cancelled_passes_its_turn_on(cores: list[Any]) -> None:

@@ -196,3 +196,16 @@ def test_race_numbers_stay_what_they_are() -> None:
 def test_race_numbers_differ_by_seed_and_by_position() -> None:
     keys = [(1, 1), (1, 2), (2, 1), (11, 1), (1, 11)]
     assert len({float(value) for value in race_numbers(keys, 1)[:, 0]}) == len(keys)
+
+
+def test_sample_most_likely_ids_come_with_the_log_probs_of_the_whole_distribution() -> None:
+    scores = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 0.0, 1.0, 2.0], [0.0, 1.0, 2.0, 3.0]])
+    rows = [row(temperature=2.0, top_k=1, top_log_probs=3), row(), row(top_log_probs=1)]
+    draws = sample(scores, rows)
+    expected = torch.log_softmax(scores[0] / 2.0, -1)
+    assert np.frombuffer(draws.top[0].ids, np.int32).tolist() == [1, 3, 2]
+    np.testing.assert_allclose(
+        np.frombuffer(draws.top[0].log_probs, np.float32), expected[[1, 3, 2]], rtol=1e-6
+    )
+    assert draws.top[1] == (b"", b"")
+    assert np.frombuffer(draws.top[2].ids, np.int32).tolist() == [3]

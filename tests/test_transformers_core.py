@@ -28,6 +28,7 @@ from rollout.engine.core import (
 from rollout.engine.cores.transformers import TransformersCore, stepping
 from rollout.engine.cores.transformers import transformers_core as core_module
 from rollout.engine.model_files import resolve_model
+from rollout.engine.model_identity import model_fingerprint
 from rollout.errors import EngineError
 from rollout.seeds import RequestIds
 
@@ -768,10 +769,34 @@ async def test_core_start_that_is_cancelled_leaves_nothing(tiny: str) -> None:
 async def test_core_info_is_the_same_for_every_replica(tiny: str) -> None:
     async with opened(tiny) as first, opened(tiny, dtype="bfloat16", max_running=2) as second:
         one, other = first.info, second.info
-    assert one.fingerprint == other.fingerprint
+    assert one.fingerprint == other.fingerprint == model_fingerprint(tiny)
     assert (one.vocab_size, one.eos_ids, one.context_length) == (VOCABULARY, (2,), CONTEXT)
     assert (one.max_requests, other.max_requests) == (1032, 1026)
     assert one.core == "transformers"
+
+
+@pytest.mark.anyio
+async def test_core_top_log_probs_lead_with_the_greedy_token(tiny: str) -> None:
+    async with opened(tiny, stream_interval=3) as core:
+        texts = prompts(3)
+        counts = (4, 0, 1)
+        asking = [asked(text, top_log_probs=k) for text, k in zip(texts, counts, strict=True)]
+        answers = await collect_all(core, asking)
+        too_many = await collect(core, asked([5], top_log_probs=VOCABULARY + 1))
+    for answer, count in zip(answers, counts, strict=True):
+        ids = np.frombuffer(b"".join(chunk.top_ids for chunk in answer.chunks), "<i4")
+        values = np.frombuffer(b"".join(chunk.top_log_probs for chunk in answer.chunks), "<f4")
+        if count:
+            assert ids.reshape(-1, count)[:, 0].tolist() == answer.ids
+            np.testing.assert_allclose(values.reshape(-1, count)[:, 0], answer.log_probs, atol=1e-6)
+            assert (np.diff(values.reshape(-1, count)) <= 0).all()
+        else:
+            assert not len(ids)
+            assert not len(values)
+    last = too_many.chunks[-1]
+    assert last.error == (
+        f"sampling.top_log_probs = {VOCABULARY + 1}; expected at most {VOCABULARY}"
+    )
 
 
 @pytest.mark.anyio

@@ -67,12 +67,18 @@ class PausableDeadline:
 
     Only `outermost` counts the time between `pause` and `resume`, which may nest.
 
+    Args:
+        around: That of the work which this one is part of; it pauses with this one.
+
     Attributes:
         now: What counts at present.
     """
 
-    def __init__(self, deadline: Deadline, outermost: Deadline) -> None:
+    def __init__(
+        self, deadline: Deadline, outermost: Deadline, around: PausableDeadline | None = None
+    ) -> None:
         self.now = deadline
+        self._around = around
         self._outermost = outermost
         self._scope: HasDeadline | None = None
         self._paused: Deadline | None = None
@@ -95,6 +101,8 @@ class PausableDeadline:
 
     def pause(self) -> None:
         """The runtime lets it wait from now on."""
+        if self._around is not None:
+            self._around.pause()
         self._pauses += 1
         if self._pauses == 1:
             self._since, self._paused = anyio.current_time(), self.now
@@ -102,6 +110,8 @@ class PausableDeadline:
 
     def resume(self) -> None:
         """End one `pause`."""
+        if self._around is not None:
+            self._around.resume()
         self._pauses -= 1
         if self._pauses == 0:
             assert self._paused is not None

@@ -61,6 +61,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
         tools_kwargs: Per tool name, keyword arguments that reach the tool beside the model's own.
         ground_truth: The reference that a reward function compares with.
         data_source: Where the prompt came from; reward functions often branch on it.
+        priority: Larger is served first: at admission, where requests wait for an engine, and in
+            the engines' own queues. -2**31 + 1 … 2**31 - 1.
         extra: Whatever else travels with the prompt to agents, tools and rewards.
     """
 
@@ -72,6 +74,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     tools_kwargs: Mapping[str, Mapping[str, Any]] = msgspec.field(default_factory=dict)
     ground_truth: Any = None
     data_source: str | None = None
+    priority: int = 0
     extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
 

@@ -1,4 +1,4 @@
-"""Running the Python files that users name, as ``python file.py`` would."""
+"""The one place where the Python files that users name are run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_file(file: Path) -> ModuleType:
     Raises:
         UserCodeError: It raised.
     """
-    return _loaded(str(file), lambda: _executed(file))
+    return _loaded(str(file), lambda: _kept(file))
 
 
 def import_module(name: str) -> ModuleType:
@@ -63,16 +63,30 @@ def _place(error: BaseException, source: str) -> str:
     return f"line {lines[-1]}: " if lines else ""
 
 
-def _executed(file: Path) -> ModuleType:
+def _kept(file: Path) -> ModuleType:
     make_importable(file.parent)
-    # Compiled here and not by an importer, which would leave bytecode beside the file.
+    return execute(file, f"rollout file {file}", is_kept=True)
+
+
+def execute(file: Path, name: str, *, is_kept: bool) -> ModuleType:
+    """Run a file as the module called `name`; what it raises passes.
+
+    Args:
+        name: With a space in it no import can have it.
+        is_kept: Whether `sys.modules` knows the module afterwards too, where dataclasses and type
+            hints look it up, and not only while it runs.
+    """
+    # Compiled here and not by an importer, which would leave bytecode beside the file, and whose
+    # cache of bytecode can miss a quick edit.
     code = compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
-    module = ModuleType(f"rollout file {file}")  # a name that no import can have
+    module = ModuleType(name)
     module.__file__ = str(file)
-    sys.modules[module.__name__] = module  # dataclasses and type hints look it up
+    sys.modules[name] = module
+    is_whole = False
     try:
         exec(code, vars(module))
-    except BaseException:
-        del sys.modules[module.__name__]
-        raise
+        is_whole = True
+    finally:
+        if not (is_kept and is_whole):
+            sys.modules.pop(name, None)
     return module

@@ -126,7 +126,7 @@ async def test_core_sampled_log_probs_are_of_the_distribution_after_the_temperat
 
 
 async def test_core_top_log_probs_lead_with_the_greedy_token(core: SGLangCore) -> None:
-    answer = await collect(core, asked(prompts(1)[0], request={"top_log_probs": 3}))
+    answer = await collect(core, asked(prompts(1)[0], top_log_probs=3))
     for chunk in answer.chunks:
         ids = np.frombuffer(chunk.ids, "<i4")
         top = np.frombuffer(chunk.top_ids, "<i4").reshape(-1, 3)
@@ -213,7 +213,7 @@ async def test_core_answer_fills_the_context_and_no_more(core: SGLangCore) -> No
             [5],
             {"routed_experts": True},
             {},
-            "routed_experts: expected engine.routed_experts = true, set when the engine starts",
+            "routed_experts: this engine tells none; SGLang does with engine.routed_experts = true",
         ),
     ],
 )
@@ -379,8 +379,15 @@ async def test_core_routed_experts_are_those_of_transformers(tmp_path: Any) -> N
     async with opened(model, routed_experts=True) as core:
         answer = await collect(core, asked(text, request={"routed_experts": True}))
         plain = await collect(core, asked(text))
-    assert plain.ids == answer.ids
+        start = len(text) - 2
+        rest = await collect(
+            core, asked(text, request={"routed_experts": True, "routed_experts_start": start})
+        )
+        assert core.info.expert_shape is not None
+        layers, top_k = core.info.expert_shape
+    assert plain.ids == answer.ids == rest.ids
     assert plain.last.routed_experts == b""
+    assert rest.last.routed_experts == answer.last.routed_experts[2 * layers * top_k * start :]
     whole = torch.tensor([text + answer.ids])
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.inference_mode():

@@ -14,9 +14,11 @@ from rollout.agents.budget import generation_budget
 from rollout.agents.identity import Ending, Identity, RejectedPrompt
 from rollout.agents.message_log import MessageLog, said_again
 from rollout.agents.turn import AssistantTurn, answer
+from rollout.agents.turn_end import TurnEnd
 from rollout.agents.wording import Wording
 from rollout.chat.messages import template_messages, text_of_content
 from rollout.chat.transcript import Transcript
+from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.generation import Generation
 from rollout.errors import (
     AgentError,
@@ -178,12 +180,13 @@ class AgentContext:
         await self.settle()
         limits = self._services.config.limits
         turn = Deadline.after(limits.turn_s, "limits.turn_s", self._deadline.now)
-        turn_deadline = PausableDeadline(turn, self._outermost)
+        turn_deadline = PausableDeadline(turn, self._outermost, self._deadline)
         deadline = PausableDeadline(
-            Deadline.after(limits.generation_s, "limits.generation_s", turn), self._outermost
+            Deadline.after(limits.generation_s, "limits.generation_s", turn),
+            self._outermost,
+            turn_deadline,
         )
         generation = Generation()
-        generation.pausable_deadlines = (self._deadline, turn_deadline, deadline)
         started, bounded_by = anyio.current_time(), ""
         is_over = False
         try:
@@ -195,8 +198,10 @@ class AgentContext:
                     session_id=self.identity.session_id,
                     prompt_ids=self.transcript.prefix,
                     sampling=self._sampling_of_turn(budget),
+                    priority=self.prompt.priority,
+                    known_experts=self.transcript.routed_length,
                     group_id=f"{self.identity.step}/{self.identity.uid}",
-                    deadline=deadline.now.at,
+                    deadline=deadline,
                 )
                 if generation.finish_reason == "abort":
                     raise self._abort(deadline.now)
@@ -459,27 +464,33 @@ class AgentContext:
         """Append what arrived, whatever became of the wait for it; False where nothing did."""
         if not self.transcript.spans or not (generation.ids or generation.finish_reason):
             return False
-        reason: str = generation.finish_reason or "abort"
-        if reason == "abort" and anyio.current_time() >= deadline.at:
-            reason = "deadline"
+        end = TurnEnd.of(
+            generation.finish_reason,
+            bounded_by=bounded_by,
+            deadline=deadline,
+            now=anyio.current_time(),
+        )
         self.transcript.append_generated(
             generation.ids,
             generation.log_probs,
             versions=[(version, count) for version, count in generation.versions],
-            finish_reason=reason,
+            finish_reason=end.finish_reason,
+            top=generation.top(),
         )
+        experts = generation.experts()
+        if experts is not None:
+            self.transcript.append_routed_experts(experts)
         self.cached_tokens += generation.cached_tokens
         self._tally_reuse(generation)
         self._services.tally.generated_tokens += len(generation.ids)
         self.assistant_turns += 1
-        sources = {"stop": None, "length": bounded_by, "deadline": deadline.source}
-        self.cut_by = sources.get(reason, reason)
+        self.cut_by = end.cut_by
         return True
 
     def _tally_reuse(self, generation: Generation) -> None:
         """How much of what engines had of this row before they still had."""
         tally = self._services.tally
-        if generation.finish_reason in ("stop", "length"):  # others need not say what was cached
+        if generation.finish_reason in WHOLE_ANSWERS:  # others need not say what was cached
             tally.known_tokens += self._known_tokens
             tally.reused_tokens += min(generation.cached_tokens, self._known_tokens)
         self._known_tokens = len(self.transcript)

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from rollout.batch.metrics import batch_metrics
 from rollout.batch.rollout_batch import RolloutBatch
 from rollout.batch.sample import Sample
-from rollout.chat.transcript import NO_VERSION
+from rollout.chat.transcript import NO_EXPERT, NO_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -51,6 +51,8 @@ class _Row:
         self.mask = transcript.mask()[start:stop]  # (N,)
         self.log_probs = transcript.log_probs()[start:stop]  # (N,)
         self.versions = transcript.weight_versions()[start:stop]  # (N,)
+        experts = transcript.routed_experts()
+        self.experts = None if experts is None else experts[:stop]  # (T, layers, top_k)
 
 
 def collate(
@@ -85,7 +87,8 @@ def collate(
     if layout == "padded":
         tensors = _padded(pairs, lengths, pad_token_id)
     elif layout == "packed":
-        tensors = _packed([_Row(trajectory, own, lengths) for trajectory, own in pairs])
+        rows = [_Row(trajectory, own, lengths) for trajectory, own in pairs]
+        tensors = _packed(rows, _expert_shape(pairs))
     else:
         raise ValueError(f"layout must be 'padded' or 'packed', not {layout!r}")
     tensors |= _of_rows([trajectory for trajectory, _ in pairs])
@@ -120,6 +123,8 @@ def _padded(
     log_probs = np.zeros(response, dtype=np.float32)
     versions = np.full(response, NO_VERSION, dtype=np.int32)
     positions = np.arange(whole[1])
+    shape = _expert_shape(pairs)
+    experts = None if shape is None else np.full((*whole, *shape), NO_EXPERT, dtype=np.int16)
     for at, (trajectory, transcript) in enumerate(pairs):
         row = _Row(trajectory, transcript, lengths)
         place = slice(width - row.prompt_length, width - row.prompt_length + len(row.ids))
@@ -130,6 +135,8 @@ def _padded(
         response_mask[at, : len(row.mask)] = row.mask
         log_probs[at, : len(row.mask)] = row.log_probs
         versions[at, : len(row.mask)] = row.versions
+        if experts is not None and row.experts is not None:
+            experts[at, place] = row.experts
     arrays: dict[str, npt.NDArray[Any]] = {
         "prompts": input_ids[:, :width].copy(),
         "responses": input_ids[:, width:].copy(),
@@ -140,17 +147,37 @@ def _padded(
         "rollout_log_probs": log_probs,
         "weight_versions": versions,
     }
+    if experts is not None:
+        arrays["routed_experts"] = experts
     return {key: torch.from_numpy(array) for key, array in arrays.items()}
 
 
-def _packed(rows: Sequence[_Row]) -> dict[str, torch.Tensor]:
+def _expert_shape(pairs: Sequence[tuple[Trajectory, Transcript]]) -> tuple[int, int] | None:
+    """(layers, top_k) of the rows whose routed experts are known; None where none are.
+
+    Raises:
+        ValueError: Not all have the same.
+    """
+    found: tuple[int, int] | None = None
+    for trajectory, transcript in pairs:
+        shape = transcript.expert_shape
+        if shape is not None and shape != (found or shape):
+            raise ValueError(
+                f"{trajectory.uid!r} member {trajectory.member}: routed experts of shape {shape}, "
+                f"other rows have {found}"
+            )
+        found = found or shape
+    return found
+
+
+def _packed(rows: Sequence[_Row], experts: tuple[int, int] | None) -> dict[str, torch.Tensor]:
     # Keys of equal lengths share their offsets: torch then lets them be combined.
     prompt = _offsets([row.prompt_length for row in rows])
     response = _offsets([len(row.mask) for row in rows])
     whole = _offsets([len(row.ids) for row in rows])
     positions = [np.arange(len(row.ids)) for row in rows]
     ones = [np.ones(len(row.ids), dtype=np.int64) for row in rows]
-    return {
+    tensors = {
         "prompts": _jagged([row.ids[: row.prompt_length] for row in rows], np.int64, prompt),
         "responses": _jagged([row.ids[row.prompt_length :] for row in rows], np.int64, response),
         "response_mask": _jagged([row.mask for row in rows], np.int64, response),
@@ -160,6 +187,14 @@ def _packed(rows: Sequence[_Row]) -> dict[str, torch.Tensor]:
         "rollout_log_probs": _jagged([row.log_probs for row in rows], np.float32, response),
         "weight_versions": _jagged([row.versions for row in rows], np.int32, response),
     }
+    if experts is not None:
+        nothing = np.int16(NO_EXPERT)
+        pieces = [
+            np.full((len(row.ids), *experts), nothing) if row.experts is None else row.experts
+            for row in rows
+        ]
+        tensors["routed_experts"] = _jagged(pieces, np.int16, whole)
+    return tensors
 
 
 def _offsets(lengths: Sequence[int]) -> torch.Tensor:
@@ -169,7 +204,8 @@ def _offsets(lengths: Sequence[int]) -> torch.Tensor:
 def _jagged(
     pieces: Sequence[npt.NDArray[Any]], dtype: type[np.generic], offsets: torch.Tensor
 ) -> torch.Tensor:
-    values = np.concatenate([np.zeros(0, dtype), *pieces], dtype=dtype, casting="unsafe")
+    empty = np.zeros((0, *pieces[0].shape[1:]) if pieces else 0, dtype)
+    values = np.concatenate([empty, *pieces], dtype=dtype, casting="unsafe")
     return torch.nested.nested_tensor_from_jagged(torch.from_numpy(values), offsets)
 
 

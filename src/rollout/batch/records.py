@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from rollout.batch.sample import Sample
 from rollout.chat.trajectory import Trajectory
-from rollout.chat.transcript import SpanKind, Transcript
+from rollout.chat.transcript import NO_ID, SpanKind, Transcript
 from rollout.types import Cause, Message, Outcome, Prompt
 
 if TYPE_CHECKING:
@@ -58,6 +59,17 @@ class _SampleRecord(_RowRecord, kw_only=True):
     row: int
 
 
+class _ExpertsRecord(msgspec.Struct, kw_only=True):
+    """Routed experts of the first tokens of a span: int16 little-endian, in base64.
+
+    Attributes:
+        shape: (tokens, layers, top_k).
+    """
+
+    shape: tuple[int, int, int]
+    int16: bytes
+
+
 class _SpanRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     kind: SpanKind
     ids: list[int]
@@ -65,6 +77,9 @@ class _SpanRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     log_probs: list[Number] = msgspec.field(default_factory=list)
     versions: list[tuple[int, int]] = msgspec.field(default_factory=list)
     finish_reason: str | None = None
+    top_ids: list[list[int]] = msgspec.field(default_factory=list)
+    top_log_probs: list[list[Number]] = msgspec.field(default_factory=list)
+    routed_experts: _ExpertsRecord | None = None
 
 
 class _TrajectoryRecord(_RowRecord, kw_only=True):
@@ -163,18 +178,29 @@ def _span_records(
     transcript: Transcript, decode: Callable[[Sequence[int]], str] | None
 ) -> list[_SpanRecord]:
     log_probs = transcript.log_probs()
+    top_ids, top_log_probs = transcript.top_ids(), transcript.top_log_probs()
+    experts = transcript.routed_experts()
     records = []
     for span in transcript.spans:
         ids = transcript.span_ids(span).tolist()
         is_generated = span.kind == "generated"
+        at = slice(span.start, span.stop)
+        width = int((top_ids[span.start] != NO_ID).sum()) if is_generated and ids else 0
         records.append(
             _SpanRecord(
                 kind=span.kind,
                 ids=ids,
                 text=None if decode is None else decode(ids),
-                log_probs=_numbers(log_probs[span.start : span.stop]) if is_generated else [],
+                log_probs=_numbers(log_probs[at]) if is_generated else [],
                 versions=list(span.versions),
                 finish_reason=span.finish_reason,
+                top_ids=top_ids[at, :width].tolist() if width else [],
+                top_log_probs=[_numbers(row) for row in top_log_probs[at, :width]] if width else [],
+                routed_experts=None
+                if experts is None
+                else _experts_record(
+                    experts[span.start : min(span.stop, transcript.routed_length)]
+                ),
             )
         )
     return records
@@ -193,8 +219,25 @@ def _transcript(spans: Sequence[_SpanRecord]) -> Transcript:
                 [float(value) for value in span.log_probs],
                 versions=span.versions,
                 finish_reason=span.finish_reason or "",
+                top=(span.top_ids, _floats(span.top_log_probs)) if span.top_ids else None,
             )
+    for span in spans:
+        told = span.routed_experts
+        if told is not None:
+            values = np.frombuffer(told.int16, "<i2").reshape(told.shape)
+            transcript.append_routed_experts(values)
     return transcript
+
+
+def _experts_record(values: npt.NDArray[np.int16]) -> _ExpertsRecord | None:
+    count, layers, top_k = values.shape
+    if not count:
+        return None
+    return _ExpertsRecord(shape=(count, layers, top_k), int16=values.astype("<i2").tobytes())
+
+
+def _floats(rows: Sequence[Sequence[Number]]) -> list[list[float]]:
+    return [[float(value) for value in row] for row in rows]
 
 
 def _numbers(values: np.ndarray[Any, np.dtype[np.float32]]) -> list[Number]:

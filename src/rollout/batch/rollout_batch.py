@@ -27,7 +27,8 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
             on generated ids; ``input_ids``, ``attention_mask``, ``position_ids`` (B, P+R) int64;
             ``rollout_log_probs`` (B, R) float32, 0.0 off the mask; ``weight_versions`` (B, R)
             int32, -1 off the mask; ``trainable`` (B,) bool; ``rewards`` (B,) float32, NaN where
-            unknown; ``groups`` (B,) int64, the position of the row's prompt in the call.
+            unknown; ``groups`` (B,) int64, the position of the row's prompt in the call; where
+            engines tell them, ``routed_experts`` (B, P+R, layers, top_k) int16, -1 unknown.
         samples: One record for each row.
         metrics: Figures by name; one that is unknown is absent.
         trajectories: The trajectories with their transcripts, in the order of the rows; one that

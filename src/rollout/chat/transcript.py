@@ -4,12 +4,14 @@ Invariants, by construction:
 
 * spans are only ever appended; they tile the ids without gaps, the prompt first and once;
 * the mask is 1 exactly on ids that an engine returned;
-* log-probs and weight versions exist for each generated id and for no other;
+* log-probs and weight versions exist for each generated id and for no other, and so do the most
+  likely ids where they were asked for;
 * ids stay packed (`array('i')`) from the wire to the tensor.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -25,6 +27,10 @@ Ids = Sequence[int] | npt.NDArray[np.int32]
 
 #: What stands in `Transcript.weight_versions` where no engine sampled.
 NO_VERSION = -1
+#: What stands in `Transcript.top_ids` where nobody asked.
+NO_ID = -1
+#: What stands in `Transcript.routed_experts` where nobody knows.
+NO_EXPERT = -1
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -53,16 +59,29 @@ class Transcript:
     can be changed or removed.
 
     Attributes:
+        expert_shape: (layers, top_k) of the routed experts; None where none are known.
         prefix: Every id in order, in the form in which engines are asked with it.
     """
 
-    __slots__ = ("_ids", "_log_probs", "_spans", "prefix")
+    __slots__ = (
+        "_experts",
+        "_ids",
+        "_log_probs",
+        "_spans",
+        "_top",
+        "expert_shape",
+        "prefix",
+    )
 
     def __init__(self) -> None:
         self.prefix = TokenPrefix()
         self._ids = self.prefix.ids
         self._log_probs = array("f")
         self._spans: list[Span] = []
+        self._experts = array("h")
+        self.expert_shape: tuple[int, int] | None = None
+        #: Of spans by their start: the (T, k) most likely ids and their log-probs.
+        self._top: dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] = {}
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -127,6 +146,7 @@ class Transcript:
         *,
         versions: Sequence[tuple[int, int]],
         finish_reason: str,
+        top: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
     ) -> None:
         """Append what an engine returned; an empty generation yields an empty span.
 
@@ -135,6 +155,7 @@ class Transcript:
             log_probs: (T,) of the sampled ids.
             versions: Runs ``(weight version, number of ids)`` that add up to T.
             finish_reason: Why the engine stopped.
+            top: (T, k) the most likely ids at the place of each, and (T, k) their log-probs.
 
         Raises:
             ValueError: The lengths do not agree; the transcript is unchanged.
@@ -148,7 +169,10 @@ class Transcript:
             )
         if any(count < 0 for _, count in versions):
             raise ValueError(f"append_generated: a run of versions is negative: {list(versions)}")
+        likely = None if top is None else _top_of(top, len(ids))
         packed = _packed("f", np.float32, log_probs)  # first: it may fail, and then nothing changed
+        if likely is not None and len(ids):
+            self._top[len(self._ids)] = likely
         self._extend("generated", ids, finish_reason, tuple((v, n) for v, n in versions if n))
         self._log_probs.extend(packed)
 
@@ -183,6 +207,65 @@ class Transcript:
                 at += count
         return values
 
+    def top_ids(self) -> npt.NDArray[np.int32]:
+        """(T, K) int32: the K most likely ids at the place of each generated id, likeliest first.
+
+        K is the most that was asked for (`sampling.top_log_probs`), 0 where nothing was. -1 off the
+        mask, and where fewer were asked for.
+        """
+        width = max((ids.shape[1] for ids, _ in self._top.values()), default=0)
+        values = np.full((len(self._ids), width), NO_ID, dtype=np.int32)
+        for start, (ids, _) in self._top.items():
+            values[start : start + len(ids), : ids.shape[1]] = ids
+        return values
+
+    def top_log_probs(self) -> npt.NDArray[np.float32]:
+        """(T, K) float32: one for each of `top_ids`; 0.0 where those are -1."""
+        values = np.zeros(self.top_ids().shape, dtype=np.float32)
+        for start, (ids, log_probs) in self._top.items():
+            values[start : start + len(ids), : ids.shape[1]] = log_probs
+        return values
+
+    @property
+    def routed_length(self) -> int:
+        """Tokens at the beginning whose routed experts are known."""
+        return len(self._experts) // math.prod(self.expert_shape) if self.expert_shape else 0
+
+    def append_routed_experts(self, experts: npt.NDArray[np.int16]) -> None:
+        """Say which experts further tokens were routed to, from `routed_length` on.
+
+        Args:
+            experts: (N, layers, top_k) of the next N tokens.
+
+        Raises:
+            ValueError: The transcript has not so many tokens, or had others of another shape;
+                nothing has changed.
+        """
+        count, layers, top_k = experts.shape
+        if self.expert_shape not in (None, (layers, top_k)):
+            raise ValueError(
+                f"append_routed_experts: a shape of {(layers, top_k)} after {self.expert_shape}"
+            )
+        if self.routed_length + count > len(self._ids):
+            raise ValueError(
+                f"append_routed_experts: {count} tokens after {self.routed_length}; expected at "
+                f"most {len(self._ids)} in all"
+            )
+        self.expert_shape = (layers, top_k)
+        self._experts.frombytes(np.ascontiguousarray(experts, dtype=np.int16).tobytes())
+
+    def routed_experts(self) -> npt.NDArray[np.int16] | None:
+        """(T, layers, top_k) int16: the experts that each token was routed to; -1 unknown.
+
+        None where no engine told any. Of the last token nothing has been computed yet.
+        """
+        if self.expert_shape is None:
+            return None
+        values = np.full((len(self._ids), *self.expert_shape), NO_EXPERT, dtype=np.int16)
+        known = np.array(self._experts, dtype=np.int16)
+        values[: self.routed_length] = known.reshape(-1, *self.expert_shape)
+        return values
+
     def span_ids(self, span: Span) -> array[int]:
         """The ids of one span, packed."""
         return self._ids[span.start : span.stop]
@@ -214,3 +297,15 @@ def _packed(code: Literal["i", "f"], dtype: type[np.generic], values: Any) -> ar
     if isinstance(values, np.ndarray) and values.dtype == dtype:
         return array(code, values.tobytes())
     return array(code, values.tolist() if isinstance(values, np.ndarray) else values)
+
+
+def _top_of(
+    top: tuple[npt.ArrayLike, npt.ArrayLike], count: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    ids, log_probs = np.array(top[0], dtype=np.int32), np.array(top[1], dtype=np.float32)
+    if count and (ids.ndim != 2 or len(ids) != count or ids.shape != log_probs.shape):
+        raise ValueError(
+            f"append_generated: {count} ids, most likely ones of shape {ids.shape} with log-probs "
+            f"of shape {log_probs.shape}; expected ({count}, k) twice"
+        )
+    return ids, log_probs

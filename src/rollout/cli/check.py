@@ -22,7 +22,7 @@ from rollout.engine.driver.engine_opening import core_spec
 from rollout.engine.model_files import model_path_fault
 from rollout.errors import AgentError, ConfigError, EngineError, ToolError
 from rollout.interactions import InteractionRegistry
-from rollout.runtime.opening import SIMULATED_MODEL
+from rollout.runtime.driver_model import SIMULATED_MODEL
 from rollout.tools import PythonTool
 from rollout.tools.sandbox.sandbox_tool import SandboxTool
 from rollout.tools.shipped import shipped_tools

@@ -71,6 +71,8 @@ class SimulatedEngine(EngineConfig):
     kind: ClassVar[str] = "simulated"
     #: What it answers and how long that takes, as `rollout.testing.Scenario` writes it.
     scenario: PlainMapping = attrs.field(factory=dict)
+    #: Tells which experts each token was routed to, in the tensor `routed_experts`.
+    routed_experts: Flag = False
 
 
 @attrs.frozen(kw_only=True)
@@ -96,7 +98,8 @@ class SGLangEngine(EngineConfig):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     #: Seeds fix the tokens, at some cost in speed; without it SGLang ignores them.
     deterministic: Flag = False
-    #: Lets requests ask for the experts that each token was routed to.
+    #: Tells which experts each token was routed to, in the tensor `routed_experts`: for models
+    #: with a mixture of experts.
     routed_experts: Flag = False
     #: Further arguments of `sglang.Engine`, by its own names.
     server_args: PlainMapping = attrs.field(factory=dict)

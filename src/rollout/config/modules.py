@@ -7,16 +7,17 @@ import sys
 import traceback
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from rollout.config.config_faults import ABSENT, Fault, config_error, got
 from rollout.config.section_type import deferred_faults, gather_faults
 from rollout.config.sections import RolloutConfig
 from rollout.errors import ConfigError
+from rollout.user_files import execute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import ModuleType
 
 
 def read_python_file(path: str) -> tuple[RolloutConfig, list[Fault]]:
@@ -25,10 +26,8 @@ def read_python_file(path: str) -> tuple[RolloutConfig, list[Fault]]:
     Raises:
         ConfigError: The file cannot be read, is not Python, raises, or sets no ``config``.
     """
-    # No module that is imported can have a name with spaces.
-    module = ModuleType(f"rollout config {path}")
-    module.__file__ = path
-    return _read(path, module.__name__, lambda: _execute(module, path))
+    name = f"rollout config {path}"
+    return _read(path, name, lambda: execute(Path(path), name, is_kept=False))
 
 
 def read_module(name: str) -> tuple[RolloutConfig, list[Fault]]:
@@ -66,18 +65,6 @@ def _read(
     problem = f"missing; {expected}" if config is ABSENT else f"{expected}{got(config)}"
     faults = [*gather_faults(faulty), Fault("config", problem, config)]
     raise config_error(f"the configuration {source}", faults)
-
-
-def _execute(module: ModuleType, path: str) -> ModuleType:
-    """Run the file as `module`, which `sys.modules` knows only for that time."""
-    # Compiled here and not by an importer, whose cache of bytecode can miss a quick edit.
-    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
-    sys.modules[module.__name__] = module
-    try:
-        exec(code, vars(module))
-    finally:
-        sys.modules.pop(module.__name__, None)
-    return module
 
 
 @contextmanager

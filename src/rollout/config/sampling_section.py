@@ -8,6 +8,7 @@ import attrs
 from rollout.config.checks import (
     Count,
     Flag,
+    Natural,
     NonNegative,
     Number,
     Positive,
@@ -56,6 +57,9 @@ class SamplingConfig(Section):
     max_new_tokens: Count | None = None
     #: Ids that end a generation beside the model's own end tokens.
     stop_token_ids: TokenIds = ()
+    #: The k most likely ids come with each sampled token, and their log-probs: in transcripts and
+    #: in ``trajectories.jsonl``, as `top_ids` and `top_log_probs`. An http engine knows none.
+    top_log_probs: Natural = 0
 
     @classmethod
     def instead_of(cls, key: str) -> str:

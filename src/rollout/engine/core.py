@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rollout.engine.weights import DiskWeights
 
 FinishReason = Literal["stop", "length", "abort", "error", "rejected"]
+#: Of answers that were not cut short, whose counts are those of the whole request.
+WHOLE_ANSWERS: tuple[FinishReason, ...] = ("stop", "length")
 #: Checked when a message is decoded: what a peer sends must not break what counts with it.
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Version = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
@@ -45,6 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
         frequency_penalty: Taken off the logits of tokens seen in the output, for each time. What
             is output and what prompt is not in the tokens: a request with either penalty restarts
             where its replica is lost.
+        top_log_probs: How many of the most likely ids come with each token, and their log-probs.
     """
 
     max_new_tokens: int
@@ -58,6 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    top_log_probs: Natural = 0
 
 
 class GenerationRequest:
@@ -68,9 +72,9 @@ class GenerationRequest:
         sampling: How the tokens are drawn.
         session_id: The trajectory; a core may keep its prefix warm.
         priority: Larger runs first where the core supports it.
-        top_log_probs: How many of the most likely tokens are wanted at each position, beside the
-            sampled one; a core that cannot tell leaves `Chunk.top_ids` empty.
-        routed_experts: Whether the experts that each token was routed to are wanted.
+        routed_experts: Whether the experts that each token was routed to are wanted; only engines
+            with an `EngineInfo.expert_shape` are asked.
+        routed_experts_start: Position in the prompt from which they are wanted.
         media: Images and the like. Every core of ours refuses them by name: transcripts cannot
             hold them yet.
     """
@@ -81,9 +85,9 @@ class GenerationRequest:
         "priority",
         "request_id",
         "routed_experts",
+        "routed_experts_start",
         "sampling",
         "session_id",
-        "top_log_probs",
     )
 
     def __init__(
@@ -94,18 +98,23 @@ class GenerationRequest:
         sampling: SamplingParams,
         session_id: str = "",
         priority: int = 0,
-        top_log_probs: int = 0,
         routed_experts: bool = False,
+        routed_experts_start: int = 0,
         media: tuple[bytes, ...] = (),
     ) -> None:
         self.request_id = request_id
         self.sampling = sampling
         self.session_id = session_id
         self.priority = priority
-        self.top_log_probs = top_log_probs
         self.routed_experts = routed_experts
+        self.routed_experts_start = routed_experts_start
         self.media = media
         self._prompt = prompt_ids
+
+    @property
+    def top_log_probs(self) -> int:
+        """How many of the most likely tokens are wanted at each position; see `Chunk.top_ids`."""
+        return self.sampling.top_log_probs
 
     @property
     def prompt_ids(self) -> bytes:
@@ -133,9 +142,12 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
         cached_tokens: On the last chunk, how many prompt tokens needed no prefill.
         is_fatal: With "error": the engine itself is broken, out of memory for example. It is
             ended and restarted, and all of its requests resume elsewhere.
-        top_ids: int32 little-endian: for each of `ids`, the k most likely ids, likeliest first.
-        top_log_probs: float32 little-endian, one for each of `top_ids`.
-        routed_experts: Raw bytes, as the core lays them out; joined in the order of the chunks.
+        top_ids: int32 little-endian: for each of `ids`, the ``sampling.top_log_probs`` most likely
+            ids, likeliest first, whether or not the sampled one is among them.
+        top_log_probs: float32 little-endian, one for each of `top_ids`, as in `log_probs`.
+        routed_experts: int16 little-endian, (positions, layers, top_k): of the tokens, prompt
+            included, from `GenerationRequest.routed_experts_start` on, as far as they have been
+            computed; the last one sampled has not been. Joined in the order of the chunks.
     """
 
     request_id: str
@@ -156,10 +168,12 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The facts about an engine that its clients must agree with.
 
     Attributes:
-        vocab_size: Ids of requests must lie in [0, vocab_size).
-        eos_ids: Ids that end a generation unless `ignore_eos`.
+        vocab_size: Ids of requests must lie in [0, vocab_size), which the driver's tokenizer must
+            fit into. 0: nobody knows.
+        eos_ids: Ids that end a generation unless `ignore_eos`; one of them is among the driver's.
+            Empty: nobody knows.
         context_length: Prompt plus generated tokens fit in it.
-        fingerprint: Names the model; replicas of one pool must agree.
+        fingerprint: Names the model; replicas of one pool must agree. Empty: nobody knows.
         max_requests: How many requests the engine holds at once, running and queued.
         weight_version: Version of the weights loaded.
         core: Name of the core, for people.
@@ -167,6 +181,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
             ("cuda:1"); weights over NCCL are received there. Empty where that is not known.
         gpu: Which GPU of its machine that is; see `devices.gpu_of`.
         no_sleep: Why its memory cannot be released; empty where it can, or where that is not known.
+        max_top_log_probs: The most ``sampling.top_log_probs`` of a request; 0 where the core cannot
+            tell any. None: not known, and a request whose answer lacks them fails.
+        expert_shape: (layers, top_k) where each answer says which experts its tokens were routed
+            to; None where none does.
     """
 
     vocab_size: int
@@ -179,6 +197,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str = ""
     gpu: str = ""
     no_sleep: str = ""
+    max_top_log_probs: Natural | None = None
+    expert_shape: tuple[Natural, Natural] | None = None
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

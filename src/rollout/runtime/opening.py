@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +12,19 @@ import anyio.to_thread
 from rollout.agents import get_agent
 from rollout.agents.long_texts import LongTexts
 from rollout.agents.services import Services
-from rollout.chat import ChatTemplate, get_tool_parser, load_chat_template, tool_parser_names
+from rollout.chat import get_tool_parser, tool_parser_names
 from rollout.chat.parsers import stop_token_ids
-from rollout.chat.template_loading import with_template
 from rollout.config import RolloutConfig
 from rollout.engine.driver.engine_opening import open_engines
-from rollout.engine.model_files import resolve_model
-from rollout.errors import AgentError, ConfigError, EngineError
+from rollout.engine.driver.pool import EnginePool
+from rollout.engine.driver.replica_supervisor import FactsGiver
+from rollout.errors import AgentError, ConfigError
 from rollout.interactions import InteractionRegistry
-from rollout.lazy import importing
 from rollout.observe.tally import Tally
+from rollout.runtime.driver_model import load_driver_model, warn_of_end_token
 from rollout.runtime.heap import frozen_heap
 from rollout.runtime.runtime import SLEEP_BETWEEN_BATCHES_LEVEL, RolloutRuntime
+from rollout.scheduling.prompt_sampling import top_log_probs_fault
 from rollout.scheduling.reward_signatures import check_reward, of_trajectory
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory_runner import TrajectoryRunner
@@ -37,15 +38,14 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from rollout.chat import ToolParser
-    from rollout.config import ModelConfig, ToolsConfig
-    from rollout.engine.driver.pool import EnginePool
+    from rollout.config import ToolsConfig
+    from rollout.engine.core import EngineInfo
+    from rollout.engine.wire.protocol import DriverFacts
     from rollout.scheduling.rewards import RewardFunction
     from rollout.tools import Tool
 
-logger = logging.getLogger("rollout")
 
-#: Path of the model that `rollout.testing` simulates: a byte-level tokenizer, no files.
-SIMULATED_MODEL = "simulated"
+EngineOpener = Callable[[RolloutConfig, FactsGiver], AbstractAsyncContextManager[EnginePool]]
 
 
 def open_rollout(
@@ -68,16 +68,29 @@ def open_rollout(
 
     Raises:
         ConfigError: The agent, the tool format or an interaction of the configuration is unknown,
-            or the reward function cannot be called like that.
+            the reward function cannot be called like that, or the engines cannot do what `sampling`
+            asks of them.
         ToolError: A tool is defined wrongly or cannot run here, or two share a name.
-        EngineError: An engine did not start, or does not fit the tokenizer.
+        EngineError: An engine did not start, or refused to serve with this tokenizer.
         RolloutError: It is left in another task than it was entered in; nothing has happened then.
     """
-    return OneTask("open_rollout", _open(config, tools, reward, interactions))
+    return open_rollout_on(open_engines, config, tools, reward, interactions)
+
+
+def open_rollout_on(
+    engines: EngineOpener,
+    config: RolloutConfig,
+    tools: Sequence[Any] = (),
+    reward: RewardFunction | None = None,
+    interactions: Sequence[Any] = (),
+) -> AbstractAsyncContextManager[RolloutRuntime]:
+    """`open_rollout` on the engines that `engines` opens."""
+    return OneTask("open_rollout", _open(engines, config, tools, reward, interactions))
 
 
 @asynccontextmanager
 async def _open(
+    engines: EngineOpener,
     config: RolloutConfig,
     tools: Sequence[Any],
     reward: RewardFunction | None,
@@ -92,7 +105,7 @@ async def _open(
     builtin = await builtin_tools(config.tools)
     async with (
         open_tools([*builtin, *tools]) as opened,
-        _open_runtime(config, opened, reward, registry, parser) as runtime,
+        _open_runtime(engines, config, opened, reward, registry, parser) as runtime,
     ):
         with frozen_heap() if config.scheduling.freeze_heap else nullcontext():
             yield runtime
@@ -100,6 +113,7 @@ async def _open(
 
 @asynccontextmanager
 async def _open_runtime(
+    opener: EngineOpener,
     config: RolloutConfig,
     tools: Sequence[Any],
     reward: RewardFunction | None,
@@ -115,11 +129,17 @@ async def _open_runtime(
     try:
         await executor.prepare()
         async with open_task_group() as tasks:
-            loading = tasks.start_soon(load_template, config, threads)  # while engines start
-            async with open_engines(config) as engines:
+            loading = tasks.start_soon(load_driver_model, config, threads)  # while engines start
+
+            async def facts() -> DriverFacts:
                 await loading.wait()
-                template = loading.return_value
-                check_fit(template, engines)
+                return loading.return_value.facts
+
+            async with opener(config, facts) as engines:
+                await loading.wait()
+                template = loading.return_value.template
+                warn_of_end_token(template, engines.info)
+                check_abilities(config, engines.info)
                 services = Services(
                     config=config,
                     engines=engines,
@@ -151,6 +171,21 @@ async def _open_runtime(
         await executor.close()
         threads.close()
         texts.close()
+
+
+def check_abilities(config: RolloutConfig, info: EngineInfo) -> None:
+    """What the configuration asks of every generation, the engines must be able to do.
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    for name, sampling in (
+        ("sampling", config.sampling),
+        ("validation_sampling", config.validation_sampling),
+    ):
+        fault = top_log_probs_fault(sampling.top_log_probs, info)
+        if fault:
+            raise ConfigError(fault.replace("sampling", name, 1))
 
 
 def tool_executor(
@@ -209,73 +244,3 @@ def tool_parser(config: RolloutConfig, registry: InteractionRegistry) -> ToolPar
             f"agent.tool_format = {config.agent.tool_format!r}: unknown; known: {known}"
         )
     return get_tool_parser(config.agent.tool_format)
-
-
-async def load_template(config: RolloutConfig, threads: WorkerThreads) -> ChatTemplate:
-    """The tokenizer and chat format of the configuration's model.
-
-    Raises:
-        TemplateError, EngineError: They cannot be loaded.
-    """
-    model = config.model
-    if model.path == SIMULATED_MODEL:  # inline: a thread would let virtual time run away from it
-        _import_tensors()
-        if model.chat_template is None and not model.chat_template_kwargs:
-            return _simulated_template()
-        return _other_simulated_template(model)
-    return await threads.run("tokenizer", _load_tokenizer, model)
-
-
-@functools.cache
-def _simulated_template() -> ChatTemplate:
-    """One for all runtimes: harnesses open thousands of them."""
-    from rollout.engine.cores.simulated.tokenizer import simulated_tokenizer
-
-    return ChatTemplate(simulated_tokenizer())
-
-
-def _other_simulated_template(model: ModelConfig) -> ChatTemplate:
-    from rollout.engine.cores.simulated.tokenizer import simulated_tokenizer
-
-    return with_template(
-        simulated_tokenizer(),
-        chat_template_path=model.chat_template,
-        chat_template_kwargs=model.chat_template_kwargs,
-    )
-
-
-def _import_tensors() -> None:
-    """Import what `generate` needs in the end: torch, which would block the loop there."""
-    with importing:
-        import rollout.batch  # noqa: F401
-
-
-def _load_tokenizer(model: ModelConfig) -> ChatTemplate:
-    _import_tensors()
-    return load_chat_template(
-        resolve_model(model.path, model.revision),
-        revision=model.revision,
-        trust_remote_code=model.trust_remote_code,
-        chat_template_path=model.chat_template,
-        chat_template_kwargs=model.chat_template_kwargs,
-    )
-
-
-def check_fit(template: ChatTemplate, engines: EnginePool) -> None:
-    """An engine of another model would answer with ids that mean something else.
-
-    Raises:
-        EngineError: The tokenizer has ids that the engine does not know.
-    """
-    if template.vocab_size > engines.info.vocab_size:
-        raise EngineError(
-            f"the tokenizer knows {template.vocab_size} ids, the engine's model "
-            f"{engines.info.vocab_size}: they do not belong together"
-        )
-    if template.eos_token_id not in engines.info.eos_ids:
-        logger.warning(
-            "the tokenizer's end token %s is not among the engine's %s; it is sent as a stop "
-            "token with each request",
-            template.eos_token_id,
-            engines.info.eos_ids,
-        )

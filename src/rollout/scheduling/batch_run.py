@@ -90,7 +90,7 @@ class BatchRun:
         error: BaseException | None = None
         try:
             async with anyio.create_task_group() as tasks:
-                for row, member in enumerate(self.members):
+                for row, member in _by_priority(self.members):
                     if await self._take_place(member):
                         tasks.start_soon(self._run_member, row, member, deliver)
                     else:
@@ -180,3 +180,8 @@ class BatchRun:
         if self._met_deadline and self._config.on_deadline == "raise":
             return self._deadline.error()
         return None
+
+
+def _by_priority(members: Sequence[Member]) -> list[tuple[int, Member]]:
+    """The members with their rows, those of the highest priority first, else in their order."""
+    return sorted(enumerate(members), key=lambda pair: -pair[1].prompt.priority)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from rollout.config.config_faults import Fault, got
+from rollout.scheduling.prompts import PRIORITY, is_priority
 from rollout.types import Prompt
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ _EXPECTED = {
     "data_source": _STRING,
     "reward_model": _OBJECT,
     NESTED: _OBJECT,
+    "priority": _Expectation(PRIORITY, is_priority),
     "sampling": _OBJECT,
     "tools": _Expectation("a list of names of tools", _is_list_of_strings),
     "tools_kwargs": _Expectation(
@@ -149,5 +151,6 @@ def _prompt(given: Mapping[str, Any]) -> Prompt:
         tools_kwargs=given.get("tools_kwargs", lifted),
         ground_truth=given.get("ground_truth", truth),
         data_source=given.get("data_source"),
+        priority=given.get("priority", 0),
         extra=extra,
     )

@@ -32,9 +32,9 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
     any other holds one JSON object a line, and its blank lines are skipped. The columns are those
     of verl's data: ``prompt`` (a string, or a list of messages) or ``messages``, ``agent_name``,
     ``data_source``, ``reward_model`` with its ``ground_truth``, ``extra_info``; and ``uid``,
-    ``ground_truth``, ``sampling``, ``tools``, ``tools_kwargs``. Other columns and the content of
-    ``extra_info`` become the prompt's `extra`. Keys of parquet structs that hold nothing are left
-    out: parquet gives every struct of a column the keys of all.
+    ``ground_truth``, ``priority``, ``sampling``, ``tools``, ``tools_kwargs``. Other columns and
+    the content of ``extra_info`` become the prompt's `extra`. Keys of parquet structs that hold
+    nothing are left out: parquet gives every struct of a column the keys of all.
 
     Raises:
         PromptError: The file cannot be read or holds no prompts; or rows of it are faulty, each

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from rollout.config import RolloutConfig, SamplingConfig
-from rollout.engine.core import SamplingParams
+from rollout.engine.core import EngineInfo, SamplingParams
 from rollout.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,4 +44,14 @@ def sampling_of(
         presence_penalty=merged.presence_penalty,
         frequency_penalty=merged.frequency_penalty,
         stop_token_ids=tuple(merged.stop_token_ids),
+        top_log_probs=merged.top_log_probs,
     )
+
+
+def top_log_probs_fault(count: int, info: EngineInfo) -> str:
+    """Why the engines cannot tell so many of the most likely tokens; empty where they may."""
+    most = info.max_top_log_probs
+    if most is None or count <= most:
+        return ""
+    able = f"at most {most}" if most else f"0: the engines ({info.core or 'custom'}) tell none"
+    return f"sampling.top_log_probs = {count}: expected {able}"

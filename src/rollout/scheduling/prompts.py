@@ -87,6 +87,18 @@ _FIELD_TYPES: dict[str, tuple[type, ...]] = {
 _SPOKEN = {str: "a string", Mapping: "a mapping", list: "a list", type(None): "None"}
 
 
+#: The priorities that every engine can tell apart, whichever sign it gives them.
+MOST_PRIORITY = 2**31 - 1
+PRIORITY = "an integer, -2**31 + 1 to 2**31 - 1"
+
+
+def is_priority(value: object) -> bool:
+    """Whether a prompt can have this priority."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return False
+    return abs(value) <= MOST_PRIORITY
+
+
 def _faults_of(prompt: Prompt, path: str) -> list[str]:
     faults = [
         f"{path}.{field} = {value!r:.80}: expected "
@@ -94,6 +106,8 @@ def _faults_of(prompt: Prompt, path: str) -> list[str]:
         for field, types in _FIELD_TYPES.items()
         if not isinstance(value := getattr(prompt, field), types)
     ]
+    if not is_priority(prompt.priority):
+        faults.append(f"{path}.priority = {prompt.priority!r:.80}: expected {PRIORITY}")
     tools = prompt.tools if isinstance(prompt.tools, list | tuple) else ()
     return faults + [
         f"{path}.tools[{index}] = {name!r:.80}: expected a string"

@@ -16,6 +16,7 @@ from rollout.agents.agent_loop import AgentLoop, get_agent
 from rollout.agents.context import UNRESPONSIVE, AgentContext
 from rollout.agents.identity import Ending, RejectedPrompt
 from rollout.agents.services import Services
+from rollout.agents.turn_end import natural_ending
 from rollout.chat.trajectory import Trajectory
 from rollout.chat.transcript import Transcript
 from rollout.errors import (
@@ -28,7 +29,7 @@ from rollout.errors import (
 )
 from rollout.limits import Deadline, PausableDeadline
 from rollout.scheduling.intact import restore
-from rollout.scheduling.prompt_sampling import sampling_of
+from rollout.scheduling.prompt_sampling import sampling_of, top_log_probs_fault
 from rollout.scheduling.rewards import RewardFunction, compute_reward
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
 from rollout.scopes import leaf_of, passing_of
@@ -130,12 +131,15 @@ class TrajectoryRunner:
             raise RejectedPrompt("bad_sampling", str(error)) from None
         vocab_size = self.services.engines.info.vocab_size
         foreign = [token for token in sampling.stop_token_ids if token >= vocab_size]
-        if foreign:
+        if foreign and vocab_size:
             raise RejectedPrompt(
                 "bad_sampling",
                 f"sampling.stop_token_ids: {foreign[0]} is outside the engine's vocabulary of "
                 f"{vocab_size} ids",
             )
+        fault = top_log_probs_fault(sampling.top_log_probs, self.services.engines.info)
+        if fault:
+            raise RejectedPrompt("bad_sampling", fault)
         extra = dict(prompt.extra)  # one for the trajectory and its tools
         try:
             tools = self.services.tools.open_session(
@@ -298,10 +302,7 @@ def _ending_of_cancelled(member: Member, deadline: Deadline) -> Ending:
 
 def _natural_ending(context: AgentContext) -> Ending:
     ends = [span.finish_reason for span in context.transcript.generated_spans()]
-    if context.cut_by is None or ends[-1] != "length":  # another cut is the agent's own
-        return Ending(outcome=Outcome.COMPLETED, reason="")
-    reason = context.cut_by.rpartition(".")[2]
-    return Ending(outcome=Outcome.LENGTH, reason=reason, limit_source=context.cut_by)
+    return natural_ending(ends[-1] if ends else None, context.cut_by)
 
 
 def _end_without_reward(

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import attrs
 
 from rollout.config import InProcessPlacement
-from rollout.engine.placement.in_process import core_wrapper
 from rollout.errors import ConfigError
-from rollout.runtime.opening import open_rollout
+from rollout.runtime.opening import open_rollout_on
 from rollout.scopes import open_task_group
+from rollout.seeds import fresh_seed
 from rollout.testing.fault_injector import FaultInjector
 from rollout.testing.invariants import anomalies_of
-from rollout.testing.watched_core import WatchedCore
+from rollout.testing.watched_engines import open_watched_engines
 from rollout.testing.watched_runtime import WatchedRuntime
 from rollout.testing.watched_tools import WatchedInteractions, WatchedTool
 from rollout.tools.function import FunctionTool
 from rollout.tools.tool import Tool
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from rollout.config import RolloutConfig
-    from rollout.engine.core import EngineCore
     from rollout.scheduling.rewards import RewardFunction
     from rollout.testing.call_records import CallRecord
+    from rollout.testing.watched_core import WatchedCore
 
 
 class Recorder:
@@ -64,32 +66,34 @@ class Recorder:
                 f"placement.kind = {config.placement.kind!r}: expected 'in_process', where a "
                 f"recorder can watch the engines"
             )
+        if config.seed is None:  # what is checked is derived from it
+            config = attrs.evolve(config, seed=fresh_seed())
         watched = WatchedRuntime(config)
         self.runtimes.append(watched)
         left: float | None = None
-        with _watching_cores(watched):
-            try:
-                async with open_rollout(
-                    config,
-                    [self._tool(tool, watched) for tool in tools],
-                    watched.watch_reward(reward),
-                    [
-                        WatchedInteractions(each, watched.record_use, self.fault_injector)
-                        for each in interactions
-                    ],
-                ) as runtime:
-                    watched.attach(runtime)
-                    try:
-                        async with open_task_group() as tasks:
-                            tasks.start_soon(watched.operate)
-                            yield watched
-                    finally:
-                        if not self._closes_at_once:
-                            await watched.settle()
-                        left = anyio.current_time()
-            finally:
-                if left is not None:
-                    watched.closed(anyio.current_time() - left)
+        try:
+            async with open_rollout_on(
+                partial(open_watched_engines, watched),
+                config,
+                [self._tool(tool, watched) for tool in tools],
+                watched.watch_reward(reward),
+                [
+                    WatchedInteractions(each, watched.record_use, self.fault_injector)
+                    for each in interactions
+                ],
+            ) as runtime:
+                watched.attach(runtime)
+                try:
+                    async with open_task_group() as tasks:
+                        tasks.start_soon(watched.operate)
+                        yield watched
+                finally:
+                    if not self._closes_at_once:
+                        await watched.settle()
+                    left = anyio.current_time()
+        finally:
+            if left is not None:
+                watched.closed(anyio.current_time() - left)
 
     def calls_under_way(self) -> list[CallRecord]:
         """Calls of any runtime that have not ended."""
@@ -106,20 +110,3 @@ class Recorder:
     def _tool(self, tool: Any, watched: WatchedRuntime) -> Tool:
         real = tool if isinstance(tool, Tool) else FunctionTool(tool)
         return WatchedTool(real, watched.record_use, self.fault_injector)
-
-
-@contextmanager
-def _watching_cores(watched: WatchedRuntime) -> Iterator[None]:
-    """Engines that this context starts are watched ones, also those that tasks of it restart."""
-
-    def wrap(name: str, core: EngineCore) -> EngineCore:
-        core = WatchedCore(name, core)
-        watched.cores.append(core)
-        return core
-
-    outer = core_wrapper.get()
-    core_wrapper.set(wrap)
-    try:
-        yield
-    finally:
-        core_wrapper.set(outer)

@@ -110,6 +110,13 @@ class Scenario:
         """Set fields of `rollout.engine.cores.simulated.options.Kv`, e.g. ``tokens=10_000``."""
         return self._with_section("kv", options)
 
+    def experts(self, **options: Any) -> Scenario:
+        """Set fields of `Experts` of the simulated engine, e.g. ``layers=4``.
+
+        They are told where `SimulatedEngine(routed_experts=True)` serves.
+        """
+        return self._with_section("experts", options)
+
     def fault(self, **options: Any) -> Scenario:
         """Set fields of `Faults` of the simulated engine, e.g. ``die_after_tokens=500``."""
         return self._with_section("faults", options)

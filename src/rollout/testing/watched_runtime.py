@@ -13,7 +13,7 @@ from anyio.abc import ObjectReceiveStream
 from rollout.chat.trajectory import Trajectory
 from rollout.config import SimulatedEngine
 from rollout.engine.cores.simulated.options import parse_scenario
-from rollout.errors import EngineError, PromptError, RolloutError
+from rollout.errors import PromptError, RolloutError
 from rollout.scheduling.rewards import is_async
 from rollout.testing.call_records import CallRecord, GenerationRecord, name_of
 from rollout.testing.replica_operations import OPERATIONS
@@ -23,14 +23,11 @@ if TYPE_CHECKING:
 
     from rollout.batch import RolloutBatch
     from rollout.config import RolloutConfig
-    from rollout.engine.core import SamplingParams
-    from rollout.engine.driver.generation import Generation
     from rollout.runtime.runtime import RolloutRuntime
     from rollout.runtime.statistics import RuntimeStatistics
     from rollout.scheduling.rewards import RewardFunction
     from rollout.testing.watched_core import WatchedCore
     from rollout.testing.watched_tools import Use
-    from rollout.token_prefix import TokenPrefix
     from rollout.types import Prompt
 
 #: Seconds in which whatever was ended must be gone, beside what the scenario itself delays.
@@ -55,7 +52,7 @@ class WatchedRuntime:
         reasons: Reasons given to `cancel`.
         rewarded: Trajectories that the reward function was asked about.
         has_reward: Whether there is a reward function.
-        run_seed: What all seeds derive from: the configuration's, or the one drawn in its place.
+        run_seed: What all seeds derive from.
         statistics_before: A snapshot from when the records begin; None: they begin at the start.
         statistics_at_end: A snapshot after the calls had ended and all was quiet, or after the
             runtime had closed where it did not get to that.
@@ -72,7 +69,8 @@ class WatchedRuntime:
         self.reasons: set[str] = set()
         self.rewarded: list[Trajectory] = []
         self.has_reward = False
-        self.run_seed = 0
+        assert config.seed is not None
+        self.run_seed = config.seed
         self.statistics_before: RuntimeStatistics | None = None
         self.statistics_at_end: RuntimeStatistics | None = None
         self.is_settled = False
@@ -182,47 +180,15 @@ class WatchedRuntime:
 
         return watched_async if is_async(reward) else watched
 
+    def record_generation(self, session_id: str, record: GenerationRecord) -> None:
+        """Note what a trajectory of the current call asks of the engines."""
+        call = _call.get()
+        if call is not None:
+            call.generations[session_id].append(record)
+
     def attach(self, runtime: RolloutRuntime) -> None:
-        """Watch this runtime, and record what its agents ask of the engines."""
+        """Watch this runtime."""
         self._runtime = runtime
-        self.run_seed = runtime._run_seed if self.config.seed is None else self.config.seed
-        engines: Any = runtime._runner.services.engines
-        real = engines.generate
-
-        async def generate(
-            generation: Generation,
-            *,
-            session_id: str,
-            prompt_ids: bytes | TokenPrefix,
-            sampling: SamplingParams,
-            **options: Any,
-        ) -> None:
-            packed = prompt_ids if isinstance(prompt_ids, bytes) else prompt_ids.packed()
-            record = GenerationRecord(generation, packed, sampling, anyio.current_time())
-            call = _call.get()
-            if call is not None:
-                call.generations[session_id].append(record)
-            try:
-                await real(
-                    generation,
-                    session_id=session_id,
-                    prompt_ids=prompt_ids,
-                    sampling=sampling,
-                    **options,
-                )
-            except BaseException as error:
-                record.failure = name_of(error)
-                record.is_engine_failure = isinstance(error, EngineError)
-                raise
-            finally:
-                record.ended = anyio.current_time()
-
-        def forget(session_id: str) -> None:
-            self.forgotten.add(session_id)
-            real_forget(session_id)
-
-        real_forget = engines.forget
-        engines.generate, engines.forget = generate, forget
 
     def closed(self, in_s: float) -> None:
         """Note that the runtime is closed, and how long that took."""

@@ -15,8 +15,9 @@ def request_fault(request: GenerationRequest, info: EngineInfo) -> str | None:
     """Why the engine cannot serve `request`, with value and expectation; None if it can."""
     return (
         _media_fault(request)
+        or _experts_fault(request, info)
         or _prompt_fault(request.prompt_ids, info)
-        or _sampling_fault(request.sampling, info.vocab_size)
+        or _sampling_fault(request.sampling, info)
     )
 
 
@@ -27,6 +28,12 @@ def _media_fault(request: GenerationRequest) -> str | None:
         f"media = {len(request.media)} inputs; expected none: transcripts cannot hold images, "
         "video or audio yet"
     )
+
+
+def _experts_fault(request: GenerationRequest, info: EngineInfo) -> str | None:
+    if not request.routed_experts or info.expert_shape is not None:
+        return None
+    return "routed_experts: this engine tells none; SGLang does with engine.routed_experts = true"
 
 
 def _prompt_fault(prompt_ids: bytes, info: EngineInfo) -> str | None:
@@ -50,7 +57,8 @@ def _prompt_fault(prompt_ids: bytes, info: EngineInfo) -> str | None:
     return None
 
 
-def _sampling_fault(sampling: SamplingParams, vocab_size: int) -> str | None:
+def _sampling_fault(sampling: SamplingParams, info: EngineInfo) -> str | None:
+    vocab_size, most = info.vocab_size, info.max_top_log_probs or 0
     penalty, stops = sampling.repetition_penalty, sampling.stop_token_ids
     rules = (
         ("max_new_tokens", sampling.max_new_tokens >= 1, "at least 1"),
@@ -66,6 +74,7 @@ def _sampling_fault(sampling: SamplingParams, vocab_size: int) -> str | None:
             all(0 <= token < vocab_size for token in stops),
             f"ids in [0, {vocab_size})",
         ),
+        ("top_log_probs", sampling.top_log_probs <= most, f"at most {most}"),
     )
     for name, is_met, expected in rules:
         if not is_met:

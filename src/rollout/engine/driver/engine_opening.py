@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ from rollout.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from rollout.engine.driver.replica_supervisor import FactsGiver
 
 
 def core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
@@ -70,6 +72,7 @@ def core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
                 "stream_interval": engine.stream_interval,
                 "stream_interval_s": config.channel.stream_interval_s,
                 "replica": replica,
+                "routed_experts": engine.routed_experts,
             }
             return CoreSpec(
                 "rollout.engine.cores.simulated.simulated_core:SimulatedCore",
@@ -187,8 +190,14 @@ async def open_placement(config: RolloutConfig) -> AsyncIterator[Placement]:
 
 
 @asynccontextmanager
-async def open_engines(config: RolloutConfig) -> AsyncIterator[EnginePool]:
+async def open_engines(
+    config: RolloutConfig, facts: FactsGiver | None = None, *, placement: Placement | None = None
+) -> AsyncIterator[EnginePool]:
     """The engines of a configuration, all serving; none is left when the block has been left.
+
+    Args:
+        facts: Gives what the driver takes for granted of them; awaited before each connects.
+        placement: Where they live; None: where the configuration says.
 
     Raises:
         EngineError: One of them did not start, with what it said.
@@ -199,9 +208,9 @@ async def open_engines(config: RolloutConfig) -> AsyncIterator[EnginePool]:
         move_margin=config.router.move_margin,
         move_margin_s=config.router.move_margin_s,
     )
-    async with open_placement(config) as placement:
+    async with open_placement(config) if placement is None else nullcontext(placement) as place:
         pool = EnginePool(
-            placement=placement,
+            placement=place,
             specs=specs,
             router=router,
             start_timeout_s=config.engine.start_timeout_s,
@@ -210,6 +219,7 @@ async def open_engines(config: RolloutConfig) -> AsyncIterator[EnginePool]:
             policy=config.recovery.policy,
             wait_s=config.recovery.wait_s,
             terms=channel_terms(config),
+            facts=facts,
             backoff_s=config.recovery.backoff_s,
             max_start_failures=config.recovery.max_start_failures,
             last_answer_s=last_answer_s(config.limits.cleanup_s),

@@ -9,9 +9,10 @@ from typing import cast
 
 import attrs
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from rollout.engine.core import Chunk, FinishReason
-from rollout.limits import PausableDeadline
 
 
 @attrs.define
@@ -74,10 +75,13 @@ class Generation(msgspec.Struct, eq=False):
         parts: The requests made for it, in order; more than one where replicas were lost.
         resumes: How often it resumed elsewhere from the tokens it had.
         restarts: Why it restarted, each time it did.
+        top_count: How many of the most likely ids are asked for with each token: k.
         top_ids: Where asked for, int32: the k most likely ids at each position, likeliest first.
         top_log_probs: float32, one for each of `top_ids`.
-        routed_experts: Where asked for, the raw bytes in which the engine says it.
-        pausable_deadlines: Paused while the runtime lets it wait.
+        expert_shape: (layers, top_k) of the experts that are asked for; None asks for none.
+        expert_room: Tokens of the prompt whose experts are asked for: those that the caller does
+            not know yet. Those of the generated tokens follow them.
+        routed_experts: Of these tokens as far as they are known, int16.
         on_tokens: Called each time tokens have been appended, where that is wanted.
     """
 
@@ -89,10 +93,12 @@ class Generation(msgspec.Struct, eq=False):
     cached_tokens: int = 0
     resumes: int = 0
     restarts: list[str] = []
+    top_count: int = 0
     top_ids: bytes = b""
     top_log_probs: bytes = b""
+    expert_shape: tuple[int, int] | None = None
+    expert_room: int = 0
     routed_experts: bytes = b""
-    pausable_deadlines: tuple[PausableDeadline, ...] = ()
     on_tokens: Callable[[], None] | None = None
 
     @property
@@ -117,6 +123,32 @@ class Generation(msgspec.Struct, eq=False):
         self.parts.append(part)
         return part
 
+    def top(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] | None:
+        """The (T, k) most likely ids of its T tokens and their log-probs; None where k = 0."""
+        if not self.top_count:
+            return None
+        shape = (len(self.ids), self.top_count)
+        ids = np.frombuffer(self.top_ids, np.int32).reshape(shape)
+        return ids, np.frombuffer(self.top_log_probs, np.float32).reshape(shape)
+
+    @property
+    def known_experts(self) -> int:
+        """Tokens whose experts have arrived."""
+        return len(self.routed_experts) // self._bytes_of_experts if self.expert_shape else 0
+
+    def experts(self) -> npt.NDArray[np.int16] | None:
+        """(N, layers, top_k) of the first N tokens asked for; None where nothing is asked."""
+        if self.expert_shape is None:
+            return None
+        return np.frombuffer(self.routed_experts, np.int16).reshape(-1, *self.expert_shape)
+
+    @property
+    def _bytes_of_experts(self) -> int:
+        """Of one token."""
+        assert self.expert_shape is not None
+        layers, top_k = self.expert_shape
+        return 2 * layers * top_k
+
     def restart(self, reason: str) -> None:
         """Forget the tokens, before the request is made again from its start."""
         for part in self.parts:
@@ -136,9 +168,10 @@ class Generation(msgspec.Struct, eq=False):
         ids, size = chunk.ids, len(chunk.ids)
         if size % 4 or len(chunk.log_probs) != size:
             raise ChunkFault(f"{size} bytes of ids with {len(chunk.log_probs)} bytes of log-probs")
-        has_more = chunk.top_ids or chunk.top_log_probs or chunk.routed_experts
+        has_more = chunk.top_ids or chunk.top_log_probs or chunk.routed_experts or self.top_count
         if has_more:
-            _check_top(chunk)
+            self._check_top(chunk)
+            self._check_experts(chunk)
         part = self.parts[-1] if self.parts else self.begin("", "")  # else filled by hand
         had, count = part.count, 0
         if chunk.offset == had:
@@ -165,10 +198,26 @@ class Generation(msgspec.Struct, eq=False):
             self.on_tokens()
         return count
 
+    def _check_top(self, chunk: Chunk) -> None:
+        size, count = len(chunk.top_ids), len(chunk.ids) // 4
+        if size % 4 or len(chunk.top_log_probs) != size:
+            raise ChunkFault(
+                f"{size} bytes of top ids with {len(chunk.top_log_probs)} bytes of log-probs"
+            )
+        if self.top_count and size != 4 * count * self.top_count:
+            raise ChunkFault(
+                f"{size // 4} top ids with {count} tokens; expected sampling.top_log_probs = "
+                f"{self.top_count} with each"
+            )
 
-def _check_top(chunk: Chunk) -> None:
-    size = len(chunk.top_ids)
-    if size % 4 or len(chunk.top_log_probs) != size:
-        raise ChunkFault(
-            f"{size} bytes of top ids with {len(chunk.top_log_probs)} bytes of log-probs"
-        )
+    def _check_experts(self, chunk: Chunk) -> None:
+        if not chunk.routed_experts or self.expert_shape is None:
+            return
+        size, each = len(chunk.routed_experts), self._bytes_of_experts
+        if size % each:
+            raise ChunkFault(f"{size} bytes of routed experts; expected {each} for each token")
+        known, count = self.known_experts + size // each, len(self.ids) + len(chunk.ids) // 4
+        if known > self.expert_room + count:
+            raise ChunkFault(
+                f"routed experts of {known} tokens; expected at most {self.expert_room + count}"
+            )

@@ -141,8 +141,7 @@ class MemoryManager:
             return  # it comes back as it is to be
         except TimeoutError:
             why = f"{replica.name}: no answer after engine.start_timeout_s = {self._limit_s:g} s"
-            replica.is_closed_by_driver = True
-            channel.close(why)
+            replica.restart(channel, why)
             errors.append(EngineError(why))
         except EngineError as error:
             errors.append(error)
@@ -152,8 +151,7 @@ async def _wake(tags: tuple[str, ...], replica: Replica, channel: Channel) -> No
     try:
         await channel.command(WakeUp(tags))
     except EngineError as error:
-        replica.is_closed_by_driver = True
-        channel.close(f"it does not wake up: {error}")
+        replica.restart(channel, f"it does not wake up: {error}")
         raise
 
 

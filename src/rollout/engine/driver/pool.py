@@ -17,7 +17,7 @@ from rollout.engine.driver.maintenance_queue import MaintenanceQueue
 from rollout.engine.driver.memory_manager import MemoryManager
 from rollout.engine.driver.recovery import Attempt, RecoveryCounts, RecoveryPolicy, record_death
 from rollout.engine.driver.replica import Replica
-from rollout.engine.driver.replica_supervisor import Supervisor
+from rollout.engine.driver.replica_supervisor import Supervisor, nothing_known
 from rollout.engine.driver.request_runner import LAST_ANSWER_S, RequestRunner
 from rollout.engine.driver.wait_queue import Notifier, WaitQueue
 from rollout.engine.driver.weight_updater import WeightUpdater
@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from rollout.engine.core import EngineInfo, EngineLoad, SamplingParams
     from rollout.engine.driver.channel import Channel
     from rollout.engine.driver.generation import Generation
+    from rollout.engine.driver.replica_supervisor import FactsGiver
     from rollout.engine.placement.placement import CoreSpec, Placement
     from rollout.engine.routing import Router
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.engine.wire.protocol import Terms
+    from rollout.limits import PausableDeadline
 
 
 @attrs.frozen
@@ -73,6 +75,8 @@ class EnginePool:
         backoff_s: Pause before a replica that died is restarted; doubled each time.
         max_start_failures: Failed starts in a row after which a replica is given up.
         terms: Of the channels; None takes the defaults.
+        facts: Gives what the driver takes for granted of the engines, which refuse it where they
+            know better; None: nothing.
         last_answer_s: How long a cancelled request waits for the tokens of its last answer.
 
     Attributes:
@@ -93,10 +97,12 @@ class EnginePool:
         backoff_s: float = 1.0,
         max_start_failures: int = 3,
         terms: Terms | None = None,
+        facts: FactsGiver | None = None,
         last_answer_s: float = LAST_ANSWER_S,
     ) -> None:
         self._supervisor = Supervisor(
             terms=terms,
+            facts=facts or nothing_known,
             placement=placement,
             start_timeout_s=start_timeout_s,
             backoff_s=backoff_s,
@@ -185,7 +191,7 @@ class EnginePool:
             EngineError: There is no such replica.
         """
         replica = self._find(name)
-        replica.is_drained = True
+        replica.drain()
         if replica.routed is not None:
             self._router.drain(name)
 
@@ -196,7 +202,7 @@ class EnginePool:
             EngineError: There is no such replica.
         """
         replica = self._find(name)
-        replica.is_drained = False
+        replica.resume()
         if replica.routed is not None:
             self._router.resume(name)
             self._wait_queue.wake_next()
@@ -243,9 +249,7 @@ class EnginePool:
             if not was_drained and not replica.is_leaving:
                 self.resume(name)
             raise
-        replica.is_leaving = replica.is_closed_by_driver = True
-        if replica.scope is not None:
-            replica.scope.cancel()
+        replica.remove()
         await replica.gone.wait()
 
     async def update_weights(
@@ -329,8 +333,9 @@ class EnginePool:
         prompt_ids: bytes | TokenPrefix,
         sampling: SamplingParams,
         priority: int = 0,
+        known_experts: int = 0,
         group_id: str = "",
-        deadline: float = math.inf,
+        deadline: PausableDeadline | None = None,
     ) -> None:
         """Run one request to its end; `generation` fills as tokens come.
 
@@ -341,14 +346,22 @@ class EnginePool:
             session_id: The trajectory; its requests stay on one replica while that serves well.
             prompt_ids: int32 little-endian, packed; or the trajectory's prefix, of which only
                 what the replica does not have is sent.
+            priority: Larger is served first, here and in the engine.
+            known_experts: Tokens of the prompt whose routed experts the caller has; those of the
+                others are asked for where the engines tell them.
             group_id: Trajectories that begin with the same prompt; "" for one on its own.
-            deadline: Clock time at which the engine ends the request by itself.
+            deadline: When the engine ends the request by itself; paused while the runtime lets the
+                request wait. None never does.
 
         Raises:
             EngineError: The request is refused for good, the engine failed it, replicas died of
                 it, or no engine is left; `reason` says which.
         """
         self._check_ids(prompt_ids)
+        generation.top_count = sampling.top_log_probs
+        generation.expert_shape = self.info.expert_shape
+        is_packed = isinstance(prompt_ids, bytes)
+        generation.expert_room = len(prompt_ids) // (4 if is_packed else 1) - known_experts
         attempt = Attempt(
             generation,
             session_id=session_id,
@@ -358,8 +371,10 @@ class EnginePool:
             info=self.info,
             policy=self._policy,
             counts=self.recoveries,
+            priority=priority,
+            known_experts=known_experts,
         )
-        await self._requests.run(attempt, group_id=group_id, priority=priority)
+        await self._requests.run(attempt, group_id=group_id)
 
     def forget(self, session_id: str) -> None:
         """The trajectory has ended; nothing is kept for it."""
@@ -372,11 +387,12 @@ class EnginePool:
         data = prompt if isinstance(prompt, bytes) else prompt.packed(start)
         ids, most = np.frombuffer(data, dtype=np.int32), self.info.vocab_size
         # Negative ones are the largest as unsigned.
-        if len(ids) and ids.view(np.uint32).max() >= most:
-            at = int(np.argmax((ids < 0) | (ids >= most)))
+        if len(ids) and ids.view(np.uint32).max() >= (most or 2**31):
+            at = int(np.argmax((ids < 0) | (ids >= (most or 2**31))))
+            of = f" of {most} ids" if most else ""
             raise EngineError(
-                f"token id {ids[at]} at position {start + at} is outside the engine's vocabulary "
-                f"of {most} ids"
+                f"token id {ids[at]} at position {start + at} is outside the engine's vocabulary"
+                + of
             )
         if prefix is not None:
             prefix.checked = start + len(ids)
@@ -400,14 +416,14 @@ class EnginePool:
         await self._memory_manager.bring_up(channel)
         if channel.lost.is_set():
             raise ChannelError(channel.lost_reason)
-        replica.channel, replica.state, replica.is_closed_by_driver = channel, "serving", False
-        replica.routed = self._router.add(
+        routed = self._router.add(
             replica.name,
             channel.info.max_requests,
             weight=replica.load_share,
             weight_version=channel.info.weight_version,
             now=anyio.current_time(),
         )
+        replica.serve(channel, routed)
         if replica.is_drained:
             self._router.drain(replica.name)
         # At once, so that no request is sent to a replica that is known to be lost.
@@ -419,21 +435,13 @@ class EnginePool:
         self._wait_queue.wake_next()
 
     def _lost(self, replica: Replica) -> None:
-        routed = replica.routed
-        assert routed is not None
         self._router.remove(replica.name)
-        replica.routed = None
-        replica.lost, replica.loss_classified = (
-            (tuple(replica.running), routed.in_flight),
-            anyio.Event(),
-        )
+        replica.lose()
 
     def _classify_loss(self, replica: Replica, channel: Channel, is_death: bool) -> None:
-        attempts, in_flight = replica.lost
+        attempts, in_flight = replica.classify_loss()
         if is_death and not replica.is_closed_by_driver and self._tasks is not None:
             record_death(attempts, channel.lost_reason, in_flight=in_flight)
-        replica.lost = ((), 0)
-        replica.loss_classified.set()
 
     def _taken_down(self, replica: Replica, why: str) -> None:
         self._requests.last_failure = why or self._requests.last_failure

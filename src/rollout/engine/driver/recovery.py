@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from rollout.engine.core import EngineInfo, SamplingParams
     from rollout.engine.driver.generation import Generation
+    from rollout.limits import PausableDeadline
     from rollout.token_prefix import TokenPrefix
 
 RecoveryPolicy = Literal["resume", "restart", "fail"]
@@ -63,9 +64,11 @@ class Attempt:
         generation: Filled by one request after the other.
         session_id: The trajectory, for errors.
         prompt_ids: int32 little-endian, packed, or the trajectory's prefix.
+        priority: Larger is served first.
+        known_experts: Tokens of the prompt whose routed experts are known.
+        deadline: Its own; None never ends it.
 
     Attributes:
-        deadline: Clock time at which an engine ends it by itself.
         deaths: Why replicas died while it was in flight there.
         is_interrupted: Its request is cut off, to resume later from the tokens that it has.
         is_running: It has a request in flight.
@@ -78,15 +81,19 @@ class Attempt:
         *,
         session_id: str,
         prompt_ids: bytes | TokenPrefix,
-        deadline: float = math.inf,
+        deadline: PausableDeadline | None = None,
         sampling: SamplingParams,
         info: EngineInfo,
         policy: RecoveryPolicy,
         counts: RecoveryCounts,
+        priority: int = 0,
+        known_experts: int = 0,
     ) -> None:
         self.generation = generation
         self.session_id = session_id
-        self.deadline = deadline
+        self._deadline = deadline
+        self.priority = priority
+        self._known_experts = known_experts
         self.deaths: list[str] = []
         self.is_interrupted = False
         self.is_running = False
@@ -101,6 +108,16 @@ class Attempt:
         self._was_silent = False
         self._garbled = 0
         self._is_poisonous = False
+
+    @property
+    def deadline(self) -> float:
+        """Clock time at which an engine ends it by itself, as things stand."""
+        return math.inf if self._deadline is None else self._deadline.now.at
+
+    @property
+    def experts_start(self) -> int:
+        """Where the routed experts begin that the next request is to tell."""
+        return self._known_experts + self.generation.known_experts
 
     @property
     def prompt_ids(self) -> bytes:
@@ -186,16 +203,15 @@ class Attempt:
         """Its time counts for `batch_s` only from now on; harmless when called again."""
         if not self._is_paused:
             self._is_paused = self.was_paused = True
-            for deadline in self.generation.pausable_deadlines:
-                deadline.pause()
+            if self._deadline is not None:
+                self._deadline.pause()
 
     def resume_deadlines(self) -> None:
         """End `pause_deadlines`; harmless where there is none."""
         if self._is_paused:
             self._is_paused = False
-            for deadline in self.generation.pausable_deadlines:
-                deadline.resume()
-                self.deadline = deadline.now.at  # the last one is the request's own
+            if self._deadline is not None:
+                self._deadline.resume()
 
     def resume_interrupted(self) -> bool:
         """Prepare the next request after an interruption; False where its answer is whole."""

@@ -8,7 +8,7 @@ import attrs
 from rollout.engine.driver.channel import Channel
 from rollout.engine.driver.generation import TokenCounts
 from rollout.engine.driver.recovery import Attempt
-from rollout.engine.placement.placement import CoreSpec
+from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.routing import ReplicaState
 from rollout.engine.weights import DiskWeights, DistributedWeights
 from rollout.engine.wire.staging import unstage
@@ -44,7 +44,7 @@ class Weights:
 
 @attrs.define(eq=False)
 class Replica:
-    """One engine over all of its starts.
+    """One engine over all of its starts; what becomes of it changes by its own methods only.
 
     Attributes:
         state: "starting", "serving", "restarting", "given up", "removed" or "closed".
@@ -87,3 +87,85 @@ class Replica:
     def is_serving(self) -> bool:
         """Whether it is routed to: its channel is not lost."""
         return self.channel is not None and not self.channel.lost.is_set()
+
+    # From its start to its end.
+
+    def begin(self, scope: anyio.CancelScope) -> None:
+        """It is kept from now on, until `scope` is cancelled: at once if it was removed before."""
+        self.scope = scope
+        if self.is_leaving:
+            scope.cancel()
+
+    def live_in(self, handle: ReplicaHandle) -> None:
+        """It has been started there."""
+        self.machines, self.is_here, self.machine = handle.machines, handle.is_here, handle.machine
+        self.weights = None
+
+    def take_weights(self, weights: Weights) -> None:
+        """It has these weights."""
+        self.weights = weights
+
+    def serve(self, channel: Channel, routed: ReplicaState) -> None:
+        """It gets requests from now on."""
+        self.state, self.is_closed_by_driver = "serving", False
+        self.channel, self.routed = channel, routed
+        self.starts += 1
+
+    def lose(self) -> None:
+        """Its channel is lost: it gets nothing more, and whether it died is not known yet."""
+        assert self.routed is not None
+        self.lost, self.loss_classified = (
+            (tuple(self.running), self.routed.in_flight),
+            anyio.Event(),
+        )
+        self.routed = None
+
+    def classify_loss(self) -> tuple[tuple[Attempt, ...], int]:
+        """Whether it died is known; the requests that were in flight there, and their number."""
+        lost, self.lost = self.lost, ((), 0)
+        self.loss_classified.set()
+        self.channel = self.routed = None
+        return lost
+
+    def restart(self, channel: Channel, why: str) -> None:
+        """Have it restarted by the end of its channel; nothing in flight there is to blame."""
+        self.is_closed_by_driver = True
+        channel.close(why)
+
+    def begin_restart(self) -> None:
+        """It is about to be started again."""
+        self.state = "restarting"
+
+    def drain(self) -> None:
+        """It is to get nothing new."""
+        self.is_drained = True
+
+    def resume(self) -> None:
+        """End `drain`."""
+        self.is_drained = False
+
+    def remove(self) -> None:
+        """End it for good; nothing that it has in flight is to blame."""
+        self.is_leaving = self.is_closed_by_driver = True
+        if self.scope is not None:
+            self.scope.cancel()
+
+    def give_up(self) -> None:
+        """It is not started again, because it failed to start too often."""
+        self.state = "given up"
+
+    def end(self) -> None:
+        """Nothing of it is left."""
+        if self.state != "given up":
+            self.state = "removed" if self.is_leaving else "closed"
+        self.gone.set()
+
+    # What it runs.
+
+    def begin_request(self, attempt: Attempt) -> None:
+        """A request of this attempt is in flight there."""
+        self.running[attempt] = None
+
+    def end_request(self, attempt: Attempt) -> None:
+        """It is not any more."""
+        del self.running[attempt]

@@ -14,7 +14,7 @@ from rollout.engine.driver.channel import Channel
 from rollout.engine.driver.channel_connecting import connect_channel
 from rollout.engine.driver.replica import Replica
 from rollout.engine.placement.placement import Placement
-from rollout.engine.wire.protocol import Terms
+from rollout.engine.wire.protocol import DriverFacts, Terms
 from rollout.errors import EngineError
 from rollout.scopes import open_task_group
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.engine")
 
+FactsGiver = Callable[[], Awaitable[DriverFacts]]
+
 #: The longest pause before a replica is restarted.
 MAX_BACKOFF_S = 30.0
 #: A replica that served this long died of something new: its next pause is the first one again.
@@ -34,12 +36,18 @@ STABLE_S = 60.0
 DEATH_GRACE_S = 1.0
 
 
+async def nothing_known() -> DriverFacts:
+    """The facts of a driver that takes nothing for granted."""
+    return DriverFacts()
+
+
 @attrs.frozen(kw_only=True)
 class Supervisor:
     """Starts replicas, and starts them again when they die.
 
     Attributes:
         terms: Of the channels; None takes the defaults.
+        facts: Gives what the driver takes for granted of the engines.
         start_timeout_s: From the start of a replica to its answer to the hello.
         backoff_s: Pause before the first restart; doubled at each further death or failed start.
         max_start_failures: Failed starts in a row after which it is given up.
@@ -50,6 +58,7 @@ class Supervisor:
 
     placement: Placement
     terms: Terms | None
+    facts: FactsGiver
     start_timeout_s: float
     backoff_s: float
     max_start_failures: int
@@ -66,15 +75,12 @@ class Supervisor:
             EngineError: Its first start failed. Later failures are logged and counted.
         """
         try:
-            with anyio.CancelScope() as replica.scope:
-                if replica.is_leaving:  # removed before it began
-                    replica.scope.cancel()
+            with anyio.CancelScope() as scope:
+                replica.begin(scope)
                 await self._supervise(replica, task_status)
-                replica.state = "given up"
+                replica.give_up()
         finally:
-            if replica.state != "given up":
-                replica.state = "removed" if replica.is_leaving else "closed"
-            replica.gone.set()
+            replica.end()
             self.taken_down(replica, "")
 
     async def _supervise(self, replica: Replica, task_status: TaskStatus[None]) -> None:
@@ -93,7 +99,7 @@ class Supervisor:
                 self.taken_down(replica, str(error))
             if failures == self.max_start_failures:
                 return
-            replica.state = "restarting"
+            replica.begin_restart()
             if anyio.current_time() - served_since >= STABLE_S:
                 deaths = 0
             longest_s = max(MAX_BACKOFF_S, self.backoff_s)
@@ -107,11 +113,15 @@ class Supervisor:
         async with (
             self.placement.open_replica(name, replica.spec, self.start_timeout_s) as handle,
             connect_channel(
-                name, handle.connect, handle.secret, replica.tokens, terms=self.terms
+                name,
+                handle.connect,
+                handle.secret,
+                replica.tokens,
+                terms=self.terms,
+                facts=await self.facts(),
             ) as channel,
         ):
-            replica.machines, replica.is_here = handle.machines, handle.is_here
-            replica.machine = handle.machine
+            replica.live_in(handle)
             yield channel, handle.died
 
     async def _serve(
@@ -123,9 +133,7 @@ class Supervisor:
                 tasks.start_soon(self._close_when_dead, channel, died)
                 tasks.start_soon(channel.run)
                 await self.bring_up(replica, channel)
-                is_first = replica.starts == 0
-                replica.starts += 1
-                if is_first:
+                if replica.starts == 1:
                     task_status.started()
                 served_since = anyio.current_time()
                 await channel.lost.wait()
@@ -135,7 +143,6 @@ class Supervisor:
         finally:
             channel.close()
             self.classify_loss(replica, channel, died.is_set() or not channel.is_link_fault)
-            replica.channel = replica.routed = None
         logger.warning("lost %s", channel.lost_reason)
         self.taken_down(replica, channel.lost_reason)
         return served_since

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.recovery import NO_ENGINE
 from rollout.engine.wire.protocol import Submit
 from rollout.limits import cleanup_scope
@@ -74,11 +75,11 @@ class RequestRunner:
         self._last_answer_s = last_answer_s
         self._ids = RequestIds()
 
-    async def run(self, attempt: Attempt, *, group_id: str, priority: int) -> None:
+    async def run(self, attempt: Attempt, *, group_id: str) -> None:
         """Make requests until the attempt has its answer; see `EnginePool.generate`."""
         self.active[attempt] = None
         try:
-            await self._run(attempt, group_id, priority)
+            await self._run(attempt, group_id)
         finally:
             attempt.resume_deadlines()
             del self.active[attempt]
@@ -119,12 +120,12 @@ class RequestRunner:
                 await self.finish(replica)
                 is_empty = True
 
-    async def _run(self, attempt: Attempt, group_id: str, priority: int) -> None:
+    async def _run(self, attempt: Attempt, group_id: str) -> None:
         generation = attempt.generation
         backoff_s, avoid = REFUSED_BACKOFF_S, None
         while True:
             dispatch = await self._place(attempt, partial(self._ask, attempt, group_id, avoid))
-            pending = await self._send(attempt, dispatch, priority)
+            pending = await self._send(attempt, dispatch)
             avoid = dispatch.replica.name if len(self._router.replicas) > 1 else None
             if pending.is_lost or pending.is_garbled:
                 if pending.is_lost:
@@ -157,20 +158,20 @@ class RequestRunner:
         return ask(avoid=avoid) or (ask() if avoid is not None else None)
 
     async def _place(self, attempt: Attempt, ask: Callable[[], Dispatch | None]) -> Dispatch:
-        """Wait for a place on a replica; waiting requests are served in their order."""
+        """Wait for a place on a replica; waiting requests are served by priority."""
         dispatch = None if self._wait_queue else ask()
         if dispatch is None and self._pauses:
             attempt.pause_deadlines()
         while dispatch is None:
             if not self.is_open:
                 raise attempt.failed("the engines are closed", reason=NO_ENGINE)
-            if not await self._wait_queue.wait():
+            if not await self._wait_queue.wait(attempt.priority):
                 raise attempt.failed(f"no engine is left: {self.last_failure}", reason=NO_ENGINE)
             dispatch = ask()
         self._wait_queue.wake_next()  # there may be room for the next one too
         return dispatch
 
-    async def _send(self, attempt: Attempt, dispatch: Dispatch, priority: int) -> PendingRequest:
+    async def _send(self, attempt: Attempt, dispatch: Dispatch) -> PendingRequest:
         """Make one request and wait for its end."""
         replica = self._replicas[dispatch.replica.name]
         channel = replica.channel
@@ -183,7 +184,9 @@ class RequestRunner:
             attempt.prompt_ids if prefix is None else b"",
             attempt.sampling,
             attempt.session_id,
-            priority,
+            attempt.priority,
+            routed_experts=attempt.generation.expert_shape is not None,
+            routed_experts_start=attempt.experts_start,
         )
         with self._running_on(replica, attempt):
             on_gone = partial(self._released, dispatch, attempt.generation, request.request_id)
@@ -231,13 +234,13 @@ class RequestRunner:
         if is_suspect:
             self._router.isolate(replica.name)
             attempt.generation.on_tokens = look
-        replica.running[attempt] = None
+        replica.begin_request(attempt)
         attempt.is_running = True
         try:
             yield
         finally:
             attempt.is_running = False
-            del replica.running[attempt]
+            replica.end_request(attempt)
             if is_suspect and attempt.generation.on_tokens is not None:
                 attempt.generation.on_tokens = None
                 self._end_isolation(replica)
@@ -247,7 +250,7 @@ class RequestRunner:
         self._wait_queue.wake_next()
 
     def _released(self, dispatch: Dispatch, generation: Generation, request_id: str) -> None:
-        is_whole = generation.finish_reason in ("stop", "length")
+        is_whole = generation.finish_reason in WHOLE_ANSWERS
         is_its_own = is_whole and generation.request_id == request_id
         generated = generation.parts[-1].count if is_its_own else None
         self._router.release(dispatch, generated=generated, now=anyio.current_time())

@@ -1,8 +1,10 @@
-"""Requests that wait for a place on a replica, served in their order."""
+"""Requests that wait for a place on a replica, served by priority and in their order."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect_left, insort
 from typing import TYPE_CHECKING
 
 import anyio
@@ -12,15 +14,22 @@ if TYPE_CHECKING:
 
 
 class _Turn:
-    __slots__ = ("came", "scope")
+    __slots__ = ("came", "place", "scope")
 
-    def __init__(self) -> None:
+    def __init__(self, priority: int, number: int) -> None:
+        self.place = (priority, -number)
         self.came = anyio.Event()
         self.scope: anyio.CancelScope | None = None
 
 
+def _place(turn: _Turn) -> tuple[int, int]:
+    return turn.place
+
+
 class WaitQueue:
-    """A first-in, first-out queue of tasks; freed room wakes the first one.
+    """A queue of tasks; freed room wakes the first one.
+
+    The first is the one of the highest priority, of equal ones the one that came first.
 
     Args:
         has_room: Whether it is worth looking.
@@ -31,43 +40,51 @@ class WaitQueue:
 
     def __init__(self, has_room: Callable[[], bool]) -> None:
         self._has_room = has_room
-        self._turns: dict[_Turn, None] = {}
+        self._turns: list[_Turn] = []  # the first in line stands last
+        self._called = 0  # whose turn has come, and who have not looked yet
+        self._numbers = itertools.count()
         self.deadline = math.inf
 
     def __len__(self) -> int:
-        return len(self._turns)
+        return len(self._turns) + self._called
 
-    async def wait(self) -> bool:
+    async def wait(self, priority: int = 0) -> bool:
         """Return when it is the caller's turn; False once the line's deadline has passed.
 
         A caller that does not use the turn calls `wake_next`; cancellation passes it on.
         """
-        turn = _Turn()
-        self._turns[turn] = None
+        turn = _Turn(priority, next(self._numbers))
+        insort(self._turns, turn, key=_place)
         try:
             with anyio.CancelScope(deadline=self.deadline) as turn.scope:
                 await turn.came.wait()
         except BaseException:
-            if self._turns.pop(turn, self) is self:
+            self._leave(turn)
+            if turn.came.is_set():
                 self.wake_next()  # the turn was given to us
             raise
+        self._leave(turn)
+        return turn.came.is_set()
+
+    def _leave(self, turn: _Turn) -> None:
         if turn.came.is_set():
-            return True
-        del self._turns[turn]
-        return False
+            self._called -= 1
+        else:
+            del self._turns[bisect_left(self._turns, turn.place, key=_place)]
 
     def wake_next(self) -> None:
         """Give the first in line its turn, if there is room."""
         if self._turns and self._has_room():
-            turn = next(iter(self._turns))
-            del self._turns[turn]
-            turn.came.set()
+            self._call(self._turns.pop())
 
     def wake_all(self) -> None:
         """Let all of them look, because nothing is as it was."""
-        for turn in self._turns:
-            turn.came.set()
-        self._turns.clear()
+        while self._turns:
+            self._call(self._turns.pop())
+
+    def _call(self, turn: _Turn) -> None:
+        self._called += 1
+        turn.came.set()
 
     def close_at(self, deadline: float) -> None:
         """Send them away then, those that come later too; infinity takes it back."""

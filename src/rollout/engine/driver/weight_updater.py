@@ -70,7 +70,6 @@ class WeightUpdater:
             EngineError: It cannot load them.
             ChannelError: It was lost.
         """
-        replica.weights = None
         while self._current is not replica.weights:  # they may change meanwhile
             wanted = self._current
             if wanted is None:
@@ -228,7 +227,7 @@ class WeightUpdater:
             channel.close(str(error))  # it may get them yet: what it has is not known
             raise error from None
         channel.info = msgspec.structs.replace(channel.info, weight_version=weights.version)
-        replica.weights = weights
+        replica.take_weights(weights)
 
 
 async def _staged(version: int, source: WeightSource) -> Weights:
@@ -246,5 +245,4 @@ async def _staged(version: int, source: WeightSource) -> Weights:
 def _fence(replica: Replica, why: str) -> None:
     """Have a replica restarted, its requests not suspected of killing it."""
     if replica.channel is not None:
-        replica.is_closed_by_driver = True
-        replica.channel.close(why)
+        replica.restart(replica.channel, why)

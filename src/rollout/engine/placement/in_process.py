@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from contextlib import asynccontextmanager
-from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import anyio
@@ -20,14 +20,11 @@ from rollout.limits import cleanup_scope
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     from anyio.abc import ByteStream
 
-#: What becomes of each core before it starts; `rollout.testing` watches engines through it.
-core_wrapper: ContextVar[Callable[[str, EngineCore], EngineCore]] = ContextVar(
-    "core_wrapper", default=lambda name, core: core
-)
+Wrap = Callable[[str, EngineCore], EngineCore]
 
 
 class InProcess:
@@ -36,9 +33,13 @@ class InProcess:
     Args:
         latency_s: One way, for every byte.
         max_read: Longest read, to exercise short reads; None for no bound.
+        wrap: What is served in the place of each core, given the replica's name; None: itself.
     """
 
-    def __init__(self, *, latency_s: float = 0.0, max_read: int | None = None) -> None:
+    def __init__(
+        self, *, latency_s: float = 0.0, max_read: int | None = None, wrap: Wrap | None = None
+    ) -> None:
+        self._wrap: Wrap = wrap or (lambda _, core: core)
         self._latency_s = latency_s
         self._max_read = max_read
 
@@ -64,7 +65,7 @@ class InProcess:
                 stream.stall()
 
         async with open_task_group() as tasks:
-            core = await _start_core(name, spec, start_timeout_s)
+            core = await self._start_core(name, spec, start_timeout_s)
             if hasattr(core, "on_death"):
                 core.on_death = die
             if hasattr(core, "on_freeze"):
@@ -96,15 +97,14 @@ class InProcess:
                 with cleanup_scope(CORE_CLOSE_S):
                     await core.aclose()
 
-
-async def _start_core(name: str, spec: CoreSpec, start_timeout_s: float) -> EngineCore:
-    try:
-        core = core_wrapper.get()(name, load_core(spec.core)(**spec.options))
-        with anyio.fail_after(start_timeout_s):
-            await core.start()
-    except TimeoutError:
-        reason = f"not ready after engine.start_timeout_s = {start_timeout_s:g} s"
-        raise EngineError(f"{name}: {reason}") from None
-    except Exception as error:
-        raise EngineError(f"{name}: {start_error_text(error)}") from error
-    return core
+    async def _start_core(self, name: str, spec: CoreSpec, start_timeout_s: float) -> EngineCore:
+        try:
+            core = self._wrap(name, load_core(spec.core)(**spec.options))
+            with anyio.fail_after(start_timeout_s):
+                await core.start()
+        except TimeoutError:
+            reason = f"not ready after engine.start_timeout_s = {start_timeout_s:g} s"
+            raise EngineError(f"{name}: {reason}") from None
+        except Exception as error:
+            raise EngineError(f"{name}: {start_error_text(error)}") from error
+        return core

@@ -254,8 +254,8 @@ class ClientSession:
             sampling=message.sampling,
             session_id=message.session_id,
             priority=message.priority,
-            top_log_probs=message.top_log_probs,
             routed_experts=message.routed_experts,
+            routed_experts_start=message.routed_experts_start,
             media=message.media,
         )
         deadline = math.inf

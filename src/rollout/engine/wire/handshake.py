@@ -118,13 +118,16 @@ def _fault_of(hello: FromClient, secret: bytes, nonce: bytes) -> str:
 
 
 def mismatch(facts: DriverFacts, info: EngineInfo) -> str:
-    """What a driver takes for granted and the engine knows to be otherwise; empty if nothing."""
-    if facts.vocab_size > info.vocab_size:
+    """What a driver takes for granted and the engine knows to be otherwise; empty if nothing.
+
+    What either of them does not know is no mismatch.
+    """
+    if facts.vocab_size > info.vocab_size > 0:
         return (
             f"the driver's tokenizer knows {facts.vocab_size} ids, the engine's model "
             f"{info.vocab_size}"
         )
-    if facts.eos_ids and not set(facts.eos_ids) & set(info.eos_ids):
+    if facts.eos_ids and info.eos_ids and not set(facts.eos_ids) & set(info.eos_ids):
         return (
             f"the driver's end tokens are {list(facts.eos_ids)}, the engine's {list(info.eos_ids)}"
         )
@@ -133,7 +136,7 @@ def mismatch(facts: DriverFacts, info: EngineInfo) -> str:
             f"the driver counts on a context of {facts.context_length} tokens, the engine has "
             f"{info.context_length}"
         )
-    if facts.fingerprint and facts.fingerprint != info.fingerprint:
+    if facts.fingerprint and info.fingerprint and facts.fingerprint != info.fingerprint:
         return f"the driver expects model {facts.fingerprint}, the engine serves {info.fingerprint}"
     return ""
 

@@ -51,9 +51,10 @@ class DriverFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         vocab_size: Ids that its tokenizer can produce; the model may have more. 0: unknown.
-        eos_ids: At least one of them must end the model's generations. Empty: unknown.
+        eos_ids: Its tokenizer's, and those that the model's files name: at least one of them must
+            end the engine's generations. Empty: unknown.
         context_length: Tokens that it counts on. 0: unknown.
-        fingerprint: Of the model. Empty: unknown.
+        fingerprint: Of the model, where it can tell what the engine's own must be. Empty: unknown.
     """
 
     vocab_size: Natural = 0
@@ -122,8 +123,8 @@ class Submit(msgspec.Struct, array_like=True, tag=10):
     kept_sum: Natural = 0
     has_prefix: bool = False
     remaining_s: Seconds | None = None
-    top_log_probs: Natural = 0
     routed_experts: bool = False
+    routed_experts_start: Natural = 0
     media: tuple[bytes, ...] = ()
 
 

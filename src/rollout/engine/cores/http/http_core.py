@@ -190,6 +190,7 @@ class HttpCore:
             weight_version=version,
             core=f"http: {self._api_name}",
             no_sleep="servers that somebody else runs keep their memory",
+            max_top_log_probs=0,
         )
 
     async def _until_it_answers(self, client: HttpClient) -> tuple[int | None, int]:
@@ -209,8 +210,6 @@ class HttpCore:
         """The answer to a request that is not taken on; None where it is."""
         fault = self._failure or request_fault(request, self.info)
         fault = fault or self._api.fault(request.sampling)
-        if not fault and (request.routed_experts or request.top_log_probs):
-            fault = "routed_experts, top_log_probs: not asked of a server that somebody else runs"
         if not fault and request.request_id in self._open:
             fault = f"request id {request.request_id!r} is in use"
         if fault:

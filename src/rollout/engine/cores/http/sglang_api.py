@@ -42,6 +42,7 @@ class SGLangApi:
     def __init__(self) -> None:
         self._is_incremental = False
         self._is_deterministic = False
+        self._priority_sign = 0  # 0: it serves requests in their order
 
     async def describe(self, client: HttpClient) -> tuple[int | None, int]:
         """The context length and the weight version that the server names.
@@ -57,6 +58,7 @@ class SGLangApi:
             facts = await client.get("/get_server_info")  # its name in older versions
         self._is_incremental = bool(facts.get("incremental_streaming_output"))
         self._is_deterministic = bool(facts.get("enable_deterministic_inference"))
+        self._priority_sign = _priority_sign(facts)
         length = facts.get("max_req_input_len") or facts.get("context_length")
         return length, parse_version(facts.get("weight_version"))
 
@@ -77,15 +79,17 @@ class SGLangApi:
         params["stream_interval"] = chunk_tokens
         if self._is_deterministic:
             params["sampling_seed"] = seed_of(request.sampling)
-        return {
+        body: dict[str, Any] = {
             "rid": request.request_id,
             "input_ids": unpack_ids(request.prompt_ids).tolist(),
             "sampling_params": params,
             "return_logprob": True,
             "stream": True,
-            "priority": request.priority,
             "extra_key": salt_of(weight_version),
         }
+        if self._priority_sign:
+            body["priority"] = self._priority_sign * request.priority
+        return body
 
     def reader(self, request_id: str) -> SGLangReader:
         """Reads the answers to one request."""
@@ -98,6 +102,13 @@ class SGLangApi:
             HttpError: It does not answer.
         """
         await client.call("POST", "/abort_request", {"rid": request_id})
+
+
+def _priority_sign(facts: Mapping[str, Any]) -> int:
+    """What a priority is multiplied by; 0 where the server knows none, and may refuse them."""
+    if not facts.get("enable_priority_scheduling"):
+        return 0
+    return -1 if facts.get("schedule_low_priority_values_first") else 1
 
 
 class SGLangReader(AnswerReader):

@@ -8,8 +8,6 @@ and everything else of it is called on the event loop.
 from __future__ import annotations
 
 import atexit
-import hashlib
-import json
 import multiprocessing
 import os
 import signal
@@ -24,13 +22,13 @@ from rollout.engine.cores.sglang.server_arguments import SGLangOptions, engine_a
 from rollout.engine.cores.sglang.stream_hook import STREAM_VARIABLE
 from rollout.engine.guardian import mapped_files, remove, remove_at_end, shared_files
 from rollout.engine.model_files import resolve_model
+from rollout.engine.model_identity import model_fingerprint
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
 
-#: Facts of a model's configuration that differ between copies of the same model.
-INCIDENTAL = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
+    from rollout.engine.core import GenerationRequest
 
 
 class SchedulerLoad(NamedTuple):
@@ -90,7 +88,7 @@ class SGLang:
             return
         self._request_type = GenerateReqInput
         self._request_fields = fields_of(GenerateReqInput)
-        self.info = self._describe(options)
+        self.info = self._describe(options, model_path)
         self.model_path = model_path
         self.maintenance = SGLangMaintenance(self._tokens)
 
@@ -117,6 +115,16 @@ class SGLang:
         request = self._request_type(stream=True, **known)
         answers: AsyncGenerator[Mapping[str, Any], None] = self._tokens.generate_request(request)
         return answers
+
+    def unwanted_experts(self, request: GenerationRequest) -> int:
+        """Bytes of routed experts that come before those asked for.
+
+        Versions without ``routed_experts_start_len`` always tell those of the whole prompt.
+        """
+        shape = self.info.expert_shape
+        if shape is None or "routed_experts_start_len" in self._request_fields:
+            return 0
+        return 2 * shape[0] * shape[1] * request.routed_experts_start
 
     def is_dispatched(self, request_id: str) -> bool:
         """Whether the scheduler may know the request: an abort that overtakes it is lost."""
@@ -183,24 +191,33 @@ class SGLang:
         if watchdog is not None:
             watchdog.stop()
 
-    def _describe(self, options: SGLangOptions) -> EngineInfo:
+    def _describe(self, options: SGLangOptions, model_path: str) -> EngineInfo:
         model = self._tokens.model_config
-        eos_ids = tuple(sorted(model.hf_eos_token_id or ()))
-        facts = model.hf_config.to_dict()
-        named = {name: value for name, value in facts.items() if name not in INCIDENTAL}
-        text = json.dumps([named, model.vocab_size, eos_ids], sort_keys=True, default=str)
         return EngineInfo(
             vocab_size=model.vocab_size,
-            eos_ids=eos_ids,
+            eos_ids=tuple(sorted(model.hf_eos_token_id or ())),
             context_length=self._tokens.max_req_input_len,
-            fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16],
+            fingerprint=model_fingerprint(model_path, options.revision),
             max_requests=options.max_running + options.max_queued,
             weight_version=options.weight_version,
             core="sglang",
             device=options.torch_device,
             gpu=gpu_of(options.torch_device),
             no_sleep=options.no_sleep,
+            max_top_log_probs=model.vocab_size,
+            expert_shape=_expert_shape(model.hf_text_config) if options.routed_experts else None,
         )
+
+
+def _expert_shape(config: Any) -> tuple[int, int]:
+    """What SGLang tells of each token: top_k experts of every layer, those without included."""
+    top_k = getattr(config, "num_experts_per_tok", None)
+    if not top_k:
+        raise EngineError(
+            "engine.routed_experts = true: expected a model with a mixture of experts; its "
+            "configuration has no num_experts_per_tok"
+        )
+    return config.num_hidden_layers, top_k
 
 
 class SharedFiles:

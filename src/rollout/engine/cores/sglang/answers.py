@@ -28,15 +28,19 @@ class AnswerReader:
     that is current when it arrives: then, once the weights have changed under a request, its tokens
     wait until the final answer says.
 
+    Args:
+        skipped_experts: Bytes at the beginning of its routed experts that were not asked for.
+
     Attributes:
         tokens: How many have left in chunks.
         is_buffering: Tokens wait for the final answer; set beforehand where weights are changed
             under running requests.
     """
 
-    __slots__ = ("_version", "is_buffering", "request_id", "tokens")
+    __slots__ = ("_skipped_experts", "_version", "is_buffering", "request_id", "tokens")
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, skipped_experts: int = 0) -> None:
+        self._skipped_experts = skipped_experts
         self.request_id = request_id
         self.tokens = 0
         self.is_buffering = False
@@ -70,7 +74,7 @@ class AnswerReader:
             finish_reason=reason,
             error=error,
             cached_tokens=meta.get("cached_tokens") or 0,
-            routed_experts=experts_of(meta),
+            routed_experts=experts_of(meta)[self._skipped_experts :],
         )
         return chunks
 
@@ -115,9 +119,10 @@ def parse_version(text: str | None) -> int:
 
 
 def experts_of(meta: Mapping[str, Any]) -> bytes:
-    """The routed experts of a final answer as packed int16: (prompt + output - 1, layers, top_k).
+    """The routed experts of a final answer as packed int16: (tokens, layers, top_k).
 
-    SGLang sends int32 in base64. Empty where none were asked for.
+    Of all tokens but the last, from where they were asked for. SGLang sends int32 in base64. Empty
+    where none were asked for.
     """
     encoded = meta.get("routed_experts")
     if not encoded:

@@ -25,8 +25,6 @@ def refusal_of(
 ) -> Chunk | None:
     """The answer to a request that is not taken on; None where it is."""
     fault = request_fault(request, info) or sampling_fault(request.sampling)
-    if fault is None and request.routed_experts and not options.routed_experts:
-        fault = "routed_experts: expected engine.routed_experts = true, set when the engine starts"
     if fault is not None:
         return Chunk(request_id=request.request_id, finish_reason="error", error=fault)
     full = None
@@ -75,6 +73,7 @@ def request_fields(
         "return_logprob": True,
         "top_logprobs_num": request.top_log_probs,
         "return_routed_experts": request.routed_experts,
+        "routed_experts_start_len": request.routed_experts_start,
         "priority": request.priority,
         "extra_key": salt,
     }

@@ -145,7 +145,7 @@ class SGLangCore:
             yield refusal
             return
         assert self._sglang is not None
-        reader = AnswerReader(request.request_id)
+        reader = AnswerReader(request.request_id, self._sglang.unwanted_experts(request))
         reader.is_buffering = self._is_loading
         entry = self._open[request.request_id] = OpenRequest(reader)
         fields = request_fields(request, self._options, self.info, salt_of(self._updates))

@@ -110,6 +110,24 @@ class Kv(_Section, frozen=True, kw_only=True):
     prefix_cache: bool = True
 
 
+class Experts(_Section, frozen=True, kw_only=True):
+    """The mixture of experts that the engine tells of, where `engine.routed_experts` is set.
+
+    Attributes:
+        layers: How many of the model's layers have experts.
+        top_k: How many of them a layer routes a token to.
+        count: How many a layer has.
+    """
+
+    layers: AtLeastOne = 2
+    top_k: AtLeastOne = 2
+    count: Annotated[int, msgspec.Meta(ge=1, le=2**15)] = 8
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.count:
+            raise ValueError(f"top_k = {self.top_k}; expected at most count = {self.count}")
+
+
 class Faults(_Section, frozen=True, kw_only=True):
     """What goes wrong. Shares are of requests; which ones, the scenario's seed decides.
 
@@ -157,6 +175,7 @@ class ScenarioOptions(_Section, frozen=True, kw_only=True):
     capacity: Capacity = Capacity()
     kv: Kv = Kv()
     faults: Faults = Faults()
+    experts: Experts = Experts()
     stream_interval: AtLeastOne = 16
     weight_version: Count = 0
 

@@ -23,7 +23,12 @@ from rollout.engine.cores.simulated.options import parse_scenario
 from rollout.engine.cores.simulated.scenario_faults import FaultPlan, Freeze
 from rollout.engine.cores.simulated.simulated_model import SimulatedModel, end_ids
 from rollout.engine.cores.simulated.streams import Sleepers, Stream
-from rollout.engine.cores.simulated.vocabulary import EOS_ID, VOCAB_SIZE, first_bad_position
+from rollout.engine.cores.simulated.vocabulary import (
+    EOS_ID,
+    FINGERPRINT,
+    VOCAB_SIZE,
+    first_bad_position,
+)
 from rollout.engine.wire.operations import TAGS_OF_LEVEL
 
 if TYPE_CHECKING:
@@ -45,6 +50,7 @@ class SimulatedCore:
     """Continuous batching over a scripted model; see `EngineCore` for the contract.
 
     Args:
+        routed_experts: Tells of each token which experts it was routed to.
         replica: Index among the replicas of its pool; `faults.replicas` refers to it.
         stream_interval_s: How long a sampled token waits for others at most; None: until there are
             as many as the scenario says.
@@ -61,13 +67,19 @@ class SimulatedCore:
     """
 
     def __init__(
-        self, *, replica: int = 0, stream_interval_s: float | None = None, **scenario: Any
+        self,
+        *,
+        replica: int = 0,
+        stream_interval_s: float | None = None,
+        routed_experts: bool = False,
+        **scenario: Any,
     ) -> None:
         options = parse_scenario(scenario)
         plan = FaultPlan(options.faults, options.seed, replica)
         self.on_death: Callable[[], None] | None = None
         self.is_gathering = stream_interval_s is not None
         self._options = options
+        self._experts = options.experts if routed_experts else None
         self._fault_plan = plan
         self._lost_aborts = plan.faults.lost_aborts
         self._freeze = Freeze.of(plan.faults, 0.0)
@@ -98,15 +110,17 @@ class SimulatedCore:
     @property
     def info(self) -> EngineInfo:
         """The facts about the engine; they do not depend on `start`."""
-        options = self._options
+        options, experts = self._options, self._experts
         return EngineInfo(
             vocab_size=VOCAB_SIZE,
             eos_ids=(EOS_ID,),
             context_length=min(options.capacity.context_length, options.kv.tokens),
-            fingerprint="simulated",
+            fingerprint=FINGERPRINT,
             max_requests=options.capacity.max_running + options.capacity.max_queued,
             weight_version=self._weight_version,
             core="simulated",
+            max_top_log_probs=VOCAB_SIZE,
+            expert_shape=None if experts is None else (experts.layers, experts.top_k),
         )
 
     async def start(self) -> None:
@@ -185,7 +199,7 @@ class SimulatedCore:
     def _open(self, request: GenerationRequest) -> Stream:
         """Hand a request to the batch, or answer it at once."""
         faults = self._fault_plan.draw()
-        stream = Stream(request.request_id, self._weight_version, faults)
+        stream = Stream(request, self._weight_version, faults, self._experts)
         fault = self._fault_of(request)
         if fault:
             stream.refuse("error", fault)
@@ -207,6 +221,10 @@ class SimulatedCore:
             return "the prompt is empty"
         if request.sampling.max_new_tokens < 1:
             return f"max_new_tokens = {request.sampling.max_new_tokens}; expected at least 1"
+        if request.top_log_probs > VOCAB_SIZE:
+            return f"top_log_probs = {request.top_log_probs}; expected at most {VOCAB_SIZE}"
+        if request.routed_experts and self._experts is None:
+            return "routed_experts: expected engine.routed_experts = true"
         if count >= context:
             return f"a prompt of {count} tokens leaves no room in a context of {context}"
         bad = first_bad_position(request.prompt_ids)

@@ -5,18 +5,21 @@ Loaded in engine processes: imports msgspec, anyio and the standard library only
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
 import anyio
 
 from rollout.engine.core import Chunk, FinishReason
-from rollout.engine.cores.simulated.vocabulary import log_probs_of
+from rollout.engine.cores.simulated.vocabulary import expert_of, log_probs_of, top_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rollout.engine.core import GenerationRequest
     from rollout.engine.cores.simulated.jobs import Job
+    from rollout.engine.cores.simulated.options import Experts
     from rollout.engine.cores.simulated.scenario_faults import RequestFaults
 
 
@@ -30,10 +33,28 @@ class Stream:
         weight_version: Stamped on what is emitted from now on.
     """
 
-    __slots__ = ("_faults", "_request_id", "chunks", "is_ended", "job", "wakeup", "weight_version")
+    __slots__ = (
+        "_experts",
+        "_faults",
+        "_request",
+        "_told",
+        "chunks",
+        "is_ended",
+        "job",
+        "wakeup",
+        "weight_version",
+    )
 
-    def __init__(self, request_id: str, weight_version: int, faults: RequestFaults) -> None:
-        self._request_id = request_id
+    def __init__(
+        self,
+        request: GenerationRequest,
+        weight_version: int,
+        faults: RequestFaults,
+        experts: Experts | None = None,
+    ) -> None:
+        self._request = request
+        self._experts = experts if request.routed_experts else None
+        self._told = request.routed_experts_start
         self.weight_version = weight_version
         self._faults = faults
         self.chunks: deque[Chunk] = deque()
@@ -43,22 +64,44 @@ class Stream:
 
     def refuse(self, reason: FinishReason, error: str) -> None:
         """Answer without a token."""
-        self._send(Chunk(request_id=self._request_id, finish_reason=reason, error=error))
+        self._send(Chunk(request_id=self._request.request_id, finish_reason=reason, error=error))
 
     def emit(self, job: Job, first: int, stop: int, reason: FinishReason | None) -> None:
         """See `rollout.engine.cores.simulated.jobs.Sink`."""
-        ids = job.answer[first:stop]
+        ids, position = job.answer[first:stop], len(job.prompt) // 4 + first
+        top_ids, top_log_probs = top_of(ids, position, self._request.top_log_probs)
         self._send(
             Chunk(
-                request_id=self._request_id,
+                request_id=self._request.request_id,
                 offset=first,
                 ids=ids.tobytes(),
-                log_probs=log_probs_of(ids, len(job.prompt) // 4 + first).tobytes(),
+                log_probs=log_probs_of(ids, position).tobytes(),
+                top_ids=top_ids.tobytes(),
+                top_log_probs=top_log_probs.tobytes(),
+                routed_experts=self._experts_up_to(job, stop),
                 weight_version=self.weight_version,
                 finish_reason=reason,
                 cached_tokens=0 if reason is None else job.cached_tokens,
             )
         )
+
+    def _experts_up_to(self, job: Job, sampled: int) -> bytes:
+        """Of the tokens not told before that were computed to sample so many."""
+        experts = self._experts
+        if experts is None or not sampled:
+            return b""
+        ids = array("i")
+        ids.frombytes(job.sequence(sampled - 1))
+        first, self._told = self._told, len(ids)
+        return array(
+            "h",
+            [
+                expert_of(ids[at], at, layer, rank, experts.count)
+                for at in range(first, len(ids))
+                for layer in range(experts.layers)
+                for rank in range(experts.top_k)
+            ],
+        ).tobytes()
 
     def wake(self) -> None:
         """Have the task that sleeps over this stream look again."""

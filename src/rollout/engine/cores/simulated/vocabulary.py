@@ -12,6 +12,8 @@ from __future__ import annotations
 import re
 from array import array
 
+#: Of the simulated model; see `EngineInfo`.
+FINGERPRINT = "simulated"
 #: Ids of the special tokens, after the 256 bytes.
 SPECIAL_TOKENS = {"<|endoftext|>": 256, "<|im_start|>": 257, "<|im_end|>": 258}
 PAD_ID = 256
@@ -87,6 +89,23 @@ def log_probs_of(ids: array[int], position: int) -> array[float]:
     """`expected_log_prob` of each of `ids`, the first one at `position`."""
     scaled = enumerate(ids, position)
     return array("f", [_LOG_PROBS[(token * 97 + at * 31) % _PERIOD] for at, token in scaled])
+
+
+def top_of(ids: array[int], position: int, count: int) -> tuple[array[int], array[float]]:
+    """The `count` most likely ids at the place of each of `ids`, likeliest first, and log-probs.
+
+    As made up as these: the sampled id comes first, then the ids after it, each by 1 less likely.
+    """
+    likely, log_probs = array("i"), array("f")
+    for token, log_prob in zip(ids, log_probs_of(ids, position), strict=True):
+        likely.extend((token + rank) % VOCAB_SIZE for rank in range(count))
+        log_probs.extend(log_prob - rank for rank in range(count))
+    return likely, log_probs
+
+
+def expert_of(token_id: int, position: int, layer: int, rank: int, count: int) -> int:
+    """Which of `count` experts the simulated model routes an id to; others for other ranks."""
+    return (token_id * 13 + position * 7 + layer * 3 + rank) % count
 
 
 def _are_special(low: bytes, high: bytes) -> bool:

@@ -52,6 +52,7 @@ class Sequence:
         self.slot: Slot | None = None
         self.cached_tokens = 0
         self.log_probs = array("f")
+        self._top_ids = self._top_log_probs = b""  # of the tokens that no chunk has carried yet
         self._sent = 0
 
     @property
@@ -59,11 +60,15 @@ class Sequence:
         """Sampled tokens that no chunk has carried yet."""
         return len(self.log_probs) - self._sent
 
-    def append(self, token: int, log_prob: float) -> FinishReason | None:
+    def append(
+        self, token: int, log_prob: float, top_ids: bytes, top_log_probs: bytes
+    ) -> FinishReason | None:
         """Add a sampled token; says whether that ends the request."""
         self.ids[self.length] = token
         self.length += 1
         self.log_probs.append(log_prob)
+        self._top_ids += top_ids
+        self._top_log_probs += top_log_probs
         if token in self.stop_ids:
             return "stop"
         return "length" if self.length >= self.limit else None
@@ -79,6 +84,8 @@ class Sequence:
         """The tokens that have not left yet, as a chunk."""
         start, self._sent = self._sent, len(self.log_probs)
         first = self.prompt_length + start
+        top_ids, self._top_ids = self._top_ids, b""
+        top_log_probs, self._top_log_probs = self._top_log_probs, b""
         return Chunk(
             request_id=self.request.request_id,
             offset=start,
@@ -89,6 +96,8 @@ class Sequence:
             error=error,
             is_fatal=is_fatal,
             cached_tokens=self.cached_tokens if reason is not None else 0,
+            top_ids=top_ids,
+            top_log_probs=top_log_probs,
         )
 
 
@@ -205,9 +214,16 @@ class Scheduler:
         for piece in pieces:
             piece.slot.computed = piece.stop
 
-    def advance(self, sequence: Sequence, token: int, log_prob: float) -> None:
+    def advance(
+        self,
+        sequence: Sequence,
+        token: int,
+        log_prob: float,
+        top_ids: bytes = b"",
+        top_log_probs: bytes = b"",
+    ) -> None:
         """Add a sampled token; send a chunk where one is due, end the request where it is over."""
-        reason = sequence.append(token, log_prob)
+        reason = sequence.append(token, log_prob, top_ids, top_log_probs)
         self.generated_tokens += 1
         if reason is not None:
             self._finish(sequence, reason)

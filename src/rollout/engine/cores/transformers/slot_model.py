@@ -29,6 +29,7 @@ from rollout.engine.cores.transformers.attention import (
 )
 from rollout.engine.cores.transformers.kv import KeyValueCache
 from rollout.engine.model_files import resolve_model
+from rollout.engine.model_identity import INCIDENTAL
 from rollout.engine.quiet import quiet_transformers
 from rollout.errors import EngineError
 
@@ -44,8 +45,6 @@ DTYPES = {
 BFLOAT16_PROBES = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
 #: Types of rotary positions that differ with the longest sequence of a batch.
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-#: Facts of a configuration that may differ between replicas of one model.
-INCIDENTAL = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
 
 class SlotModel:
@@ -177,7 +176,7 @@ def load_model(
 
 
 def describe(
-    model: PreTrainedModel, *, context_length: int | None, max_requests: int
+    model: PreTrainedModel, *, fingerprint: str, context_length: int | None, max_requests: int
 ) -> EngineInfo:
     """The facts about a loaded model that clients must agree with."""
     config = model.config.get_text_config()
@@ -186,20 +185,27 @@ def describe(
     if not lengths:
         raise EngineError("the model names no longest context; set engine.context_length")
     embeddings: Any = model.get_input_embeddings()
-    vocab_size: int = embeddings.num_embeddings
-    eos_ids = _eos_ids(model)
-    facts = {name: value for name, value in config.to_dict().items() if name not in INCIDENTAL}
-    text = json.dumps([facts, vocab_size, eos_ids], sort_keys=True, default=str)
     return EngineInfo(
-        vocab_size=vocab_size,
-        eos_ids=eos_ids,
+        vocab_size=embeddings.num_embeddings,
+        eos_ids=_eos_ids(model),
         context_length=min(lengths),
-        fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16],
+        fingerprint=fingerprint,
         max_requests=max_requests,
         core="transformers",
         device=str(model.device),
         gpu=gpu_of(str(model.device)),
+        max_top_log_probs=embeddings.num_embeddings,
     )
+
+
+def architecture_of(model: PreTrainedModel) -> str:
+    """16 hex digits that agree where other weights fit in the place of these."""
+    facts = model.config.get_text_config().to_dict()
+    named = {name: value for name, value in facts.items() if name not in INCIDENTAL}
+    embeddings: Any = model.get_input_embeddings()
+    told = [named, embeddings.num_embeddings, _eos_ids(model)]
+    text = json.dumps(told, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _dtype(name: str, device: str) -> torch.dtype | str:

@@ -38,9 +38,9 @@ def _draw(
 ) -> None:
     draws = sample(logits, [_row(piece) for piece in pieces])
     tokens, log_probs = draws.ids.tolist(), draws.log_probs.tolist()
-    for piece, token, log_prob in zip(pieces, tokens, log_probs, strict=True):
+    for piece, token, log_prob, top in zip(pieces, tokens, log_probs, draws.top, strict=True):
         if math.isfinite(log_prob):
-            scheduler.advance(piece.sequence, token, log_prob)
+            scheduler.advance(piece.sequence, token, log_prob, *top)
         else:
             scheduler.fail(
                 piece.sequence, f"the model's logits at position {piece.stop - 1} are not finite"

@@ -49,11 +49,27 @@ class SamplingRow(NamedTuple):
     prompt_length: int = 0
 
 
+class Top(NamedTuple):
+    """The likeliest ids at a position, int32, and their log-probs, float32; packed."""
+
+    ids: bytes
+    log_probs: bytes
+
+
+NO_TOP = Top(b"", b"")
+
+
 class Draws(NamedTuple):
-    """Sampled ids (R,) int64 and their log-probs (R,) float32, on the CPU."""
+    """Sampled ids (R,) int64 and their log-probs (R,) float32, on the CPU.
+
+    Attributes:
+        top: Of each row the ids that are most likely, as many as its sampling asks for, likeliest
+            first, and their log-probs.
+    """
 
     ids: Tensor
     log_probs: Tensor
+    top: list[Top]
 
 
 def race_numbers(keys: Sequence[tuple[int, int]], count: int) -> npt.NDArray[np.float32]:
@@ -96,8 +112,24 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Draws:
             _truncated(logits, weights, rows, drawn),
             [(rows[i].seed, rows[i].position) for i in drawn],
         )
-    log_probs = scores.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - weights.sum(-1).log()
-    return Draws(ids.cpu(), log_probs.cpu())
+    totals = weights.sum(-1).log()
+    log_probs = scores.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - totals
+    return Draws(ids.cpu(), log_probs.cpu(), _top(scores, totals, rows))
+
+
+def _top(scores: Tensor, totals: Tensor, rows: Sequence[SamplingRow]) -> list[Top]:
+    found = [NO_TOP] * len(rows)
+    asking = [i for i, row in enumerate(rows) if row.sampling.top_log_probs]
+    if not asking:
+        return found
+    most = max(rows[i].sampling.top_log_probs for i in asking)
+    values, ids = scores[asking].topk(most)
+    log_probs = (values - totals[asking].unsqueeze(-1)).cpu().numpy()
+    packed = ids.to(torch.int32).cpu().numpy()
+    for at, i in enumerate(asking):
+        count = rows[i].sampling.top_log_probs
+        found[i] = Top(packed[at, :count].tobytes(), log_probs[at, :count].tobytes())
+    return found
 
 
 def penalise(row: Tensor, seen: Tensor, penalty: float) -> Tensor:

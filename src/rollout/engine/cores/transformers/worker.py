@@ -22,6 +22,8 @@ from rollout.engine.core import CORE_CLOSE_S, Chunk, EngineInfo, EngineLoad, Gen
 from rollout.engine.cores.pacing import StreamPacer
 from rollout.engine.cores.transformers.scheduler import Scheduler
 from rollout.engine.cores.transformers.scheduler import Sequence as Request
+from rollout.engine.model_files import resolve_model
+from rollout.engine.model_identity import model_fingerprint
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
@@ -100,6 +102,7 @@ class Worker:
         self._is_closing = False
         self._pacer = StreamPacer(options.stream_interval_s)
         self._handed_over_at = 0.0
+        self._architecture = ""
         self._source: tuple[str, str | None] = (options.model, options.revision)
         #: Requests running in slots, tokens sampled, share of the cache: replaced after each step.
         self.load = EngineLoad()
@@ -135,14 +138,22 @@ class Worker:
         # Here, not above: torch takes seconds to import, and the event loop must not wait for it.
         import torch
 
-        from rollout.engine.cores.transformers.slot_model import SlotModel, describe
+        from rollout.engine.cores.transformers.slot_model import (
+            SlotModel,
+            architecture_of,
+            describe,
+        )
 
         options = self._options
         torch.set_num_threads(options.threads)
         with torch.inference_mode():
             loaded = self._load(options.model, options.revision)
+            self._architecture = architecture_of(loaded)
             info = describe(
                 loaded,
+                fingerprint=model_fingerprint(
+                    resolve_model(options.model, options.revision), options.revision
+                ),
                 context_length=options.context_length,
                 max_requests=options.max_running + options.max_queued,
             )
@@ -214,14 +225,13 @@ class Worker:
         Raises:
             EngineError: They cannot be loaded or are of another model; nothing has changed.
         """
-        from rollout.engine.cores.transformers.slot_model import describe
+        from rollout.engine.cores.transformers.slot_model import architecture_of
 
         loaded = self._load(path, None, model.configs_for(path))
-        found = describe(loaded, context_length=info.context_length, max_requests=info.max_requests)
-        if found.fingerprint != info.fingerprint:
+        found = architecture_of(loaded)
+        if found != self._architecture:
             raise EngineError(
-                f"{path}: the weights are of model {found.fingerprint}, the engine serves "
-                f"{info.fingerprint}"
+                f"{path}: the weights are of model {found}, the engine serves {self._architecture}"
             )
         model.replace(loaded)
         scheduler.change_weights(version)

@@ -1,0 +1,58 @@
+"""What a model's files say of it, read alike by the driver and by engines.
+
+Both read the files themselves, and not what a library makes of them: the driver's and an engine's
+may be of different versions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+#: Facts of a model's configuration that differ between copies of the same model.
+INCIDENTAL = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
+
+
+def model_fingerprint(model: str, revision: str | None = None) -> str:
+    """16 hex digits that agree where the models' configurations agree; "" where there is none.
+
+    Args:
+        model: As `resolve_model` gives it: a directory or a hub name, which may be downloaded.
+    """
+    config = _read(model, revision, "config.json")
+    named = {name: value for name, value in config.items() if name not in INCIDENTAL}
+    if not named:
+        return ""
+    return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def end_ids(model: str, revision: str | None = None) -> tuple[int, ...]:
+    """The ids that end the model's generations, as its files name them; empty where none does."""
+    config = _read(model, revision, "config.json")
+    inner = config.get("text_config")
+    named = (_read(model, revision, "generation_config.json"), config, inner or {})
+    found = (each.get("eos_token_id") for each in named)
+    given = next((ids for ids in found if ids is not None), ())
+    return (given,) if isinstance(given, int) else tuple(sorted(given))
+
+
+def _read(model: str, revision: str | None, name: str) -> dict[str, Any]:
+    """A file of a model; empty where it has none, or where it is no JSON object."""
+    try:
+        found = json.loads(_path(model, revision, name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _path(model: str, revision: str | None, name: str) -> Path:
+    if Path(model).is_dir():
+        return Path(model, name)
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(model, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+    if found is None:
+        raise FileNotFoundError(f"{model} has no {name}")
+    return Path(found)

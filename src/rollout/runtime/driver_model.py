@@ -1,0 +1,125 @@
+"""What the driver loads of a model: tokenizer, chat format, and what engines must agree with."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING
+
+import attrs
+
+from rollout.chat import ChatTemplate, load_chat_template
+from rollout.chat.template_loading import with_template
+from rollout.config import SGLangEngine, SimulatedEngine, TransformersEngine
+from rollout.engine.cores.simulated.vocabulary import FINGERPRINT
+from rollout.engine.model_files import resolve_model
+from rollout.engine.model_identity import end_ids, model_fingerprint
+from rollout.engine.wire.protocol import DriverFacts
+from rollout.lazy import importing
+
+if TYPE_CHECKING:
+    from rollout.config import ModelConfig, RolloutConfig
+    from rollout.engine.core import EngineInfo
+    from rollout.worker_threads import WorkerThreads
+
+logger = logging.getLogger("rollout")
+
+#: Path of the model that `rollout.testing` simulates: a byte-level tokenizer, no files.
+SIMULATED_MODEL = "simulated"
+
+
+@attrs.frozen
+class DriverModel:
+    """The model as the driver knows it.
+
+    Attributes:
+        template: Its tokenizer and chat format.
+        facts: What engines refuse the driver for, where they know better.
+    """
+
+    template: ChatTemplate
+    facts: DriverFacts
+
+
+async def load_driver_model(config: RolloutConfig, threads: WorkerThreads) -> DriverModel:
+    """The model of a configuration.
+
+    Raises:
+        TemplateError, EngineError: Its tokenizer or chat format cannot be loaded.
+    """
+    model = config.model
+    if model.path != SIMULATED_MODEL:
+        return await threads.run("tokenizer", _load, config)
+    # Inline: a thread would let virtual time run away from it.
+    _import_tensors()
+    is_plain = model.chat_template is None and not model.chat_template_kwargs
+    template = _simulated_template() if is_plain else _other_simulated_template(model)
+    return DriverModel(template, _facts(template, config))
+
+
+def _load(config: RolloutConfig) -> DriverModel:
+    template = _load_tokenizer(config.model)
+    return DriverModel(template, _facts(template, config))
+
+
+def _facts(template: ChatTemplate, config: RolloutConfig) -> DriverFacts:
+    """Engines of ours say of the model's files what can be said here too; others say their own."""
+    engine, model = config.engine, config.model
+    fingerprint = ""
+    ends = set() if template.eos_token_id is None else {template.eos_token_id}
+    if model.path != SIMULATED_MODEL:
+        path = resolve_model(model.path, model.revision)
+        ends.update(end_ids(path, model.revision))
+        if isinstance(engine, TransformersEngine | SGLangEngine):
+            fingerprint = model_fingerprint(path, model.revision)
+    if isinstance(engine, SimulatedEngine):
+        fingerprint = FINGERPRINT
+    return DriverFacts(
+        vocab_size=template.vocab_size, eos_ids=tuple(sorted(ends)), fingerprint=fingerprint
+    )
+
+
+def warn_of_end_token(template: ChatTemplate, info: EngineInfo) -> None:
+    """Say so where the model's turns end with another token than its tokenizer's."""
+    if template.eos_token_id is not None and template.eos_token_id not in info.eos_ids:
+        logger.warning(
+            "the tokenizer's end token %s is not among the engine's %s; it is sent as a stop "
+            "token with each request",
+            template.eos_token_id,
+            info.eos_ids,
+        )
+
+
+@functools.cache
+def _simulated_template() -> ChatTemplate:
+    """One for all runtimes: harnesses open thousands of them."""
+    from rollout.engine.cores.simulated.tokenizer import simulated_tokenizer
+
+    return ChatTemplate(simulated_tokenizer())
+
+
+def _other_simulated_template(model: ModelConfig) -> ChatTemplate:
+    from rollout.engine.cores.simulated.tokenizer import simulated_tokenizer
+
+    return with_template(
+        simulated_tokenizer(),
+        chat_template_path=model.chat_template,
+        chat_template_kwargs=model.chat_template_kwargs,
+    )
+
+
+def _import_tensors() -> None:
+    """Import what `generate` needs in the end: torch, which would block the loop there."""
+    with importing:
+        import rollout.batch  # noqa: F401
+
+
+def _load_tokenizer(model: ModelConfig) -> ChatTemplate:
+    _import_tensors()
+    return load_chat_template(
+        resolve_model(model.path, model.revision),
+        revision=model.revision,
+        trust_remote_code=model.trust_remote_code,
+        chat_template_path=model.chat_template,
+        chat_template_kwargs=model.chat_template_kwargs,
+    )

@@ -1,0 +1,65 @@
+"""How a turn ends: the one table of it, and deadlines that pause together."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from rollout import Outcome
+from rollout.agents.turn_end import TurnEnd, natural_ending
+from rollout.engine.core import FinishReason
+from rollout.limits import Deadline, PausableDeadline
+
+DEADLINE = Deadline(at=10.0, source="limits.generation_s", seconds=5.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "now", "finish_reason", "cut_by", "outcome", "reason"),
+    [
+        ("stop", 20.0, "stop", None, Outcome.COMPLETED, ""),
+        ("length", 20.0, "length", "lengths.turn", Outcome.LENGTH, "turn"),
+        ("abort", 9.9, "abort", "abort", Outcome.COMPLETED, ""),
+        ("abort", 10.0, "deadline", "limits.generation_s", Outcome.COMPLETED, ""),
+        (None, 9.9, "abort", "abort", Outcome.COMPLETED, ""),
+        (None, 10.0, "deadline", "limits.generation_s", Outcome.COMPLETED, ""),
+        ("error", 10.0, "error", "error", Outcome.COMPLETED, ""),
+    ],
+)
+def test_turn_end_is_what_engine_deadline_and_length_say(
+    said: FinishReason | None,
+    now: float,
+    finish_reason: str,
+    cut_by: str | None,
+    outcome: Outcome,
+    reason: str,
+) -> None:
+    end = TurnEnd.of(said, bounded_by="lengths.turn", deadline=DEADLINE, now=now)
+    assert end == TurnEnd(finish_reason, cut_by)
+    ending = natural_ending(end.finish_reason, end.cut_by)
+    assert (ending.outcome, ending.reason) == (outcome, reason)
+
+
+def test_natural_ending_without_a_turn_is_completed() -> None:
+    assert natural_ending(None, None).outcome is Outcome.COMPLETED
+
+
+@pytest.mark.anyio
+async def test_deadline_that_pauses_pauses_what_it_is_part_of(rollout_clock: object) -> None:
+    outermost = Deadline.after(100, "limits.batch_s")
+    trajectory = PausableDeadline(Deadline.after(20, "limits.trajectory_s"), outermost)
+    turns = [
+        PausableDeadline(Deadline.after(seconds, "limits.turn_s"), outermost, trajectory)
+        for seconds in (5, 8)
+    ]
+    start = anyio.current_time()
+    turns[0].pause()
+    await anyio.sleep(3)
+    assert trajectory.now is turns[0].now is outermost
+    turns[1].pause()  # side by side with the first
+    await anyio.sleep(2)
+    turns[0].resume()
+    assert trajectory.now is outermost
+    await anyio.sleep(1)
+    turns[1].resume()
+    at = [deadline.now.at - start for deadline in (*turns, trajectory)]
+    assert at == pytest.approx([5 + 5, 8 + 3, 20 + 6])
