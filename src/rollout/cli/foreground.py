@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import anyio
 import attrs
 
-from rollout.bridge import WorkerThreads
 from rollout.cli.progress import ProgressDisplay, show_progress
 from rollout.cli.trajectory_saving import appending
 from rollout.config import RolloutConfig
@@ -23,6 +22,7 @@ from rollout.runtime.opening import open_rollout
 from rollout.scheduling.rewards import RewardFunction
 from rollout.scopes import open_task_group
 from rollout.types import Prompt
+from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus

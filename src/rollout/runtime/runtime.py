@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import anyio
 import attrs
 
-from rollout.bridge import WorkerThreads, has_virtual_clock
+from rollout.bridge import has_virtual_clock
 from rollout.engine.driver.pool import EnginePool, ReplicaStatistics
 from rollout.engine.driver.recovery import RecoveryCounts
 from rollout.engine.wire.operations import ALL_TAGS
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from rollout.observe.tally import Tally
     from rollout.scheduling.trajectory_runner import TrajectoryRunner
     from rollout.types import Prompt
+    from rollout.worker_threads import WorkerThreads
 
 #: Between batches a trainer needs all of the memory, and gives new weights as a rule.
 SLEEP_BETWEEN_BATCHES_LEVEL = 2
