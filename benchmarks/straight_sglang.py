@@ -16,7 +16,7 @@ from typing import Any
 
 from rollout.engine.cores.sglang.adapter import fields_of
 from rollout.engine.cores.sglang.plugin import CPU_VARIABLE
-from rollout.engine.cores.sglang.server_arguments import Options, engine_arguments
+from rollout.engine.cores.sglang.server_arguments import SGLangOptions, engine_arguments
 
 
 async def one_trajectory(engine: Any, turns: list[tuple[list[int], int, float]]) -> int:
@@ -44,7 +44,7 @@ def main() -> None:
     """Serve plans until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever SGLang prints
-    options = Options(**json.loads(sys.stdin.readline()))
+    options = SGLangOptions(**json.loads(sys.stdin.readline()))
     if options.is_cpu:
         os.environ[CPU_VARIABLE] = "1"
         os.environ["OMP_NUM_THREADS"] = str(options.threads)

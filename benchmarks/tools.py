@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.lowlevel
 
-from rollout.bridge import WorkerThreads
 from rollout.limits import Deadline
 from rollout.tools import ToolExecutor, function_tool
 from rollout.types import ToolCall
+from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -12,7 +12,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from rollout.bridge import WorkerThreads
+    from rollout.worker_threads import WorkerThreads
 
 # Engine children import `fake_core` from here, and find nothing to download anywhere.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,7 +28,7 @@ pytest_plugins = ["rollout.testing.plugin"]
 @pytest.fixture
 def threads() -> Iterator[WorkerThreads]:
     """Where sync tools run."""
-    from rollout.bridge import WorkerThreads
+    from rollout.worker_threads import WorkerThreads
 
     pool = WorkerThreads(max_threads=4, max_abandoned=2)
     yield pool

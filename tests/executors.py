@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rollout.bridge import WorkerThreads
 from rollout.limits import Deadline
 from rollout.tools import ToolExecutor, ToolResult, TrajectoryTools
 from rollout.types import InvalidToolCall, ToolCall
+from rollout.worker_threads import WorkerThreads
 
 
 def executor_of(tools: Sequence[Any], threads: WorkerThreads, **settings: Any) -> ToolExecutor:

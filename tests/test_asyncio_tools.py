@@ -11,9 +11,9 @@ import anyio
 import pytest
 
 import executors
-from rollout.bridge import WorkerThreads
 from rollout.errors import ToolError
 from rollout.tools import ToolResult, TrajectoryTools, function_tool
+from rollout.worker_threads import WorkerThreads
 
 pytestmark = pytest.mark.anyio
 

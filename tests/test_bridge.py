@@ -9,8 +9,9 @@ from concurrent.futures import Future
 import anyio
 import pytest
 
-from rollout.bridge import WorkerThreads, loop_poster, wait_future
+from rollout.bridge import loop_poster, wait_future
 from rollout.errors import ToolError
+from rollout.worker_threads import WorkerThreads
 
 pytestmark = pytest.mark.anyio
 

@@ -19,12 +19,12 @@ import trio
 import rollout
 from rollout import AgentLoop, Outcome, Prompt, RolloutBatch, Trajectory, function_tool
 from rollout.agents import AgentContext, register_agent
-from rollout.bridge import WorkerThreads
 from rollout.config import LimitsConfig, SchedulingConfig, ToolsConfig
 from rollout.errors import LimitExceeded, RolloutError, ToolError
 from rollout.interactions import Interaction, InteractionTurn
 from rollout.testing import Scenario, tool_call
 from rollout.tools import Tool, ToolContext, ToolResult, ToolSession
+from rollout.worker_threads import WorkerThreads
 
 pytestmark = pytest.mark.anyio
 

@@ -13,7 +13,6 @@ from langchain_core.tools import tool as langchain_tool
 from pydantic import BaseModel, Field
 
 import executors
-from rollout.bridge import WorkerThreads
 from rollout.errors import ToolError
 from rollout.integrations.verl.tools import VerlSchema
 from rollout.tools import (
@@ -26,6 +25,7 @@ from rollout.tools import (
 )
 from rollout.tools.providers import open_tools
 from rollout.types import ToolCall
+from rollout.worker_threads import WorkerThreads
 
 CLASSES = '''
 import asyncio

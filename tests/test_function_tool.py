@@ -13,7 +13,6 @@ import numpy as np
 import pydantic
 import pytest
 
-from rollout.bridge import WorkerThreads
 from rollout.errors import ToolError
 from rollout.tools import (
     FunctionTool,
@@ -25,6 +24,7 @@ from rollout.tools import (
 )
 from rollout.tools.docstrings import parse_docstring
 from rollout.types import ToolCall
+from rollout.worker_threads import WorkerThreads
 
 
 class Unit(enum.Enum):

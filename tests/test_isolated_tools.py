@@ -14,9 +14,9 @@ import pytest
 
 import isolated_tools
 from executors import call, executor_of, run
-from rollout.bridge import WorkerThreads
 from rollout.errors import ToolError
 from rollout.tools import ToolContext, ToolResult, TrajectoryTools, function_tool
+from rollout.worker_threads import WorkerThreads
 
 pytestmark = pytest.mark.anyio
 

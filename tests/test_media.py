@@ -26,12 +26,12 @@ from rollout import (
     function_tool,
     register_agent,
 )
-from rollout.bridge import WorkerThreads
 from rollout.chat.messages import template_messages
 from rollout.config import AgentConfig
 from rollout.interactions import VerlInteraction
 from rollout.testing import Scenario
 from rollout.tools import ToolResult, normalise_result
+from rollout.worker_threads import WorkerThreads
 
 NOT_YET = "transcripts cannot hold images, videos or audio yet"
 

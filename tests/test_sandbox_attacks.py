@@ -187,7 +187,7 @@ STOPPED = {
 }
 
 
-async def test_python_that_passes_a_bound_is_stopped_and_the_next_call_starts_anew(
+async def test_python_that_passes_a_bound_is_stopped_and_the_next_call_starts_a_new_one(
     method: Isolation,
 ) -> None:
     limits = SandboxLimits(

@@ -19,7 +19,6 @@ import trio
 
 import rollout
 from executors import executor_of
-from rollout.bridge import WorkerThreads
 from rollout.config import LimitsConfig, SchedulingConfig
 from rollout.errors import ToolError
 from rollout.limits import Deadline
@@ -36,6 +35,7 @@ from rollout.tools import (
 from rollout.tools.sandbox import METHODS, Isolation, find_isolation, sandbox_isolation
 from rollout.tools.sandbox.process import SandboxProcess
 from rollout.types import Prompt, ToolCall
+from rollout.worker_threads import WorkerThreads
 from sandboxes import PATIENT, directories, processes_with, spec_of
 
 pytestmark = pytest.mark.anyio

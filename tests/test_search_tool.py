@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from rollout.bridge import WorkerThreads
 from rollout.errors import ToolError
 from rollout.tools import SearchTool, ToolResult
 from rollout.tools.search_tool import SearchIndex
 from rollout.tools.tool import ToolContext
 from rollout.types import ToolCall
+from rollout.worker_threads import WorkerThreads
 
 PASSAGES = [
     {"id": "w1", "title": "Whales", "text": "Whales are mammals that live in the sea."},

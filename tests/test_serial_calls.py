@@ -9,12 +9,12 @@ import anyio
 import pytest
 
 from executors import executor_of
-from rollout.bridge import WorkerThreads
 from rollout.errors import LimitExceeded
 from rollout.limits import Deadline
 from rollout.testing.schedule import run_virtual
 from rollout.tools import Tool, ToolContext, ToolPolicy, ToolSession
 from rollout.types import ToolCall
+from rollout.worker_threads import WorkerThreads
 
 Log = list[tuple[str, float]]
 

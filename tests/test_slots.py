@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.engine.cores.transformers.attention import RUN_COST, Span, split_runs
+from rollout.engine.cores.transformers.attention import RUN_COST, StepSpan, split_runs
 from rollout.engine.cores.transformers.slots import SlotChoice, SlotTable, common_prefix
 
 
@@ -91,7 +91,7 @@ def test_place_short_common_beginning_is_computed_again() -> None:
 )
 def test_split_runs_covers_every_row_once_with_neighbouring_slots(rows: list) -> None:
     slots = np.cumsum([gap for gap, _ in rows]).tolist()
-    singles = [Span(slot, n - 1, n) for slot, (_, n) in zip(slots, rows, strict=True)]
+    singles = [StepSpan(slot, n - 1, n) for slot, (_, n) in zip(slots, rows, strict=True)]
     runs = split_runs(singles)
     assert [first for first, _ in runs] == [0, *[last for _, last in runs[:-1]]][: len(runs)]
     assert not singles or runs[-1][1] == len(singles)

@@ -16,11 +16,11 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.bridge import WorkerThreads
 from rollout.testing import hold_clock, run_virtual, schedule_seed
 from rollout.testing.ceiling import VirtualCeilingError
 from rollout.testing.clock import VirtualClock
 from rollout.testing.leaks import Belongings, leftovers
+from rollout.worker_threads import WorkerThreads
 
 pytest_plugins = ["rollout.testing.plugin", "pytester"]
 anyio_test = pytest.mark.anyio
@@ -129,7 +129,7 @@ async def test_sync_tools_hold_the_clock_while_they_work() -> None:
 
 def test_marker_lets_time_run_away_from_threads(run: Any) -> None:
     run("""
-from rollout.bridge import WorkerThreads
+from rollout.worker_threads import WorkerThreads
 
 @pytest.mark.rollout(hold_threads=False)
 @pytest.mark.anyio

@@ -13,7 +13,6 @@ import pytest
 import trio.testing
 
 from executors import call, executor_of, run
-from rollout.bridge import WorkerThreads
 from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import Deadline
 from rollout.tools import (
@@ -27,6 +26,7 @@ from rollout.tools import (
     function_tool,
 )
 from rollout.types import InvalidToolCall, Outcome, ToolCall
+from rollout.worker_threads import WorkerThreads
 
 
 @pytest.fixture

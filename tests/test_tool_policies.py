@@ -11,7 +11,6 @@ import pytest
 import trio.testing
 
 from executors import call, executor_of, run
-from rollout.bridge import WorkerThreads
 from rollout.errors import LimitExceeded, ToolError
 from rollout.tools import (
     Tool,
@@ -25,6 +24,7 @@ from rollout.tools import (
     function_tool,
 )
 from rollout.types import InvalidToolCall, ToolCall
+from rollout.worker_threads import WorkerThreads
 
 pytestmark = pytest.mark.anyio
 

@@ -10,13 +10,13 @@ from langchain_core.tools import tool as langchain_tool
 import rollout
 from executors import call, executor_of, run
 from rollout import Outcome, Prompt, function_tool
-from rollout.bridge import WorkerThreads
 from rollout.config import SchedulingConfig
 from rollout.errors import ToolError
 from rollout.testing import Scenario
 from rollout.testing import tool_call as said_call
 from rollout.tools import Tool, ToolContext, ToolExecutor, ToolResult, ToolSession
 from rollout.types import ToolCall
+from rollout.worker_threads import WorkerThreads
 
 pytestmark = pytest.mark.anyio
 VERL = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -371,7 +371,10 @@ class Trial:
         async with self._open(recorder, config_of(self.dice, is_calm=True)) as runtime:
             for call in range(2 if self.act in ("two", "cancel caller") else 1):
                 validate = self.act == "validate"
-                await runtime.generate(prompts_of(self.dice, call), step=call, validate=validate)
+                with suppress(rollout.PromptError):  # nobody whom its prompts name is registered
+                    await runtime.generate(
+                        prompts_of(self.dice, call), step=call, validate=validate
+                    )
 
     def _open(self, recorder: Recorder, config: RolloutConfig) -> Any:
         critic = ScriptedUser(["Try again."], name="critic", scores=[0.5])

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rollout.bridge import WorkerThreads, has_virtual_clock
+from rollout.bridge import has_virtual_clock
 from rollout.chat.ids import LONG
+from rollout.worker_threads import WorkerThreads
 
 T = TypeVar("T")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import attrs
 
 from rollout.agents.long_texts import LongTexts
-from rollout.bridge import WorkerThreads
 from rollout.chat import ChatTemplate, ToolParser
 from rollout.config import RolloutConfig
 from rollout.engine.driver.pool import EnginePool
 from rollout.interactions import InteractionRegistry
 from rollout.observe.tally import Tally
 from rollout.tools import ToolExecutor
+from rollout.worker_threads import WorkerThreads
 
 
 @attrs.frozen(kw_only=True)

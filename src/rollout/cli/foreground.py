@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import anyio
 import attrs
 
-from rollout.bridge import WorkerThreads
 from rollout.cli.progress import ProgressDisplay, show_progress
 from rollout.cli.trajectory_saving import appending
 from rollout.config import RolloutConfig
@@ -23,6 +22,7 @@ from rollout.runtime.opening import open_rollout
 from rollout.scheduling.rewards import RewardFunction
 from rollout.scopes import open_task_group
 from rollout.types import Prompt
+from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     from rollout.batch import RolloutBatch
     from rollout.batch.trajectory_file import TrajectoryFile
-    from rollout.runtime.runtime import RolloutRuntime, RuntimeStatistics
+    from rollout.runtime.runtime import RolloutRuntime
+    from rollout.runtime.statistics import RuntimeStatistics
 
 #: From a signal to giving up on trajectories that have not ended by themselves: rewards that are
 #: being computed, say. The last answers of engines come before that. Closing the engines takes up

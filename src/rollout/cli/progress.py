@@ -26,7 +26,7 @@ BAR_WIDTH = 24
 
 
 class Counts(Protocol):
-    """What progress is made of; `rollout.runtime.runtime.RuntimeStatistics` has it."""
+    """What progress is made of; `rollout.runtime.RuntimeStatistics` has it."""
 
     @property
     def admitted(self) -> int:

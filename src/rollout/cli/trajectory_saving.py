@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from anyio.streams.memory import MemoryObjectReceiveStream
 
     from rollout.batch.trajectory_file import TrajectoryFile
-    from rollout.bridge import WorkerThreads
     from rollout.runtime.runtime import RolloutRuntime
+    from rollout.worker_threads import WorkerThreads
 
 logger = logging.getLogger("rollout")
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from rollout.engine.driver.channel_connecting import connect_channel
     from rollout.engine.driver.engine_opening import open_engines
-    from rollout.engine.placement.ray import gpu_slots_of
+    from rollout.engine.placement.gpu_slots import gpu_slots_of
     from rollout.engine.process.server import EngineServer
     from rollout.engine.routing import Router
     from rollout.engine.weights import DiskWeights, DistributedWeights, TensorWeights
@@ -37,7 +37,7 @@ _HOMES = {
         "SamplingParams",
     ),
     "rollout.engine.driver.engine_opening": ("open_engines",),
-    "rollout.engine.placement.ray": ("gpu_slots_of",),
+    "rollout.engine.placement.gpu_slots": ("gpu_slots_of",),
     "rollout.engine.routing": ("Router",),
     "rollout.engine.process.server": ("EngineServer",),
     "rollout.engine.weights": ("DiskWeights", "DistributedWeights", "TensorWeights"),

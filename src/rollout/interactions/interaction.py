@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from rollout.bridge import WorkerThreads
 from rollout.errors import ConfigError
+from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

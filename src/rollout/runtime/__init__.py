@@ -9,12 +9,14 @@ from rollout.lazy import lazy_exports
 if TYPE_CHECKING:
     from rollout.runtime.blocking import BlockingRollout, open_rollout_blocking
     from rollout.runtime.opening import open_rollout
-    from rollout.runtime.runtime import RolloutRuntime, RuntimeStatistics
+    from rollout.runtime.runtime import RolloutRuntime
+    from rollout.runtime.statistics import RuntimeStatistics
 
 _HOMES = {
     "rollout.runtime.blocking": ("BlockingRollout", "open_rollout_blocking"),
     "rollout.runtime.opening": ("open_rollout",),
-    "rollout.runtime.runtime": ("RolloutRuntime", "RuntimeStatistics"),
+    "rollout.runtime.runtime": ("RolloutRuntime",),
+    "rollout.runtime.statistics": ("RuntimeStatistics",),
 }
 __all__ = sorted(name for names in _HOMES.values() for name in names)  # noqa: PLE0605
 __getattr__ = lazy_exports(globals(), _HOMES)

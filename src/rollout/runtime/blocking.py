@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
     from rollout.engine.weights import UpdateMode, WeightSource
-    from rollout.runtime.runtime import RolloutRuntime, RuntimeStatistics
+    from rollout.runtime.runtime import RolloutRuntime
+    from rollout.runtime.statistics import RuntimeStatistics
     from rollout.scheduling.rewards import RewardFunction
     from rollout.types import Prompt
 

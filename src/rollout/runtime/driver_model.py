@@ -18,9 +18,9 @@ from rollout.engine.wire.protocol import DriverFacts
 from rollout.lazy import importing
 
 if TYPE_CHECKING:
-    from rollout.bridge import WorkerThreads
     from rollout.config import ModelConfig, RolloutConfig
     from rollout.engine.core import EngineInfo
+    from rollout.worker_threads import WorkerThreads
 
 logger = logging.getLogger("rollout")
 

@@ -12,7 +12,6 @@ import anyio.to_thread
 from rollout.agents import get_agent
 from rollout.agents.long_texts import LongTexts
 from rollout.agents.services import Services
-from rollout.bridge import WorkerThreads
 from rollout.chat import get_tool_parser, tool_parser_names
 from rollout.chat.parsers import stop_token_ids
 from rollout.config import RolloutConfig
@@ -33,6 +32,7 @@ from rollout.scopes import OneTask, open_task_group
 from rollout.tools import ToolExecutor
 from rollout.tools.providers import open_tools
 from rollout.tools.shipped import shipped_tools
+from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 import anyio
 import attrs
 
-from rollout.bridge import WorkerThreads, has_virtual_clock
-from rollout.engine.driver.pool import EnginePool, ReplicaStatistics
-from rollout.engine.driver.recovery import RecoveryCounts
+from rollout.bridge import has_virtual_clock
 from rollout.engine.wire.operations import ALL_TAGS
 from rollout.errors import EngineError, RolloutError
 from rollout.limits import Deadline
 from rollout.observe.loop_lag import LoopLag
+from rollout.runtime.statistics import RuntimeStatistics
 from rollout.scheduling.admission import Admission
 from rollout.scheduling.batch_run import BatchRun
 from rollout.scheduling.call_arguments import check_call, check_target
@@ -37,11 +36,13 @@ if TYPE_CHECKING:
     from rollout.chat import ChatTemplate
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
+    from rollout.engine.driver.pool import EnginePool
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.observe.loop_lag import LagWindow
     from rollout.observe.tally import Tally
     from rollout.scheduling.trajectory_runner import TrajectoryRunner
     from rollout.types import Prompt
+    from rollout.worker_threads import WorkerThreads
 
 #: Between batches a trainer needs all of the memory, and gives new weights as a rule.
 SLEEP_BETWEEN_BATCHES_LEVEL = 2
@@ -52,45 +53,6 @@ STREAM_DROPPED = (
 )
 
 logger = logging.getLogger("rollout")
-
-
-@attrs.frozen(kw_only=True)
-class RuntimeStatistics:
-    """A runtime now; admitted = finished + in flight.
-
-    Attributes:
-        admitted: Trajectories accepted since the start.
-        running: Started, and not delivered yet.
-        finished: With an outcome.
-        outcomes: How many ended in which way.
-        generated_tokens: Sampled tokens that have arrived.
-        tool_calls: Calls answered, errors included.
-        replicas: The engines.
-        zombies: Cancelled requests whose end no engine has confirmed, over all of them.
-        recoveries: What was done about requests whose replica was lost.
-        unresponsive: Agents, tools, users and rewards that did not end within `limits.cleanup_s` of
-            their cancellation and were given up; the log names each.
-        abandoned_threads: Threads left behind at a deadline and still running, by the name of
-            their tool, or ``rollout.chat`` where they work on a long text.
-        max_running: Trajectories that may run at once now; 0 while admission is paused.
-        loop_lag_s: Longest delay of the event loop by what this process did, since the start.
-        loop_starved_s: Longest delay because the machine did not run the loop's thread.
-    """
-
-    admitted: int
-    running: int
-    finished: int
-    outcomes: dict[str, int]
-    generated_tokens: int
-    tool_calls: int
-    replicas: tuple[ReplicaStatistics, ...]
-    zombies: int
-    recoveries: RecoveryCounts
-    unresponsive: int
-    abandoned_threads: dict[str, int]
-    max_running: int
-    loop_lag_s: float
-    loop_starved_s: float
 
 
 class RolloutRuntime:

@@ -13,8 +13,8 @@ import numpy as np
 from rollout.types import Reward
 
 if TYPE_CHECKING:
-    from rollout.bridge import WorkerThreads
     from rollout.chat.trajectory import Trajectory
+    from rollout.worker_threads import WorkerThreads
 
 #: Takes a trajectory, or what verl gives to its functions; see `reward_signatures`.
 RewardFunction = Callable[..., "RewardValue | Awaitable[RewardValue]"]

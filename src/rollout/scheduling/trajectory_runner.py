@@ -39,8 +39,8 @@ from rollout.types import DRIFT, Cause, Outcome, Reward
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rollout.bridge import WorkerThreads
     from rollout.scheduling.prompts import Member
+    from rollout.worker_threads import WorkerThreads
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import trio.lowlevel
 import trio.testing
 
-from rollout.bridge import WorkerThreads
+from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -6,7 +6,7 @@ The invariants, each with the check that guards it:
 * a transcript is what its engines said, token by token: `transcript_checks`;
 * the tensors say what the transcripts say: `tensor_checks`;
 * each request is sampled as its caller asked: `sampling_checks`;
-* every token is accounted for: `token_books`;
+* every token is accounted for: `token_accounting`;
 * nothing is left: `_leftover_anomalies`;
 * no limit is exceeded, and a cancellation arrives: `_time_anomalies`.
 """

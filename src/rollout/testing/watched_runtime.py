@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from rollout.batch import RolloutBatch
     from rollout.config import RolloutConfig
-    from rollout.runtime.runtime import RolloutRuntime, RuntimeStatistics
+    from rollout.runtime.runtime import RolloutRuntime
+    from rollout.runtime.statistics import RuntimeStatistics
     from rollout.scheduling.rewards import RewardFunction
     from rollout.testing.watched_core import WatchedCore
     from rollout.testing.watched_tools import Use

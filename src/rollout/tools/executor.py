@@ -19,8 +19,8 @@ from rollout.tools.trajectory_tools import ArgumentCheck, CallLimits, Trajectory
 logger = logging.getLogger("rollout.tools")
 
 if TYPE_CHECKING:
-    from rollout.bridge import WorkerThreads
     from rollout.tools.truncate import TruncateSide
+    from rollout.worker_threads import WorkerThreads
 
 
 class ToolExecutor:

@@ -20,8 +20,8 @@ from rollout.tools.tool import Tool, ToolContext, ToolSession
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from rollout.bridge import WorkerThreads
     from rollout.types import ToolCall
+    from rollout.worker_threads import WorkerThreads
 
 #: Words of a query that count; more cost time and find no better passages.
 MAX_WORDS = 64

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.bridge import WorkerThreads
 from rollout.tools.policy import ToolPolicy
 from rollout.tools.tool_processes import ToolProcesses
+from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
     from rollout.types import ToolCall

@@ -1,6 +1,6 @@
 """Calls written as markup, such as ``<parameter=x>1</parameter></function>``.
 
-Values have no types of their own; the tool's schema gives them (see `schema`).
+Values have no types of their own; the tool's schema gives them (see `argument_types`).
 """
 
 from __future__ import annotations

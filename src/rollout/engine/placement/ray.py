@@ -3,7 +3,7 @@
 Ray places, names, watches and kills; tokens go over a socket of ours. Each replica has a placement
 group of its own, kept over restarts, so that no other job takes its GPUs while it is restarted.
 Ray restarts nothing (an actor that it restarts would be another engine under the old name): the
-pool does. This is the one module that imports Ray, and it does so when a cluster is needed.
+pool does.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import logging
 import os
 import secrets
 import sys
-import threading
-from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,18 +20,27 @@ import anyio
 import attrs
 import msgspec
 
-from rollout.bridge import wait_future
+from rollout.engine.placement.gpu_slots import GpuSlot
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
+from rollout.engine.placement.ray_cluster import (
+    CLOSE_S,
+    NAMESPACE,
+    address_of,
+    answer_of,
+    gpu_ids_of,
+    import_ray,
+    in_thread,
+    member_of,
+)
 from rollout.engine.placement.ray_host import EngineHost, child_spec
 from rollout.engine.process.child import ChildReady
 from rollout.engine.wire.tls import encrypted
 from rollout.errors import EngineError
-from rollout.lazy import importing
 from rollout.limits import cleanup_scope
 from rollout.scopes import leaf_of, open_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from anyio.abc import ByteStream
 
@@ -41,45 +48,12 @@ logger = logging.getLogger("rollout.engine")
 
 #: Where an engine on the driver's machine listens.
 LOOPBACK = "127.0.0.1"
-#: Our actors are named within it: ``<run>/engine-0``.
-NAMESPACE = "rollout"
 #: Seconds between two lines that say what a replica waits for.
 PROGRESS_S = 10.0
 #: Seconds of one look at whether a replica has been placed; a cancelled one lasts as long.
 WAIT_S = 0.5
-#: Bound of each step that ends an actor or a connection to the cluster.
-CLOSE_S = 10.0
 #: A method that waits for the engine's end, one that starts or stops it, and one to spare.
 CONCURRENT_METHODS = 3
-
-
-@attrs.frozen
-class GpuSlot:
-    """GPUs that another placement holds already: `placement.colocate` names one per replica."""
-
-    node: str
-    gpu_ids: str
-
-    @classmethod
-    def parse(cls, text: str) -> GpuSlot:
-        """From ``node:0,1``; the node by its Ray id or its address."""
-        node, _, gpu_ids = text.rpartition(":")
-        return cls(node, gpu_ids)
-
-
-def gpu_slots_of(workers: Sequence[Any]) -> tuple[str, ...]:
-    """The GPUs of a trainer's workers, for `RayPlacement(colocate=...)`: one replica beside each.
-
-    Args:
-        workers: Handles of Ray actors that were given GPUs. Blocks until each has answered.
-    """
-    ray = _import_ray()
-
-    def where(worker: object) -> str:
-        return f"{ray.get_runtime_context().get_node_id()}:{_gpu_ids(worker)}"
-
-    gpu_slots: list[str] = ray.get([worker.__ray_call__.remote(where) for worker in workers])
-    return tuple(gpu_slots)
 
 
 class RayActors:
@@ -104,7 +78,7 @@ class RayActors:
         colocate: Sequence[str] = (),
         machines: int = 1,
     ) -> None:
-        self._ray = _import_ray()
+        self._ray = import_ray()
         self._python = python
         self._machines = machines
         self._resources = {name: amount / machines for name, amount in resources.items() if amount}
@@ -151,14 +125,14 @@ class RayActors:
         if self._gpu_slots:
             return self._node(self._gpu_slot(name, 0).node, "NodeID")
         if name not in self._groups:
-            self._groups[name] = await _in_thread(self._new_group, name)
+            self._groups[name] = await in_thread(self._new_group, name)
         group = self._groups[name]
         async with open_task_group() as tasks:
             tasks.start_soon(self._say_waiting, name)
             # Not `ready()`: that runs a task in the group, which waits for a worker of its own.
-            while not await _in_thread(group.wait, WAIT_S):
+            while not await in_thread(group.wait, WAIT_S):
                 pass
-        table = await _in_thread(self._ray.util.placement_group_table, group)
+        table = await in_thread(self._ray.util.placement_group_table, group)
         return str(table["bundles_to_node_id"][0])
 
     def _new_group(self, name: str) -> Any:
@@ -199,7 +173,7 @@ class RayActors:
             max_restarts=0,
             max_concurrency=CONCURRENT_METHODS,
         )
-        return await _in_thread(host.remote)
+        return await in_thread(host.remote)
 
     async def _start(
         self, name: str, actors: Sequence[Any], spec: CoreSpec, secret: bytes
@@ -208,8 +182,8 @@ class RayActors:
         if len(actors) == 1:
             return await self._start_rank(name, 0, actors[0], spec, secret)
         try:
-            meeting_point = await _answer(actors[0].__ray_call__, _address)
-            port = await _answer(actors[0].free_port)
+            meeting_point = await answer_of(actors[0].__ray_call__, address_of)
+            port = await answer_of(actors[0].free_port)
         except self._ray.exceptions.RayActorError as error:
             raise EngineError(f"{name}: its Ray actor died while starting: {error}") from error
         served: list[tuple[str, int]] = []
@@ -238,7 +212,7 @@ class RayActors:
     ) -> tuple[str, int]:
         exceptions = self._ray.exceptions
         try:
-            address = await _answer(actor.__ray_call__, _address)
+            address = await answer_of(actor.__ray_call__, address_of)
             is_here = address == self._here
             host = LOOPBACK if is_here else address
             # A module that only the driver's search path has is found on the driver's machine.
@@ -249,11 +223,11 @@ class RayActors:
             devices = (
                 self._gpu_slot(name, rank).gpu_ids
                 if self._gpu_slots
-                else await _answer(actor.__ray_call__, _gpu_ids)
+                else await answer_of(actor.__ray_call__, gpu_ids_of)
             )
             # Ray does so only where it has not been told not to, as trainers do.
             environment = {"CUDA_VISIBLE_DEVICES": devices}
-            answer = await _answer(actor.start, line, self._python, environment)
+            answer = await answer_of(actor.start, line, self._python, environment)
         except exceptions.RayActorError as error:
             raise EngineError(f"{name}: its Ray actor died while starting: {error}") from error
         ready = msgspec.json.decode(answer, type=ChildReady)
@@ -264,15 +238,15 @@ class RayActors:
     async def _watch(self, actor: Any, died: anyio.Event) -> None:
         """Fires when the engine's process, its actor or its machine has ended."""
         with suppress(self._ray.exceptions.RayError):
-            await _answer(actor.wait)
+            await answer_of(actor.wait)
         died.set()
 
     async def _stop_actor(self, actor: Any) -> None:
         """End the engine, then its actor; the actor's death ends an engine that would not."""
         with cleanup_scope(CLOSE_S), suppress(self._ray.exceptions.RayError):
-            await _answer(actor.stop)
+            await answer_of(actor.stop)
         with cleanup_scope(CLOSE_S):
-            await _in_thread(partial(self._ray.kill, actor, no_restart=True))
+            await in_thread(partial(self._ray.kill, actor, no_restart=True))
 
     async def _say_waiting(self, name: str) -> None:
         while True:
@@ -282,14 +256,14 @@ class RayActors:
     async def _lateness(self, name: str, start_timeout_s: float) -> str:
         limit = f"engine.start_timeout_s = {start_timeout_s:g} s"
         group = self._groups.get(name)
-        if group is not None and not await _in_thread(group.wait, 0):
+        if group is not None and not await in_thread(group.wait, 0):
             return f"{name}: Ray did not place it within {limit}: {await self._shortage()}"
         return f"{name}: not ready after {limit}"
 
     async def _shortage(self) -> str:
         """What was asked, what is free, and what the largest machine has."""
-        free, nodes = await _in_thread(self._ray.available_resources), self._ray.nodes
-        alive = [node["Resources"] for node in await _in_thread(nodes) if node["Alive"]]
+        free, nodes = await in_thread(self._ray.available_resources), self._ray.nodes
+        alive = [node["Resources"] for node in await in_thread(nodes) if node["Alive"]]
         kinds = sorted({"CPU", "GPU", *self._resources}, reverse=True)
         asked = _amounts(self._resources, [kind for kind in kinds if kind in self._resources])
         if self._machines > 1:
@@ -349,8 +323,8 @@ async def open_ray_actors(
     Raises:
         EngineError: Ray is not installed, or there is no cluster at the address.
     """
-    ray = _import_ray()
-    async with _member_of(ray, address):
+    ray = import_ray()
+    async with member_of(ray, address):
         actors = RayActors(
             python=python,
             resources=resources,
@@ -362,84 +336,7 @@ async def open_ray_actors(
             yield actors
         finally:
             with cleanup_scope(CLOSE_S):
-                await _in_thread(actors.forget_groups)
-
-
-@asynccontextmanager
-async def _member_of(ray: Any, address: str | None) -> AsyncIterator[None]:
-    """This process in a cluster, unless it is in one already.
-
-    In a thread that lives as long: what Ray starts here ends with the thread that started it
-    (``PR_SET_PDEATHSIG``), and the loops' own worker threads end when they are idle.
-    """
-    if ray.is_initialized():
-        yield
-        return
-    joined: Future[None] = Future()
-    left: Future[None] = Future()
-    leave = threading.Event()
-
-    def live() -> None:
-        try:
-            _join(ray, address)
-        except BaseException as error:
-            joined.set_exception(error)
-        else:
-            joined.set_result(None)
-            leave.wait()
-            ray.shutdown()
-        left.set_result(None)
-
-    threading.Thread(target=live, name="rollout-ray", daemon=True).start()
-    try:
-        try:
-            await wait_future(joined)
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            place = "start a Ray cluster here" if address is None else f"join Ray at {address!r}"
-            raise EngineError(f"placement.address: cannot {place}: {error}") from error
-        yield
-    finally:
-        leave.set()
-        with cleanup_scope(CLOSE_S):
-            await wait_future(left)
-
-
-def _join(ray: Any, address: str | None) -> None:
-    theirs = logging.getLogger("ray")
-    if theirs.level == logging.NOTSET:  # it warns of every thread that is not the main one
-        theirs.setLevel(logging.ERROR)
-    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-
-
-def _import_ray() -> Any:
-    try:
-        with importing:
-            import ray
-            import ray.util.scheduling_strategies
-    except ImportError as error:
-        raise EngineError(
-            f'placement.kind = "ray" needs Ray: pip install "rollout-rl[ray]" ({error})'
-        ) from error
-    return ray
-
-
-def _address(_: object) -> str:
-    """Of the machine that this runs on: the actor's."""
-    return str(_import_ray().util.get_node_ip_address())
-
-
-def _gpu_ids(_: object) -> str:
-    """What Ray gave to the actor that this runs in; empty where it was given none."""
-    return ",".join(sorted(map(str, _import_ray().get_gpu_ids()), key=lambda gpu: (len(gpu), gpu)))
-
-
-async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """A call of Ray's that may block; a cancelled wait leaves the thread to finish it."""
-    return await anyio.to_thread.run_sync(partial(function, *args), abandon_on_cancel=True)
-
-
-async def _answer(method: Any, *args: Any) -> Any:
-    return await wait_future(method.remote(*args).future())
+                await in_thread(actors.forget_groups)
 
 
 def _number(name: str) -> int:

@@ -1,9 +1,10 @@
 """SGLang as an engine: token ids in, token ids with log-probs and weight versions out.
 
-`core` faces the server; `host` is the thread that starts SGLang and whose death its processes do
-not survive; `adapter` is the one module that knows SGLang's API; `arguments` turns our options
-into its own, and `answers` its answers into chunks. `plugin` and `cpu_platform` let an unmodified
-SGLang run on a CPU; `version_hook` corrects its account of weight versions.
+`sglang_core` faces the server; `server_thread` is the thread that starts SGLang, whose end its
+processes do not survive; `adapter` and `maintenance` are the modules that know SGLang's API;
+`server_arguments` turns our options into its own, `generate_requests` requests into its fields, and
+`answers` its answers into chunks. `plugin` and `cpu_platform` let an unmodified SGLang run on a
+CPU; `version_hook` corrects its account of weight versions.
 """
 
 from __future__ import annotations

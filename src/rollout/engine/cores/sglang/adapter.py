@@ -1,8 +1,8 @@
-"""The one module that knows SGLang's API. Versions 0.5.17 to 0.5.23 differ: what they have is
+"""Knows SGLang's API, beside `maintenance`. Versions 0.5.17 to 0.5.23 differ: what they have is
 looked up once, when the engine starts.
 
-Importing SGLang and starting it block for many seconds: `SGLang` is made in the thread of `host`,
-and everything else of it is called on the event loop.
+Importing SGLang and starting it block for many seconds: `SGLang` is made in the thread of
+`server_thread`, and everything else of it is called on the event loop.
 """
 
 from __future__ import annotations

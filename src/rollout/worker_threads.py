@@ -1,0 +1,153 @@
+"""Daemon threads for sync code of users, which may not come back."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeVar
+
+import anyio
+
+from rollout.bridge import AsyncioThread, loop_poster, result_of
+from rollout.errors import ToolError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+T = TypeVar("T")
+
+#: An idle worker thread ends after this long; an active batch reuses threads far sooner.
+IDLE_S = 10.0
+#: How long code on the asyncio thread has to end once it was cancelled; as limits.cleanup_s.
+ASYNCIO_CLEANUP_S = 5.0
+
+
+class _Worker:
+    """A daemon thread that serves one job after another."""
+
+    def __init__(self, idle: list[_Worker]) -> None:
+        self._idle = idle
+        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="rollout-worker", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                job = self.jobs.get(timeout=IDLE_S)
+            except queue.Empty:
+                try:
+                    self._idle.remove(self)  # no job can be handed to us from here on
+                except ValueError:
+                    continue  # taken out a moment ago: its job is on the way
+                return
+            if job is None:
+                return
+            job()
+
+
+class WorkerThreads:
+    """Daemon threads for sync tools and sync reward functions, and one for asyncio code on trio.
+
+    A call that is cancelled abandons its thread: the place in the pool is given back at once, the
+    thread runs on until its function returns, and it delays neither `close` nor the exit of the
+    process. Abandoned threads are counted by name; past `max_abandoned` a name fails fast.
+    """
+
+    def __init__(self, *, max_threads: int, max_abandoned: int) -> None:
+        self._limiter = anyio.CapacityLimiter(max_threads)
+        self._asyncio = AsyncioThread(cleanup_s=ASYNCIO_CLEANUP_S)
+        self._max_abandoned = max_abandoned
+        self._idle: list[_Worker] = []
+        self._abandoned: dict[str, int] = {}
+        self._is_closed = False
+
+    @property
+    def abandoned(self) -> dict[str, int]:
+        """Threads left behind and still running, by name."""
+        counts = Counter(self._abandoned) + Counter(self._asyncio.abandoned)
+        return {name: count for name, count in counts.items() if count}
+
+    async def run_asyncio(
+        self, name: str, function: Callable[..., Awaitable[T]], *args: object
+    ) -> T:
+        """``await function(*args)`` on asyncio: here, or under trio on one asyncio thread.
+
+        For code that needs asyncio. Cancellation cancels it there, and waits a moment for it.
+
+        Raises:
+            ToolError: It raised SystemExit or the like, or cancelled itself, or `max_abandoned`
+                calls of this name are still running.
+        """
+        self._refuse_beyond_cap(name)
+        return await self._asyncio.run(name, function, *args)
+
+    async def run(self, name: str, function: Callable[..., T], *args: object) -> T:
+        """`function(*args)` in a daemon thread; cancellation abandons it at once.
+
+        Raises:
+            ToolError: `max_abandoned` threads of this name are still running.
+        """
+        self._refuse_beyond_cap(name)
+        # A token per call, not per task: one trajectory may have several calls under way.
+        borrower = object()
+        await self._limiter.acquire_on_behalf_of(borrower)
+        try:
+            self._refuse_beyond_cap(name)  # those before it may have been abandoned meanwhile
+            return await self._run_in_worker(name, function, args)
+        finally:
+            self._limiter.release_on_behalf_of(borrower)
+
+    def _refuse_beyond_cap(self, name: str) -> None:
+        abandoned = self._abandoned.get(name, 0) + self._asyncio.abandoned.get(name, 0)
+        if abandoned >= self._max_abandoned:
+            raise ToolError(
+                f"{name}: {abandoned} abandoned threads are still running "
+                f"(tools.max_abandoned_threads = {self._max_abandoned}); not called"
+            )
+
+    async def _run_in_worker(
+        self, name: str, function: Callable[..., T], args: tuple[object, ...]
+    ) -> T:
+        post = loop_poster()
+        future: Future[T] = Future()
+        done = anyio.Event()
+        was_abandoned = False
+
+        def finished() -> None:
+            done.set()
+            if was_abandoned:
+                self._abandoned[name] -= 1
+
+        worker = self._idle.pop() if self._idle else _Worker(self._idle)
+
+        def job() -> None:
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:  # a thread must report even SystemExit
+                future.set_exception(error)
+            self._idle.append(worker)
+            if self._is_closed:  # meanwhile, and nothing else will end this one
+                self.close()
+            post(finished)
+
+        worker.jobs.put(job)
+        try:
+            await done.wait()
+        except BaseException:
+            if not done.is_set():
+                was_abandoned = True
+                self._abandoned[name] = self._abandoned.get(name, 0) + 1
+            raise
+        return result_of(future, name)
+
+    def close(self) -> None:
+        """End idle threads; running ones end by themselves when their function returns."""
+        if not self._is_closed:
+            self._asyncio.close()
+        self._is_closed = True
+        with suppress(IndexError):  # a thread that has just finished may empty the list with us
+            while True:
+                self._idle.pop().jobs.put(None)
