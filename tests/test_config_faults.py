@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 SAMPLING_KEYS = (
     "temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty, "
-    "greedy, max_new_tokens, stop_token_ids"
+    "greedy, max_new_tokens, stop_token_ids, top_log_probs"
 )
 TRANSFORMERS_KEYS = (
     "kind, replicas, start_timeout_s, stream_interval, sleep_between_batches, dtype, device, "
