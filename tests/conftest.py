@@ -92,7 +92,8 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
             group = item.path.name
         if group is not None:
             item.add_marker(pytest.mark.xdist_group(name=group))
-        if item.path.stem.removeprefix("test_") in WITH_PROCESSES:
+        is_sglang = item.path.parent.name == "sglang"  # all of them
+        if is_sglang or item.path.stem.removeprefix("test_") in WITH_PROCESSES:
             item.add_marker("processes")
 
 

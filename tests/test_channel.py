@@ -329,7 +329,7 @@ async def test_request_longer_than_a_frame_is_refused_before_anything_is_sent() 
         with pytest.raises(ChannelError) as caught:
             asker.submit([1] * 2000, 3)
         assert str(caught.value) == (
-            "engine-0: the request does not fit: Submit of 8110 bytes; 4096 are allowed"
+            "engine-0: the request does not fit: Submit of 8109 bytes; 4096 are allowed"
         )
         assert (channel.in_flight, len(asker.gone)) == (0, 1)
         assert list((await asker.ask([7], 2)).ids) == [8, 9]
@@ -457,9 +457,6 @@ async def test_further_facts_of_tokens_arrive_as_they_are() -> None:
 MISMATCHES = {
     "the driver's tokenizer knows 1001 ids, the engine's model 1000": DriverFacts(vocab_size=1001),
     "the driver's end tokens are [5], the engine's [0]": DriverFacts(eos_ids=(5,)),
-    "the driver counts on a context of 5000 tokens, the engine has 4096": DriverFacts(
-        context_length=5000
-    ),
     "the driver expects model other, the engine serves counting": DriverFacts(fingerprint="other"),
 }
 

@@ -36,7 +36,7 @@ from rollout.tools import function_tool
 from rollout.types import Message, Prompt, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rollout.engine.driver.pool import EnginePool
 
@@ -54,7 +54,12 @@ TURNS = 3
 FIRST_TOKENS, LATER_TOKENS = 320, 24
 
 
-def save_speaking_model(directory: Path, seed: int) -> str:
+def save_speaking_model(
+    directory: Path,
+    seed: int,
+    config: Callable[..., Any] = transformers.LlamaConfig,
+    **more: Any,
+) -> str:
     """Random weights with the byte-level tokenizer, so that agents can talk to it."""
     tokenizer = simulated_tokenizer()
     facts = {
@@ -63,9 +68,10 @@ def save_speaking_model(directory: Path, seed: int) -> str:
         "max_position_embeddings": 2048,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
+        **more,
     }
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**facts))
+    model = transformers.AutoModelForCausalLM.from_config(config(**facts))
     with torch.no_grad():
         model.lm_head.weight[tokenizer.eos_token_id] = 0  # no greedy turn ends before its length
     model.float().save_pretrained(directory)

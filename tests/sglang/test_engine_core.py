@@ -205,12 +205,6 @@ async def test_core_answer_fills_the_context_and_no_more(core: SGLangCore) -> No
         ),
         (
             [5],
-            {"media": (b"png",)},
-            {},
-            "media = 1 inputs; expected none: transcripts cannot hold images, video or audio yet",
-        ),
-        (
-            [5],
             {"routed_experts": True},
             {},
             "routed_experts: this engine tells none; SGLang does with engine.routed_experts = true",

@@ -75,13 +75,10 @@ class GenerationRequest:
         routed_experts: Whether the experts that each token was routed to are wanted; only engines
             with an `EngineInfo.expert_shape` are asked.
         routed_experts_start: Position in the prompt from which they are wanted.
-        media: Images and the like. Every core of ours refuses them by name: transcripts cannot
-            hold them yet.
     """
 
     __slots__ = (
         "_prompt",
-        "media",
         "priority",
         "request_id",
         "routed_experts",
@@ -100,7 +97,6 @@ class GenerationRequest:
         priority: int = 0,
         routed_experts: bool = False,
         routed_experts_start: int = 0,
-        media: tuple[bytes, ...] = (),
     ) -> None:
         self.request_id = request_id
         self.sampling = sampling
@@ -108,7 +104,6 @@ class GenerationRequest:
         self.priority = priority
         self.routed_experts = routed_experts
         self.routed_experts_start = routed_experts_start
-        self.media = media
         self._prompt = prompt_ids
 
     @property

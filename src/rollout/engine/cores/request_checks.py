@@ -14,19 +14,9 @@ if TYPE_CHECKING:
 def request_fault(request: GenerationRequest, info: EngineInfo) -> str | None:
     """Why the engine cannot serve `request`, with value and expectation; None if it can."""
     return (
-        _media_fault(request)
-        or _experts_fault(request, info)
+        _experts_fault(request, info)
         or _prompt_fault(request.prompt_ids, info)
         or _sampling_fault(request.sampling, info)
-    )
-
-
-def _media_fault(request: GenerationRequest) -> str | None:
-    if not request.media:
-        return None
-    return (
-        f"media = {len(request.media)} inputs; expected none: transcripts cannot hold images, "
-        "video or audio yet"
     )
 
 

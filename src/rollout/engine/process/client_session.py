@@ -250,7 +250,6 @@ class ClientSession:
             priority=message.priority,
             routed_experts=message.routed_experts,
             routed_experts_start=message.routed_experts_start,
-            media=message.media,
         )
         deadline = math.inf
         if message.remaining_s is not None:

@@ -131,11 +131,6 @@ def mismatch(facts: DriverFacts, info: EngineInfo) -> str:
         return (
             f"the driver's end tokens are {list(facts.eos_ids)}, the engine's {list(info.eos_ids)}"
         )
-    if facts.context_length > info.context_length:
-        return (
-            f"the driver counts on a context of {facts.context_length} tokens, the engine has "
-            f"{info.context_length}"
-        )
     if facts.fingerprint and info.fingerprint and facts.fingerprint != info.fingerprint:
         return f"the driver expects model {facts.fingerprint}, the engine serves {info.fingerprint}"
     return ""

@@ -53,13 +53,11 @@ class DriverFacts(msgspec.Struct, frozen=True, kw_only=True):
         vocab_size: Ids that its tokenizer can produce; the model may have more. 0: unknown.
         eos_ids: Its tokenizer's, and those that the model's files name: at least one of them must
             end the engine's generations. Empty: unknown.
-        context_length: Tokens that it counts on. 0: unknown.
         fingerprint: Of the model, where it can tell what the engine's own must be. Empty: unknown.
     """
 
     vocab_size: Natural = 0
     eos_ids: tuple[int, ...] = ()
-    context_length: Natural = 0
     fingerprint: str = ""
 
 
@@ -125,7 +123,6 @@ class Submit(msgspec.Struct, array_like=True, tag=10):
     remaining_s: Seconds | None = None
     routed_experts: bool = False
     routed_experts_start: Natural = 0
-    media: tuple[bytes, ...] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=12):
