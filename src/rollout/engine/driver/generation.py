@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,8 @@ import msgspec
 
 from rollout.engine.core import Chunk, FinishReason
 from rollout.limits import PausableDeadline
+
+logger = logging.getLogger("rollout.engine")
 
 
 @attrs.define
@@ -78,7 +81,8 @@ class Generation(msgspec.Struct, eq=False):
         top_log_probs: float32, one for each of `top_ids`.
         routed_experts: Where asked for, the raw bytes in which the engine says it.
         pausable_deadlines: Paused while the runtime lets it wait.
-        on_tokens: Called each time tokens have been appended, where that is wanted.
+        on_tokens: Readers, each called with it at each chunk that brings tokens or the end; one
+            that raises is logged and not called again. After a restart the tokens are fewer.
     """
 
     parts: list[Part] = []
@@ -93,7 +97,7 @@ class Generation(msgspec.Struct, eq=False):
     top_log_probs: bytes = b""
     routed_experts: bytes = b""
     pausable_deadlines: tuple[PausableDeadline, ...] = ()
-    on_tokens: Callable[[], None] | None = None
+    on_tokens: list[Callable[[Generation], object]] = []
 
     @property
     def replica(self) -> str:
@@ -161,9 +165,17 @@ class Generation(msgspec.Struct, eq=False):
         if chunk.finish_reason is not None:
             self.finish_reason = chunk.finish_reason
             self.cached_tokens = chunk.cached_tokens
-        if count and self.on_tokens is not None:
-            self.on_tokens()
+        if self.on_tokens and (count or chunk.finish_reason is not None):
+            self._tell()
         return count
+
+    def _tell(self) -> None:
+        for reader in tuple(self.on_tokens):
+            try:
+                reader(self)
+            except Exception:
+                logger.exception("a reader of tokens raised; it is not called again")
+                self.on_tokens.remove(reader)
 
 
 def _check_top(chunk: Chunk) -> None:
