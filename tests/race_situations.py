@@ -9,7 +9,8 @@ from typing import Any
 import anyio
 
 import rollout
-from rollout import Prompt, Trajectory, function_tool
+from rollout import AgentLoop, Prompt, Trajectory, function_tool, register_agent
+from rollout.agents import AgentContext
 from rollout.config import (
     AgentConfig,
     LengthsConfig,
@@ -197,6 +198,61 @@ async def _change_fleet(runtime: Any) -> None:
         await engines.add_replica()
 
 
+@register_agent("tree")
+class Tree(AgentLoop):
+    """A turn; two branches and a sub-agent at once; another turn."""
+
+    async def run(self, context: AgentContext) -> None:
+        turn = await context.generate()
+        if turn.cut_by is not None:
+            return
+        first = await context.branch()
+        second = await context.branch(context.transcript.prompt_length, purpose="retry")
+        worker = await context.subagent(RESEARCH)
+        first.reward, worker.trainable = 0.25, False
+
+        async def ask() -> None:
+            first.observe([{"role": "user", "content": "another way"}])
+            await first.generate()
+
+        async def research() -> None:
+            turn = await worker.generate()
+            if turn.calls:
+                await worker.call_tools(turn.calls)
+                await worker.generate()
+
+        async with anyio.create_task_group() as tasks:
+            for work in (ask, second.generate, research):
+                tasks.start_soon(work)
+        said = f"the sub-agent says: {worker.messages[-1].content}"
+        context.observe([{"role": "user", "content": said}])
+        await context.generate()
+
+
+RESEARCH = [
+    {"role": "system", "content": "You are a researcher."},
+    {"role": "user", "content": "?"},
+]
+
+
+async def tree(recorder: Recorder) -> None:
+    config = (
+        Scenario(seed=8)
+        .reply("another way", "Or so.", filler=10)
+        .reply("researcher", tool_call("add", a=2, b=3))
+        .then("Found: 5.")
+        .reply("question", "An answer.", filler=5)
+        .then("The end.")
+        .config(
+            agent=AgentConfig(name="tree"),
+            engine=SimulatedEngine(replicas=2),
+            lengths=LENGTHS,
+        )
+    )
+    async with recorder.open_rollout(config, [add], length_reward) as runtime:
+        await runtime.generate([user("question")])
+
+
 SITUATIONS: dict[str, Callable[[Recorder], Awaitable[None]]] = {
     "single turn": single_turn,
     "tool agent with parallel calls": tool_agent,
@@ -205,4 +261,5 @@ SITUATIONS: dict[str, Callable[[Recorder], Awaitable[None]]] = {
     "consumer that leaves": leaving_consumer,
     "close during start-up": close_during_start,
     "changing replicas": changing_replicas,
+    "tree of conversations": tree,
 }

@@ -86,7 +86,8 @@ def written(rows: list[Any]) -> list[Any]:
     plain = []
     for row in rows:
         names = [name for name in row.__struct_fields__ if name != "transcript"]
-        plain.append(json.loads(msgspec.json.encode({n: getattr(row, n) for n in names})))
+        fields = {name: getattr(row, name) for name in names}
+        plain.append(json.loads(msgspec.json.encode(fields, enc_hook=repr)))
     return plain
 
 

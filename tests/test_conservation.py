@@ -43,10 +43,11 @@ def calm_run(seed: int, *, schedule_seed: int = 0) -> Recorder:
 def transcripts(recorder: Recorder) -> dict[str, Transcript]:
     """Every transcript that was delivered and does not depend on time, by session."""
     return {
-        call.session_of(trajectory): trajectory.transcript
+        segment.session_id or call.session_of(trajectory): segment.transcript
         for each in recorder.runtimes
         for call in each.calls
         for trajectory in call.delivered
+        for segment in trajectory.segments
         if trajectory.prompt is not None and trajectory.prompt.agent_name not in TIMED
     }
 
@@ -57,12 +58,14 @@ def differences(seed: int, disturbed: Recorder) -> list[str]:
     found = []
     for call in disturbed.runtimes[0].calls:
         for trajectory in call.delivered:
-            name, ids = call.session_of(trajectory), trajectory.transcript.ids_bytes()
             is_whole = trajectory.outcome is Outcome.COMPLETED
-            if name not in calm:
-                continue
-            if calm[name] != ids if is_whole else not calm[name].startswith(ids):
-                found.append(f"{name} ({trajectory.outcome}) says something else undisturbed")
+            for segment in trajectory.segments:
+                name = segment.session_id or call.session_of(trajectory)
+                ids = segment.transcript.ids_bytes()
+                if name not in calm:
+                    continue
+                if calm[name] != ids if is_whole else not calm[name].startswith(ids):
+                    found.append(f"{name} ({trajectory.outcome}) says something else undisturbed")
     return found
 
 

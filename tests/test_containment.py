@@ -91,7 +91,10 @@ SPOILERS: dict[str, Callable[[Any], object]] = {
     "ending": lambda context: setattr(context, "ending", "completed"),
     "outcome": lambda context: context.end("completed", "because"),
     "cut": lambda context: setattr(context, "cut_by", 3),
-    "earlier": lambda context: setattr(context, "earlier", {}),
+    "reward": lambda context: setattr(context.main, "reward", "good"),
+    "trainable": lambda context: setattr(context.main, "trainable", 1),
+    "main turns": lambda context: setattr(context.main, "user_turns", "two"),
+    "main cut": lambda context: setattr(context.main, "cut_by", 3),
 }
 
 
@@ -160,7 +163,7 @@ async def test_reward_raises_anything_its_trajectory_alone_fails(word: str, is_s
 
 
 @pytest.mark.parametrize(
-    "field", ["metrics", "extra", "transcript", "messages", "outcome", "uid", "prompt", "earlier"]
+    "field", ["metrics", "extra", "transcript", "messages", "outcome", "uid", "prompt", "segments"]
 )
 async def test_reward_assigns_anything_to_the_trajectory_nobody_is_harmed(field: str) -> None:
     async def reward(trajectory: Trajectory) -> float:

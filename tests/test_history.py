@@ -126,7 +126,7 @@ async def test_history_each_generation_stands_behind_what_its_template_renders(
 async def test_history_append_only_is_one_row_with_everything_sampled() -> None:
     batch = await run(REASONED, history="append_only")
     (trajectory,) = batch.trajectories
-    assert (trajectory.history, trajectory.earlier) == ("append_only", [])
+    assert (trajectory.history, len(trajectory.segments)) == ("append_only", 1)
     assert len(batch) == 1
     assert "I must look." in text(trajectory.transcript.ids())
 
@@ -178,7 +178,7 @@ async def test_history_rows_are_adjacent_share_the_reward_and_count_each_token_o
 async def test_history_that_renders_to_what_was_sampled_stays_one_row() -> None:
     batch = await run(CALL)
     (trajectory,) = batch.trajectories
-    assert trajectory.earlier == []
+    assert len(trajectory.segments) == 1
     assert [span.kind for span in trajectory.transcript.spans] == [
         "prompt", "generated", "observation", "generated",
     ]  # fmt: skip
@@ -192,4 +192,4 @@ async def test_history_rendered_anew_past_the_length_ends_the_trajectory() -> No
     (trajectory,) = batch.trajectories
     assert trajectory.outcome is Outcome.LENGTH
     assert trajectory.limit_source == "lengths.response"
-    assert trajectory.earlier == []
+    assert len(trajectory.segments) == 1

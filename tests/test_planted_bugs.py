@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import anyio
+import attrs
 import msgspec
 import numpy as np
 import pytest
@@ -306,6 +307,44 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     real = Identity.seed_of_turn
     patch.setattr(Identity, "seed_of_turn", lambda self, turn: real(self, 0))
+
+
+@bug("branches with the seeds of their parent", "#.* was given seed = .*; expected")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Identity, "opened", _with_its_sessions_alone)
+
+
+def _with_its_sessions_alone(self: Identity, number: int) -> Any:
+    class Opened(Identity):
+        def seed_of_turn(_, turn: int) -> int:  # noqa: N805
+            return self.seed_of_turn(turn)
+
+    path = f"{self.path}.{number}" if self.path else str(number)
+    return Opened(**(attrs.asdict(self) | {"path": path}))
+
+
+@bug("branch that trains its parent's tokens", "it trains on tokens of its parent, before")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def fork(self: Transcript, position: int) -> Transcript:
+        forked = Transcript()
+        forked.append_prompt(self.ids()[: self.prompt_length])
+        rest = self.ids()[self.prompt_length : position]
+        forked.append_generated(
+            rest, [-1.0] * len(rest), versions=[(0, len(rest))], finish_reason="stop"
+        )
+        return forked
+
+    patch.setattr(Transcript, "fork", fork)
+
+
+@bug("segment that says another parent", "its parent is None")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = trajectory_module.segments_of
+
+    def segments_of(conversations: Any) -> Any:
+        return [msgspec.structs.replace(segment, parent=None) for segment in real(conversations)]
+
+    patch.setattr(trajectory_module, "segments_of", segments_of)
 
 
 @bug("another seed where a request resumes elsewhere", "was given seed = .*; expected")

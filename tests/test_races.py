@@ -1,4 +1,4 @@
-"""Every checkpoint of seven situations, times everything that can happen at it."""
+"""Every checkpoint of eight situations, times everything that can happen at it."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ UNDISTURBED = {
     "consumer that leaves": [(1, {"completed"}), (2, {"completed"})],
     "close during start-up": [(2, {"cancelled"})],
     "changing replicas": [(6, {"completed"}), (3, {"completed"})],
+    "tree of conversations": [(1, {"completed"})],
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollout import AgentContext, RolloutBatch, Trajectory
+from rollout import AgentContext, Conversation, RolloutBatch, Trajectory
 from rollout.agents import AssistantTurn
 from rollout.chat import Transcript
 from rollout.chat.transcript import Span
@@ -48,7 +48,17 @@ def public(cls: Any) -> set[str]:
 
 @pytest.mark.parametrize(
     "cls",
-    [AssistantTurn, Transcript, Span, Message, ToolCall, InvalidToolCall, Trajectory, AgentContext],
+    [
+        AssistantTurn,
+        Transcript,
+        Span,
+        Message,
+        ToolCall,
+        InvalidToolCall,
+        Trajectory,
+        AgentContext,
+        Conversation,
+    ],
 )
 def test_what_an_agent_may_read_is_documented(cls: type) -> None:
     page = (DOCS / "api.md").read_text(encoding="utf-8")

@@ -75,6 +75,11 @@ BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"step": True}, "step = True: expected an integer from 0 to 9223372036854775807, or None"),
     ({"validate": "no"}, "validate = 'no': expected True or False"),
     ({"validate": None}, "validate = None: expected True or False"),
+    ({"samples": 0}, "samples = 0: expected an integer ≥ 1, or None"),
+    ({"samples": -2}, "samples = -2: expected an integer ≥ 1, or None"),
+    ({"samples": True}, "samples = True: expected an integer ≥ 1, or None"),
+    ({"samples": 2.0}, "samples = 2.0: expected an integer ≥ 1, or None"),
+    ({"samples": "8"}, "samples = '8': expected an integer ≥ 1, or None"),
 ]
 BAD_TARGETS: list[tuple[dict[str, Any], str]] = [
     ({"member": "a"}, "member = 'a': expected an integer ≥ 0, or None for every one"),
@@ -84,6 +89,22 @@ BAD_TARGETS: list[tuple[dict[str, Any], str]] = [
     ({"reason": ""}, "reason = '': expected a non-empty string"),
     ({"reason": None}, "reason = None: expected a non-empty string"),
 ]
+
+
+@pytest.mark.parametrize("validate", [False, True])
+async def test_runtime_samples_of_a_call_make_so_many_members(validate: bool) -> None:
+    scheduling = SchedulingConfig(samples_per_prompt=2, validation_samples_per_prompt=1)
+    prompts = [user("2 + 3"), user("2 + 3 again")]
+    async with rollout.open_rollout(ADDING.config(scheduling=scheduling), [add]) as runtime:
+        batch = await runtime.generate(prompts, samples=3, validate=validate, step=1)
+        usual = await runtime.generate(prompts, validate=validate, step=1)
+        async with runtime.stream(prompts, samples=4, validate=validate) as trajectories:
+            streamed = [trajectory async for trajectory in trajectories]
+    rows = [(sample.group, sample.member) for sample in batch.samples]
+    assert rows == [(group, member) for group in range(2) for member in range(3)]
+    assert len(usual) == 2 * (1 if validate else 2)
+    assert len(streamed) == 8
+    assert batch.samples[0].seeds == usual.samples[0].seeds
 
 
 @pytest.mark.parametrize(("arguments", "said"), BAD_CALLS)

@@ -11,6 +11,7 @@ import anyio
 import attrs
 import pytest
 
+import race_situations  # noqa: F401  (its agents)
 import rollout
 from rollout import AgentLoop, Prompt, Trajectory, function_tool
 from rollout.agents import AgentContext, register_agent
@@ -281,6 +282,8 @@ def prompts_of(dice: Dice, call: int = 0) -> list[Prompt]:
             fields["extra"] = {"interaction_kwargs": {"name": "critic"}}
         if dice.chance(f"timed {name}", 0.1):
             fields["agent_name"] = dice.pick(f"agent {name}", TIMED)
+        elif dice.chance(f"tree {name}", 0.15):
+            fields["agent_name"] = "tree"
         if dice.chance(f"own sampling {name}", 0.3):
             fields["sampling"] = dice.pick(f"sampling {name}", SAMPLING)
         messages = [{"role": "user", "content": f"<{kind}> {name}"}]

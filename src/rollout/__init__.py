@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from rollout.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from rollout.agents import AgentContext, AgentLoop, register_agent
+    from rollout.agents import AgentContext, AgentLoop, Conversation, register_agent
     from rollout.batch import RolloutBatch, collate
-    from rollout.chat.trajectory import Trajectory
+    from rollout.chat.trajectory import Segment, Trajectory
     from rollout.config import (
         AgentConfig,
         ChannelConfig,
@@ -60,10 +60,10 @@ if TYPE_CHECKING:
     from rollout.types import Cause, InvalidToolCall, Message, Outcome, Prompt, Reward, ToolCall
 
 _HOMES = {
-    "rollout.agents": ("AgentContext", "AgentLoop", "register_agent"),
+    "rollout.agents": ("AgentContext", "AgentLoop", "Conversation", "register_agent"),
     "rollout.batch": ("RolloutBatch", "collate"),
     "rollout.runtime.blocking": ("BlockingRollout", "open_rollout_blocking"),
-    "rollout.chat.trajectory": ("Trajectory",),
+    "rollout.chat.trajectory": ("Segment", "Trajectory"),
     "rollout.config": (
         "AgentConfig",
         "ChannelConfig",

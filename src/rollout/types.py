@@ -39,13 +39,20 @@ class InvalidToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One message of a conversation, in the terms of the OpenAI chat format."""
+    """One message of a conversation, in the terms of the OpenAI chat format.
+
+    Attributes:
+        extra: What it carries for agents, rewards and records; the model never sees it.
+        fields: Further keys that its chat template reads, e.g. ``reasoning_content``.
+    """
 
     role: str
     content: str | None = None
     tool_calls: Sequence[ToolCall] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    fields: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,11 +140,17 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         value: The scalar reward.
         extra: Merged into the trajectory's `extra`, e.g. sub-scores.
+        token_values: A reward for each token after the prompt of `trajectory.transcript`
+            (`Transcript.response_length` of them); or, by the index of a segment, for each token
+            after the prompt of that segment. They become ``token_rewards``.
+        segment_values: Rewards of segments by their index, in the place of `value`.
     """
 
     value: float
     extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    token_values: Sequence[float] | Mapping[int, Sequence[float]] | None = None
+    segment_values: Mapping[int, float] = msgspec.field(default_factory=dict)
 
 
-# It lives where its transcript does.
-__getattr__ = lazy_exports(globals(), {"rollout.chat.trajectory": ("Trajectory",)})
+# They live where their transcripts do.
+__getattr__ = lazy_exports(globals(), {"rollout.chat.trajectory": ("Segment", "Trajectory")})

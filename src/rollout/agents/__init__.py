@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rollout.agents.agent_loop import AgentLoop, agent_names, get_agent, register_agent
 from rollout.agents.context import AgentContext
+from rollout.agents.conversation import Conversation
 from rollout.agents.single_turn import SingleTurnAgent
 from rollout.agents.tool_agent import ToolAgent
 from rollout.agents.turn import AssistantTurn
@@ -12,6 +13,7 @@ __all__ = [
     "AgentContext",
     "AgentLoop",
     "AssistantTurn",
+    "Conversation",
     "SingleTurnAgent",
     "ToolAgent",
     "agent_names",

@@ -3,73 +3,87 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-import anyio
-import msgspec
-
-from rollout.agents.budget import generation_budget
+from rollout.agents.conversation import Conversation
+from rollout.agents.conversation_log import ConversationLog
 from rollout.agents.identity import Ending, Identity, RejectedPrompt
-from rollout.agents.message_log import MessageLog, said_again
-from rollout.agents.turn import AssistantTurn, answer
-from rollout.agents.turn_end import TurnEnd
-from rollout.agents.wording import Wording
+from rollout.agents.places import Row
+from rollout.agents.trajectory_state import TrajectoryState
+from rollout.chat.drift import DRIFT_KINDS
 from rollout.chat.messages import template_messages, text_of_content
+from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT
 from rollout.chat.transcript import Transcript
-from rollout.engine.core import WHOLE_ANSWERS
-from rollout.engine.driver.generation import Generation
-from rollout.errors import (
-    AgentError,
-    ConfigError,
-    EngineError,
-    LimitExceeded,
-)
+from rollout.errors import AgentError, ConfigError, LimitExceeded
 from rollout.interactions import Interaction, InteractionContext, InteractionTurn
 from rollout.limits import Deadline, PausableDeadline, fail_at_deadline
-from rollout.supervision import Duty, UnresponsiveError
+from rollout.supervision import Duty
 from rollout.tools.attempt import CallError, attempt
 from rollout.types import InvalidToolCall, Message, Outcome, Prompt, ToolCall
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
-    from array import array
-    from collections.abc import Iterator, Sequence
-
     from rollout.agents.services import Services
+    from rollout.agents.turn import AssistantTurn
+    from rollout.agents.wording import Given
     from rollout.chat.drift import Drift
     from rollout.config import AgentConfig
     from rollout.engine.core import SamplingParams
+    from rollout.engine.driver.generation import Generation
     from rollout.tools import ToolResult, TrajectoryTools
+
+T = TypeVar("T")
 
 logger = logging.getLogger("rollout.agents")
 
-#: Reason of a failure by code that did not end when it was cancelled.
-UNRESPONSIVE = "unresponsive"
+
+class _Shared(Generic[T]):
+    """An attribute that the conversations of a trajectory share."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, context: AgentContext, owner: type) -> T:
+        if context is None:
+            return cast("T", self)
+        return cast("T", getattr(context._state, self._name))
+
+    def __set__(self, context: AgentContext, value: T) -> None:
+        setattr(context._state, self._name, value)
 
 
 class AgentContext:
     """One trajectory from the inside.
 
     Attributes:
-        transcript: The exact tokens so far; with `agent.history` "inference_template" those of the
-            row that is being written.
-        earlier: The rows before it.
+        main: The main conversation; `branch` and `subagent` open others. What the context says of a
+            conversation is this one's.
+        transcript: The exact tokens so far.
         messages: The conversation so far.
-        sampling: How the next generation is sampled; assign to change it. Its `max_new_tokens`
-            is lowered to what the lengths leave, its `seed` set for each turn.
+        sampling: How the next generation is sampled; assign to change it.
+        on_tokens: Called with the `Generation` under way at each of its chunks.
+        assistant_turns, user_turns: Generations so far; answers of tools or users so far.
+        cut_by: As `AssistantTurn.cut_by`, of the last generation.
         extra: Becomes the trajectory's `extra`; tools, users and rewards see it too.
         turn_scores: What the simulated user gave.
         tool_rewards: What the tools gave.
-        assistant_turns, user_turns: Generations so far; answers of tools or users so far.
         ending: The outcome, where it is settled already.
-        cut_by: As `AssistantTurn.cut_by`, of the last generation.
-        generation_s: Seconds spent waiting for engines, queueing included.
-        resumes: How often a generation resumed elsewhere because its replica was lost.
-        restarts: Why generations restarted then, each time one did.
+        generation_s: Seconds spent waiting for engines, queueing included, over all conversations.
+        resumes: How often a generation continued elsewhere because its replica was lost.
+        restarts: Why generations began again then, each time one did.
         discarded_tokens: Tokens that were dropped by that.
     """
+
+    extra = _Shared[dict[str, Any]]()
+    turn_scores = _Shared[list[float]]()
+    tool_rewards = _Shared[list[float]]()
+    ending = _Shared[Ending | None]()
+    generation_s = _Shared[float]()
+    cached_tokens = _Shared[int]()
+    resumes = _Shared[int]()
+    restarts = _Shared[list[str]]()
+    discarded_tokens = _Shared[int]()
 
     def __init__(
         self,
@@ -82,63 +96,89 @@ class AgentContext:
         extra: dict[str, Any],
         outermost: Deadline,
     ) -> None:
-        self._prompt = prompt
-        self._identity = identity
-        self.sampling = sampling
-        self.transcript = Transcript()
-        self.messages: list[Message] = []
-        self.extra = extra
-        self.turn_scores: list[float] = []
-        self.tool_rewards: list[float] = []
-        self.assistant_turns = 0
-        self.user_turns = 0
-        self.ending: Ending | None = None
-        self.cut_by: str | None = None
-        self.generation_s = 0.0
-        self.cached_tokens = 0
-        self._known_tokens = 0
-        self.resumes = 0
-        self.restarts: list[str] = []
-        self.discarded_tokens = 0
         self._services = services
-        self._tools = tools
-        self._outermost = outermost
-        self._deadline = PausableDeadline(deadline, outermost)
-        self._turn_deadline = deadline
+        self._state = TrajectoryState(services, prompt, identity, tools, deadline, extra, outermost)
+        self._main = Conversation(
+            self._state,
+            ConversationLog(Row(Transcript(), MAIN)),
+            sampling,
+            identity,
+            group_id=f"{identity.step}/{identity.uid}",
+        )
         self._interaction: Interaction | None = None
-        self._calls_asked = 0
-        self._errors_in_a_row = 0
-        self._in_reasoning = False
-        self._said: dict[int, str] = {}
-        self._message_log = MessageLog()
-        self._wording = Wording(services, tools)
-        self._unsettled: list[Sequence[Message | Mapping[str, Any]]] = []
-        self.earlier: list[Transcript] = []
 
     @property
     def config(self) -> AgentConfig:
         """The `agent` section of the configuration."""
-        return self._services.config.agent
+        return self._state.config
 
     @property
     def prompt(self) -> Prompt:
         """What it started from."""
-        return self._prompt
+        return self._state.prompt
 
     @property
     def identity(self) -> Identity:
         """Which trajectory it is."""
-        return self._identity
+        return self._state.identity
 
     @property
     def deadline(self) -> PausableDeadline:
         """The trajectory's own."""
-        return self._deadline
+        return self._state.deadline
 
     @property
     def tools(self) -> TrajectoryTools:
         """The tools offered to the model; `schemas` lists them."""
-        return self._tools
+        return self._state.tools
+
+    @property
+    def main(self) -> Conversation:
+        """The conversation that begins with the prompt."""
+        return self._main
+
+    @property
+    def transcript(self) -> Transcript:
+        """The exact tokens so far."""
+        return self._main.transcript
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation so far."""
+        return self._main.messages
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How the next generation is sampled; assign to change it."""
+        return self._main.sampling
+
+    @sampling.setter
+    def sampling(self, sampling: SamplingParams) -> None:
+        self._main.sampling = sampling
+
+    @property
+    def on_tokens(self) -> list[Callable[[Generation], object]]:
+        """Called with the generation under way at each of its chunks."""
+        return self._main.on_tokens
+
+    @on_tokens.setter
+    def on_tokens(self, readers: list[Callable[[Generation], object]]) -> None:
+        self._main.on_tokens = readers
+
+    @property
+    def assistant_turns(self) -> int:
+        """Generations so far."""
+        return self._main.assistant_turns
+
+    @property
+    def user_turns(self) -> int:
+        """Answers of tools or users so far."""
+        return self._main.user_turns
+
+    @property
+    def cut_by(self) -> str | None:
+        """As `AssistantTurn.cut_by`, of the last generation."""
+        return self._main.cut_by
 
     @property
     def has_interaction(self) -> bool:
@@ -147,11 +187,10 @@ class AgentContext:
 
     def end(self, outcome: Outcome, reason: str, *, limit_source: str | None = None) -> None:
         """Settle the outcome; return from `run` afterwards. The first call counts."""
-        if self.ending is None:
-            self.ending = Ending(outcome=outcome, reason=reason, limit_source=limit_source)
+        self._state.end(outcome, reason, limit_source=limit_source)
 
-    async def begin(self, messages: Sequence[Message | Mapping[str, Any]] | None = None) -> None:
-        """Render the prompt and start the simulated user; `generate` does so if need be.
+    async def begin(self, messages: Given | None = None) -> None:
+        """Render the prompt and start the simulated user; `generate` does so where nobody has.
 
         Args:
             messages: In place of the prompt's own.
@@ -159,106 +198,21 @@ class AgentContext:
         if self.transcript.spans:
             raise AgentError("begin: the trajectory has begun already")
         given = self.prompt.messages if messages is None else messages
-        ids, self.messages = await self._wording.prompt(given)
-        if self._interaction_name is not None:
-            self._interaction = self._new_interaction(self._interaction_name)
-        self.transcript.append_prompt(ids)
-        self._message_log.begin(given, ids)
-        self._in_reasoning = self._services.template.opens_reasoning
+        worded = await self._state.wording.prompt(given)
+        self._interaction = self._new_interaction()
+        self._main.begin(worded)
         if self._interaction is not None:
             await self._interaction.start(self._interaction_context())
 
     async def generate(self) -> AssistantTurn:
-        """Have the model generate; its tokens are in the transcript then, also when cut short.
-
-        Raises:
-            LimitExceeded: A length leaves no room for a token, or a deadline fired; let it pass.
-            EngineError: The engine failed or was lost.
-        """
+        """As `Conversation.generate`; begins the trajectory where nobody has."""
         if not self.transcript.spans:
             await self.begin()
-        await self.settle()
-        limits = self._services.config.limits
-        turn = Deadline.after(limits.turn_s, "limits.turn_s", self._deadline.now)
-        turn_deadline = PausableDeadline(turn, self._outermost, self._deadline)
-        deadline = PausableDeadline(
-            Deadline.after(limits.generation_s, "limits.generation_s", turn),
-            self._outermost,
-            turn_deadline,
-        )
-        generation = Generation()
-        started, bounded_by = anyio.current_time(), ""
-        is_over = False
-        try:
-            with self._settling_limits(), deadline.failing():
-                await self._render_anew()
-                budget, bounded_by = self._budget()
-                await self._services.engines.generate(
-                    generation,
-                    session_id=self.identity.session_id,
-                    prompt_ids=self.transcript.prefix,
-                    sampling=self._sampling_of_turn(budget),
-                    priority=self.prompt.priority,
-                    known_experts=self.transcript.routed_length,
-                    group_id=f"{self.identity.step}/{self.identity.uid}",
-                    deadline=deadline,
-                )
-                if generation.finish_reason == "abort":
-                    raise self._abort(deadline.now)
-            is_over = True
-        finally:
-            self._turn_deadline = turn_deadline.now
-            self.generation_s += anyio.current_time() - started
-            self._note_recovery(generation)
-            if self._take(generation, bounded_by, deadline.now) and not is_over:
-                with suppress(Exception):  # a parser must not hide what ended the wait
-                    self._parse(generation)
-        return self._parse(generation)
+        return await self._main.generate()
 
     async def call_tools(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
-        """Run the calls side by side and append what they answer; results in the order of calls.
-
-        Raises:
-            LimitExceeded: A deadline fired, or the answers leave no room for another token.
-        """
-        await self.settle()
-        with self._settling_limits():
-            self._check_calls(len(calls))
-            results = await self._tools.run(calls, turn_deadline=self._turn_deadline)
-            self.tool_rewards += [r.reward for r in results if r.reward is not None]
-            self._services.tally.tool_calls += len(calls)
-            self._check_errors(results)
-        self.user_turns += 1
-        await self._observe([answer(call, r) for call, r in zip(calls, results, strict=True)])
-        return results
-
-    def _check_calls(self, count: int) -> None:
-        most = self.config.max_tool_calls
-        self._calls_asked += count
-        if most is not None and self._calls_asked > most:
-            raise LimitExceeded(
-                f"agent.max_tool_calls = {most}: the model asked for {self._calls_asked}",
-                source="agent.max_tool_calls",
-                reason="tool_calls",
-            )
-
-    def _check_errors(self, results: Sequence[ToolResult]) -> None:
-        most = self.config.max_consecutive_invalid_calls
-        if most is not None and self._tools.invalid_in_a_row >= most:
-            raise LimitExceeded(
-                f"agent.max_consecutive_invalid_calls = {most} is reached",
-                source="agent.max_consecutive_invalid_calls",
-                reason="invalid_calls",
-            )
-        most = self.config.max_consecutive_errors
-        for result in results:
-            self._errors_in_a_row = self._errors_in_a_row + 1 if result.is_error else 0
-        if most is not None and self._errors_in_a_row >= most:
-            raise LimitExceeded(
-                f"agent.max_consecutive_errors = {most} is reached",
-                source="agent.max_consecutive_errors",
-                reason="errors",
-            )
+        """As `Conversation.call_tools`."""
+        return await self._main.call_tools(calls)
 
     async def ask_user(self) -> InteractionTurn:
         """Let the simulated user answer; its words are appended unless it is done.
@@ -269,92 +223,55 @@ class AgentContext:
         if self._interaction is None:
             raise AgentError("ask_user: no interaction takes part in this trajectory")
         await self.settle()
-        deadline = self._turn_deadline
+        deadline = self._main.turn_deadline
         with (
-            self._settling_limits(),
+            self._state.settling_limits(),
             Duty("respond of the interaction", deadline.at),
             fail_at_deadline(deadline),
         ):
-            turn = await self._interaction.respond(template_messages(self.messages))
+            turn = await self._interaction.respond(list(template_messages(self.messages)))
         if turn.score is not None:
             self.turn_scores.append(turn.score)
         self.extra.update(turn.extra)
         if not turn.is_done:
-            self.user_turns += 1
             text = text_of_content(f"interaction {self._interaction_name!r}", turn.text)
-            await self._observe([Message(role="user", content=encodable(text))])
+            words = Message(role="user", content=encodable(text), extra=turn.extra)
+            await self._main.answer([words])
         return turn
 
-    def observe(self, messages: Sequence[Message | Mapping[str, Any]]) -> None:
-        """Append messages that the model reads and did not write.
+    def observe(self, messages: Given) -> None:
+        """As `Conversation.observe`."""
+        self._main.observe(messages)
 
-        Give all that come before the next turn at once: where nothing was generated since the last
-        ones, a turn without words stands between. A text of more than 16,000 characters is encoded
-        beside the event loop: `settle` and whatever else of the context is awaited append it.
-
-        Raises:
-            LimitExceeded: They would leave no room for one more token; nothing is appended. Of a
-                long text `settle` may find that out.
-        """
-        worded = None
-        if not self._unsettled:
-            with self._settling_limits():
-                worded = self._wording.observation_now(
-                    messages, self.transcript, self._last_generated()
-                )
-        if worded is None:
-            self._unsettled.append(messages)
-        else:
-            self._append(messages, *worded)
+    def observe_ids(self, ids: Sequence[int]) -> None:
+        """As `Conversation.observe_ids`."""
+        self._main.observe_ids(ids)
 
     async def settle(self) -> None:
-        """Append what `observe` has left to be encoded.
+        """As `Conversation.settle`."""
+        await self._main.settle()
 
-        Raises:
-            LimitExceeded: It would leave no room for one more token, and is dropped.
-        """
-        while self._unsettled:
-            await self._observe(self._unsettled.pop(0))
+    async def branch(self, position: int | None = None, *, purpose: str = BRANCH) -> Conversation:
+        """As `Conversation.branch`; begins the trajectory where nobody has."""
+        if not self.transcript.spans:
+            await self.begin()
+        return await self._main.branch(position, purpose=purpose)
 
-    async def _observe(self, messages: Sequence[Message | Mapping[str, Any]]) -> None:
-        after = self._last_generated()
-        with self._settling_limits():
-            worded = await self._wording.observation(messages, self.transcript, after)
-        self._append(messages, *worded)
-
-    def _last_generated(self) -> array[int] | None:
-        """The ids of the last turn; None where something was observed since."""
-        last = self.transcript.spans[-1]
-        return self.transcript.span_ids(last) if last.kind == "generated" else None
-
-    def _append(
-        self, given: Sequence[Message | Mapping[str, Any]], ids: array[int], plain: list[Message]
-    ) -> None:
-        """Append an observation that has room."""
-        if self.transcript.spans[-1].kind != "generated":
-            self._note_silence()
-        self.transcript.append_observation(ids)
-        self._in_reasoning = self._services.template.opens_reasoning_after(given)
-        self.messages += plain
-        self._message_log.add(given)
-
-    def _note_silence(self) -> None:
-        """The template's opening of a turn stands there and ends at once: a turn without words."""
-        self._said[len(self.messages)] = ""
-        self.messages.append(Message(role="assistant", content=""))
-        self._message_log.say({"role": "assistant", "content": ""})
+    async def subagent(self, messages: Given, *, purpose: str = SUBAGENT) -> Conversation:
+        """As `Conversation.subagent`."""
+        return await self._main.subagent(messages, purpose=purpose)
 
     async def check_tokens(self) -> Drift | None:
-        """How the transcript differs from its conversation rendered again.
+        """How transcripts differ from their conversations rendered again: the worst difference.
 
-        None if nothing was said, and where the history is rendered again in any case.
+        None where nothing was compared.
 
         Raises:
-            TemplateError: The template refuses the conversation.
+            TemplateError: The template refuses a conversation.
         """
-        if not self._said or self.config.history != "append_only":
-            return None
-        return await self._wording.drift(self.transcript, self.messages, self._said)
+        drifts = [await each.check_tokens() for each in self._main.all()]
+        known = [drift for drift in drifts if drift is not None]
+        return max(known, key=lambda drift: DRIFT_KINDS.index(drift.kind), default=None)
 
     async def score(self) -> None:
         """Ask the tools for their final rewards, once all is said.
@@ -362,13 +279,15 @@ class AgentContext:
         Raises:
             LimitExceeded: As `settle`.
         """
-        await self.settle()
-        self.tool_rewards += await self._tools.calc_rewards()
+        for each in self._main.all():
+            await each.settle()
+        self.tool_rewards += await self.tools.calc_rewards()
 
     async def close(self) -> None:
         """End the tools and the simulated user; shielded, bounded, never raises."""
-        self._services.engines.forget(self.identity.session_id)
-        await self._tools.close()
+        for each in self._main.all():
+            self._services.engines.forget(each.session_id)
+        await self.tools.close()
         interaction, self._interaction = self._interaction, None
         if interaction is None:
             return
@@ -382,19 +301,10 @@ class AgentContext:
             session = self.identity.session_id
             logger.warning("%s: finish of the interaction failed: %s", session, error)
 
-    @contextmanager
-    def _settling_limits(self) -> Iterator[None]:
-        """A limit that fires settles the outcome, even where an agent swallows the error."""
-        try:
-            yield
-        except LimitExceeded as error:
-            self.end(error.outcome, error.reason, limit_source=error.source)
-            raise
-        except UnresponsiveError:
-            self.end(Outcome.FAILED, UNRESPONSIVE)
-            raise
-
-    def _new_interaction(self, name: str) -> Interaction:
+    def _new_interaction(self) -> Interaction | None:
+        name = self._interaction_name
+        if name is None:
+            return None
         try:
             return self._services.interactions.create(name)
         except ConfigError as error:
@@ -402,7 +312,7 @@ class AgentContext:
 
     @property
     def _interaction_name(self) -> str | None:
-        return self._interaction_kwargs.get("name") or self._services.config.agent.interaction
+        return self._interaction_kwargs.get("name") or self.config.interaction
 
     @property
     def _interaction_kwargs(self) -> Mapping[str, Any]:
@@ -417,104 +327,4 @@ class AgentContext:
             ground_truth=self.prompt.ground_truth,
             extra=self.extra,
             threads=self._services.threads,
-        )
-
-    def _budget(self) -> tuple[int, str]:
-        return generation_budget(
-            self.transcript,
-            self._services.config.lengths,
-            self._services.engines.info.context_length,
-            self.sampling.max_new_tokens,
-        )
-
-    def _sampling_of_turn(self, budget: int) -> SamplingParams:
-        stops = {*self.sampling.stop_token_ids, *self._services.stop_token_ids}
-        return msgspec.structs.replace(
-            self.sampling,
-            max_new_tokens=budget,
-            seed=self.identity.seed_of_turn(self.assistant_turns),
-            stop_token_ids=tuple(sorted(stops)),
-        )
-
-    def _note_recovery(self, generation: Generation) -> None:
-        self.resumes += generation.resumes
-        self.restarts += generation.restarts
-        self.discarded_tokens += generation.discarded_tokens
-
-    async def _render_anew(self) -> None:
-        """Open another row where the template writes the history otherwise than the row has it.
-
-        Raises:
-            LimitExceeded: The new row would leave no room for a token; the old one stays.
-        """
-        if self.config.history == "append_only" or not self.assistant_turns:
-            return
-        row = await self._wording.row(self._message_log)
-        if row.ids_bytes() != self.transcript.ids_bytes():
-            self.earlier.append(self.transcript)
-            self.transcript, self._known_tokens = row, 0
-
-    def _abort(self, deadline: Deadline) -> Exception:
-        """Why a generation was aborted that we had not ended."""
-        if anyio.current_time() >= deadline.at:
-            return deadline.error()  # the engine kept the deadline before we could
-        return EngineError(f"{self.identity.session_id}: the engine aborted the generation")
-
-    def _take(self, generation: Generation, bounded_by: str, deadline: Deadline) -> bool:
-        """Append what arrived, whatever became of the wait for it; False where nothing did."""
-        if not self.transcript.spans or not (generation.ids or generation.finish_reason):
-            return False
-        end = TurnEnd.of(
-            generation.finish_reason,
-            bounded_by=bounded_by,
-            deadline=deadline,
-            now=anyio.current_time(),
-        )
-        self.transcript.append_generated(
-            generation.ids,
-            generation.log_probs,
-            versions=[(version, count) for version, count in generation.versions],
-            finish_reason=end.finish_reason,
-            top=generation.top(),
-        )
-        experts = generation.experts()
-        if experts is not None:
-            self.transcript.append_routed_experts(experts)
-        self.cached_tokens += generation.cached_tokens
-        self._tally_reuse(generation)
-        self._services.tally.generated_tokens += len(generation.ids)
-        self.assistant_turns += 1
-        self.cut_by = end.cut_by
-        return True
-
-    def _tally_reuse(self, generation: Generation) -> None:
-        """How much of what engines had of this row before they still had."""
-        tally = self._services.tally
-        if generation.finish_reason in WHOLE_ANSWERS:  # others need not say what was cached
-            tally.known_tokens += self._known_tokens
-            tally.reused_tokens += min(generation.cached_tokens, self._known_tokens)
-        self._known_tokens = len(self.transcript)
-
-    def _parse(self, generation: Generation) -> AssistantTurn:
-        """Record what was said; the calls of a turn that was cut are dropped."""
-        text = self._services.template.decode(generation.ids)
-        parsed = self._services.parser.parse(
-            text, self._tools.schemas, in_reasoning=self._in_reasoning
-        )
-        calls = () if self.cut_by is not None else parsed.calls
-        self._said[len(self.messages)] = text
-        self.messages.append(
-            Message(
-                role="assistant",
-                content=parsed.content,
-                tool_calls=tuple(call for call in calls if isinstance(call, ToolCall)),
-            )
-        )
-        self._message_log.say(said_again(parsed, calls))
-        return AssistantTurn(
-            content=parsed.content,
-            reasoning=parsed.reasoning,
-            calls=calls,
-            text=text,
-            cut_by=self.cut_by,
         )

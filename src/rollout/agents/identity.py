@@ -10,7 +10,7 @@ from rollout.types import Outcome
 
 @attrs.frozen(kw_only=True)
 class Identity:
-    """Which trajectory this is.
+    """Which trajectory this is, and which conversation of it.
 
     Attributes:
         uid: The prompt's uid.
@@ -19,6 +19,8 @@ class Identity:
         step: The trainer's step.
         run_seed: What all seeds of the run derive from.
         validate: Whether this is a validation rollout.
+        path: The conversation: "" is the main one, "0" the first that was opened from it, "0.1" the
+            second that was opened from that.
     """
 
     uid: str
@@ -27,15 +29,22 @@ class Identity:
     step: int
     run_seed: int
     validate: bool
+    path: str = ""
 
     @property
     def session_id(self) -> str:
-        """Names the trajectory to the router and the engines."""
-        return f"{self.step}/{self.uid}/{self.member}"
+        """Names the conversation to the router and the engines; the main one, the trajectory."""
+        main = f"{self.step}/{self.uid}/{self.member}"
+        return f"{main}#{self.path}" if self.path else main
+
+    def opened(self, number: int) -> Identity:
+        """Of the conversation that is opened from this one as its `number`-th, counted from 0."""
+        return attrs.evolve(self, path=f"{self.path}.{number}" if self.path else str(number))
 
     def seed_of_turn(self, turn: int) -> int:
-        """The seed of the trajectory's generation number `turn`, the same in every run."""
-        return derive_seed(self.run_seed, self.step, self.uid, self.member, turn)
+        """The seed of the conversation's generation number `turn`, the same in every run."""
+        parts = (self.path, turn) if self.path else (turn,)
+        return derive_seed(self.run_seed, self.step, self.uid, self.member, *parts)
 
 
 @attrs.frozen(kw_only=True)

@@ -1,51 +1,71 @@
-"""A conversation as a serving stack keeps it: messages, parsed, to be rendered again each turn."""
+"""The messages of a conversation, and how they are rendered again as a serving stack does."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from rollout.agents.turn import AssistantTurn
 from rollout.chat.messages import template_messages, with_results_as_user
 from rollout.chat.token_bounds import TooManyTokens
-from rollout.chat.transcript import Transcript
+from rollout.chat.transcript import Transcript, common_length
 from rollout.errors import TemplateError
-from rollout.types import InvalidToolCall, ToolCall
+from rollout.types import InvalidToolCall, Message, ToolCall
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from rollout.chat import ChatTemplate, ParsedTurn
-    from rollout.types import Message
+    from rollout.chat import ChatTemplate
+
+#: A turn without words.
+SILENCE = AssistantTurn(content="", reasoning=None, calls=(), text="")
 
 
 class MessageLog:
-    """The messages of a trajectory, and the prompt that it began with.
+    """The messages of a conversation, and which of them the model said.
 
     Attributes:
-        messages: As they were given, and as the model's turns were parsed.
+        messages: All of them.
+        turns: The model's own, as they were parsed, by their place in `messages`.
     """
 
     def __init__(self) -> None:
-        self.messages: list[Message | Mapping[str, Any]] = []
-        self._start = self._turn = 0
+        self.messages: list[Message] = []
+        self.turns: dict[int, AssistantTurn] = {}
+        self._start = 0
         self._prompt: Sequence[int] = ()
+        self._plain: set[int] = set()  # what the template takes in plain words only
 
-    def begin(self, messages: Iterable[Message | Mapping[str, Any]], ids: Sequence[int]) -> None:
+    @property
+    def said(self) -> dict[int, str]:
+        """What the model sampled, decoded, by its place in `messages`."""
+        return {at: turn.text for at, turn in self.turns.items()}
+
+    def begin(self, messages: Iterable[Message], ids: Sequence[int]) -> None:
         """The prompt, and its tokens."""
-        self.messages = list(messages)
+        self.messages += messages
         self._start = len(self.messages)
         self._prompt = ids
 
-    def say(self, turn: Mapping[str, Any]) -> None:
+    def say(self, turn: AssistantTurn) -> None:
         """What the model said."""
-        self._turn = len(self.messages)
-        self.messages.append(turn)
+        self.turns[len(self.messages)] = turn
+        calls = tuple(call for call in turn.calls if isinstance(call, ToolCall))
+        self.messages.append(Message(role="assistant", content=turn.content, tool_calls=calls))
 
-    def add(self, messages: Iterable[Message | Mapping[str, Any]]) -> None:
+    def add(self, messages: Iterable[Message]) -> None:
         """What was said to it since."""
         self.messages += messages
+
+    def fork(self, count: int) -> MessageLog:
+        """One that has the first `count` messages of this one."""
+        forked = MessageLog()
+        forked.messages = self.messages[:count]
+        forked.turns = {at: turn for at, turn in self.turns.items() if at < count}
+        forked._start, forked._prompt = min(self._start, count), self._prompt
+        forked._plain = {at for at in self._plain if at < count}
+        return forked
 
     def row(
         self,
@@ -64,11 +84,7 @@ class MessageLog:
             TooManyTokens: It certainly has more than `most`.
         """
         ids = self._ids(template, tools, most)
-        shared = next(
-            (at for at, (a, b) in enumerate(zip(ids, self._prompt, strict=False)) if a != b),
-            min(len(ids), len(self._prompt)),
-        )
-        shared = shared or min(longest, len(ids))
+        shared = common_length(ids, self._prompt) or min(longest, len(ids))
         row = Transcript()
         row.append_prompt(ids[:shared])
         row.append_observation(ids[shared:])
@@ -83,49 +99,62 @@ class MessageLog:
         model can write must not fail its trajectory.
         """
         try:
-            return template.prompt_ids(self.messages, tools, most=most)
+            return template.prompt_ids(self._as_served(self._plain), tools, most=most)
         except TooManyTokens:
             raise
         except TemplateError as refusal:
-            for at in (self._turn, self._start):
-                plain = [*self.messages[:at], *in_plain_words(self.messages[at:])]
+            for start in (max(self.turns, default=0), self._start):
+                plain = self._plain | set(range(start, len(self.messages)))
                 try:
-                    ids = template.prompt_ids(plain, tools, most=most)
+                    ids = template.prompt_ids(self._as_served(plain), tools, most=most)
                 except TooManyTokens:
                     raise
                 except TemplateError:
                     continue
-                self.messages = plain
+                self._plain = plain
                 return ids
             raise refusal
 
+    def _as_served(self, plain: set[int]) -> list[Message | Mapping[str, Any]]:
+        """The messages as a server would be sent them, some in plain words."""
+        served: list[Message | Mapping[str, Any]] = []
+        run: list[Message | Mapping[str, Any]] = []
+        for at, message in enumerate(self.messages):
+            said = said_again(self.turns[at]) if at in self.turns else message
+            if at in plain:
+                run.append(said)
+                continue
+            served += in_plain_words(run)
+            served.append(said)
+            run = []
+        return served + in_plain_words(run)
+
 
 def in_plain_words(
-    messages: Iterable[Message | Mapping[str, Any]],
+    messages: Sequence[Message | Mapping[str, Any]],
 ) -> list[Message | Mapping[str, Any]]:
     """The messages with calls as the text that they are, and tools' answers as a user's words."""
-    return list(with_results_as_user(template_messages(map(_in_plain_words, messages))))
+    if not messages:
+        return []
+    return list(with_results_as_user(template_messages(list(map(_in_plain_words, messages)))))
 
 
 def _in_plain_words(message: Message | Mapping[str, Any]) -> Message | Mapping[str, Any]:
-    if not isinstance(message, Mapping) or not message.get("tool_calls"):
+    if isinstance(message, Message) or not message["tool_calls"]:
         return message
-    calls = [call.raw for call in message["tool_calls"] if isinstance(call, ToolCall)]
-    words = [message["content"], *calls]
+    words = [message["content"], *(call.raw for call in message["tool_calls"])]
     return {**message, "content": encodable("\n".join(filter(None, words))), "tool_calls": ()}
 
 
-def said_again(
-    parsed: ParsedTurn, calls: Sequence[ToolCall | InvalidToolCall]
-) -> Mapping[str, Any]:
+def said_again(turn: AssistantTurn) -> Mapping[str, Any]:
     """A turn as a server would send it back: text, reasoning and calls apart.
 
     What could not be parsed stays in the text, as written.
     """
-    invalid = [call.raw for call in calls if isinstance(call, InvalidToolCall)]
+    invalid = [call.raw for call in turn.calls if isinstance(call, InvalidToolCall)]
     return {
         "role": "assistant",
-        "content": encodable("\n".join(filter(None, [parsed.content, *invalid]))),
-        "reasoning_content": parsed.reasoning,
-        "tool_calls": [call for call in calls if isinstance(call, ToolCall)],
+        "content": encodable("\n".join(filter(None, [turn.content, *invalid]))),
+        "reasoning_content": turn.reasoning,
+        "tool_calls": [call for call in turn.calls if isinstance(call, ToolCall)],
     }

@@ -35,5 +35,11 @@ class AssistantTurn(msgspec.Struct, frozen=True, kw_only=True):
 def answer(call: ToolCall | InvalidToolCall, result: ToolResult) -> Message:
     """The message that tells the model what became of a call."""
     if isinstance(call, InvalidToolCall):
-        return Message(role="tool", content=result.text)
-    return Message(role="tool", content=result.text, name=call.name, tool_call_id=call.id or None)
+        return Message(role="tool", content=result.text, extra=result.extra)
+    return Message(
+        role="tool",
+        content=result.text,
+        name=call.name,
+        tool_call_id=call.id or None,
+        extra=result.extra,
+    )

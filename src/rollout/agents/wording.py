@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout.agents.budget import length_error, longest_prompt, prompt_fault, remaining
 from rollout.agents.identity import RejectedPrompt
 from rollout.agents.long_texts import LONG_TOKENS, is_long
-from rollout.chat.messages import as_messages
+from rollout.chat.messages import as_messages, template_messages
 from rollout.chat.token_bounds import TooManyTokens
 from rollout.errors import LimitExceeded, TemplateError
+from rollout.types import Message
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Mapping, Sequence
 
     from rollout.agents.message_log import MessageLog
     from rollout.agents.services import Services
     from rollout.chat.drift import Drift
     from rollout.chat.transcript import Transcript
     from rollout.tools import TrajectoryTools
-    from rollout.types import Message
 
-    #: Messages as agents give them.
-    Given = Sequence[Message | Mapping[str, Any]]
-    #: Ids, and the messages that they are of.
-    Worded = tuple[array[int], list[Message]]
-
+#: Messages as agents give them.
+Given = Sequence[Message | Mapping[str, Any]]
 #: Messages of an observation whose lengths are looked at before it is rendered.
 _LOOKED_AT = 64
+
+
+class Worded(NamedTuple):
+    """Messages in tokens.
+
+    Attributes:
+        ids: What they add to a transcript.
+        messages: The messages themselves, in the form in which a conversation keeps them.
+        opens_reasoning: Whether the turn after them begins inside reasoning.
+    """
+
+    ids: array[int]
+    messages: list[Message]
+    opens_reasoning: bool
 
 
 class Wording:
@@ -47,7 +58,7 @@ class Wording:
         lengths, context = self._services.config.lengths, self._services.engines.info.context_length
         longest = longest_prompt(lengths, context)
         try:
-            ids, plain = await self._services.texts.run(
+            worded = await self._services.texts.run(
                 is_long(messages, self._services.texts.prompt_room),
                 *(self._prompt, messages, longest),
             )
@@ -55,9 +66,9 @@ class Wording:
             raise prompt_fault(f"at least {error.least}", lengths, context) from None
         except TemplateError as error:
             raise RejectedPrompt("bad_message", str(error)) from error
-        if len(ids) > longest:
-            raise prompt_fault(str(len(ids)), lengths, context)
-        return ids, plain
+        if len(worded.ids) > longest:
+            raise prompt_fault(str(len(worded.ids)), lengths, context)
+        return worded
 
     async def observation(
         self, messages: Given, transcript: Transcript, after: Sequence[int] | None
@@ -74,8 +85,8 @@ class Wording:
 
     def observation_now(
         self, messages: Given, transcript: Transcript, after: Sequence[int] | None
-    ) -> Worded | None:
-        """The same of a short text; None of a long one that may have room.
+    ) -> Worded | Given:
+        """The same of a short text; of a long one that may have room the messages, for later.
 
         Raises:
             LimitExceeded: It certainly has none.
@@ -83,12 +94,14 @@ class Wording:
         room, source = self.room(transcript)
         if not is_long(messages):
             return self._observation(messages, (room, source), after)
-        if len(messages) <= _LOOKED_AT:
-            try:
-                self._services.template.refuse_beyond(room - 1, messages)
-            except TooManyTokens as error:
-                raise _no_room(source, f"at least {error.least}") from None
-        return None
+        if len(messages) > _LOOKED_AT:
+            return messages
+        plain = template_messages(messages)
+        try:
+            self._services.template.refuse_beyond(room - 1, plain)
+        except TooManyTokens as error:
+            raise no_room(source, f"at least {error.least}") from None
+        return plain
 
     async def row(self, log: MessageLog) -> Transcript:
         """The whole conversation rendered again, as `MessageLog.row` makes it.
@@ -107,10 +120,10 @@ class Wording:
             )
         except TooManyTokens:
             source = "engine.context_length" if most == context else "lengths.response"
-            raise _no_room_anew(source) from None
+            raise _no_room_rendered(source) from None
         room, source = self.room(row)
         if room < 1:
-            raise _no_room_anew(source)
+            raise _no_room_rendered(source)
         return row
 
     async def drift(
@@ -129,26 +142,28 @@ class Wording:
         return remaining(transcript, self._services.config.lengths, context_length)
 
     def _prompt(self, messages: Given, longest: int) -> Worded:
-        tools = self._tools.schemas or None
-        ids = self._services.template.prompt_ids(messages, tools, most=longest)
-        return ids, as_messages(messages)
+        template, plain = self._services.template, template_messages(messages)
+        ids = template.prompt_ids(plain, self._tools.schemas or None, most=longest)
+        return Worded(ids, as_messages(plain), template.opens_reasoning)
 
     def _observation(
         self, messages: Given, room: tuple[int, str], after: Sequence[int] | None
     ) -> Worded:
         most, source = room
+        template, plain = self._services.template, template_messages(messages)
         try:
-            ids = self._services.template.observation_ids(messages, after=after, most=most - 1)
+            ids = template.observation_ids(plain, after=after, most=most - 1)
         except TooManyTokens as error:
-            raise _no_room(source, f"at least {error.least}") from None
+            raise no_room(source, f"at least {error.least}") from None
         if len(ids) >= most:
-            raise _no_room(source, str(len(ids)))
-        return ids, as_messages(messages)
+            raise no_room(source, str(len(ids)))
+        return Worded(ids, as_messages(plain), template.opens_reasoning_after(plain))
 
 
-def _no_room(source: str, count: str) -> LimitExceeded:
+def no_room(source: str, count: str) -> LimitExceeded:
+    """What an observation of so many tokens, which does not fit, ends its trajectory with."""
     return length_error(source, f"an observation of {count} tokens does not fit")
 
 
-def _no_room_anew(source: str) -> LimitExceeded:
+def _no_room_rendered(source: str) -> LimitExceeded:
     return length_error(source, "the conversation rendered again leaves no room for a token")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,7 @@ from rollout.chat.transcript import NO_EXPERT, NO_VERSION
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rollout.chat.trajectory import Trajectory
-    from rollout.chat.transcript import Transcript
+    from rollout.chat.trajectory import Segment, Trajectory
 
 Layout = Literal["padded", "packed"]
 
@@ -36,13 +35,25 @@ class Lengths(Protocol):
         """R."""
 
 
+class _Place(NamedTuple):
+    """A segment of a trajectory: one row."""
+
+    trajectory: Trajectory
+    at: int
+
+    @property
+    def segment(self) -> Segment:
+        return self.trajectory.segments[self.at]
+
+
 class _Row:
-    """The tokens of one transcript that go into the tensors: up to the last generated one.
+    """The tokens of one segment that go into the tensors: up to the last generated one.
 
     Shapes: T tokens of prompt and response, N tokens of the response.
     """
 
-    def __init__(self, trajectory: Trajectory, transcript: Transcript, lengths: Lengths) -> None:
+    def __init__(self, place: _Place, lengths: Lengths) -> None:
+        trajectory, transcript = place.trajectory, place.segment.transcript
         stop = len(transcript) - transcript.trailing_observation_length
         self.prompt_length = start = transcript.prompt_length
         _check_length(trajectory, "prompt", start, lengths.prompt)
@@ -53,6 +64,17 @@ class _Row:
         self.versions = transcript.weight_versions()[start:stop]  # (N,)
         experts = transcript.routed_experts()
         self.experts = None if experts is None else experts[:stop]  # (T, layers, top_k)
+        values = place.segment.token_rewards
+        if values is not None and len(values) != transcript.response_length:
+            raise ValueError(
+                f"{trajectory.uid!r} member {trajectory.member}: segments[{place.at}] has "
+                f"{len(values)} token_rewards; expected {transcript.response_length}"
+            )
+        self.token_rewards = (  # (N,)
+            np.full(stop - start, np.nan, dtype=np.float32)
+            if values is None
+            else np.array(values, dtype=np.float32)[: stop - start]
+        )
 
 
 def collate(
@@ -64,16 +86,15 @@ def collate(
     decode: Callable[[Sequence[int]], str] | None = None,
     extra_metrics: Mapping[str, float] | None = None,
 ) -> RolloutBatch:
-    """One row of tensors for each transcript, in the order given; shapes as in `RolloutBatch`.
+    """One row of tensors for each segment, in the order given; shapes as in `RolloutBatch`.
 
-    A trajectory has one transcript unless its history was rendered again (`agent.history`); its
-    rows are adjacent then and share its outcome and reward. One without tokens becomes a row of
+    Segments of one trajectory are adjacent, in their order. One without tokens becomes a row of
     padding with attention 0 (packed: of length 0). Tokens observed after the last generated one
     stay in the transcript and are left out of the tensors: a training row never ends on an
     observation.
 
     Args:
-        trajectories: With B transcripts.
+        trajectories: With B segments.
         lengths: P and R.
         pad_token_id: Fills padded positions of ids.
         layout: "padded" for rectangles, "packed" for jagged nested tensors without padding.
@@ -83,38 +104,39 @@ def collate(
     Raises:
         ValueError: A prompt or response is longer than `lengths` allow; names the uid.
     """
-    pairs = [(row, transcript) for row in trajectories for transcript in row.transcripts]
+    rows = [_Place(each, at) for each in trajectories for at in range(len(each.segments))]
     if layout == "padded":
-        tensors = _padded(pairs, lengths, pad_token_id)
+        tensors = _padded(rows, lengths, pad_token_id)
     elif layout == "packed":
-        rows = [_Row(trajectory, own, lengths) for trajectory, own in pairs]
-        tensors = _packed(rows, _expert_shape(pairs))
+        tensors = _packed([_Row(place, lengths) for place in rows], _expert_shape(rows))
     else:
         raise ValueError(f"layout must be 'padded' or 'packed', not {layout!r}")
-    tensors |= _of_rows([trajectory for trajectory, _ in pairs])
+    if all(row.segment.token_rewards is None for row in rows):
+        del tensors["token_rewards"]
+    tensors |= _of_rows(rows)
     return RolloutBatch(
-        tensors=TensorDict(tensors, batch_size=[len(pairs)]),
-        samples=[_sample(at, trajectory) for at, (trajectory, _) in enumerate(pairs)],
+        tensors=TensorDict(tensors, batch_size=[len(rows)]),
+        samples=[_sample(at, place) for at, place in enumerate(rows)],
         metrics=batch_metrics(trajectories, extra_metrics or {}),
         trajectories=list(trajectories),
         decode=decode,
     )
 
 
-def _of_rows(rows: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
+def _of_rows(rows: Sequence[_Place]) -> dict[str, torch.Tensor]:
     """What has one value for each row, (B,)."""
-    rewards = [math.nan if row.reward is None else row.reward for row in rows]
+    known = [row.trajectory.reward_of(row.segment) for row in rows]
+    rewards = [math.nan if reward is None else reward for reward in known]
+    trainable = [row.trajectory.is_trainable(row.segment) for row in rows]
     return {
-        "trainable": torch.tensor([row.trainable for row in rows], dtype=torch.bool),
+        "trainable": torch.tensor(trainable, dtype=torch.bool),
         "rewards": torch.tensor(rewards, dtype=torch.float32),
-        "groups": torch.tensor([row.group for row in rows], dtype=torch.int64),
+        "groups": torch.tensor([row.trajectory.group for row in rows], dtype=torch.int64),
     }
 
 
-def _padded(
-    pairs: Sequence[tuple[Trajectory, Transcript]], lengths: Lengths, pad_token_id: int
-) -> dict[str, torch.Tensor]:
-    size, width = len(pairs), lengths.prompt
+def _padded(rows: Sequence[_Place], lengths: Lengths, pad_token_id: int) -> dict[str, torch.Tensor]:
+    size, width = len(rows), lengths.prompt
     whole, response = (size, width + lengths.response), (size, lengths.response)
     input_ids = np.full(whole, pad_token_id, dtype=np.int64)
     attention_mask = np.zeros(whole, dtype=np.int64)
@@ -122,11 +144,12 @@ def _padded(
     response_mask = np.zeros(response, dtype=np.int64)
     log_probs = np.zeros(response, dtype=np.float32)
     versions = np.full(response, NO_VERSION, dtype=np.int32)
+    token_rewards = np.zeros(response, dtype=np.float32)
     positions = np.arange(whole[1])
-    shape = _expert_shape(pairs)
+    shape = _expert_shape(rows)
     experts = None if shape is None else np.full((*whole, *shape), NO_EXPERT, dtype=np.int16)
-    for at, (trajectory, transcript) in enumerate(pairs):
-        row = _Row(trajectory, transcript, lengths)
+    for at, each in enumerate(rows):
+        row = _Row(each, lengths)
         place = slice(width - row.prompt_length, width - row.prompt_length + len(row.ids))
         input_ids[at, place] = row.ids
         attention_mask[at, place] = 1
@@ -137,6 +160,7 @@ def _padded(
         versions[at, : len(row.mask)] = row.versions
         if experts is not None and row.experts is not None:
             experts[at, place] = row.experts
+        token_rewards[at, : len(row.mask)] = row.token_rewards
     arrays: dict[str, npt.NDArray[Any]] = {
         "prompts": input_ids[:, :width].copy(),
         "responses": input_ids[:, width:].copy(),
@@ -146,21 +170,22 @@ def _padded(
         "position_ids": position_ids,
         "rollout_log_probs": log_probs,
         "weight_versions": versions,
+        "token_rewards": token_rewards,
     }
     if experts is not None:
         arrays["routed_experts"] = experts
     return {key: torch.from_numpy(array) for key, array in arrays.items()}
 
 
-def _expert_shape(pairs: Sequence[tuple[Trajectory, Transcript]]) -> tuple[int, int] | None:
+def _expert_shape(rows: Sequence[_Place]) -> tuple[int, int] | None:
     """(layers, top_k) of the rows whose routed experts are known; None where none are.
 
     Raises:
         ValueError: Not all have the same.
     """
     found: tuple[int, int] | None = None
-    for trajectory, transcript in pairs:
-        shape = transcript.expert_shape
+    for row in rows:
+        trajectory, shape = row.trajectory, row.segment.transcript.expert_shape
         if shape is not None and shape != (found or shape):
             raise ValueError(
                 f"{trajectory.uid!r} member {trajectory.member}: routed experts of shape {shape}, "
@@ -186,6 +211,7 @@ def _packed(rows: Sequence[_Row], experts: tuple[int, int] | None) -> dict[str, 
         "position_ids": _jagged(positions, np.int64, whole),
         "rollout_log_probs": _jagged([row.log_probs for row in rows], np.float32, response),
         "weight_versions": _jagged([row.versions for row in rows], np.int32, response),
+        "token_rewards": _jagged([row.token_rewards for row in rows], np.float32, response),
     }
     if experts is not None:
         nothing = np.int16(NO_EXPERT)
@@ -217,7 +243,8 @@ def _check_length(trajectory: Trajectory, what: str, length: int, longest: int) 
         )
 
 
-def _sample(row: int, trajectory: Trajectory) -> Sample:
+def _sample(row: int, place: _Place) -> Sample:
+    trajectory, segment = place.trajectory, place.segment
     return Sample(
         uid=trajectory.uid,
         group=trajectory.group,
@@ -227,10 +254,15 @@ def _sample(row: int, trajectory: Trajectory) -> Sample:
         outcome=trajectory.outcome,
         reason=trajectory.reason,
         limit_source=trajectory.limit_source,
-        trainable=trajectory.trainable,
-        reward=trajectory.reward,
+        trainable=trajectory.is_trainable(segment),
+        reward=trajectory.reward_of(segment),
         turn_scores=trajectory.turn_scores,
         tool_rewards=trajectory.tool_rewards,
         metrics=trajectory.metrics,
         extra=trajectory.extra,
+        segment=place.at,
+        parent=segment.parent,
+        purpose=segment.purpose,
+        session_id=segment.session_id,
+        seeds=segment.seeds,
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from array import array
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.batch.sample import Sample
-from rollout.chat.trajectory import Trajectory
-from rollout.chat.transcript import NO_ID, SpanKind, Transcript
+from rollout.chat.trajectory import COMPACTION, MAIN, Parent, Segment, Trajectory
+from rollout.chat.transcript import NO_ID, SpanKind, Transcript, common_length
 from rollout.types import Cause, Message, Outcome, Prompt
 
 if TYPE_CHECKING:
@@ -57,6 +58,11 @@ class _RowRecord(msgspec.Struct, kw_only=True):
 
 class _SampleRecord(_RowRecord, kw_only=True):
     row: int
+    segment: int = 0
+    parent: Parent | None = None
+    purpose: str = MAIN
+    session_id: str = ""
+    seeds: list[int] = []
 
 
 class _ExpertsRecord(msgspec.Struct, kw_only=True):
@@ -82,24 +88,46 @@ class _SpanRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     routed_experts: _ExpertsRecord | None = None
 
 
+class _SegmentRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A segment; without spans it has the trajectory's own, and without messages too."""
+
+    purpose: str
+    parent: Parent | None = None
+    trainable: bool | None = None
+    reward: Number | None = None
+    token_rewards: list[Number] | None = None
+    session_id: str = ""
+    seeds: list[int] = []
+    spans: list[_SpanRecord] | None = None
+    messages: list[Message] | None = None
+
+
 class _TrajectoryRecord(_RowRecord, kw_only=True):
+    """A trajectory; `spans` are those of its `transcript`.
+
+    `earlier` are, in records of before there were segments, those of rows before it.
+    """
+
     cause: Cause | None
     prompt: dict[str, Any] | None
     messages: list[Message]
     spans: list[_SpanRecord]
     history: str = "append_only"
-    earlier: list[list[_SpanRecord]] = msgspec.field(default_factory=list)
+    segments: list[_SegmentRecord] = []
+    earlier: list[list[_SpanRecord]] | msgspec.UnsetType = msgspec.UNSET
 
 
 def sample_line(sample: Sample) -> bytes:
     """One line of ``samples.jsonl``."""
-    return _encoded(_SampleRecord(row=sample.row, **_row_fields(sample)))
+    own = {name: getattr(sample, name) for name in _SampleRecord.__struct_fields__}
+    return _encoded(_SampleRecord(**(own | _row_fields(sample))))
 
 
 def sample_from_line(line: bytes) -> Sample:
     """The sample of one line; a `msgspec.MsgspecError` says what is wrong with it."""
     record = msgspec.json.decode(line, type=_SampleRecord)
-    return Sample(row=record.row, **record.fields())
+    own = {name: getattr(record, name) for name in _SampleRecord.__struct_fields__}
+    return Sample(**(own | record.fields()))
 
 
 def trajectory_line(trajectory: Trajectory, decode: Callable[[Sequence[int]], str] | None) -> bytes:
@@ -107,13 +135,32 @@ def trajectory_line(trajectory: Trajectory, decode: Callable[[Sequence[int]], st
     record = _TrajectoryRecord(
         cause=trajectory.cause,
         prompt=_prompt_fields(trajectory),
-        messages=[_message(at, trajectory) for at in range(len(trajectory.messages))],
+        messages=_messages(trajectory.messages, trajectory),
         spans=_span_records(trajectory.transcript, decode),
         history=trajectory.history,
-        earlier=[_span_records(transcript, decode) for transcript in trajectory.earlier],
+        segments=[_segment_record(segment, trajectory, decode) for segment in trajectory.segments],
         **_row_fields(trajectory),
     )
     return _encoded(record)
+
+
+def _segment_record(
+    segment: Segment, trajectory: Trajectory, decode: Callable[[Sequence[int]], str] | None
+) -> _SegmentRecord:
+    is_main = segment.transcript is trajectory.transcript
+    is_told = segment.messages == trajectory.messages
+    rewards = segment.token_rewards
+    return _SegmentRecord(
+        purpose=segment.purpose,
+        parent=segment.parent,
+        trainable=segment.trainable,
+        reward=None if segment.reward is None else number(segment.reward),
+        token_rewards=None if rewards is None else _numbers(np.array(rewards, dtype=np.float32)),
+        session_id=segment.session_id,
+        seeds=segment.seeds,
+        spans=None if is_main else _span_records(segment.transcript, decode),
+        messages=None if is_told else _messages(segment.messages, trajectory),
+    )
 
 
 def trajectory_from_line(line: bytes) -> Trajectory:
@@ -124,15 +171,52 @@ def trajectory_from_line(line: bytes) -> Trajectory:
         ValueError: Its spans make no transcript.
     """
     record = msgspec.json.decode(line, type=_TrajectoryRecord)
+    transcript = _transcript(record.spans)
     return Trajectory(
-        transcript=_transcript(record.spans),
+        transcript=transcript,
         cause=record.cause,
         prompt=_prompt(record.prompt),
         messages=record.messages,
         history=record.history,
-        earlier=[_transcript(spans) for spans in record.earlier],
+        segments=(
+            [_segment(each, record.messages, transcript) for each in record.segments]
+            or _segments_of_rows(record, transcript)
+        ),
         **record.fields(),
     )
+
+
+def _segment(record: _SegmentRecord, messages: list[Message], transcript: Transcript) -> Segment:
+    rewards = record.token_rewards
+    return Segment(
+        transcript=transcript if record.spans is None else _transcript(record.spans),
+        parent=record.parent,
+        purpose=record.purpose,
+        trainable=record.trainable,
+        reward=None if record.reward is None else float(record.reward),
+        token_rewards=None if rewards is None else array("f", map(float, rewards)),
+        session_id=record.session_id,
+        seeds=record.seeds,
+        messages=messages if record.messages is None else record.messages,
+    )
+
+
+def _segments_of_rows(record: _TrajectoryRecord, last: Transcript) -> list[Segment]:
+    """The segments of a record that has rows in their place."""
+    rows = [_transcript(spans) for spans in record.earlier or []]
+    segments = []
+    for at, transcript in enumerate([*rows, last]):
+        before = rows[at - 1].prefix.ids if at else []
+        shared = common_length(transcript.prefix.ids, before)
+        segments.append(
+            Segment(
+                transcript=transcript,
+                parent=Parent(at - 1, shared) if at else None,
+                purpose=COMPACTION if at else MAIN,
+                messages=record.messages,
+            )
+        )
+    return segments
 
 
 def number(value: float) -> Number:
@@ -167,11 +251,21 @@ def _prompt(fields: dict[str, Any] | None) -> Prompt | None:
     return Prompt(**{name: value for name, value in fields.items() if name in known})
 
 
-def _message(at: int, trajectory: Trajectory) -> Message:
-    message = trajectory.messages[at]
+def _messages(messages: Sequence[Message], trajectory: Trajectory) -> list[Message]:
     where = f"{trajectory.uid!r} member {trajectory.member}: messages"
-    plain = _json_items({at: message}, where)[str(at)]
-    return plain if plain is message else Message(role=message.role, content=plain)
+    return [_message(message, f"{where}[{at}]") for at, message in enumerate(messages)]
+
+
+def _message(message: Message, where: str) -> Message:
+    """A message that JSON can hold; what of it JSON cannot is text."""
+    if message.extra or message.fields:
+        message = msgspec.structs.replace(
+            message,
+            extra=_json_items(message.extra, f"{where}.extra"),
+            fields=_json_items(message.fields, f"{where}.fields"),
+        )
+    plain = _json_value(message, where)
+    return message if plain is message else Message(role=message.role, content=plain)
 
 
 def _span_records(

@@ -6,13 +6,21 @@ from typing import Any
 
 import msgspec
 
+from rollout.chat.trajectory import MAIN, Parent
 from rollout.types import Outcome
 
 
 class Sample(msgspec.Struct, kw_only=True):
     """One row of a batch beside its tensors; the fields are those of its `Trajectory`.
 
-    `row` is the row's place in the tensors; `reward` is None where it is unknown.
+    Attributes:
+        row: Its place in the tensors.
+        segment: Which segment of the trajectory it is: an index.
+        parent: The segment that it departs from, and the position; None for the first.
+        purpose: As `Segment.purpose`.
+        session_id, seeds: As those of the `Segment`.
+        trainable: Whether a trainer may learn from this row, apart from the mask.
+        reward: Of this row: the segment's own, or else its trajectory's; None where it is unknown.
     """
 
     uid: str
@@ -29,3 +37,8 @@ class Sample(msgspec.Struct, kw_only=True):
     tool_rewards: list[float]
     metrics: dict[str, float]
     extra: dict[str, Any]
+    segment: int = 0
+    parent: Parent | None = None
+    purpose: str = MAIN
+    session_id: str = ""
+    seeds: list[int] = []

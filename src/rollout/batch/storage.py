@@ -92,12 +92,24 @@ def read_batch(directory: Path) -> dict[str, Any]:
         for name in FILES:
             _check_file(directory / name, meta.files[name])
         metrics = _decoded(directory / METRICS, dict[str, Number])
+        samples = _read_lines(directory / SAMPLES, sample_from_line)
+        trajectories = _read_lines(directory / TRAJECTORIES, trajectory_from_line)
+        _say_segments(samples, trajectories)
         return {
             "tensors": _read_tensors(directory / TENSORS, meta),
-            "samples": _read_lines(directory / SAMPLES, sample_from_line),
+            "samples": samples,
             "metrics": {name: float(value) for name, value in metrics.items()},
-            "trajectories": _read_lines(directory / TRAJECTORIES, trajectory_from_line),
+            "trajectories": trajectories,
         }
+
+
+def _say_segments(samples: Sequence[Sample], trajectories: Sequence[Trajectory]) -> None:
+    """Samples of before there were segments say now which they are of."""
+    segments = [(at, each) for row in trajectories for at, each in enumerate(row.segments)]
+    if len(samples) != len(segments):
+        return
+    for sample, (at, segment) in zip(samples, segments, strict=True):
+        sample.segment, sample.parent, sample.purpose = at, segment.parent, segment.purpose
 
 
 def _write_files(files: NewFiles, batch: Parts) -> None:

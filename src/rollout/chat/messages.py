@@ -15,34 +15,54 @@ from rollout.types import Message, ToolCall
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 #: What messages have as a rule; other keys travel along.
-_KNOWN = frozenset(("role", "content", "tool_calls", "tool_call_id", "name"))
+_KNOWN_IN_ORDER = ("role", "content", "tool_calls", "tool_call_id", "name")
+_KNOWN = frozenset(_KNOWN_IN_ORDER)
 
 #: A message in the form that chat templates read; `content` is always a string.
 TemplateMessage = dict[str, Any]
 
 
-def template_messages(messages: Iterable[Message | Mapping[str, Any]]) -> list[TemplateMessage]:
+class TemplateMessages(list[TemplateMessage]):
+    """Messages as `template_messages` makes them, so that they are checked and converted once.
+
+    Attributes:
+        extras: What each carries for others than the template.
+    """
+
+    def __init__(self, messages: Iterable[TemplateMessage], extras: list[Mapping[str, Any]]):
+        super().__init__(messages)
+        self.extras = extras
+
+
+def template_messages(messages: Iterable[Message | Mapping[str, Any]]) -> TemplateMessages:
     """The messages as dicts of plain values, each with a known role and a string as content.
 
     Keys of a mapping that are not ours travel along; keys whose value is None are dropped. A
     content that is a list of text parts becomes the joined text, that of an assistant message that
     only calls tools becomes "". Arguments of tool calls that are JSON text are parsed, so that a
-    template does not encode them a second time.
+    template does not encode them a second time. ``extra`` is not for templates and is kept apart.
 
     Raises:
         TemplateError: No messages, or one of them is malformed; says which and why.
     """
+    if isinstance(messages, TemplateMessages):
+        return messages
     if not _is_sequence(messages):
         raise TemplateError(f"messages must be a sequence of messages, not {_kind(messages)}")
-    converted = [_template_message(index, message) for index, message in enumerate(messages)]
+    extras: list[Mapping[str, Any]] = []
+    converted = [_template_message(index, each, extras) for index, each in enumerate(messages)]
     if not converted:
         raise TemplateError("messages is empty; expected at least one message")
-    return converted
+    return TemplateMessages(converted, extras)
 
 
-def _template_message(index: int, message: object) -> TemplateMessage:
+def _template_message(
+    index: int, message: object, extras: list[Mapping[str, Any]]
+) -> TemplateMessage:
+    """One message; what it carries for others joins `extras`."""
     where = f"messages[{index}]"
     fields = _fields(where, message)
+    extras.append(_extra(where, fields.pop("extra", {})))
     role = fields.get("role")
     if role is None:
         raise TemplateError(f"{where} has no role; expected one of {', '.join(ROLES)}")
@@ -86,6 +106,12 @@ def _part(where: str, part: object) -> str:
     raise TemplateError(problem)
 
 
+def _extra(where: str, extra: object) -> Mapping[str, Any]:
+    if not isinstance(extra, Mapping):
+        raise TemplateError(f"{where}: extra must be a mapping, not {_kind(extra)}")
+    return extra
+
+
 def _refuse_media(where: str, value: object, *, is_media: bool = False) -> None:
     """Raise a `MediaError` where `value` is media, or has them by its name and is not empty."""
     kind = media.kind_of_media(value)
@@ -100,8 +126,9 @@ def _refuse_media(where: str, value: object, *, is_media: bool = False) -> None:
 
 def _fields(where: str, message: object) -> TemplateMessage:
     if isinstance(message, Message):
-        names = message.__struct_fields__
-        return {name: value for name in names if (value := getattr(message, name)) is not None}
+        names = (*_KNOWN_IN_ORDER, "extra")
+        own = {name: value for name in names if (value := getattr(message, name)) is not None}
+        return own | {str(name): value for name, value in message.fields.items()}
     if isinstance(message, Mapping):
         return {str(name): value for name, value in message.items() if value is not None}
     raise TemplateError(f"{where} must be a Message or a mapping, not {_kind(message)}")
@@ -216,11 +243,12 @@ def _kind(value: object) -> str:
 
 
 def as_messages(messages: Iterable[Message | Mapping[str, Any]]) -> list[Message]:
-    """The messages as records, e.g. for a trajectory's conversation; other keys are left out.
+    """The messages as records, e.g. for a trajectory's conversation.
 
     Raises:
         TemplateError: As `template_messages`.
     """
+    plain = template_messages(messages)
     return [
         Message(
             role=fields["role"],
@@ -235,6 +263,8 @@ def as_messages(messages: Iterable[Message | Mapping[str, Any]]) -> list[Message
             ),
             tool_call_id=fields.get("tool_call_id"),
             name=fields.get("name"),
+            extra=extra,
+            fields={name: value for name, value in fields.items() if name not in _KNOWN},
         )
-        for fields in template_messages(messages)
+        for fields, extra in zip(plain, plain.extras, strict=True)
     ]

@@ -1,13 +1,59 @@
-"""One finished run of an agent, with its tokens."""
+"""One finished run of an agent, with its tokens: a tree of segments."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
 from rollout.chat.transcript import Transcript
 from rollout.types import Cause, Message, Outcome, Prompt
+
+#: Purposes of segments that this library opens. Agents may give others.
+MAIN, BRANCH, SUBAGENT, COMPACTION = "main", "branch", "subagent", "compaction"
+
+
+class Parent(NamedTuple):
+    """Where a segment departs from another one of its trajectory.
+
+    Attributes:
+        segment: Index of the other one, which comes before it.
+        position: Tokens that the other one had there.
+    """
+
+    segment: int
+    position: int
+
+
+class Segment(msgspec.Struct, kw_only=True):
+    """One row of training data: a transcript, and its place in the tree of its trajectory.
+
+    Attributes:
+        transcript: The exact tokens. A branch begins with its parent's up to the position where it
+            departs, with mask 0: each sampled token is trained in one row.
+        parent: Where it departs from another segment; None for the first.
+        purpose: "main"; "branch": continues otherwise from a place of its parent; "subagent": a
+            conversation of its own; "compaction": continues where its parent ended, with a
+            history that is written otherwise; or what an agent calls it.
+        trainable: Whether a trainer may learn from it; None: as its trajectory. Nothing of a
+            trajectory that is not trainable is.
+        reward: Its own; None: its trajectory's.
+        token_rewards: float32, packed: one for each token after the prompt, where known.
+        session_id: Under which the engines were asked.
+        seeds: Of its generations, in order.
+        messages: The conversation that it is part of.
+    """
+
+    transcript: Transcript
+    parent: Parent | None = None
+    purpose: str = MAIN
+    trainable: bool | None = None
+    reward: float | None = None
+    token_rewards: Sequence[float] | None = None
+    session_id: str = ""
+    seeds: list[int] = []
+    messages: list[Message] = []
 
 
 class Trajectory(msgspec.Struct, kw_only=True, weakref=True):
@@ -17,11 +63,12 @@ class Trajectory(msgspec.Struct, kw_only=True, weakref=True):
         uid: The prompt's uid.
         group: Position of the prompt in the call; its members are adjacent rows of the batch.
         member: Position within the group, 0 … samples_per_prompt - 1.
-        transcript: The exact tokens; empty where the trajectory was rejected before rendering.
+        transcript: The exact tokens of the main segment (of its last row, where its history was
+            rendered again); empty where the trajectory was rejected before rendering.
+        segments: The tree of all rows, parents before their children. Of `transcript` and
+            `segments` either may be left out.
         history: What the model saw of its earlier turns, `agent.history`: "append_only" is what it
             had sampled, "inference_template" what its template makes of them.
-        earlier: Transcripts of earlier turns, where the template had written them differently
-            since: each is a row of its own, exact for what was generated in it.
         outcome: How it ended; `reason` says why in a word, `limit_source` names the limit's path
             in the configuration where one fired, `cause` the root cause of a failure.
         trainable: Whether policy lets a trainer learn from this row, apart from the mask.
@@ -40,8 +87,8 @@ class Trajectory(msgspec.Struct, kw_only=True, weakref=True):
     uid: str
     group: int
     member: int
-    transcript: Transcript
     outcome: Outcome
+    transcript: Transcript = None  # type: ignore[assignment]  # that of the segments
     reason: str = ""
     limit_source: str | None = None
     cause: Cause | None = None
@@ -55,12 +102,35 @@ class Trajectory(msgspec.Struct, kw_only=True, weakref=True):
     prompt: Prompt | None = None
     messages: list[Message] = msgspec.field(default_factory=list)
     history: str = "append_only"
-    earlier: list[Transcript] = msgspec.field(default_factory=list)
+    segments: list[Segment] = []
+
+    def __post_init__(self) -> None:
+        if not self.segments:
+            transcript = Transcript() if self.transcript is None else self.transcript
+            self.segments = [Segment(transcript=transcript, messages=self.messages)]
+        at = self.main_index
+        if self.transcript is None:
+            self.transcript = self.segments[at].transcript
+        elif self.segments[at].transcript is not self.transcript:
+            main = msgspec.structs.replace(self.segments[at], transcript=self.transcript)
+            self.segments = [*self.segments[:at], main, *self.segments[at + 1 :]]
+        self._check_parents()
+
+    @property
+    def main_index(self) -> int:
+        """The index of the segment in which the main conversation ends."""
+        last = 0
+        for at, segment in enumerate(self.segments):
+            is_next = segment.parent is not None and segment.parent[0] == last
+            is_main = segment.session_id == self.segments[0].session_id
+            if is_next and is_main and segment.purpose == COMPACTION:
+                last = at
+        return last
 
     @property
     def transcripts(self) -> list[Transcript]:
         """All of them in order, one for each row of the batch."""
-        return [*self.earlier, self.transcript]
+        return [segment.transcript for segment in self.segments]
 
     @property
     def generated_length(self) -> int:
@@ -72,3 +142,22 @@ class Trajectory(msgspec.Struct, kw_only=True, weakref=True):
         """Content of the last assistant message; empty where there is none."""
         said = (m.content or "" for m in reversed(self.messages) if m.role == "assistant")
         return next(said, "")
+
+    def is_trainable(self, segment: Segment) -> bool:
+        """Whether a trainer may learn from one of its segments, apart from the mask."""
+        return self.trainable and segment.trainable is not False
+
+    def reward_of(self, segment: Segment) -> float | None:
+        """The reward of one of its segments; None where it is unknown."""
+        return self.reward if segment.reward is None else segment.reward
+
+    def _check_parents(self) -> None:
+        for at, segment in enumerate(self.segments):
+            if segment.parent is None:
+                continue
+            index, position = segment.parent
+            if not (0 <= index < at and 0 <= position <= len(self.segments[index].transcript)):
+                raise ValueError(
+                    f"segments[{at}].parent = ({index}, {position}): expected the index of a "
+                    "segment before it, and a position in that one's tokens"
+                )

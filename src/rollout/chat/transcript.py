@@ -176,6 +176,26 @@ class Transcript:
         self._extend("generated", ids, finish_reason, tuple((v, n) for v, n in versions if n))
         self._log_probs.extend(packed)
 
+    def fork(self, position: int) -> Transcript:
+        """A transcript that begins with the first `position` tokens of this one, as context.
+
+        Of the prompt they stay the prompt; after it they are an observation, generated ones too:
+        those are trained where they were generated, and nowhere else.
+
+        Raises:
+            ValueError: There are not so many tokens, or none is asked for.
+        """
+        if not 1 <= position <= len(self):
+            raise ValueError(f"fork: position = {position}: expected 1 to {len(self)}")
+        prompt = min(position, self.prompt_length)
+        forked = Transcript()
+        forked.append_prompt(self._ids[:prompt])
+        forked.append_observation(self._ids[prompt:position])
+        experts = self.routed_experts()
+        if experts is not None:
+            forked.append_routed_experts(experts[: min(position, self.routed_length)])
+        return forked
+
     def ids(self) -> npt.NDArray[np.int32]:
         """(T,) int32, a copy: every id in order."""
         return np.array(self._ids, dtype=np.int32)
@@ -288,6 +308,12 @@ class Transcript:
         start = len(self._ids)
         self.prefix.extend(_packed("i", np.int32, ids))
         self._spans.append(Span(kind, start, len(self._ids), finish_reason, versions))
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two rows have in common at their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _packed(code: Literal["i", "f"], dtype: type[np.generic], values: Any) -> array[Any]:

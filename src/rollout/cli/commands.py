@@ -87,11 +87,7 @@ def _shown_log(errors: Console, *, is_verbose: bool) -> Iterator[None]:
 
 
 def _run(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
-    overrides = list(arguments.overrides)
-    if arguments.samples is not None:
-        key = "validation_samples_per_prompt" if arguments.validate else "samples_per_prompt"
-        overrides.append(f"scheduling.{key}={arguments.samples}")
-    config = load_config(arguments.config, overrides)
+    config = load_config(arguments.config, arguments.overrides)
     code = UserCode()
     tools, interactions, reward = _code_of(arguments, code)
     faults = config_faults(config, interactions)
@@ -107,6 +103,7 @@ def _run(arguments: argparse.Namespace, output: Console, errors: Console) -> int
         tools=tools,
         reward=reward,
         interactions=interactions,
+        samples=arguments.samples,
         step=arguments.step,
         validate=arguments.validate,
     )

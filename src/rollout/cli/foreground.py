@@ -51,6 +51,7 @@ class ForegroundJob:
     tools: Sequence[Any] = ()
     reward: RewardFunction | None = None
     interactions: Sequence[Any] = ()
+    samples: int | None = None
     step: int | None = None
     validate: bool = False
 
@@ -171,7 +172,7 @@ class _Run:
         async with appending(self.runtime, job.directory, self._threads) as self.file:
             try:
                 self.batch = await self.runtime.generate(
-                    job.prompts, step=job.step, validate=job.validate
+                    job.prompts, samples=job.samples, step=job.step, validate=job.validate
                 )
             except RolloutError as error:
                 if error.partial is None:

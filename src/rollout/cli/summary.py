@@ -70,7 +70,7 @@ def _tokens(batch: RolloutBatch, seconds: float) -> str:
 
 
 def _reward(batch: RolloutBatch) -> str:
-    known = [row.reward for row in batch.trajectories if row.reward is not None]
+    known = [row.reward for row in batch.samples if row.reward is not None]
     if not known:
         return "unknown for every row"
     mean = math.fsum(known) / len(known)

@@ -219,6 +219,10 @@ class SchedulingConfig(Section):
     #: Outcomes that a trainer may learn from, and for which rewards are computed.
     trainable: Outcomes = ("completed", "length", "limit")
 
+    def samples_of(self, *, validate: bool) -> int:
+        """Members of a group, where the caller says nothing."""
+        return self.validation_samples_per_prompt if validate else self.samples_per_prompt
+
 
 @attrs.frozen(kw_only=True)
 class RolloutConfig(Section):

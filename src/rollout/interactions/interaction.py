@@ -46,7 +46,7 @@ class InteractionTurn(msgspec.Struct, frozen=True):
         text: What the user says; the model reads it unless the conversation is done.
         is_done: The conversation ends here.
         score: Joins the trajectory's `turn_scores`; None where the user judges nothing.
-        extra: Joins the trajectory's `extra`.
+        extra: Joins the trajectory's `extra`, and is that of the user's message.
     """
 
     text: str

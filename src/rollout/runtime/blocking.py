@@ -124,19 +124,33 @@ class BlockingRollout:
         return BlockingEngines(self._runtime.engines, self._wait)
 
     def generate(
-        self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples: int | None = None,
+        step: int | None = None,
+        validate: bool = False,
     ) -> RolloutBatch:
         """`RolloutRuntime.generate`, waited for in this thread."""
-        return self._wait(lambda: self._runtime.generate(prompts, step=step, validate=validate))
+        return self._wait(
+            lambda: self._runtime.generate(prompts, samples=samples, step=step, validate=validate)
+        )
 
     async def agenerate(
-        self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples: int | None = None,
+        step: int | None = None,
+        validate: bool = False,
     ) -> RolloutBatch:
         """`RolloutRuntime.generate`, awaited from any trio or asyncio loop in any thread.
 
         Cancellation ends the call's trajectories and passes through.
         """
-        call = self._start(lambda: self._runtime.generate(prompts, step=step, validate=validate))
+        call = self._start(
+            lambda: self._runtime.generate(prompts, samples=samples, step=step, validate=validate)
+        )
         try:
             batch: RolloutBatch = await wait_future(call.future)
         except anyio.get_cancelled_exc_class():
@@ -148,7 +162,12 @@ class BlockingRollout:
 
     @contextmanager
     def stream(
-        self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples: int | None = None,
+        step: int | None = None,
+        validate: bool = False,
     ) -> Iterator[BlockingTrajectories]:
         """`RolloutRuntime.stream`: ``with … as trajectories``, an iterator of any thread.
 
@@ -157,7 +176,9 @@ class BlockingRollout:
         opened: Future[tuple[MemoryObjectReceiveStream[Trajectory], anyio.Event]] = Future()
 
         async def keep_open() -> None:
-            async with self._runtime.stream(prompts, step=step, validate=validate) as received:
+            async with self._runtime.stream(
+                prompts, samples=samples, step=step, validate=validate
+            ) as received:
                 leave = anyio.Event()
                 opened.set_result((received, leave))
                 await leave.wait()

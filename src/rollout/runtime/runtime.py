@@ -141,7 +141,12 @@ class RolloutRuntime:
         await self.engines.flush_cache()
 
     async def generate(
-        self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples: int | None = None,
+        step: int | None = None,
+        validate: bool = False,
     ) -> RolloutBatch:
         """Run every member of every prompt; rows in the order of the prompts, members adjacent.
 
@@ -150,6 +155,8 @@ class RolloutRuntime:
 
         Args:
             prompts: What the groups start from.
+            samples: Members of each group; None: ``scheduling.samples_per_prompt`` of them, or
+                ``scheduling.validation_samples_per_prompt`` where it validates.
             step: The trainer's step, 0 … 2**63 - 1: part of every seed. None counts the calls.
             validate: Sample as `validation_sampling` says.
 
@@ -161,7 +168,7 @@ class RolloutRuntime:
 
         Errors after the start carry what there was as `partial`.
         """
-        run = self._new_run(prompts, step, validate)
+        run = self._new_run(prompts, samples, step, validate)
         rows: list[Trajectory | None] = [None] * len(run.members)
 
         async def keep(row: int, trajectory: Trajectory) -> None:
@@ -180,7 +187,12 @@ class RolloutRuntime:
 
     @asynccontextmanager
     async def stream(
-        self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples: int | None = None,
+        step: int | None = None,
+        validate: bool = False,
     ) -> AsyncIterator[MemoryObjectReceiveStream[Trajectory]]:
         """Trajectories as they end, in the order in which they do; leaving cancels the rest.
 
@@ -195,7 +207,7 @@ class RolloutRuntime:
         The `partial` of an error holds the trajectories that had ended, but for those that were
         received and are not referenced any more.
         """
-        run = self._new_run(prompts, step, validate)
+        run = self._new_run(prompts, samples, step, validate)
         with self._lag.window() as window:
             async with self._awake():
                 streamed = StreamedRun(run)
@@ -257,10 +269,12 @@ class RolloutRuntime:
             loop_starved_s=self._lag.total.starved_s or 0.0,
         )
 
-    def _new_run(self, prompts: Sequence[Prompt], step: int | None, validate: bool) -> BatchRun:
+    def _new_run(
+        self, prompts: Sequence[Prompt], samples: int | None, step: int | None, validate: bool
+    ) -> BatchRun:
         if self._is_closing:
             raise RolloutError("the runtime is closed")
-        step = check_call(step, validate)
+        step, samples = check_call(step, validate, samples)
         prompts = check_prompts(prompts)
         services = self._runner.services
         check_names(prompts, self.config.agent, services.tools.names, services.interactions)
@@ -268,11 +282,7 @@ class RolloutRuntime:
         scheduling = self.config.scheduling
         members = members_of(
             prompts,
-            samples=(
-                scheduling.validation_samples_per_prompt
-                if validate
-                else scheduling.samples_per_prompt
-            ),
+            samples=samples or scheduling.samples_of(validate=validate),
             step=next(self._steps) if step is None else step,
             run_seed=self._run_seed,
             validate=validate,

@@ -11,19 +11,21 @@ from rollout.errors import PromptError
 MAX_STEP = 2**63 - 1
 
 
-def check_call(step: Any, validate: Any) -> int | None:
-    """The step of a call of `generate` or `stream`; None counts the calls.
+def check_call(step: Any, validate: Any, samples: Any) -> tuple[int | None, int | None]:
+    """Step and samples of a call of `generate` or `stream`; None: as calls and configuration say.
 
     Raises:
-        PromptError: It is no step, or `validate` no bool; both are named.
+        PromptError: One is none, or `validate` no bool; all faults are named.
     """
     faults = []
     if step is not None and not (_is_natural(step) and int(step) <= MAX_STEP):
         faults.append(f"step = {step!r:.80}: expected an integer from 0 to {MAX_STEP}, or None")
     if not isinstance(validate, bool):
         faults.append(f"validate = {validate!r:.80}: expected True or False")
+    if samples is not None and not (_is_natural(samples) and int(samples)):
+        faults.append(f"samples = {samples!r:.80}: expected an integer ≥ 1, or None")
     _raise(faults)
-    return None if step is None else int(step)
+    return None if step is None else int(step), None if samples is None else int(samples)
 
 
 def check_target(uid: Any, member: Any, reason: Any) -> None:

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from rollout.agents.context import UNRESPONSIVE
+from rollout.agents.trajectory_state import UNRESPONSIVE
 from rollout.plurals import count
 from rollout.types import Outcome
 

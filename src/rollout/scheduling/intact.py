@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from rollout.agents.identity import Ending
-from rollout.chat.transcript import Transcript
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
     from rollout.agents.context import AgentContext
+    from rollout.agents.conversation import Conversation
 
 #: The attributes that become part of a trajectory, each with its type.
 _KINDS: dict[str, type[Any]] = {
-    "transcript": Transcript,
-    "earlier": list,
-    "messages": list,
     "extra": dict,
     "turn_scores": list,
     "tool_rewards": list,
     "restarts": list,
-    "assistant_turns": int,
-    "user_turns": int,
     "cached_tokens": int,
     "resumes": int,
     "discarded_tokens": int,
@@ -41,10 +37,31 @@ def restore(context: AgentContext) -> str:
     if not _is_sound_ending(context.ending):
         faults.append("context.ending: expected what context.end(outcome, reason) makes of it")
         context.ending = None
-    if not isinstance(context.cut_by, str | None):
-        faults.append("context.cut_by: expected text or None")
-        context.cut_by = None
+    for conversation in context.main.all():
+        faults += _restore_conversation(conversation)
     return "; ".join(faults)
+
+
+def _restore_conversation(conversation: Conversation) -> list[str]:
+    where, faults = f"the conversation {conversation.session_id}", []
+    for name in ("assistant_turns", "user_turns"):
+        if not isinstance(getattr(conversation, name), int):
+            faults.append(f"{where}: {name}: expected int")
+            setattr(conversation, name, 0)
+    if not isinstance(conversation.cut_by, str | None):
+        faults.append(f"{where}: cut_by: expected text or None")
+        conversation.cut_by = None
+    if not isinstance(conversation.trainable, bool | None):
+        faults.append(f"{where}: trainable = {conversation.trainable!r:.80}: expected bool or None")
+        conversation.trainable = None
+    if conversation.reward is not None and not _is_reward(conversation.reward):
+        faults.append(f"{where}: reward = {conversation.reward!r:.80}: expected a finite number")
+        conversation.reward = None
+    return faults
+
+
+def _is_reward(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _has_sound_items(name: str, value: Any) -> bool:

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import attrs
+import msgspec
 
 from rollout.agents.agent_loop import AgentLoop, get_agent
-from rollout.agents.context import UNRESPONSIVE, AgentContext
+from rollout.agents.context import AgentContext
 from rollout.agents.identity import Ending, RejectedPrompt
+from rollout.agents.places import segments_of
 from rollout.agents.services import Services
+from rollout.agents.trajectory_state import UNRESPONSIVE
 from rollout.agents.turn_end import natural_ending
 from rollout.chat.trajectory import Trajectory
 from rollout.chat.transcript import Transcript
@@ -30,7 +33,7 @@ from rollout.errors import (
 from rollout.limits import Deadline, PausableDeadline
 from rollout.scheduling.intact import restore
 from rollout.scheduling.prompt_sampling import sampling_of, top_log_probs_fault
-from rollout.scheduling.rewards import RewardFunction, compute_reward
+from rollout.scheduling.rewards import RewardFunction, apply_reward, compute_reward
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
 from rollout.scopes import leaf_of, passing_of
 from rollout.supervision import Supervised, UnresponsiveError, is_given_up
@@ -83,7 +86,8 @@ class TrajectoryRunner:
             restarts += context.restarts
             if ending.reason != ENGINE or attempt > self.services.config.scheduling.max_retries:
                 break
-            discarded += sum(own.generated_length for own in (*context.earlier, context.transcript))
+            rows = [row for each in context.main.all() for row in each.rows]
+            discarded += sum(row.transcript.generated_length for row in rows)
         drift = None
         if ending.outcome in COMPARED:
             drift, fault = await self.tokens.check(context)
@@ -93,7 +97,8 @@ class TrajectoryRunner:
         trajectory = _trajectory(member, context, ending, cause)
         if drift is not None:
             trajectory.metrics[f"{DRIFT}{drift}"] = 1
-        trajectory.trainable = ending.outcome in self.services.config.scheduling.trainable
+        if ending.outcome not in self.services.config.scheduling.trainable:
+            _exclude(trajectory)
         trajectory.metrics["attempts"] = attempt
         trajectory.metrics["discarded_tokens"] = discarded
         trajectory.metrics["resumes"] = resumes
@@ -104,7 +109,7 @@ class TrajectoryRunner:
             if anyio.current_time() < batch_deadline.at:
                 await self._reward(member, trajectory, batch_deadline)
             else:  # no time is left to learn its reward
-                trajectory.trainable = False
+                _exclude(trajectory)
         trajectory.metrics["total_s"] = anyio.current_time() - started
         return trajectory
 
@@ -217,7 +222,10 @@ class TrajectoryRunner:
         started = anyio.current_time()
         work = self._supervised("the reward function", Reward)
         work.deadline = deadline.at
-        seen = copy.copy(trajectory)  # what is assigned to its fields reaches only this copy
+        # What is assigned to its fields, and to those of its segments, is nobody else's.
+        seen = msgspec.structs.replace(
+            trajectory, segments=list(map(copy.copy, trajectory.segments))
+        )
         failure: BaseException | None = None
         reward: Reward | None = None
         try:
@@ -235,8 +243,7 @@ class TrajectoryRunner:
             if work.unresponsive is not None:
                 trajectory.reason = UNRESPONSIVE
         elif reward is not None:
-            trajectory.reward = reward.value
-            trajectory.extra.update(reward.extra)
+            apply_reward(trajectory, reward)
         elif member.cancel_reason is not None:
             _end_without_reward(trajectory, Outcome.CANCELLED, None, None)
             trajectory.reason = member.cancel_reason
@@ -305,13 +312,20 @@ def _natural_ending(context: AgentContext) -> Ending:
     return natural_ending(ends[-1] if ends else None, context.cut_by)
 
 
+def _exclude(trajectory: Trajectory) -> None:
+    """Nothing of it is trained on, and no reward of it is known."""
+    trajectory.trainable, trajectory.reward = False, None
+    for segment in trajectory.segments:
+        segment.reward = segment.token_rewards = None
+
+
 def _end_without_reward(
     trajectory: Trajectory, outcome: Outcome, source: str | None, cause: Cause | None
 ) -> None:
     """A trajectory whose reward is unknown keeps its tokens, and is not trained on."""
     trajectory.outcome, trajectory.reason = outcome, "reward"
     trajectory.limit_source, trajectory.cause = source, cause
-    trajectory.trainable, trajectory.reward = False, None
+    _exclude(trajectory)
 
 
 def _trajectory(
@@ -341,7 +355,7 @@ def _trajectory(
         prompt=member.prompt,
         messages=context.messages,
         history=context.config.history,
-        earlier=context.earlier,
+        segments=segments_of(context.main.all()),
     )
 
 

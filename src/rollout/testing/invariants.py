@@ -22,7 +22,12 @@ from rollout.scheduling.batch_run import CLOSED
 from rollout.testing.sampling_checks import sampling_anomalies
 from rollout.testing.tensor_checks import batch_anomalies
 from rollout.testing.token_accounting import accounting_anomalies
-from rollout.testing.transcript_checks import EPSILON_S, Facts, trajectory_anomalies
+from rollout.testing.transcript_checks import (
+    EPSILON_S,
+    Facts,
+    is_session_of,
+    trajectory_anomalies,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -108,9 +113,13 @@ def _time_anomalies(call: CallRecord, limits: LimitsConfig) -> Iterator[str]:
         for each in records:
             yield from _request_anomalies(session, each, limits)
     for (uid, member), uses in call.uses.items():
-        records = call.generations.get(f"{call.step}/{uid}/{member}", [])
+        main = f"{call.step}/{uid}/{member}"
+        asked = [
+            a for s, several in call.generations.items() if is_session_of(s, main) for a in several
+        ]
+        asked.sort(key=lambda each: each.started)
         for use in uses:
-            yield from _use_anomalies(f"{call.step}/{uid}/{member}", use, records, limits)
+            yield from _use_anomalies(main, use, asked, limits)
 
 
 def _request_anomalies(

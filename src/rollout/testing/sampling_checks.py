@@ -14,6 +14,7 @@ import msgspec
 
 from rollout.engine.cores.simulated.options import parse_scenario
 from rollout.engine.cores.simulated.simulated_model import SimulatedModel
+from rollout.testing.transcript_checks import path_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -65,12 +66,13 @@ def sampling_anomalies(
     model = _model_of(facts)
     prompts = _prompts_by_session(call)
     for session, several in call.generations.items():
-        if session not in prompts:
+        trajectory, path = path_of(session)
+        if trajectory not in prompts:
             yield f"{session}: a generation for a trajectory that {call.kind} was not asked for"
             continue
-        uid, member, prompt = prompts[session]
+        uid, member, prompt = prompts[trajectory]
         for turn in _turns(several):
-            seed = seed_of(run_seed, call.step, uid, member, turn.number)
+            seed = seed_of(run_seed, call.step, uid, member, turn.number, path)
             expected = _expected(turn, prompt, call.is_validation, seed, facts)
             where = f"{session}: generation {turn.number}"
             for part in turn.record.generation.parts:
@@ -84,9 +86,14 @@ def sampling_anomalies(
                 )
 
 
-def seed_of(run_seed: int, step: int, uid: str, member: int, turn: int) -> int:
-    """The seed that a turn must have, as `docs/architecture.md` says it."""
-    parts = "\x1f".join(str(part) for part in (run_seed, step, uid, member, turn))
+def seed_of(run_seed: int, step: int, uid: str, member: int, turn: int, path: str = "") -> int:
+    """The seed that a turn must have, as `docs/architecture.md` says it.
+
+    Args:
+        path: Of a conversation that was opened beside the main one.
+    """
+    place = (path, turn) if path else (turn,)
+    parts = "\x1f".join(str(part) for part in (run_seed, step, uid, member, *place))
     digest = hashlib.blake2b(parts.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") // 2
 

@@ -8,17 +8,24 @@ import numpy as np
 
 from rollout.batch import RolloutBatch, Sample
 from rollout.chat.transcript import NO_VERSION
-from rollout.testing.transcript_checks import Row, split_answers
+from rollout.testing.transcript_checks import Answers, Row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import numpy.typing as npt
 
+    from rollout.chat.trajectory import Segment, Trajectory
     from rollout.config import LengthsConfig
     from rollout.testing.call_records import CallRecord
 
-_SHARED_FIELDS = tuple(name for name in Sample.__struct_fields__ if name != "row")
+#: Fields of a sample that are those of its segment, and those of its trajectory.
+_OF_SEGMENT = ("parent", "purpose", "session_id", "seeds")
+_OF_TRAJECTORY = tuple(
+    name
+    for name in Sample.__struct_fields__
+    if name not in (*_OF_SEGMENT, "row", "segment", "reward", "trainable")
+)
 
 
 def batch_anomalies(
@@ -50,7 +57,8 @@ def _expected(
     batch: RolloutBatch, call: CallRecord, lengths: LengthsConfig, pad_id: int
 ) -> dict[str, npt.NDArray[Any]]:
     """The tensors, laid out from what the engines said."""
-    size, width = len(batch.trajectories), lengths.prompt
+    rows = _rows(batch)
+    size, width = len(rows), lengths.prompt
     whole, response = (size, width + lengths.response), (size, lengths.response)
     arrays: dict[str, npt.NDArray[Any]] = {
         "input_ids": np.full(whole, pad_id, dtype=np.int64),
@@ -58,21 +66,30 @@ def _expected(
         "response_mask": np.zeros(response, dtype=np.int64),
         "rollout_log_probs": np.zeros(response, dtype=np.float32),
         "weight_versions": np.full(response, NO_VERSION, dtype=np.int32),
-        "trainable": np.array([t.trainable for t in batch.trajectories], dtype=np.bool_),
+        "trainable": np.array([t.trainable and s.trainable is not False for t, s in rows], bool),
         # NumPy makes None NaN.
         "rewards": np.array([sample.reward for sample in batch.samples], dtype=np.float32),
-        "groups": np.array([t.group for t in batch.trajectories], dtype=np.int64),
+        "groups": np.array([t.group for t, _ in rows], dtype=np.int64),
     }
-    for at, trajectory in enumerate(batch.trajectories):
-        records = call.generations.get(call.session_of(trajectory), [])
-        answers = split_answers(trajectory, records)[1]
-        if len(answers) == sum(1 for _ in trajectory.transcript.generated_spans()):
-            _fill(arrays, at, Row(trajectory, answers), width)
+    answers = [each for t in batch.trajectories for each in Answers(t, call).by_segment]
+    for at, ((_, segment), said) in enumerate(zip(rows, answers, strict=True)):
+        if len(said) == sum(1 for _ in segment.transcript.generated_spans()):
+            _fill(arrays, at, Row(segment.transcript, said), width)
+    if any(segment.token_rewards is not None for _, segment in rows):
+        arrays["token_rewards"] = np.zeros(response, dtype=np.float32)
+        for at, (_, segment) in enumerate(rows):
+            transcript, values = segment.transcript, segment.token_rewards
+            count = transcript.response_length - transcript.trailing_observation_length
+            arrays["token_rewards"][at, :count] = np.nan if values is None else values[:count]
     attention = arrays["attention_mask"]
     arrays["position_ids"] = (attention.cumsum(axis=1) - 1) * attention
     arrays["prompts"] = arrays["input_ids"][:, :width]
     arrays["responses"] = arrays["input_ids"][:, width:]
     return arrays
+
+
+def _rows(batch: RolloutBatch) -> list[tuple[Trajectory, Segment]]:
+    return [(each, segment) for each in batch.trajectories for segment in each.segments]
 
 
 def _fill(arrays: dict[str, npt.NDArray[Any]], at: int, row: Row, width: int) -> None:
@@ -86,15 +103,23 @@ def _fill(arrays: dict[str, npt.NDArray[Any]], at: int, row: Row, width: int) ->
 
 
 def _sample_anomalies(batch: RolloutBatch) -> Iterator[str]:
-    if len(batch.samples) != len(batch.trajectories):
-        yield f"{len(batch.samples)} samples for {len(batch.trajectories)} trajectories"
+    places = [(t, at) for t in batch.trajectories for at in range(len(t.segments))]
+    if len(batch.samples) != len(places):
+        yield f"{len(batch.samples)} samples for {len(places)} segments"
         return
-    for at, (sample, trajectory) in enumerate(zip(batch.samples, batch.trajectories, strict=True)):
-        if sample.row != at:
-            yield f"sample {at} says that it is row {sample.row}"
-        for name in _SHARED_FIELDS:
-            if getattr(sample, name) != getattr(trajectory, name):
-                yield f"sample {at}: {name} is not that of its trajectory"
+    for row, (sample, (trajectory, at)) in enumerate(zip(batch.samples, places, strict=True)):
+        if (sample.row, sample.segment) != (row, at):
+            yield f"sample {row} says that it is row {sample.row}, segment {sample.segment}"
+        segment = trajectory.segments[at]
+        owners = dict.fromkeys(_OF_TRAJECTORY, trajectory) | dict.fromkeys(_OF_SEGMENT, segment)
+        for name, owner in owners.items():
+            if getattr(sample, name) != getattr(owner, name):
+                yield f"sample {row}: {name} is not that of its {type(owner).__name__.lower()}"
+        reward = trajectory.reward if segment.reward is None else segment.reward
+        if sample.reward != reward:
+            yield f"sample {row}: reward is not that of its trajectory"
+        if sample.trainable != (trajectory.trainable and segment.trainable is not False):
+            yield f"sample {row}: trainable is not that of its trajectory"
 
 
 def _kind(array: npt.NDArray[Any]) -> str:

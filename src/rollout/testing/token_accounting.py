@@ -172,7 +172,7 @@ def balance_of(watched: WatchedRuntime) -> Balance:
     )
     for call in watched.calls:
         for trajectory in call.delivered:
-            balance.transcripts += trajectory.transcript.generated_length
+            balance.transcripts += trajectory.generated_length
             balance.discarded += int(trajectory.metrics.get("discarded_tokens", 0))
     balance.undelivered = taken - balance.transcripts - balance.discarded
     return balance

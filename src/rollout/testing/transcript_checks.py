@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rollout.chat.trajectory import BRANCH, COMPACTION
 from rollout.chat.transcript import NO_VERSION
 from rollout.engine.cores.simulated.vocabulary import log_probs_of
 from rollout.types import Outcome
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from rollout.chat.trajectory import Trajectory
-    from rollout.chat.transcript import Span
+    from rollout.chat.transcript import Span, Transcript
     from rollout.config import RolloutConfig
     from rollout.testing.call_records import CallRecord, GenerationRecord
 
@@ -29,6 +32,8 @@ OUR_AGENTS = ("single_turn", "tool_agent")
 CUT_OUTCOMES = (Outcome.CANCELLED, Outcome.DEADLINE)
 #: Clocks are compared with this tolerance.
 EPSILON_S = 1e-6
+#: What the session of a conversation has beside that of its trajectory.
+_OPENED = re.compile(r"#\d+(\.\d+)*$")
 #: Reason of those that are cancelled because too many failed.
 BUDGET = "failure_budget"
 
@@ -53,7 +58,7 @@ class Facts:
 
 
 class Row:
-    """What the tensors must say of one trajectory, made from what its engines said.
+    """What the tensors must say of one segment, made from what its engines said.
 
     Shapes: T tokens of prompt and response up to the last generated one.
 
@@ -65,8 +70,7 @@ class Row:
         prompt_length: Tokens of the prompt.
     """
 
-    def __init__(self, trajectory: Trajectory, records: Sequence[GenerationRecord]) -> None:
-        transcript = trajectory.transcript
+    def __init__(self, transcript: Transcript, records: Sequence[GenerationRecord]) -> None:
         self.prompt_length = transcript.prompt_length
         size = len(transcript)
         self.ids: npt.NDArray[np.int32] = np.frombuffer(transcript.ids_bytes(), dtype=np.int32)
@@ -89,34 +93,104 @@ class Row:
             at += count
 
 
+class Answers:
+    """Which answers of engines are in which segment of a trajectory.
+
+    Attributes:
+        records: All that was asked for it.
+        by_segment: For each segment those that its generated spans hold, as far as there are any.
+        earlier: Those of attempts before its last.
+    """
+
+    def __init__(self, trajectory: Trajectory, call: CallRecord) -> None:
+        main = call.session_of(trajectory)
+        sessions = [session for session in call.generations if is_session_of(session, main)]
+        self.records = [each for session in sessions for each in call.generations[session]]
+        self.earlier: list[GenerationRecord] = []
+        left: dict[str, list[GenerationRecord]] = {}
+        spans: Counter[str] = Counter()
+        for segment in trajectory.segments:
+            spans[segment.session_id or main] += _spans(segment.transcript)
+        for session in sessions:
+            spoken = [each for each in call.generations[session] if each.has_output]
+            cut = max(0, len(spoken) - spans[session])
+            self.earlier += spoken[:cut]
+            left[session] = spoken[cut:]
+        self.by_segment = []
+        for segment in trajectory.segments:
+            answers, count = left.get(segment.session_id or main, []), _spans(segment.transcript)
+            self.by_segment.append(answers[:count])
+            del answers[:count]
+
+
+def is_session_of(session: str, main: str) -> bool:
+    """Whether a session is that of a trajectory, or of a conversation that it opened."""
+    return session == main or _OPENED.fullmatch(session.removeprefix(main)) is not None
+
+
+def path_of(session: str) -> tuple[str, str]:
+    """A session's trajectory, and the path of its conversation there; "" is the main one."""
+    found = _OPENED.search(session)
+    return (session[: found.start()], found[0][1:]) if found else (session, "")
+
+
+def _spans(transcript: Transcript) -> int:
+    return sum(1 for _ in transcript.generated_spans())
+
+
 def trajectory_anomalies(trajectory: Trajectory, call: CallRecord, facts: Facts) -> Iterator[str]:
     """What is wrong with one delivered trajectory, in words without its name."""
-    records = call.generations.get(call.session_of(trajectory), [])
-    yield from _attempt_anomalies(trajectory, records, facts.config)
-    yield from _span_anomalies(trajectory, split_answers(trajectory, records)[1], facts)
-    yield from _length_anomalies(trajectory, facts)
+    answers = Answers(trajectory, call)
+    yield from _attempt_anomalies(trajectory, answers, facts.config)
     yield from _outcome_anomalies(trajectory, facts)
-    yield from _cut_anomalies(trajectory, records, facts.config)
+    main = call.generations.get(call.session_of(trajectory), [])
+    yield from _cut_anomalies(trajectory, main, facts.config)
     yield from _time_anomalies(trajectory, facts.config)
+    for at, segment in enumerate(trajectory.segments):
+        where = f"segment {at}: " if len(trajectory.segments) > 1 else ""
+        for text in _segment_anomalies(trajectory, at, answers.by_segment[at], facts):
+            yield where + text
+        if len(segment.seeds) != len(answers.by_segment[at]) and segment.session_id:
+            yield f"{where}{len(segment.seeds)} seeds; its engines answered so often: " + str(
+                len(answers.by_segment[at])
+            )
 
 
-def split_answers(
-    trajectory: Trajectory, records: Sequence[GenerationRecord]
-) -> tuple[list[GenerationRecord], list[GenerationRecord]]:
-    """Answers of engines before its last attempt, and those that its generated spans hold."""
-    spoken = [each for each in records if each.has_output]
-    spans = sum(1 for _ in trajectory.transcript.generated_spans())
-    cut = max(0, len(spoken) - spans)
-    return spoken[:cut], spoken[cut:]
+def _segment_anomalies(
+    trajectory: Trajectory, at: int, answers: Sequence[GenerationRecord], facts: Facts
+) -> Iterator[str]:
+    segment = trajectory.segments[at]
+    yield from _span_anomalies(segment.transcript, answers, facts)
+    yield from _length_anomalies(segment.transcript, facts)
+    yield from _parent_anomalies(trajectory, at)
+    asked_with = [answer.sampling.seed for answer in answers]
+    if segment.session_id and segment.seeds != asked_with[: len(segment.seeds)]:
+        yield f"its seeds are {segment.seeds}; its engines were asked with {asked_with}"
+
+
+def _parent_anomalies(trajectory: Trajectory, at: int) -> Iterator[str]:
+    """A branch and a history rendered again begin as their parent does, and train none of it."""
+    segment = trajectory.segments[at]
+    if segment.parent is None or segment.purpose not in (BRANCH, COMPACTION):
+        if (segment.parent is None) != (at == 0):
+            yield f"its parent is {segment.parent}"
+        return
+    index, position = segment.parent
+    parent = trajectory.segments[index].transcript
+    if segment.transcript.ids_bytes()[: 4 * position] != parent.ids_bytes()[: 4 * position]:
+        yield f"it does not begin with the {position} tokens of its parent"
+    if segment.transcript.mask()[:position].any():
+        yield f"it trains on tokens of its parent, before {position}"
 
 
 def _attempt_anomalies(
-    trajectory: Trajectory, records: Sequence[GenerationRecord], config: RolloutConfig
+    trajectory: Trajectory, answers: Answers, config: RolloutConfig
 ) -> Iterator[str]:
-    earlier, final = split_answers(trajectory, records)
-    spans = sum(1 for _ in trajectory.transcript.generated_spans())
-    if spans > len(final):
-        yield f"{spans} generated spans, but its engines answered {len(final)} times"
+    records, earlier = answers.records, answers.earlier
+    spans = sum(map(_spans, trajectory.transcripts))
+    final = sum(map(len, answers.by_segment))
+    if spans > final:
+        yield f"{spans} generated spans, but its engines answered {final} times"
     attempts = int(trajectory.metrics.get("attempts", 1))
     failures = sum(each.is_engine_failure for each in records)
     if attempts - 1 > min(failures, config.scheduling.max_retries):
@@ -135,9 +209,8 @@ def _attempt_anomalies(
 
 
 def _span_anomalies(
-    trajectory: Trajectory, answers: Sequence[GenerationRecord], facts: Facts
+    transcript: Transcript, answers: Sequence[GenerationRecord], facts: Facts
 ) -> Iterator[str]:
-    transcript = trajectory.transcript
     at = 0
     for index, span in enumerate(transcript.spans):
         if span.start != at or (span.kind == "prompt") != (index == 0):
@@ -149,8 +222,8 @@ def _span_anomalies(
     if len(spans) != len(answers):
         return  # told already
     for span, answer in zip(spans, answers, strict=True):
-        yield from _answer_anomalies(trajectory, span, answer, facts)
-    row = Row(trajectory, answers)
+        yield from _answer_anomalies(transcript, span, answer, facts)
+    row = Row(transcript, answers)
     for name in ("mask", "log_probs", "weight_versions"):
         found, expected = getattr(transcript, name)(), getattr(row, name)
         if not np.array_equal(found, expected):
@@ -159,9 +232,9 @@ def _span_anomalies(
 
 
 def _answer_anomalies(
-    trajectory: Trajectory, span: Span, answer: GenerationRecord, facts: Facts
+    transcript: Transcript, span: Span, answer: GenerationRecord, facts: Facts
 ) -> Iterator[str]:
-    transcript, generation = trajectory.transcript, answer.generation
+    generation = answer.generation
     where = f"the generated span at {span.start}"
     ids = transcript.span_ids(span)
     if ids != generation.ids:
@@ -175,8 +248,8 @@ def _answer_anomalies(
         yield f"{where}: its log-probs are not those of the simulated model at these positions"
 
 
-def _length_anomalies(trajectory: Trajectory, facts: Facts) -> Iterator[str]:
-    transcript, lengths = trajectory.transcript, facts.config.lengths
+def _length_anomalies(transcript: Transcript, facts: Facts) -> Iterator[str]:
+    lengths = facts.config.lengths
     room = min(lengths.response, facts.context_length - transcript.prompt_length)
     if transcript.prompt_length > lengths.prompt:
         yield f"a prompt of {transcript.prompt_length} tokens; lengths.prompt = {lengths.prompt}"
@@ -206,7 +279,7 @@ def _outcome_anomalies(trajectory: Trajectory, facts: Facts) -> Iterator[str]:
         yield f"{told} with the source {trajectory.limit_source}; expected one of limits.*"
     if outcome is Outcome.CANCELLED and trajectory.reason not in {BUDGET, *facts.reasons}:
         yield f"{told} for the reason {trajectory.reason!r}, which nobody gave"
-    spans = sum(1 for _ in trajectory.transcript.generated_spans())
+    spans = _spans(trajectory.transcript)
     if trajectory.num_turns < 1 + spans:
         yield f"num_turns = {trajectory.num_turns} with {spans} generated spans"
 

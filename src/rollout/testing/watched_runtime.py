@@ -86,21 +86,35 @@ class WatchedRuntime:
         return getattr(self._real, name)
 
     async def generate(
-        self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples: int | None = None,
+        step: int | None = None,
+        validate: bool = False,
     ) -> RolloutBatch:
         """See `RolloutRuntime.generate`."""
-        with self._recording("generate", prompts, step, validate) as call:
-            call.batch = await self._real.generate(prompts, step=call.step, validate=validate)
+        with self._recording("generate", prompts, samples, step, validate) as call:
+            call.batch = await self._real.generate(
+                prompts, samples=samples, step=call.step, validate=validate
+            )
             call.is_complete = True
             return call.batch
 
     @asynccontextmanager
     async def stream(
-        self, prompts: Sequence[Prompt], *, step: int | None = None, validate: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples: int | None = None,
+        step: int | None = None,
+        validate: bool = False,
     ) -> AsyncIterator[ObjectReceiveStream[Trajectory]]:
         """See `RolloutRuntime.stream`."""
-        with self._recording("stream", prompts, step, validate) as call:
-            async with self._real.stream(prompts, step=call.step, validate=validate) as stream:
+        with self._recording("stream", prompts, samples, step, validate) as call:
+            async with self._real.stream(
+                prompts, samples=samples, step=call.step, validate=validate
+            ) as stream:
                 yield _WatchedStream(stream, call)
 
     def cancel(
@@ -215,18 +229,18 @@ class WatchedRuntime:
 
     @contextmanager
     def _recording(
-        self, kind: str, prompts: Sequence[Prompt], step: int | None, validate: bool
+        self,
+        kind: str,
+        prompts: Sequence[Prompt],
+        samples: int | None,
+        step: int | None,
+        validate: bool,
     ) -> Iterator[CallRecord]:
-        scheduling = self.config.scheduling
-        samples, validation = (
-            scheduling.samples_per_prompt,
-            scheduling.validation_samples_per_prompt,
-        )
         call = CallRecord(
             kind=kind,
             prompts=prompts,
             step=next(self._steps) if step is None else step,
-            samples=validation if validate else samples,
+            samples=samples or self.config.scheduling.samples_of(validate=validate),
             is_validation=validate,
             started=anyio.current_time(),
         )

@@ -66,6 +66,7 @@ class WatchedTool(Tool):
 
 class _WatchedSession(ToolSession):
     def __init__(self, session: ToolSession, use: Use, fault_injector: FaultInjector) -> None:
+        self.serial = session.serial
         self._session = session
         self._use = use
         self._fault_injector = fault_injector

@@ -93,6 +93,7 @@ def _answer(request: Request) -> Reply:
         metrics=dict(result.metrics),
         is_error=result.is_error,
         end_trajectory=result.end_trajectory,
+        extra=dict(result.extra),
     )
 
 

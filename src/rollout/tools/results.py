@@ -36,6 +36,7 @@ class ToolResult(_Text, frozen=True, kw_only=True):
             into its metric ``tools/TOOL/NAME``; True counts as 1.
         is_error: The call failed, and `text` says why.
         end_trajectory: The agent stops after this turn, e.g. because the task is solved.
+        extra: Becomes the `extra` of its message: for agents, rewards and records.
         images, videos, audio: Not possible yet: transcripts hold text.
 
     Raises:
@@ -47,6 +48,7 @@ class ToolResult(_Text, frozen=True, kw_only=True):
     metrics: Mapping[str, Any] = msgspec.field(default_factory=dict)
     is_error: bool = False
     end_trajectory: bool = False
+    extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
     images: Sequence[Any] = ()
     videos: Sequence[Any] = ()
     audio: Sequence[Any] = ()
@@ -143,10 +145,12 @@ def _checked(result: ToolResult) -> ToolResult:
         check_answer("ToolResult.text", result.text)
         kind = type(result.text).__name__
         return error_result(f"the tool returned a ToolResult whose text is {kind}; expected str")
-    if not isinstance(result.metrics, Mapping):
-        return error_result(f"the tool returned metrics {result.metrics!r:.80}; expected a dict")
-    if type(result.metrics) is not dict:
-        result = msgspec.structs.replace(result, metrics=dict(result.metrics))
+    for name in ("metrics", "extra"):
+        value = getattr(result, name)
+        if not isinstance(value, Mapping):
+            return error_result(f"the tool returned {name} {value!r:.80}; expected a dict")
+        if type(value) is not dict:
+            result = msgspec.structs.replace(result, **{name: dict(value)})
     if result.reward is None or (type(result.reward) is float and math.isfinite(result.reward)):
         return result
     reward = as_reward(result.reward)

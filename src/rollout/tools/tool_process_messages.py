@@ -54,6 +54,7 @@ class Reply(msgspec.Struct, omit_defaults=True):
     metrics: dict[str, Any] = {}
     is_error: bool = False
     end_trajectory: bool = False
+    extra: dict[str, Any] = {}
     failure: str = ""
     is_transient: bool = False
 

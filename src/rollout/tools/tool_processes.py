@@ -121,4 +121,5 @@ def _result(reply: Reply) -> ToolResult:
         metrics=reply.metrics,
         is_error=reply.is_error,
         end_trajectory=reply.end_trajectory,
+        extra=reply.extra,
     )

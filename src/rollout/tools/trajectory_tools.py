@@ -14,7 +14,7 @@ import msgspec
 
 from rollout.bridge import runs_on_trio
 from rollout.errors import LimitExceeded, ToolError
-from rollout.limits import Deadline
+from rollout.limits import Deadline, fail_at_deadline
 from rollout.tools.argument_checks import ArgumentsError
 from rollout.tools.attempt import CallError, attempt, run_side_by_side
 from rollout.tools.open_sessions import OpenFailure, OpenSessions, timed_out
@@ -29,7 +29,8 @@ from rollout.types import InvalidToolCall, ToolCall
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     from rollout.tools.gate import ToolGate
     from rollout.tools.policy import ToolPolicy
@@ -89,6 +90,8 @@ class TrajectoryTools:
         self.metrics: dict[str, float] = {}
         self.invalid_in_a_row = 0
         self._identity = object()
+        self._opening = anyio.Lock(fast_acquire=True)
+        self._serial: dict[int, anyio.Lock] = {}
         self._tools = tools
         self._contexts = contexts
         self._checks = checks
@@ -175,6 +178,12 @@ class TrajectoryTools:
 
     async def _open_tools(self, turn: _Turn, calls: Sequence[ToolCall | InvalidToolCall]) -> None:
         """Open the tools that are used for the first time; where one fails, so do its calls."""
+        if all(call.name in self._sessions for _, call in _pending(turn, calls)):
+            return
+        async with _alone(self._opening, turn.deadline):  # another conversation may open them too
+            await self._open_pending(turn, calls)
+
+    async def _open_pending(self, turn: _Turn, calls: Sequence[ToolCall | InvalidToolCall]) -> None:
         pending = [pair for pair in _pending(turn, calls) if pair[1].name not in self._sessions]
         for name in dict.fromkeys(call.name for _, call in pending):
             breaker = self._gates[name].breaker
@@ -245,7 +254,10 @@ class TrajectoryTools:
         deadline: Deadline | None = None
         for tries in itertools.count(1):
             try:
-                async with gate.place(turn.deadline) if gate.has_queue else _NO_WAIT:
+                async with (
+                    self._alone(session, turn.deadline),
+                    gate.place(turn.deadline) if gate.has_queue else _NO_WAIT,
+                ):
                     deadline = deadline or self._call_deadline(call.name, policy, turn)
                     return await _execute(session, call, deadline, turn)
             except CallError as error:
@@ -255,6 +267,13 @@ class TrajectoryTools:
                     raise error if tries == 1 else error.after(tries) from error.__cause__
             await anyio.sleep(pause_s)
         raise AssertionError("unreachable")
+
+    def _alone(self, session: ToolSession, deadline: Deadline) -> AbstractAsyncContextManager[None]:
+        """Calls that must not run at once may come from several conversations."""
+        if session.serial is None:
+            return _NO_WAIT
+        lock = self._serial.setdefault(id(session.serial), anyio.Lock(fast_acquire=True))
+        return _alone(lock, deadline)
 
     def _call_deadline(self, name: str, policy: ToolPolicy, turn: _Turn) -> Deadline:
         if policy.timeout_s is not None:
@@ -276,6 +295,16 @@ def _pending(
     for position, call in enumerate(calls):
         if turn.results[position] is None and isinstance(call, ToolCall):
             yield position, call
+
+
+@contextlib.asynccontextmanager
+async def _alone(lock: anyio.Lock, deadline: Deadline) -> AsyncIterator[None]:
+    with fail_at_deadline(deadline):
+        await lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 async def _one_by_one(turn: _Turn, jobs: Sequence[Job], *, is_in_task: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.engine.core import Chunk, FinishReason
+
+logger = logging.getLogger("rollout.engine")
 
 
 @attrs.define
@@ -82,7 +85,8 @@ class Generation(msgspec.Struct, eq=False):
         expert_room: Tokens of the prompt whose experts are asked for: those that the caller does
             not know yet. Those of the generated tokens follow them.
         routed_experts: Of these tokens as far as they are known, int16.
-        on_tokens: Called each time tokens have been appended, where that is wanted.
+        on_tokens: Readers, each called with it at each chunk that brings tokens or the end; one
+            that raises is logged and not called again. After a restart the tokens are fewer.
     """
 
     parts: list[Part] = []
@@ -99,7 +103,7 @@ class Generation(msgspec.Struct, eq=False):
     expert_shape: tuple[int, int] | None = None
     expert_room: int = 0
     routed_experts: bytes = b""
-    on_tokens: Callable[[], None] | None = None
+    on_tokens: list[Callable[[Generation], object]] = []
 
     @property
     def replica(self) -> str:
@@ -194,8 +198,8 @@ class Generation(msgspec.Struct, eq=False):
         if chunk.finish_reason is not None:
             self.finish_reason = chunk.finish_reason
             self.cached_tokens = chunk.cached_tokens
-        if count and self.on_tokens is not None:
-            self.on_tokens()
+        if self.on_tokens and (count or chunk.finish_reason is not None):
+            self._tell()
         return count
 
     def _check_top(self, chunk: Chunk) -> None:
@@ -209,6 +213,14 @@ class Generation(msgspec.Struct, eq=False):
                 f"{size // 4} top ids with {count} tokens; expected sampling.top_log_probs = "
                 f"{self.top_count} with each"
             )
+
+    def _tell(self) -> None:
+        for reader in tuple(self.on_tokens):
+            try:
+                reader(self)
+            except Exception:
+                logger.exception("a reader of tokens raised; it is not called again")
+                self.on_tokens.remove(reader)
 
     def _check_experts(self, chunk: Chunk) -> None:
         if not chunk.routed_experts or self.expert_shape is None:

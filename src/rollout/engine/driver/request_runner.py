@@ -225,15 +225,17 @@ class RequestRunner:
     def _running_on(self, replica: Replica, attempt: Attempt) -> Iterator[None]:
         """The attempt is in flight there; a suspect has the start to itself."""
 
-        def look() -> None:
+        readers = attempt.generation.on_tokens
+
+        def look(_: Generation) -> None:
             if not attempt.is_suspect:
-                attempt.generation.on_tokens = None
+                readers.remove(look)
                 self._end_isolation(replica)
 
         is_suspect = attempt.is_suspect
         if is_suspect:
             self._router.isolate(replica.name)
-            attempt.generation.on_tokens = look
+            readers.append(look)
         replica.begin_request(attempt)
         attempt.is_running = True
         try:
@@ -241,8 +243,8 @@ class RequestRunner:
         finally:
             attempt.is_running = False
             replica.end_request(attempt)
-            if is_suspect and attempt.generation.on_tokens is not None:
-                attempt.generation.on_tokens = None
+            if look in readers:
+                readers.remove(look)
                 self._end_isolation(replica)
 
     def _end_isolation(self, replica: Replica) -> None:

@@ -1,0 +1,136 @@
+"""What has been said in a conversation: its tokens, its messages, and which belong together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollout.agents.message_log import SILENCE, MessageLog
+from rollout.agents.places import Mark, Row, mark_at
+from rollout.chat.trajectory import COMPACTION
+from rollout.chat.transcript import common_length
+
+if TYPE_CHECKING:
+    from array import array
+
+    from rollout.agents.turn import AssistantTurn
+    from rollout.agents.wording import Worded
+    from rollout.chat.transcript import Transcript
+    from rollout.engine.driver.generation import Generation
+
+
+class ConversationLog:
+    """Tokens and messages of a conversation, which only ever grow.
+
+    Attributes:
+        rows: Its rows; the last one is written, those before it are where the history was
+            rendered again since.
+        message_log: Its messages.
+        in_reasoning: Whether the next turn begins inside reasoning.
+        has_raw_ids: Whether tokens were observed that are in no message.
+    """
+
+    def __init__(self, row: Row) -> None:
+        self.rows = [row]
+        self.message_log = MessageLog()
+        self.in_reasoning = False
+        self.has_raw_ids = False
+        self._marks: list[Mark] = []
+        self._open_from: int | None = None
+        self._last_turn = (0, -1)  # where it begins and ends
+
+    @property
+    def transcript(self) -> Transcript:
+        """The tokens of the last row."""
+        return self.rows[-1].transcript
+
+    @property
+    def open_turn(self) -> array[int] | None:
+        """The ids of a turn that was not parsed yet, if only of none; None where there is none."""
+        return None if self._open_from is None else self.transcript.prefix.ids[self._open_from :]
+
+    @property
+    def last_turn(self) -> array[int] | None:
+        """The ids of the model's turn that nothing has answered yet; None where there is none."""
+        start, stop = self._last_turn
+        return self.transcript.prefix.ids[start:] if stop == len(self.transcript) else None
+
+    def begin(self, worded: Worded) -> None:
+        """The prompt."""
+        self.transcript.append_prompt(worded.ids)
+        self.message_log.begin(worded.messages, worded.ids)
+        self.in_reasoning = worded.opens_reasoning
+        self._mark()
+
+    def take(self, generation: Generation, finish_reason: str, seed: int) -> None:
+        """Tokens that an engine sampled: of a turn that begins with them, or is open."""
+        if self._open_from is None:
+            self._open_from = len(self.transcript)
+        self.transcript.append_generated(
+            generation.ids,
+            generation.log_probs,
+            versions=[(version, count) for version, count in generation.versions],
+            finish_reason=finish_reason,
+            top=generation.top(),
+        )
+        experts = generation.experts()
+        if experts is not None:
+            self.transcript.append_routed_experts(experts)
+        self.rows[-1].seeds.append(seed)
+
+    def say(self, turn: AssistantTurn | None) -> None:
+        """The open turn is over; None: it could not be parsed and is in no message."""
+        assert self._open_from is not None
+        self._last_turn, self._open_from = (self._open_from, len(self.transcript)), None
+        if turn is not None:
+            self.message_log.say(turn)
+        self._mark(ends_turn=True)
+
+    def observe(self, worded: Worded) -> None:
+        """What answers the model's turn."""
+        if self.last_turn is None:
+            self.message_log.say(SILENCE)  # the template opens a turn there, which ends at once
+        self.transcript.append_observation(worded.ids)
+        self.message_log.add(worded.messages)
+        self.in_reasoning = worded.opens_reasoning
+        self._mark()
+
+    def observe_ids(self, ids: array[int], *, in_reasoning: bool) -> None:
+        """Tokens that are in no message."""
+        self.transcript.append_observation(ids)
+        self.in_reasoning, self.has_raw_ids = in_reasoning, True
+        self._mark()
+
+    def render_again(self, transcript: Transcript, purpose: str = COMPACTION) -> bool:
+        """Open another row with this transcript, unless it says what the last one does."""
+        if transcript.ids_bytes() == self.transcript.ids_bytes():
+            return False
+        shared = common_length(transcript.prefix.ids, self.transcript.prefix.ids)
+        self.rows.append(Row(transcript, purpose, self.rows[-1], shared))
+        self._marks, self._last_turn = [], (0, -1)
+        self._mark()
+        return True
+
+    def fork(self, position: int, purpose: str) -> ConversationLog:
+        """One that begins with the first `position` tokens of this one's last row, as context.
+
+        Raises:
+            AgentError: It cannot be continued there.
+        """
+        mark, marks = mark_at(position, self._marks, len(self.transcript))
+        row = Row(self.transcript.fork(position), purpose, self.rows[-1], position)
+        forked = ConversationLog(row)
+        forked.message_log = self.message_log.fork(mark.messages)
+        forked.in_reasoning, forked.has_raw_ids = mark.in_reasoning, self.has_raw_ids
+        forked._marks = marks
+        is_past_all = marks == self._marks and self._open_from is None
+        if mark.position < position and is_past_all:
+            forked.has_raw_ids = True  # tokens that an agent appended by itself
+        elif mark.position < position:
+            forked._open_from = mark.position
+        elif mark.ends_turn:
+            forked._last_turn = (marks[-2].position, position)
+        return forked
+
+    def _mark(self, *, ends_turn: bool = False) -> None:
+        length, count = len(self.transcript), len(self.message_log.messages)
+        self._marks.append(Mark(length, count, self.in_reasoning, ends_turn))

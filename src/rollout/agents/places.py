@@ -1,0 +1,141 @@
+"""Where a conversation's rows depart from each other, and what may be said of them."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from rollout.chat.trajectory import Parent, Segment
+from rollout.chat.transcript import Transcript
+from rollout.errors import AgentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from rollout.types import Message
+
+
+class Row(msgspec.Struct, eq=False):
+    """The tokens of a conversation up to where its history is written otherwise.
+
+    Attributes:
+        parent, position: What it departs from, and where.
+        seeds: Of the generations in it.
+    """
+
+    transcript: Transcript
+    purpose: str
+    parent: Row | None = None
+    position: int = 0
+    seeds: list[int] = []
+
+
+class Rows(Protocol):
+    """A conversation as a part of the tree; see `Conversation`."""
+
+    trainable: bool | None
+    reward: float | None
+
+    @property
+    def rows(self) -> list[Row]:
+        """Its rows in order."""
+
+    @property
+    def session_id(self) -> str:
+        """Of its requests."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """What was said in it."""
+
+
+class Mark(NamedTuple):
+    """A place from which a conversation can be continued otherwise.
+
+    Attributes:
+        position: Tokens before it.
+        messages: Messages before it.
+        in_reasoning: Whether a turn that begins there begins inside reasoning.
+        ends_turn: Whether what stands before it is the model's.
+    """
+
+    position: int
+    messages: int
+    in_reasoning: bool
+    ends_turn: bool
+
+
+def mark_at(position: Any, marks: Sequence[Mark], length: int) -> tuple[Mark, list[Mark]]:
+    """The last mark up to `position`, and all up to that one.
+
+    Raises:
+        AgentError: A conversation of `length` tokens cannot be continued there.
+    """
+    if not isinstance(position, int) or isinstance(position, bool) or not 1 <= position <= length:
+        raise AgentError(f"branch: position = {position!r}: expected an integer from 1 to {length}")
+    count = sum(mark.position <= position for mark in marks)
+    is_within = not count or marks[count - 1].position < position
+    if is_within and (not count or (count < len(marks) and not marks[count].ends_turn)):
+        raise AgentError(
+            f"branch: position = {position}: expected the end of a prompt, of a turn or of what "
+            "answered it, or a place within a turn"
+        )
+    return marks[count - 1], list(marks[:count])
+
+
+def check_purpose(purpose: Any) -> None:
+    """Let a purpose pass that a segment can have.
+
+    Raises:
+        AgentError: It is none.
+    """
+    if not isinstance(purpose, str) or not purpose:
+        raise AgentError(f"purpose = {purpose!r:.80}: expected a non-empty string")
+
+
+def check_ids(ids: Any, vocab_size: int) -> array[int]:
+    """Token ids, packed.
+
+    Raises:
+        AgentError: They are no sequence of integers, or outside the vocabulary.
+    """
+    try:
+        values = np.asarray(ids)
+    except (ValueError, TypeError) as error:
+        raise AgentError(f"observe_ids: {error}; expected a sequence of token ids") from error
+    if values.size == 0:
+        return array("i")
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise AgentError(
+            f"observe_ids: {values.ndim} dimensions of {values.dtype}; expected a sequence of "
+            "token ids"
+        )
+    wrong = np.flatnonzero((values < 0) | (values >= vocab_size))
+    if len(wrong):
+        raise AgentError(
+            f"observe_ids: id {values[wrong[0]]} at {wrong[0]} is outside the engine's vocabulary "
+            f"of {vocab_size} ids"
+        )
+    return array("i", values.astype(np.int32).tobytes())
+
+
+def segments_of(conversations: Iterable[Rows]) -> list[Segment]:
+    """The tree of their rows; each conversation stands after the one that it departs from."""
+    rows = [(each, row) for each in conversations for row in each.rows]
+    places = {id(row): at for at, (_, row) in enumerate(rows)}
+    return [
+        Segment(
+            transcript=row.transcript,
+            parent=None if row.parent is None else Parent(places[id(row.parent)], row.position),
+            purpose=row.purpose,
+            trainable=each.trainable,
+            reward=each.reward,
+            session_id=each.session_id,
+            seeds=row.seeds,
+            messages=each.messages,
+        )
+        for each, row in rows
+    ]

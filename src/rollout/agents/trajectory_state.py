@@ -1,0 +1,200 @@
+"""What all conversations of a trajectory share: its limits, its tools, its figures."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import msgspec
+
+from rollout.agents.budget import generation_budget
+from rollout.agents.identity import Ending, Identity
+from rollout.agents.turn import AssistantTurn
+from rollout.agents.wording import Wording
+from rollout.engine.core import WHOLE_ANSWERS
+from rollout.errors import EngineError, LimitExceeded
+from rollout.limits import Deadline, PausableDeadline
+from rollout.supervision import UnresponsiveError
+from rollout.types import Outcome, Prompt
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Iterator
+
+    from rollout.agents.services import Services
+    from rollout.chat.transcript import Transcript
+    from rollout.config import AgentConfig
+    from rollout.engine.core import SamplingParams
+    from rollout.engine.driver.generation import Generation
+    from rollout.tools import ToolResult, TrajectoryTools
+
+#: Reason of a failure by code that did not end when it was cancelled.
+UNRESPONSIVE = "unresponsive"
+
+
+class TrajectoryState:
+    """The part of an `AgentContext` that each of its conversations uses.
+
+    Attributes:
+        services: What all trajectories share.
+        prompt, identity, tools, extra, turn_scores, tool_rewards, ending, generation_s,
+            cached_tokens, resumes, restarts, discarded_tokens: As in `AgentContext`.
+        wording: Renders and encodes.
+        deadline: The trajectory's own.
+        outermost: The deadline that nothing puts off.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        prompt: Prompt,
+        identity: Identity,
+        tools: TrajectoryTools,
+        deadline: Deadline,
+        extra: dict[str, Any],
+        outermost: Deadline,
+    ) -> None:
+        self.services = services
+        self.wording = Wording(services, tools)
+        self.outermost = outermost
+        self.extra = extra
+        self.turn_scores: list[float] = []
+        self.tool_rewards: list[float] = []
+        self.ending: Ending | None = None
+        self.generation_s = 0.0
+        self.cached_tokens = 0
+        self.resumes = 0
+        self.restarts: list[str] = []
+        self.discarded_tokens = 0
+        self.prompt = prompt
+        self.identity = identity
+        self.tools = tools
+        self.deadline = PausableDeadline(deadline, outermost)
+        self._calls_asked = 0
+
+    @property
+    def config(self) -> AgentConfig:
+        """The `agent` section of the configuration."""
+        return self.services.config.agent
+
+    def end(self, outcome: Outcome, reason: str, *, limit_source: str | None = None) -> None:
+        """Settle the outcome; return from `run` afterwards. The first call counts."""
+        if self.ending is None:
+            self.ending = Ending(outcome=outcome, reason=reason, limit_source=limit_source)
+
+    @contextmanager
+    def settling_limits(self, *, is_main: bool = True) -> Iterator[None]:
+        """A limit that fires settles the outcome, even where an agent swallows the error.
+
+        A length that another conversation than the main one runs into is the agent's to judge.
+        """
+        try:
+            yield
+        except LimitExceeded as error:
+            if is_main or error.outcome is not Outcome.LENGTH:
+                self.end(error.outcome, error.reason, limit_source=error.source)
+            raise
+        except UnresponsiveError:
+            self.end(Outcome.FAILED, UNRESPONSIVE)
+            raise
+
+    def count_calls(self, count: int) -> None:
+        """The model asks for so many calls more.
+
+        Raises:
+            LimitExceeded: They are more than `agent.max_tool_calls`.
+        """
+        most = self.config.max_tool_calls
+        self._calls_asked += count
+        if most is not None and self._calls_asked > most:
+            raise LimitExceeded(
+                f"agent.max_tool_calls = {most}: the model asked for {self._calls_asked}",
+                source="agent.max_tool_calls",
+                reason="tool_calls",
+            )
+
+    def count_errors(self, results: list[ToolResult], errors_in_a_row: int) -> int:
+        """How many errors in a row there are after `results`, where it were so many before.
+
+        Raises:
+            LimitExceeded: They are as many as `agent.max_consecutive_errors`, or those that could
+                not be run as `agent.max_consecutive_invalid_calls`.
+        """
+        invalid, errors = (
+            self.config.max_consecutive_invalid_calls,
+            self.config.max_consecutive_errors,
+        )
+        if invalid is not None and self.tools.invalid_in_a_row >= invalid:
+            raise LimitExceeded(
+                f"agent.max_consecutive_invalid_calls = {invalid} is reached",
+                source="agent.max_consecutive_invalid_calls",
+                reason="invalid_calls",
+            )
+        for result in results:
+            errors_in_a_row = errors_in_a_row + 1 if result.is_error else 0
+        if errors is not None and errors_in_a_row >= errors:
+            raise LimitExceeded(
+                f"agent.max_consecutive_errors = {errors} is reached",
+                source="agent.max_consecutive_errors",
+                reason="errors",
+            )
+        return errors_in_a_row
+
+    def deadlines_of_turn(self) -> tuple[PausableDeadline, PausableDeadline]:
+        """Of a turn that begins now, and of its generation."""
+        limits = self.services.config.limits
+        turn = Deadline.after(limits.turn_s, "limits.turn_s", self.deadline.now)
+        generation = Deadline.after(limits.generation_s, "limits.generation_s", turn)
+        turn_deadline = PausableDeadline(turn, self.outermost, self.deadline)
+        return turn_deadline, PausableDeadline(generation, self.outermost, turn_deadline)
+
+    def budget(self, transcript: Transcript, sampling: SamplingParams) -> tuple[int, str]:
+        """As `generation_budget`."""
+        return generation_budget(
+            transcript,
+            self.services.config.lengths,
+            self.services.engines.info.context_length,
+            sampling.max_new_tokens,
+        )
+
+    def sampling_of_turn(self, sampling: SamplingParams, budget: int, seed: int) -> SamplingParams:
+        """How a turn is sampled, in the engine's terms."""
+        stops = {*sampling.stop_token_ids, *self.services.stop_token_ids}
+        return msgspec.structs.replace(
+            sampling, max_new_tokens=budget, seed=seed, stop_token_ids=tuple(sorted(stops))
+        )
+
+    def parsed(self, ids: array[int], cut_by: str | None, *, in_reasoning: bool) -> AssistantTurn:
+        """What the model said; the calls of a turn that was cut are dropped."""
+        text = self.services.template.decode(ids)
+        parsed = self.services.parser.parse(text, self.tools.schemas, in_reasoning=in_reasoning)
+        return AssistantTurn(
+            content=parsed.content,
+            reasoning=parsed.reasoning,
+            calls=() if cut_by is not None else parsed.calls,
+            text=text,
+            cut_by=cut_by,
+        )
+
+    def abort_error(self, session_id: str, deadline: Deadline) -> Exception:
+        """Why a generation was aborted that we had not ended."""
+        if anyio.current_time() >= deadline.at:
+            return deadline.error()  # the engine kept the deadline before we could
+        return EngineError(f"{session_id}: the engine aborted the generation")
+
+    def count_tokens(self, generation: Generation, known_tokens: int) -> None:
+        """Count what a generation brought, and how much of `known_tokens` its engine still had."""
+        self.cached_tokens += generation.cached_tokens
+        tally = self.services.tally
+        tally.generated_tokens += len(generation.ids)
+        if generation.finish_reason in WHOLE_ANSWERS:  # others need not say what was cached
+            tally.known_tokens += known_tokens
+            tally.reused_tokens += min(generation.cached_tokens, known_tokens)
+
+    def note_generation(self, generation: Generation, seconds: float) -> None:
+        """Count what a generation took, and what the loss of replicas did to it."""
+        self.generation_s += seconds
+        self.resumes += generation.resumes
+        self.restarts += generation.restarts
+        self.discarded_tokens += generation.discarded_tokens
