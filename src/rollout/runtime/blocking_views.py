@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from anyio.streams.memory import MemoryObjectReceiveStream
 
     from rollout.engine.core import EngineInfo, EngineLoad
-    from rollout.engine.driver.pool import EnginePool, ReplicaStatistics
+    from rollout.engine.driver.pool import EnginePool
+    from rollout.engine.driver.replica_statistics import ReplicaStatistics
     from rollout.engine.routing import Router
 
 T = TypeVar("T")

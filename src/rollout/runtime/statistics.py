@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import attrs
 
-from rollout.engine.driver.pool import ReplicaStatistics
 from rollout.engine.driver.recovery import RecoveryCounts
+from rollout.engine.driver.replica_statistics import ReplicaStatistics
 
 
 @attrs.frozen(kw_only=True)

@@ -13,10 +13,10 @@ from rollout.bridge import event_type, loop_clock
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad
 from rollout.engine.driver.generation import ChunkFault, Generation, TokenCounts
 from rollout.engine.driver.heartbeat import Heartbeat
+from rollout.engine.driver.lasting_connection import LastingConnection
 from rollout.engine.driver.pending_commands import PendingCommands
 from rollout.engine.driver.pending_request import PendingRequest
 from rollout.engine.wire.frames import IDLE_ACK_BYTES, FrameStream
-from rollout.engine.wire.handshake import RefusedError
 from rollout.engine.wire.protocol import (
     CONNECTION_ERRORS,
     ROLES,
@@ -24,7 +24,6 @@ from rollout.engine.wire.protocol import (
     Ack,
     Bye,
     CommandDone,
-    CutError,
     FrameError,
     FrameTooLongError,
     FromServer,
@@ -46,9 +45,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.engine")
 
-#: Between two attempts to replace a broken connection; doubled up to the second.
-RECONNECT_BACKOFF_S = 0.05
-MAX_RECONNECT_BACKOFF_S = 1.0
 #: For telling a healthy engine that we leave.
 BYE_S = 0.5
 
@@ -241,7 +237,7 @@ class Channel:
             case CommandDone():
                 self._commands.answered(message)
                 if message.is_fatal:
-                    self._lose(f"the engine is broken: {message.error}")
+                    self.lose(f"the engine is broken: {message.error}")
             case SendWhole(request_id):
                 self._send_whole(request_id)
             case _:
@@ -309,7 +305,7 @@ class Channel:
         if self.lost_reason:
             return  # its request was told that the connection is lost
         if chunk.is_fatal:
-            self._lose(f"the engine is broken: {chunk.error}")
+            self.lose(f"the engine is broken: {chunk.error}")
             return
         zombie = self._zombies.get(chunk.request_id)
         if zombie is None:  # of a request that has ended
@@ -333,7 +329,8 @@ class Channel:
         pending.on_gone()
         pending.done.set()
 
-    def _lose(self, reason: str, *, is_link_fault: bool = False) -> None:
+    def lose(self, reason: str, *, is_link_fault: bool = False) -> None:
+        """The channel is of no more use; what is under way ends with `reason`."""
         if self.lost.is_set():
             return
         self.is_link_fault = is_link_fault
@@ -348,69 +345,6 @@ class Channel:
         self._pending.clear()
         self._zombies.clear()
 
-    async def _keep_connected(self, role: Role) -> None:
-        """Use one of the connections, and the ones that replace it when it breaks."""
-        while True:
-            reason = await self._converse(role)
-            if not await self._reconnect(role, reason):
-                return
-
-    async def _converse(self, role: Role) -> str:
-        """Read and write until the connection breaks; why it did."""
-        frames = self._frames[role]
-        reasons: list[str] = []
-
-        async def write(scope: anyio.CancelScope) -> None:
-            try:
-                await frames.write_forever()
-            except CONNECTION_ERRORS as error:
-                reasons.append(_why(error))
-                scope.cancel()
-
-        with self._heartbeat.watching(role):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(write, tasks.cancel_scope)
-                try:
-                    while True:
-                        for payload in await frames.read():
-                            self.take(role, payload)
-                        frames.acknowledge_nowait()
-                except CutError as error:
-                    reasons.append(_why(error))
-                except FrameError as error:
-                    # It does not only break: it talks nonsense.
-                    self._lose(_why(error), is_link_fault=True)
-                except CONNECTION_ERRORS as error:
-                    reasons.append(_why(error))
-                tasks.cancel_scope.cancel()
-        return reasons[0] if reasons else self.lost_reason
-
-    async def _reconnect(self, role: Role, reason: str) -> bool:
-        """Replace a connection; False where the channel is lost instead."""
-        terms, backoff_s = self._greeter.terms, RECONNECT_BACKOFF_S
-        frames = self._frames[role]
-        await frames.aclose()
-        if self.lost.is_set():
-            return False
-        logger.debug("%s: %s; connecting again", self.name, reason)
-        with anyio.move_on_after(terms.reconnect_s):
-            while True:
-                try:
-                    new, welcome = await self._greeter.greet(role, received=frames.received)
-                    frames.continue_on(new, welcome.received)
-                except RefusedError as error:
-                    self._lose(f"{reason}; {error}", is_link_fault=True)
-                    return False
-                except ConnectionRefusedError:
-                    break  # nothing listens there any more
-                except CONNECTION_ERRORS:
-                    await anyio.sleep(backoff_s)
-                    backoff_s = min(2 * backoff_s, MAX_RECONNECT_BACKOFF_S)
-                else:
-                    return True
-        self._lose(reason, is_link_fault=True)
-        return False
-
     async def _beat(self) -> None:
         """Ping, repeat aborts, and judge the peer."""
         number = 0
@@ -419,20 +353,23 @@ class Channel:
             self._heartbeat.ping_nowait(number)
             for request_id in self._zombies:
                 self._control.send_nowait(Abort(request_id))
-        self._lose(f"silent for {self._heartbeat.silence_s:.1f} s")
+        self.lose(f"silent for {self._heartbeat.silence_s:.1f} s")
 
     async def run(self) -> None:
         """Serve the connections until they are lost."""
         async with anyio.create_task_group() as tasks:
             for role in ROLES:
-                tasks.start_soon(self._keep_connected, role)
+                connection = LastingConnection(
+                    self.name, role, self._frames[role], self._greeter, self._heartbeat, self
+                )
+                tasks.start_soon(connection.keep)
             tasks.start_soon(self._beat)
             await self.lost.wait()
             tasks.cancel_scope.cancel()
 
     def close(self, reason: str = "the channel was closed") -> None:
         """End the channel; requests still under way fail with this reason."""
-        self._lose(reason)
+        self.lose(reason)
 
     async def leave(self) -> None:
         """End the channel, and tell a healthy engine, which forgets us at once then."""
@@ -443,9 +380,3 @@ class Channel:
                 with contextlib.suppress(*CONNECTION_ERRORS):
                     self._control.send_nowait(Bye())
                     await self._control.flush()
-
-
-def _why(error: BaseException) -> str:
-    if isinstance(error, anyio.EndOfStream):
-        return "the engine closed the connection"
-    return f"the connection broke ({type(error).__name__}: {error})"

@@ -9,23 +9,22 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
-import attrs
-import numpy as np
 
-from rollout.engine.driver.generation import TokenCounts
 from rollout.engine.driver.maintenance_queue import MaintenanceQueue
 from rollout.engine.driver.memory_manager import MemoryManager
-from rollout.engine.driver.recovery import Attempt, RecoveryCounts, RecoveryPolicy, record_death
+from rollout.engine.driver.prompt_ids import check_ids
+from rollout.engine.driver.recovery import Attempt, RecoveryCounts, RecoveryPolicy
 from rollout.engine.driver.replica import Replica
+from rollout.engine.driver.replica_statistics import ReplicaStatistics, statistics_of
 from rollout.engine.driver.replica_supervisor import Supervisor, nothing_known
+from rollout.engine.driver.replica_transitions import ReplicaTransitions
 from rollout.engine.driver.request_runner import LAST_ANSWER_S, RequestRunner
 from rollout.engine.driver.wait_queue import Notifier, WaitQueue
 from rollout.engine.driver.weight_updater import WeightUpdater
 from rollout.engine.weights import UPDATE_MODES
 from rollout.engine.wire.operations import ALL_TAGS
-from rollout.errors import ChannelError, EngineError
+from rollout.errors import EngineError
 from rollout.scopes import leaf_of, open_task_group
-from rollout.token_prefix import TokenPrefix
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from rollout.engine.core import EngineInfo, EngineLoad, SamplingParams
-    from rollout.engine.driver.channel import Channel
     from rollout.engine.driver.generation import Generation
     from rollout.engine.driver.replica_supervisor import FactsGiver
     from rollout.engine.placement.placement import CoreSpec, Placement
@@ -41,26 +39,7 @@ if TYPE_CHECKING:
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.engine.wire.protocol import Terms
     from rollout.limits import PausableDeadline
-
-
-@attrs.frozen
-class ReplicaStatistics:
-    """One replica now.
-
-    Attributes:
-        state: "starting", "serving", "restarting", "given up" or "removed".
-        in_flight: Requests sent and not known to be gone, zombies included.
-        zombies: Cancelled requests whose end is not confirmed.
-        starts: How often it has come to serve.
-        tokens: What became of the tokens that arrived from it, over all of its starts.
-    """
-
-    name: str
-    state: str
-    in_flight: int
-    zombies: int
-    starts: int
-    tokens: TokenCounts = attrs.field(factory=TokenCounts)
+    from rollout.token_prefix import TokenPrefix
 
 
 class EnginePool:
@@ -100,20 +79,8 @@ class EnginePool:
         facts: FactsGiver | None = None,
         last_answer_s: float = LAST_ANSWER_S,
     ) -> None:
-        self._supervisor = Supervisor(
-            terms=terms,
-            facts=facts or nothing_known,
-            placement=placement,
-            start_timeout_s=start_timeout_s,
-            backoff_s=backoff_s,
-            max_start_failures=max_start_failures,
-            bring_up=self._bring_up,
-            classify_loss=self._classify_loss,
-            taken_down=self._taken_down,
-        )
         self._router = router
         self._policy = policy
-        self._wait_s = math.inf if wait_s is None else wait_s
         self._spec_of = spec_of or (lambda _: specs[0])
         self._replicas: dict[str, Replica] = {}
         self._numbers = itertools.count()
@@ -141,16 +108,36 @@ class EnginePool:
             changed=self._wait_queue.wake_next,
             limit_s=start_timeout_s,
         )
-        self._info: EngineInfo | None = None
+        self._transitions = ReplicaTransitions(
+            router,
+            self._replicas,
+            self._requests,
+            self._weight_updater,
+            self._memory_manager,
+            self._wait_queue,
+            self._changes,
+            wait_s=math.inf if wait_s is None else wait_s,
+        )
+        self._supervisor = Supervisor(
+            terms=terms,
+            facts=facts or nothing_known,
+            placement=placement,
+            start_timeout_s=start_timeout_s,
+            backoff_s=backoff_s,
+            max_start_failures=max_start_failures,
+            bring_up=self._transitions.bring_up,
+            classify_loss=self._transitions.classify_loss,
+            taken_down=self._transitions.taken_down,
+        )
         self._tasks: TaskGroup | None = None
         self.recoveries = RecoveryCounts()
 
     @property
     def info(self) -> EngineInfo:
         """The facts that all replicas share."""
-        if self._info is None:
+        if self._transitions.info is None:
             raise EngineError("no engine has started yet")
-        return self._info
+        return self._transitions.info
 
     @property
     def router(self) -> Router:
@@ -159,17 +146,7 @@ class EnginePool:
 
     def statistics(self) -> tuple[ReplicaStatistics, ...]:
         """A snapshot of every replica, those removed included."""
-        return tuple(
-            ReplicaStatistics(
-                name=replica.name,
-                state=replica.state,
-                in_flight=replica.routed.in_flight if replica.routed else 0,
-                zombies=replica.channel.zombies if replica.channel else 0,
-                starts=replica.starts,
-                tokens=attrs.evolve(replica.tokens),
-            )
-            for replica in self._replicas.values()
-        )
+        return tuple(map(statistics_of, self._replicas.values()))
 
     def loads(self) -> dict[str, EngineLoad]:
         """What each serving engine last said it was doing, by replica."""
@@ -323,8 +300,6 @@ class EnginePool:
         self._replicas[replica.name] = replica
         return replica
 
-    # Requests.
-
     async def generate(
         self,
         generation: Generation,
@@ -357,7 +332,7 @@ class EnginePool:
             EngineError: The request is refused for good, the engine failed it, replicas died of
                 it, or no engine is left; `reason` says which.
         """
-        self._check_ids(prompt_ids)
+        check_ids(prompt_ids, self.info.vocab_size)
         generation.top_count = sampling.top_log_probs
         generation.expert_shape = self.info.expert_shape
         is_packed = isinstance(prompt_ids, bytes)
@@ -379,77 +354,6 @@ class EnginePool:
     def forget(self, session_id: str) -> None:
         """The trajectory has ended; nothing is kept for it."""
         self._router.forget(session_id)
-
-    def _check_ids(self, prompt: bytes | TokenPrefix) -> None:
-        """An id outside the vocabulary can kill an engine; it does not leave the driver."""
-        prefix = prompt if isinstance(prompt, TokenPrefix) else None
-        start = prefix.checked if prefix is not None else 0
-        data = prompt if isinstance(prompt, bytes) else prompt.packed(start)
-        ids, most = np.frombuffer(data, dtype=np.int32), self.info.vocab_size
-        # Negative ones are the largest as unsigned.
-        if len(ids) and ids.view(np.uint32).max() >= (most or 2**31):
-            at = int(np.argmax((ids < 0) | (ids >= (most or 2**31))))
-            of = f" of {most} ids" if most else ""
-            raise EngineError(
-                f"token id {ids[at]} at position {start + at} is outside the engine's vocabulary"
-                + of
-            )
-        if prefix is not None:
-            prefix.checked = start + len(ids)
-
-    # What the supervisor asks for.
-
-    async def _bring_up(self, replica: Replica, channel: Channel) -> None:
-        """Let a connected replica serve, once it has the current weights.
-
-        Raises:
-            EngineError: It serves another model, or cannot load the weights.
-        """
-        if self._info is None:
-            self._info = channel.info
-        elif channel.info.fingerprint != self._info.fingerprint:
-            raise EngineError(
-                f"{replica.name} serves model {channel.info.fingerprint}, the other engines "
-                f"{self._info.fingerprint}"
-            )
-        await self._weight_updater.bring_up(replica, channel)
-        await self._memory_manager.bring_up(channel)
-        if channel.lost.is_set():
-            raise ChannelError(channel.lost_reason)
-        routed = self._router.add(
-            replica.name,
-            channel.info.max_requests,
-            weight=replica.load_share,
-            weight_version=channel.info.weight_version,
-            now=anyio.current_time(),
-        )
-        replica.serve(channel, routed)
-        if replica.is_drained:
-            self._router.drain(replica.name)
-        # At once, so that no request is sent to a replica that is known to be lost.
-        channel.on_lost = partial(self._lost, replica)
-        channel.on_load = lambda load: self._router.report(
-            replica.name, load, now=anyio.current_time()
-        )
-        self._wait_queue.close_at(math.inf)
-        self._wait_queue.wake_next()
-
-    def _lost(self, replica: Replica) -> None:
-        self._router.remove(replica.name)
-        replica.lose()
-
-    def _classify_loss(self, replica: Replica, channel: Channel, is_death: bool) -> None:
-        attempts, in_flight = replica.classify_loss()
-        if is_death and not replica.is_closed_by_driver and self._tasks is not None:
-            record_death(attempts, channel.lost_reason, in_flight=in_flight)
-
-    def _taken_down(self, replica: Replica, why: str) -> None:
-        self._requests.last_failure = why or self._requests.last_failure
-        if all(other.channel is None for other in self._replicas.values()):
-            self._wait_queue.close_at(
-                min(self._wait_queue.deadline, anyio.current_time() + self._wait_s)
-            )
-        self._changes.notify()
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import anyio
@@ -16,6 +16,7 @@ import msgspec
 from rollout.engine.core import Chunk, EngineBroken, GenerationRequest
 from rollout.engine.process.core_loading import start_error_text
 from rollout.engine.process.running import Running
+from rollout.engine.process.work_queue import WorkQueue
 from rollout.engine.wire.frames import IDLE_ACK_BYTES
 from rollout.engine.wire.operations import carry_out
 from rollout.engine.wire.protocol import (
@@ -49,19 +50,12 @@ logger = logging.getLogger("rollout.engine")
 #: Aborts travel on a connection of their own and can overtake their request; this many of those
 #: that named nothing are remembered.
 EARLY_ABORTS = 4096
-#: Tasks that wait for a request; more than ever answer at once end when they have nothing to do.
-IDLE_WORKERS = 64
 #: Tokens whose time comes within this share of the interval leave together.
 TOGETHER = 0.1
 
 
 class ClientSession:
-    """One client, over all of its connections, until it leaves or has none for too long.
-
-    Workers take requests from a queue. One that has to wait within the core is followed by
-    another, so that requests run side by side, while a core that answers at once needs no task
-    switch for each of them.
-    """
+    """One client, over all of its connections, until it leaves or has none for too long."""
 
     def __init__(self, core: EngineCore, key: str, terms: Terms, prefixes: PrefixStore) -> None:
         self.key = key
@@ -72,9 +66,7 @@ class ClientSession:
         self._frames: dict[Role, FrameStream] = {}
         self._connections: dict[Role, tuple[anyio.CancelScope, anyio.Event]] = {}
         self._early_aborts: OrderedDict[str, None] = OrderedDict()
-        self._queue: deque[Running] = deque()
-        self._idle: list[anyio.Event] = []
-        self._is_queue_awake = False
+        self._queue = WorkQueue(self._generate)
         self._tasks: anyio.abc.TaskGroup | None = None
         self._over = anyio.Event()
         self._changed = anyio.Event()  # a connection came or went
@@ -91,6 +83,7 @@ class ClientSession:
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
+                self._queue.open(tasks)
                 try:
                     tasks.start_soon(self._keep_time)
                     tasks.start_soon(self.serve, first, frames)
@@ -98,6 +91,7 @@ class ClientSession:
                     await self._until_over()
                 finally:  # the other connection is served elsewhere: it must ask for no work now
                     self._tasks = None
+                    self._queue.close()
                     tasks.cancel_scope.cancel()
         finally:
             self._prefixes.drop_client(self.key)
@@ -263,9 +257,7 @@ class ClientSession:
             if deadline < self._due:
                 self._be_awake_at(deadline)
         running = self.requests[request_id] = Running(request, deadline, message.has_prefix)
-        self._queue.append(running)
-        if not self._is_queue_awake:
-            self._wake_queue()
+        self._queue.add(running)
 
     def _prefix_key(self, session_id: str) -> tuple[str, str]:
         return self.key, session_id
@@ -283,30 +275,6 @@ class ClientSession:
             running.is_aborted = True
 
     # --- work
-
-    def _wake_queue(self) -> None:
-        """Have a task look at the queue; for when none is about to."""
-        if self._tasks is None:
-            return
-        self._is_queue_awake = True
-        if self._idle:
-            self._idle.pop().set()
-        else:
-            self._tasks.start_soon(self._work)
-
-    async def _work(self) -> None:
-        while True:
-            self._is_queue_awake = False
-            while self._queue:
-                running = self._queue.popleft()
-                if self._queue and not self._is_queue_awake:
-                    self._wake_queue()  # for the others, should this one have to wait
-                await self._generate(running)
-            if len(self._idle) >= IDLE_WORKERS:
-                return
-            woken = anyio.Event()
-            self._idle.append(woken)
-            await woken.wait()
 
     async def _generate(self, running: Running) -> None:
         request_id = running.request.request_id
