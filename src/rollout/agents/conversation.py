@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import anyio
@@ -23,6 +23,7 @@ from rollout.errors import AgentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from rollout.agents.trajectory_state import TrajectoryState
     from rollout.agents.wording import Given
@@ -325,10 +326,8 @@ class Conversation:
         if is_begun and not self.transcript.spans:
             raise AgentError(f"{what}: {self.session_id} has not begun")
 
-    @contextmanager
-    def _settling_limits(self) -> Iterator[None]:
-        with self._state.settling_limits(is_main=self.purpose == MAIN):
-            yield
+    def _settling_limits(self) -> AbstractContextManager[None]:
+        return self._state.settling_limits(is_main=self.purpose == MAIN)
 
     async def _settle(self) -> None:
         while self._unsettled:
