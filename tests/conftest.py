@@ -74,7 +74,7 @@ WITH_PROCESSES = (
     "sandbox_tools",
     "simulated_engine",
     "soak",
-    "strangers",
+    "unauthenticated",
     "testing_plugin",
     "tls",
     "transformers_core",

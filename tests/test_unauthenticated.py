@@ -218,7 +218,7 @@ def attacked(count: int, words: bytes) -> Iterator[list[socket.socket]]:
 def pool_of(tls: TlsFiles | None = None) -> EnginePool:
     return EnginePool(
         placement=LocalProcess(),
-        specs=[CoreSpec("test_strangers:TightCore", {"token_s": 0.01}, tls=tls)],
+        specs=[CoreSpec("test_unauthenticated:TightCore", {"token_s": 0.01}, tls=tls)],
         router=Router(),
         start_timeout_s=60,
     )
