@@ -9,8 +9,9 @@ MCP_SERVER := @modelcontextprotocol/server-everything@2026.7.4
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-# One process of tests for each core; what shares a Ray cluster, a model or a clock shares a process.
-PARALLEL := --numprocesses auto --dist loadgroup
+# Two processes of tests more than there are cores, since many tests wait for other processes; what
+# shares a Ray cluster, a model or a clock shares a process.
+PARALLEL := --numprocesses $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 2))) --dist loadgroup
 
 # SGLang has an environment of its own: its versions of torch and transformers are its own too.
 SGLANG_VENV := .venv-sglang

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +20,11 @@ if TYPE_CHECKING:
 # Engine children import `fake_core` from here, and find nothing to download anywhere.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Tests look for what is left in the directory of temporary files: each process has its own.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="rollout-tests-")
+    atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
 # Shells start background jobs with Ctrl-C ignored, which the processes of tests would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)

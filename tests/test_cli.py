@@ -637,8 +637,8 @@ import contextlib, anyio, rollout.runtime.opening
 real = rollout.runtime.opening.open_engines
 
 @contextlib.asynccontextmanager
-async def slow_to_close(config):
-    async with real(config) as engines:
+async def slow_to_close(*arguments, **options):
+    async with real(*arguments, **options) as engines:
         yield engines
         print("here", file=sys.stderr, flush=True)
         with anyio.CancelScope(shield=True):

@@ -339,10 +339,9 @@ class Conversation:
 
     async def _observe(self, messages: Given) -> None:
         self._end_open_turn()
-        after = self._log.last_turn
+        state, log = self._state, self._log
         with self._settling_limits():
-            worded = await self._state.wording.observation(messages, self.transcript, after)
-        self._log.observe(worded)
+            log.observe(await state.wording.observation(messages, log.transcript, log.last_turn))
 
     def _observe_ids(self, ids: array[int]) -> None:
         room, source = self._state.wording.room(self.transcript)
@@ -386,8 +385,8 @@ class Conversation:
 
     def _say(self) -> AssistantTurn:
         """Parse and record the open turn."""
-        turn: AssistantTurn | None = None
-        log, ids = self._log, self._log.open_turn
+        turn, log = None, self._log
+        ids = log.open_turn
         assert ids is not None
         try:
             turn = self._state.parsed(ids, self.cut_by, in_reasoning=log.in_reasoning)
