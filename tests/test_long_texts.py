@@ -75,7 +75,7 @@ def bound_of(vocabulary: str) -> TokenBound:
 
 @each_vocabulary
 @given(text=LONG_RUNS | st.text(max_size=300))
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 def test_token_bound_any_text_has_at_least_so_many_tokens(vocabulary: str, text: str) -> None:
     text = text.encode("utf-8", "ignore").decode()
     ids, plain = whole(vocabulary).encode(text), WrittenText(text, ((0, len(text)),))
