@@ -90,15 +90,16 @@ WITH_PROCESSES = (
 )
 
 
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     """Tests that share a fixture of their file, or what `ALONE` says, run in one process."""
+    is_parallel = config.pluginmanager.hasplugin("xdist")  # the engines' environment has none
     for item in items:
         defs = getattr(item, "_fixtureinfo", None)
         scopes = {each[-1].scope for each in defs.name2fixturedefs.values()} if defs else set()
         group = ALONE.get(item.path.name)
         if group is None and scopes & {"module", "class"}:
             group = item.path.name
-        if group is not None:
+        if group is not None and is_parallel:
             item.add_marker(pytest.mark.xdist_group(name=group))
         is_sglang = item.path.parent.name == "sglang"  # all of them
         if is_sglang or item.path.stem.removeprefix("test_") in WITH_PROCESSES:
