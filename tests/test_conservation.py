@@ -15,11 +15,11 @@ from rollout.testing.recorder import Recorder
 from rollout.testing.token_accounting import balance_of
 from trials import CEILING_S, TIMED, Trial, findings
 
-CI_TRIALS = 40
+CI_TRIALS = 20
 FULL_TRIALS = 2000
 #: Trials of one test.
 SHARE = 20
-CI_SCHEDULES, SCHEDULES = 5, 20
+CI_SCHEDULES, SCHEDULES = 3, 20
 
 
 @pytest.fixture(autouse=True)
