@@ -36,7 +36,7 @@ async def engines(models: list[str]) -> AsyncIterator[EnginePool]:
 
 async def test_tokens_leave_while_their_request_runs(engines: EnginePool) -> None:
     generation, lengths = Generation(), []
-    generation.on_tokens = lambda: lengths.append(len(generation.ids))
+    generation.on_tokens = [lambda _: lengths.append(len(generation.ids))]
     await ask(engines, prompts(1)[0], generation, max_new_tokens=TOKENS, ignore_eos=True)
     assert lengths[-1] == TOKENS
     assert 5 < len(lengths) < TOKENS / 4
