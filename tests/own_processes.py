@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 #: Inherited by whatever a process starts; one for each process that runs tests.
@@ -23,3 +28,24 @@ def marked(mark: str = "") -> list[int]:
 
     running = [path for path in Path("/proc").iterdir() if path.name.isdigit()]
     return [int(path.name) for path in running if has_mark(path) and path.name != str(os.getpid())]
+
+
+@contextmanager
+def python_process(program: str, directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """A Python program in a session of its own, which ends with it, its forks included."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=directory,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()

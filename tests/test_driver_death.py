@@ -7,10 +7,8 @@ import mmap
 import os
 import signal
 import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import psutil
 import pytest
 
 from fake_core import CountingCore
+from own_processes import python_process
 from rollout.engine.driver.pool import EnginePool, open_pool
 from rollout.engine.guardian import SHARED, is_alive, name_of, remove_at_end
 from rollout.engine.placement.local_process import LocalProcess, child_command
@@ -155,28 +154,12 @@ def be_a_driver(core: str, notes: str, backend: str, is_forking: bool) -> None:
     anyio.run(main, backend=backend)
 
 
-@contextmanager
 def driver_of(
     core: str, notes: Path, backend: str = "asyncio", *, is_forking: bool = True
-) -> Iterator[subprocess.Popen[str]]:
-    """A driver in a session of its own, which ends with it, its forks included."""
+) -> AbstractContextManager[subprocess.Popen[str]]:
+    """A driver of one engine, which may fork before."""
     program = f"import test_driver_death as t; t.be_a_driver{core, str(notes), backend, is_forking}"
-    driver = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        cwd=HERE,
-        text=True,
-        start_new_session=True,
-    )
-    assert driver.stdout is not None
-    try:
-        yield driver
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(driver.pid, signal.SIGKILL)
-        driver.wait()
-        driver.stdout.close()
+    return python_process(program, HERE)
 
 
 def await_line(driver: subprocess.Popen[str], line: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ import psutil
 import pytest
 from driver import command, is_alive, sglang, shares_an_engine
 
+from own_processes import python_process
 from rollout.engine import open_engines
 
 if TYPE_CHECKING:
@@ -48,23 +48,12 @@ def be_a_driver(model: str) -> None:
 
 @pytest.fixture
 def driver(models: list[str]) -> Iterator[subprocess.Popen[str]]:
-    program = f"import test_driver_killed as t; t.be_a_driver({models[0]!r})"
-    driver = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        cwd=HERE,
-        text=True,
-        start_new_session=True,
+    program = (
+        f"import sys; sys.path.append({str(HERE.parent)!r}); "
+        f"import test_driver_killed as t; t.be_a_driver({models[0]!r})"
     )
-    assert driver.stdout is not None
-    try:
+    with python_process(program, HERE) as driver:
         yield driver
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(driver.pid, signal.SIGKILL)
-        driver.wait()
-        driver.stdout.close()
 
 
 def descendants(driver: subprocess.Popen[str]) -> list[psutil.Process]:

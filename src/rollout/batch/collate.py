@@ -70,11 +70,14 @@ class _Row:
                 f"{trajectory.uid!r} member {trajectory.member}: segments[{place.at}] has "
                 f"{len(values)} token_rewards; expected {transcript.response_length}"
             )
-        self.token_rewards = (  # (N,)
-            np.full(stop - start, np.nan, dtype=np.float32)
-            if values is None
-            else np.array(values, dtype=np.float32)[: stop - start]
-        )
+        self._rewards = None if values is None else np.array(values, dtype=np.float32)
+
+    @property
+    def token_rewards(self) -> npt.NDArray[np.float32]:
+        """(N,); NaN where nobody gave any."""
+        if self._rewards is None:
+            return np.full(len(self.mask), np.nan, dtype=np.float32)
+        return self._rewards[: len(self.mask)]
 
 
 def collate(
@@ -108,11 +111,9 @@ def collate(
     if layout == "padded":
         tensors = _padded(rows, lengths, pad_token_id)
     elif layout == "packed":
-        tensors = _packed([_Row(place, lengths) for place in rows], _expert_shape(rows))
+        tensors = _packed(rows, lengths)
     else:
         raise ValueError(f"layout must be 'padded' or 'packed', not {layout!r}")
-    if all(row.segment.token_rewards is None for row in rows):
-        del tensors["token_rewards"]
     tensors |= _of_rows(rows)
     return RolloutBatch(
         tensors=TensorDict(tensors, batch_size=[len(rows)]),
@@ -144,7 +145,7 @@ def _padded(rows: Sequence[_Place], lengths: Lengths, pad_token_id: int) -> dict
     response_mask = np.zeros(response, dtype=np.int64)
     log_probs = np.zeros(response, dtype=np.float32)
     versions = np.full(response, NO_VERSION, dtype=np.int32)
-    token_rewards = np.zeros(response, dtype=np.float32)
+    token_rewards = np.zeros(response, dtype=np.float32) if _has_token_rewards(rows) else None
     positions = np.arange(whole[1])
     shape = _expert_shape(rows)
     experts = None if shape is None else np.full((*whole, *shape), NO_EXPERT, dtype=np.int16)
@@ -160,7 +161,8 @@ def _padded(rows: Sequence[_Place], lengths: Lengths, pad_token_id: int) -> dict
         versions[at, : len(row.mask)] = row.versions
         if experts is not None and row.experts is not None:
             experts[at, place] = row.experts
-        token_rewards[at, : len(row.mask)] = row.token_rewards
+        if token_rewards is not None:
+            token_rewards[at, : len(row.mask)] = row.token_rewards
     arrays: dict[str, npt.NDArray[Any]] = {
         "prompts": input_ids[:, :width].copy(),
         "responses": input_ids[:, width:].copy(),
@@ -170,8 +172,9 @@ def _padded(rows: Sequence[_Place], lengths: Lengths, pad_token_id: int) -> dict
         "position_ids": position_ids,
         "rollout_log_probs": log_probs,
         "weight_versions": versions,
-        "token_rewards": token_rewards,
     }
+    if token_rewards is not None:
+        arrays["token_rewards"] = token_rewards
     if experts is not None:
         arrays["routed_experts"] = experts
     return {key: torch.from_numpy(array) for key, array in arrays.items()}
@@ -195,7 +198,12 @@ def _expert_shape(rows: Sequence[_Place]) -> tuple[int, int] | None:
     return found
 
 
-def _packed(rows: Sequence[_Row], experts: tuple[int, int] | None) -> dict[str, torch.Tensor]:
+def _has_token_rewards(rows: Sequence[_Place]) -> bool:
+    return any(row.segment.token_rewards is not None for row in rows)
+
+
+def _packed(places: Sequence[_Place], lengths: Lengths) -> dict[str, torch.Tensor]:
+    rows, experts = [_Row(place, lengths) for place in places], _expert_shape(places)
     # Keys of equal lengths share their offsets: torch then lets them be combined.
     prompt = _offsets([row.prompt_length for row in rows])
     response = _offsets([len(row.mask) for row in rows])
@@ -211,8 +219,10 @@ def _packed(rows: Sequence[_Row], experts: tuple[int, int] | None) -> dict[str, 
         "position_ids": _jagged(positions, np.int64, whole),
         "rollout_log_probs": _jagged([row.log_probs for row in rows], np.float32, response),
         "weight_versions": _jagged([row.versions for row in rows], np.int32, response),
-        "token_rewards": _jagged([row.token_rewards for row in rows], np.float32, response),
     }
+    if _has_token_rewards(places):
+        rewards = [row.token_rewards for row in rows]
+        tensors["token_rewards"] = _jagged(rewards, np.float32, response)
     if experts is not None:
         nothing = np.int16(NO_EXPERT)
         pieces = [

@@ -102,7 +102,7 @@ class BatchRun:
             lost = sum(not member.is_finished for member in self.members)
             self._tally.outcomes[Outcome.CANCELLED] += lost
             self._bad.log()
-        error = error or self._quarantine_message()
+        error = error or self._final_error()
         if error is not None:
             raise error
 
@@ -158,7 +158,7 @@ class BatchRun:
         share = self._config.max_failure_share * len(self.members)
         return most is not None and failed > most and failed > share
 
-    def _quarantine_message(self) -> RolloutError | None:
+    def _final_error(self) -> RolloutError | None:
         """The error that a finished batch ends with, if any."""
         if self._is_closed:
             return RolloutError("the runtime was closed while this call was running")

@@ -33,7 +33,7 @@ def check_names(
         tools: Names of the tools that there are.
 
     Raises:
-        PromptError: Each prompt names an agent, a tool or an unregistered interaction.
+        PromptError: Each prompt names an agent, a tool or an interaction that is not registered.
     """
     faults = [_fault(prompt, agent, tools, interactions) for prompt in prompts]
     if not faults or not all(faults):

@@ -224,7 +224,6 @@ class RequestRunner:
     @contextmanager
     def _running_on(self, replica: Replica, attempt: Attempt) -> Iterator[None]:
         """The attempt is in flight there; a suspect has the start to itself."""
-
         readers = attempt.generation.on_tokens
 
         def look(_: Generation) -> None:
