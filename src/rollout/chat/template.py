@@ -20,6 +20,7 @@ from rollout.chat.placeholder_exchange import USER_MARKER
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.rendering import Renderer
 from rollout.chat.special_token_escaping import render_escaped
+from rollout.chat.token_text import token_text
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class ChatTemplate:
         self._encoder = encoder_of(tokenizer)
         self._specials = frozenset(self._encoder.specials.values())
         self._continuations = ContinuationRenderer(self._renderer.render, self._encoder, source)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._token_text = None if backend is None else token_text(backend)
         self._turn_end_ids: dict[str, tuple[int, ...]] = {}
 
     def prompt_ids(
@@ -88,7 +91,7 @@ class ChatTemplate:
         """
         given = template_messages(messages)
         written = self.written(given, tools, add_generation_prompt=True, most=most)
-        ids = self._encoder.encode_written(written, most)
+        ids = self._encoder.encode_written(written, most, is_prompt=True)
         if not ids:
             roles = ", ".join(message["role"] for message in given)
             raise TemplateError(f"the chat template makes no text of [{roles}]")
@@ -213,6 +216,8 @@ class ChatTemplate:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens included."""
+        if self._token_text is not None:
+            return self._token_text(ids)
         text = self.tokenizer.decode(
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
