@@ -14,7 +14,9 @@ import itertools
 import re
 import weakref
 from array import array
+from collections.abc import Mapping
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,13 +26,16 @@ from rollout.chat.token_bounds import TokenBound, TooManyTokens, token_bound
 from rollout.chat.word_ids import WordIds, word_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
 #: Where text must be kept from being read as special tokens: ``[start, stop)``.
 Place = tuple[int, int]
 
+#: The ids of texts that `TextEncoder.encode_batch` has encoded.
+Ready = Mapping[str, list[int]]
+NOTHING_READY: Ready = MappingProxyType({})
 #: Pieces of prompts that are remembered.
 _MOST_PIECES = 64
 #: Begins and ends the tokens that stand for special ones; of a private plane, so in no text.
@@ -78,11 +83,12 @@ class TextEncoder:
         self._ids: Ids
         self._bounded: _BoundedEncoder | None = None
         self._words: WordIds | None = None
+        self._library: FastIds | None = None
         if backend is None:
             self._ids = SlowIds(tokenizer)
             self._split_ids = SlowIds(tokenizer, split_special_tokens=True)
         else:
-            self._ids = FastIds(_copy(backend))
+            self._ids = self._library = FastIds(_copy(backend))
             self._bounded = _BoundedEncoder(backend, self.specials)
             self._words = word_ids(backend, self._bounded.encode_plain)
 
@@ -97,7 +103,12 @@ class TextEncoder:
         return self.encode_written(WrittenText(text), most)
 
     def encode_written(
-        self, written: WrittenText, most: int | None = None, *, is_prompt: bool = False
+        self,
+        written: WrittenText,
+        most: int | None = None,
+        *,
+        is_prompt: bool = False,
+        ready: Ready = NOTHING_READY,
     ) -> list[int]:
         """The ids; special tokens are recognised outside the plain places only.
 
@@ -106,6 +117,7 @@ class TextEncoder:
             most: Tokens that there is room for; None for any number.
             is_prompt: Remember what stands between two special tokens: prompts share their heads,
                 the system's message and the tools, and those of a group all they have.
+            ready: What `encode_batch` has made of its `batch_texts`.
 
         Raises:
             TooManyTokens: They are certainly more than `most`.
@@ -114,12 +126,27 @@ class TextEncoder:
         pieces, tokens = self._split(written)
         if self._words is not None and self._is_divided(written.text, tokens):
             encode = self._remembered if is_prompt else self._words
-            return self._piecewise(pieces, tokens, encode, most)
+            return self._piecewise(pieces, tokens, encode, most, ready)
         if not written.plain:
-            return self._ids(written.text, most)
+            return ready.get(written.text) or self._ids(written.text, most)
         if self._bounded is None or BOUNDARY in written.text:
             return self._piecewise(pieces, tokens, self._encode_plain, most)
         return self._bounded.encode(pieces, [self._added[token] for token in tokens], most)
+
+    def batch_texts(self, written: WrittenText) -> list[str]:
+        """What of it the library must encode, and may do in a batch; nothing of most texts."""
+        if written.text.isascii() and self._words is not None:
+            return []
+        if self._words is not None:
+            pieces, tokens = self._split(written)
+            if self._is_divided(written.text, tokens):
+                return [piece for piece in pieces if not piece.isascii()]
+        return [] if written.plain or self._library is None else [written.text]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of `batch_texts`; other threads run meanwhile."""
+        assert self._library is not None
+        return self._library.batch(texts)
 
     def _packed(self, piece: str, most: int | None) -> array[int]:
         assert self._words is not None
@@ -176,10 +203,11 @@ class TextEncoder:
         tokens: Sequence[str],
         encode: Callable[[str, int | None], Iterable[int]],
         most: int | None,
+        ready: Ready = NOTHING_READY,
     ) -> list[int]:
         ids: list[int] = []
         for piece, token in itertools.zip_longest(pieces, tokens):
-            ids += encode(piece, most)
+            ids += ready.get(piece) or encode(piece, most)
             if token is not None:
                 ids.append(self.specials[token])
             if most is not None and len(ids) > most:

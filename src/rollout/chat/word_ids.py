@@ -54,7 +54,7 @@ _PROBES = (
     "".join(map(chr, range(128))),
     " 'S'T'RE'VE'M'LL'D's't're've'm'll'd ''' 12 123 1234 a1b2 \x1c\x1d\x1e\x1f\x0b\x0c ",
     'def f(x):\n    return {"k": [1, 22, 333], **x}  # no-op\n\n\nclass A_b(C):\n\tpass\n',
-    "//a //AB!x !xY #!/bin/sh $HOME <think>\n\n</think> http://e.org/?q=1&r=%20 x86_64 \n\n\n x",
+    "//a //AB!x !xY #!/bin/sh $HOME < think>\n\n< /think> http://e.org/?q=1&r=%20 x86_64 \n\n\n x",
 )
 
 
