@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.chat.ids import FastIds, Ids, SlowIds
+from rollout.chat.ids import LONG, FastIds, Ids, SlowIds
 from rollout.chat.token_bounds import TokenBound, TooManyTokens, token_bound
 from rollout.chat.word_ids import WordIds, word_ids
 
@@ -126,7 +126,8 @@ class TextEncoder:
         pieces, tokens = self._split(written)
         if self._words is not None and self._is_divided(written.text, tokens):
             encode = self._remembered if is_prompt else self._words
-            return self._piecewise(pieces, tokens, encode, most, ready)
+            bound = most if len(written.text) > LONG else None  # a short text is counted out
+            return self._piecewise(pieces, tokens, encode, bound, ready)
         if not written.plain:
             return ready.get(written.text) or self._ids(written.text, most)
         if self._bounded is None or BOUNDARY in written.text:
