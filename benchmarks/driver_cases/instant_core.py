@@ -24,13 +24,14 @@ class InstantCore:
     Args:
         directory: Of the workload.
         turns: Turns of a trajectory that call a tool.
-        in_flight: Answers are held until this many requests wait; 0 holds none.
-        barrier: Which are held: of "rounds" those of every turn, of "first" those of the first.
+        in_flight: How many trajectories there are.
+        barrier: "rounds" holds the answers of every turn until all trajectories wait, "first" those
+            of the first, "none" no answer; "never" gives none.
         repeat: How many times over each answer says its ids.
     """
 
     def __init__(
-        self, directory: str, turns: int, in_flight: int, barrier: str = "rounds", repeat: int = 1
+        self, directory: str, turns: int, in_flight: int, barrier: str, repeat: int
     ) -> None:
         self._answers = Answers(directory, turns)
         self._in_flight, self._barrier = in_flight, barrier
@@ -61,7 +62,7 @@ class InstantCore:
         is_last, index = self._answers.index(question, turn)
         if not is_last:
             self._sessions[request.session_id] = question, turn + 1
-        if self._in_flight and (turn == 0 or self._barrier == "rounds"):
+        if self._barrier != "none" and (turn == 0 or self._barrier == "rounds"):
             await self._wait(name)
         if name in self._aborted:
             self._aborted.remove(name)
@@ -73,7 +74,7 @@ class InstantCore:
     async def _wait(self, name: str) -> None:
         """Until as many requests wait as there are trajectories."""
         released = self._waiting[name] = anyio.Event()
-        if len(self._waiting) == self._in_flight:
+        if len(self._waiting) == self._in_flight and self._barrier != "never":
             for each in self._waiting.values():
                 each.set()
             self._waiting.clear()

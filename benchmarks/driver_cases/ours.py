@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import time  # noqa: TID251  (CPU of single turns)
 from contextlib import asynccontextmanager
-from pathlib import Path
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -13,7 +15,14 @@ import psutil
 
 import rollout
 from driver_cases.measuring import Clocks, Ticker
-from driver_cases.workload import SCHEMAS, TURNS, questions, tool_text
+from driver_cases.workload import (
+    PROMPT_TOKENS,
+    RESPONSE_TOKENS,
+    SCHEMAS,
+    TURNS,
+    questions,
+    tool_text,
+)
 from rollout.config import (
     AgentConfig,
     CustomEngine,
@@ -43,16 +52,18 @@ class Plan:
         directory: Of the workload.
         n: Trajectories, all in flight at once.
         turns: Of a trajectory, those that call a tool.
-        scope: "stream" for trajectories alone, "generate" with their tensors.
         barrier: "rounds" holds the answers of every turn until all trajectories wait, "first" those
-            of the first, "none" no answer.
+            of the first, "none" no answer; "never" gives none.
+        repeat: How many times over each answer says its ids.
+        response: R of the tensors.
     """
 
     directory: str
     n: int
     turns: int = TURNS
-    scope: str = "stream"
     barrier: str = "rounds"
+    repeat: int = 1
+    response: int = RESPONSE_TOKENS
 
     @property
     def generations(self) -> int:
@@ -65,33 +76,52 @@ def config_of(plan: Plan) -> RolloutConfig:
     options = {
         "directory": plan.directory,
         "turns": plan.turns,
-        "in_flight": 0 if plan.barrier == "none" else plan.n,
+        "in_flight": plan.n,
         "barrier": plan.barrier,
+        "repeat": plan.repeat,
     }
+    response = max(plan.response, TURN_TOKENS * (plan.turns + 1))
     turns = {"max_assistant_turns": plan.turns + 1, "max_user_turns": plan.turns + 1}
     return RolloutConfig(
         model=ModelConfig(path=plan.directory),
         engine=CustomEngine(core="driver_cases.instant_core:InstantCore", options=options),
         placement=LocalProcessPlacement(),
-        lengths=LengthsConfig(prompt=1024, response=max(2048, TURN_TOKENS * (plan.turns + 1))),
+        lengths=LengthsConfig(prompt=PROMPT_TOKENS, response=response),
         agent=AgentConfig(**(turns if plan.turns > TURNS else {})),
         scheduling=SchedulingConfig(max_in_flight=plan.n),
         seed=0,
     )
 
 
-def tools() -> list[Any]:
-    """Two tools that answer at once."""
-    text = tool_text()
+class Tools:
+    """Two tools that answer at once.
 
-    async def search(query: str, top_k: int = 5) -> str:
-        return text
+    Attributes:
+        cpu_s: CPU of the process so far, whenever as many calls as a turn has have been answered.
+    """
 
-    async def calculator(expression: str) -> str:
-        return text
+    def __init__(self, calls_of_turn: int) -> None:
+        self.cpu_s: list[float] = []
+        self._calls, self._calls_of_turn = 0, calls_of_turn
+        self._text = tool_text()
 
-    both = zip((search, calculator), SCHEMAS, strict=True)
-    return [function_tool(schema=schema)(function) for function, schema in both]
+    def functions(self) -> list[Any]:
+        """For `open_rollout`."""
+
+        async def search(query: str, top_k: int = 5) -> str:
+            return self._answer()
+
+        async def calculator(expression: str) -> str:
+            return self._answer()
+
+        both = zip((search, calculator), SCHEMAS, strict=True)
+        return [function_tool(schema=schema)(function) for function, schema in both]
+
+    def _answer(self) -> str:
+        self._calls += 1
+        if self._calls % self._calls_of_turn == 0:
+            self.cpu_s.append(time.process_time())
+        return self._text
 
 
 def prompts_of(count: int) -> list[Prompt]:
@@ -101,43 +131,60 @@ def prompts_of(count: int) -> list[Prompt]:
 
 @asynccontextmanager
 async def open_ours(plan: Plan) -> AsyncIterator[OurSide]:
-    """Opens the runtime and the ticker."""
-    async with (
-        rollout.open_rollout(config_of(plan), tools()) as runtime,
-        anyio.create_task_group() as tasks,
-    ):
-        side = OurSide(runtime, plan)
-        tasks.start_soon(side.ticker.run)
-        yield side
-        tasks.cancel_scope.cancel()
+    """Our side with its engine serving."""
+    tools = Tools(plan.n)
+    async with rollout.open_rollout(config_of(plan), tools.functions()) as runtime:
+        yield OurSide(runtime, plan, tools)
 
 
 class OurSide:
     """Runs rounds, one after the other."""
 
-    def __init__(self, runtime: rollout.RolloutRuntime, plan: Plan) -> None:
+    def __init__(self, runtime: rollout.RolloutRuntime, plan: Plan, tools: Tools) -> None:
         self.runtime = runtime
-        self.ticker = Ticker(anyio.sleep)
         self.prompts = prompts_of(plan.n)
-        self._plan = plan
+        self._plan, self._tools = plan, tools
         self._engines = tuple(child.pid for child in psutil.Process().children())
 
-    async def round(self) -> dict[str, Any]:
-        """One round: what it cost a generation, and what came out."""
-        run = {"stream": self._stream, "generate": self._generate}[self._plan.scope]
-        await anyio.sleep(0.05)  # what the round before left to do is done
-        clocks = Clocks(self._engines)
-        self.ticker.begin()
-        trajectories, _held = await run()
-        figures = clocks.per_generation(self._plan.generations)
-        stall_ms = self.ticker.longest_ms()
-        return {**figures, "stall_ms": stall_ms, **contents(trajectories)}
+    async def round(self, scope: str) -> dict[str, Any]:
+        """One round: what it cost a generation, how long the loop stalled, and what came out.
 
-    async def _stream(self) -> tuple[list[Trajectory], Any]:
+        Args:
+            scope: "stream" for trajectories alone, "generate" with their tensors.
+        """
+        run = {"stream": self._stream, "generate": self._generate}[scope]
+        ticker = Ticker(anyio.sleep)
+        gc.collect()  # what the round before left
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ticker.run)
+            await anyio.sleep(0.05)
+            self._tools.cpu_s.clear()
+            clocks = Clocks(self._engines)
+            ticker.begin()
+            trajectories, _held = await run(ticker)
+            figures: dict[str, Any] = clocks.per(self._plan.generations)
+            figures["stall_ms"] = ticker.longest_ms()
+            if scope == "generate":
+                figures["end_stall_ms"] = ticker.longest_since_mark_ms()
+            tasks.cancel_scope.cancel()
+        cpu_s = self._tools.cpu_s
+        figures["turn_s"] = [late - early for early, late in pairwise(cpu_s)]
+        return {**figures, **contents(trajectories)}
+
+    async def _stream(self, ticker: Ticker) -> tuple[list[Trajectory], Any]:
         async with self.runtime.stream(self.prompts) as trajectories:
             return [each async for each in trajectories], None
 
-    async def _generate(self) -> tuple[list[Trajectory], Any]:
+    async def _generate(self, ticker: Ticker) -> tuple[list[Trajectory], Any]:
+        left = self._plan.n
+
+        def note(_trajectory: Trajectory) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                ticker.mark()  # what follows makes the tensors
+
+        self.runtime.on_trajectory = note
         batch = await self.runtime.generate(self.prompts)
         return list(batch.trajectories), batch
 
@@ -153,10 +200,3 @@ def contents(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         tokens += len(each.transcript)
         sampled += each.transcript.generated_length
     return {"tokens": tokens, "sampled": sampled, "digest": digest.hexdigest()[:16]}
-
-
-async def run_rounds(plan: Plan, rounds: int) -> list[dict[str, Any]]:
-    """A round that does not count, and `rounds` that do."""
-    Path(plan.directory).mkdir(parents=True, exist_ok=True)
-    async with open_ours(plan) as side:
-        return [await side.round() for _ in range(rounds + 1)][1:]

@@ -20,12 +20,15 @@ QUESTION, RESULT, BEFORE_CALL, FINAL = 120, 100, 150, 195
 #: Different answers of each kind.
 POOL = 64
 TURNS = 4
+#: Widths of the tensors.
+PROMPT_TOKENS, RESPONSE_TOKENS = 1024, 2048
 END_OF_TURN = "<|im_end|>"
-WORDS = (
+TEXT = (
     "a list of values is read from the file and each line that does not match the pattern will be "
     "returned to the caller with the name of the module in which it was found so we can see why "
     "this test has no result yet"
-).split()
+)
+WORDS = TEXT.split()
 #: In the order in which both sides render their keys.
 SCHEMAS: list[dict[str, Any]] = [
     {
