@@ -47,7 +47,7 @@ from typing import Any
 import anyio
 import attrs
 from driver_cases.alternation import medians, say
-from driver_cases.cases import CASES, QUICK, WITH_VERL, Case, Sizes
+from driver_cases.cases import CASES, QUICK, WITH_VERL, Bench, Sizes
 from driver_cases.measuring import calibration_ms
 from driver_cases.ours import Plan, open_ours
 from driver_cases.workload import TURNS, save_workload
@@ -96,24 +96,20 @@ def run_cases(asked: argparse.Namespace) -> dict[str, Any]:
     sizes = QUICK if asked.quick else Sizes()
     if asked.rounds:
         sizes = attrs.evolve(sizes, rounds=asked.rounds)
-    has_verl = has_peer(asked)
-    figures: dict[str, Any] = {}
-    details: dict[str, Any] = {}
+    bench = Bench(
+        directory=str(WORKLOAD), sizes=sizes, barrier=asked.barrier, has_verl=has_peer(asked)
+    )
     for name in asked.cases:
         say(f"{name}: {(CASES[name].__doc__ or '').strip()}")
         begun = time.monotonic()
-        case = Case(directory=str(WORKLOAD), sizes=sizes, barrier=asked.barrier, has_verl=has_verl)
         try:
-            CASES[name](case)
+            CASES[name](bench)
         finally:
-            case.close()
-        is_equal = figures.get("equal_tokens", True) and case.figures.get("equal_tokens", True)
-        figures |= case.figures
-        figures["equal_tokens"] = is_equal
-        details |= case.details
+            bench.close()
         say(f"{name}: {time.monotonic() - begun:.0f} s")
-    report(figures)
-    return {**{key: rounded(value) for key, value in figures.items()}, "details": details}
+    report(bench.figures)
+    figures = {key: rounded(value) for key, value in bench.figures.items()}
+    return {**figures, "details": bench.details}
 
 
 def has_peer(asked: argparse.Namespace) -> bool:

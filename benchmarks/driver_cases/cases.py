@@ -45,8 +45,8 @@ QUICK = Sizes(rounds=2, small=256, middle=1024, large=2048, idle=10_000, rows=25
 
 
 @attrs.frozen
-class Case:
-    """One run of a case: what it may start, and what it found.
+class Bench:
+    """What the cases start, and what they found.
 
     Attributes:
         directory: Of the workload.
@@ -64,7 +64,7 @@ class Case:
     _sides: ExitStack = attrs.field(factory=ExitStack)
 
     def close(self) -> None:
-        """End what it started."""
+        """End what was started."""
         self._sides.close()
 
     def ours(self, n: int, backend: str = "trio", **plan: Any) -> SideProcess:
@@ -100,44 +100,44 @@ class Case:
             say(f"{name}: the sides do not agree: {sorted(digests)}; see details for each one's")
 
 
-def turns(case: Case) -> None:
+def turns(bench: Bench) -> None:
     """A generation's CPU against verl's, and the longest stall, with few trajectories."""
-    n = case.sizes.small
-    ours = case.ours(n)
+    n = bench.sizes.small
+    ours = bench.ours(n)
     acts: dict[str, Callable[[], Figures]] = {
         "ours_stream": lambda: ours.ask(scope="stream"),
         "ours_generate": lambda: ours.ask(scope="generate"),
     }
-    if case.has_verl:
-        acts |= {f"verl_{scope}": case.verl(n, scope).ask for scope in ("loop", "worker")}
-    found = alternate(acts, case.sizes.rounds)
-    case.keep("turns", found)
-    case.check_tokens("turns", [each for rounds in found.values() for each in rounds])
-    if case.has_verl:
+    if bench.has_verl:
+        acts |= {f"verl_{scope}": bench.verl(n, scope).ask for scope in ("loop", "worker")}
+    found = alternate(acts, bench.sizes.rounds)
+    bench.keep("turns", found)
+    bench.check_tokens("turns", [each for rounds in found.values() for each in rounds])
+    if bench.has_verl:
         loop, stream = found["verl_loop"], found["ours_stream"]
-        case.figures[f"ratio_loop_{n}"] = ratio(loop, stream, "cpu_ms")
+        bench.figures[f"ratio_loop_{n}"] = ratio(loop, stream, "cpu_ms")
         worker, generate = found["verl_worker"], found["ours_generate"]
-        case.figures[f"ratio_worker_{n}"] = ratio(worker, generate, "cpu_ms")
-        case.figures[f"ratio_loop_thread_{n}"] = ratio(loop, stream, "cpu_ms", "loop_ms")
+        bench.figures[f"ratio_worker_{n}"] = ratio(worker, generate, "cpu_ms")
+        bench.figures[f"ratio_loop_thread_{n}"] = ratio(loop, stream, "cpu_ms", "loop_ms")
     scopes = [found[f"ours_{scope}"] for scope in ("stream", "generate")]
-    case.figures[f"stall_ms_{n}"] = max(median(rounds, "stall_ms") for rounds in scopes)
+    bench.figures[f"stall_ms_{n}"] = max(median(rounds, "stall_ms") for rounds in scopes)
 
 
-def growth(case: Case) -> None:
+def growth(bench: Bench) -> None:
     """What becomes of a generation's CPU and of the longest stall with many trajectories."""
-    _grow(case, "trio", (case.sizes.middle, case.sizes.large))
+    _grow(bench, "trio", (bench.sizes.middle, bench.sizes.large))
 
 
-def growth_asyncio(case: Case) -> None:
+def growth_asyncio(bench: Bench) -> None:
     """The same on asyncio."""
-    _grow(case, "asyncio", (case.sizes.large,))
+    _grow(bench, "asyncio", (bench.sizes.large,))
 
 
-def _grow(case: Case, backend: str, sizes: tuple[int, ...]) -> None:
+def _grow(bench: Bench, backend: str, sizes: tuple[int, ...]) -> None:
     """Figures for `stream` and `generate`; of both the worse counts."""
-    small, large = case.sizes.small, sizes[-1]
+    small, large = bench.sizes.small, sizes[-1]
     suffix = "" if backend == "trio" else f"_{backend}"
-    sides = {n: case.ours(n, backend) for n in (small, *sizes)}
+    sides = {n: bench.ours(n, backend) for n in (small, *sizes)}
     scopes = ("stream", "generate")
     sides[small].ask(scope="generate")  # a warm-up; with many trajectories it does not show
 
@@ -145,89 +145,89 @@ def _grow(case: Case, backend: str, sizes: tuple[int, ...]) -> None:
         return lambda: sides[n].ask(scope=scope)
 
     acts = {f"{scope}_{n}": act(n, scope) for scope in scopes for n in sides}
-    found = alternate(acts, case.sizes.rounds, warm_ups=0)
-    case.keep(f"growth{suffix}", found)
-    case.figures[f"flat_{large}{suffix}"] = max(
+    found = alternate(acts, bench.sizes.rounds, warm_ups=0)
+    bench.keep(f"growth{suffix}", found)
+    bench.figures[f"flat_{large}{suffix}"] = max(
         ratio(found[f"{scope}_{large}"], found[f"{scope}_{small}"], "cpu_ms") for scope in scopes
     )
     for n in sizes:
         stalls = [median(found[f"{scope}_{n}"], "stall_ms") for scope in scopes]
-        case.figures[f"stall_ms_{n}{suffix}"] = max(stalls)
+        bench.figures[f"stall_ms_{n}{suffix}"] = max(stalls)
 
 
-def long_trajectories(case: Case) -> None:
+def long_trajectories(bench: Bench) -> None:
     """A generation of trajectories with 64 turns over one of those with 4, and within them."""
-    n = case.sizes.small
-    short, long = case.ours(n), case.ours(n, turns=LONG)
+    n = bench.sizes.small
+    short, long = bench.ours(n), bench.ours(n, turns=LONG)
     acts = {
         "short": lambda: short.ask(scope="stream"),
         "long": lambda: long.ask(scope="stream"),
     }
-    found = alternate(acts, case.sizes.rounds)
-    case.keep("long", found)
+    found = alternate(acts, bench.sizes.rounds)
+    bench.keep("long", found)
     whole = ratio(found["long"], found["short"], "cpu_ms")
     within = statistics.median(
         sum(each["turn_s"][-ENDS:]) / sum(each["turn_s"][:ENDS]) for each in found["long"]
     )
-    case.details["long"] |= {"over_short": round(whole, 3), "late_over_early": round(within, 3)}
-    case.figures[f"flat_{LONG}_turns"] = max(whole, within)
+    bench.details["long"] |= {"over_short": round(whole, 3), "late_over_early": round(within, 3)}
+    bench.figures[f"flat_{LONG}_turns"] = max(whole, within)
 
 
-def first(case: Case) -> None:
+def first(bench: Bench) -> None:
     """The longest stall in the first `generate` of a process."""
 
     def act() -> Figures:
-        side = case.ours(case.sizes.small)
+        side = bench.ours(bench.sizes.small)
         figures = side.ask(scope="generate")
         side.close()
         return figures
 
-    found = alternate({"first": act}, case.sizes.rounds, warm_ups=0)
-    case.keep("first", found)
-    case.figures["first_generate_stall_ms"] = median(found["first"], "stall_ms")
+    found = alternate({"first": act}, bench.sizes.rounds, warm_ups=0)
+    bench.keep("first", found)
+    bench.figures["first_generate_stall_ms"] = median(found["first"], "stall_ms")
 
 
-def memory(case: Case) -> None:
+def memory(bench: Bench) -> None:
     """Bytes of resident memory for a token."""
-    options = {"what": "tokens", "directory": case.directory, "n": case.sizes.large}
-    case.details["memory"] = case.once("driver_cases.memory", options)
-    case.figures["bytes_per_token"] = case.details["memory"]["bytes_per_token"]
+    options = {"what": "tokens", "directory": bench.directory, "n": bench.sizes.large}
+    bench.details["memory"] = bench.once("driver_cases.memory", options)
+    bench.figures["bytes_per_token"] = bench.details["memory"]["bytes_per_token"]
 
 
-def idle(case: Case) -> None:
+def idle(bench: Bench) -> None:
     """Kilobytes for an agent that awaits its engine."""
-    options = {"what": "idle", "directory": case.directory, "n": case.sizes.idle}
-    case.details["idle"] = case.once("driver_cases.memory", options)
-    case.figures["kb_idle"] = case.details["idle"]["kb_idle"]
+    options = {"what": "idle", "directory": bench.directory, "n": bench.sizes.idle}
+    bench.details["idle"] = bench.once("driver_cases.memory", options)
+    bench.figures["kb_idle"] = bench.details["idle"]["kb_idle"]
 
 
-def padding(case: Case) -> None:
+def padding(bench: Bench) -> None:
     """Padding against verl's, and how long it stalls the loop at the end of `generate`."""
-    options = {"rows": case.sizes.rows, "prompt": PROMPT, "response": RESPONSE}
-    sides = {"ours": case._side("driver_cases.our_padding", options)}
-    if case.has_verl:
-        options |= {"directory": case.directory}
-        sides["verl"] = case._side("peer_verl.padding", options, str(environment.PYTHON))
-    found = alternate({name: side.ask for name, side in sides.items()}, case.sizes.rounds)
-    case.keep("padding", found)
-    case.check_tokens("padding", [each for rounds in found.values() for each in rounds])
-    if case.has_verl:
-        case.figures["collate_ratio"] = ratio(found["verl"], found["ours"], "cpu_ms")
-    side = case.ours(case.sizes.rows, turns=0, repeat=FILLING, response=RESPONSE)
-    stalls = alternate({"generate": lambda: side.ask(scope="generate")}, case.sizes.rounds)
-    case.keep("collate_stall", stalls)
-    case.figures["collate_stall_ms"] = median(stalls["generate"], "end_stall_ms")
+    options = {"rows": bench.sizes.rows, "prompt": PROMPT, "response": RESPONSE}
+    sides = {"ours": bench._side("driver_cases.our_padding", options)}
+    if bench.has_verl:
+        options |= {"directory": bench.directory}
+        sides["verl"] = bench._side("peer_verl.padding", options, str(environment.PYTHON))
+    found = alternate({name: side.ask for name, side in sides.items()}, bench.sizes.rounds)
+    bench.keep("padding", found)
+    bench.check_tokens("padding", [each for rounds in found.values() for each in rounds])
+    if bench.has_verl:
+        bench.figures["collate_ratio"] = ratio(found["verl"], found["ours"], "cpu_ms")
+    side = bench.ours(bench.sizes.rows, turns=0, repeat=FILLING, response=RESPONSE)
+    stalls = alternate({"generate": lambda: side.ask(scope="generate")}, bench.sizes.rounds)
+    bench.keep("collate_stall", stalls)
+    bench.figures["collate_stall_ms"] = median(stalls["generate"], "end_stall_ms")
 
 
-def opening(case: Case) -> None:
+def opening(bench: Bench) -> None:
     """Until the embedded engine serves."""
-    found = alternate({"open": lambda: case.once("driver_cases.opening", {})}, case.sizes.rounds)
-    case.keep("open", found)
-    case.figures["open_cpu_s"] = median(found["open"], "cpu_s")
-    case.figures["open_wall_s"] = median(found["open"], "wall_s")
+    found = alternate({"open": lambda: bench.once("driver_cases.opening", {})}, bench.sizes.rounds)
+    bench.keep("open", found)
+    bench.figures["open_cpu_s"] = median(found["open"], "cpu_s")
+    bench.figures["open_wall_s"] = median(found["open"], "wall_s")
 
 
-CASES: dict[str, Callable[[Case], None]] = {
+CASES: dict[str, Callable[[Bench], None]] = {
     "turns": turns,
     "growth": growth,
     "growth_asyncio": growth_asyncio,
