@@ -10,7 +10,7 @@ each figure is the median over the rounds; progress goes to stderr.
 
     python benchmarks/driver.py [--quick] [--cases turns,padding] [--without-verl | --no-setup]
 
-verl gets an environment of its own, `.venv-verl`, the first time that it is wanted: 3 GB. The last
+verl gets an environment of its own, `.venv-verl`, the first time that it is wanted: 2 GB. The last
 line is the result as JSON:
 
     ratio_loop_256         verl's agent loops over our `stream`: CPU a generation, all threads

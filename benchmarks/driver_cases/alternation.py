@@ -33,12 +33,12 @@ def alternate(
 def ratio(one: list[Figures], other: list[Figures], key: str, other_key: str = "") -> float:
     """The median over the rounds of what one took for what the other took in the same round."""
     pairs = zip(one, other, strict=True)
-    return statistics.median(a[key] / b[other_key or key] for a, b in pairs)
+    return float(statistics.median(a[key] / b[other_key or key] for a, b in pairs))
 
 
 def median(rounds: list[Figures], key: str) -> float:
     """The median over the rounds."""
-    return statistics.median(each[key] for each in rounds)
+    return float(statistics.median(each[key] for each in rounds))
 
 
 def medians(rounds: list[Figures]) -> Figures:

@@ -203,7 +203,7 @@ def idle(bench: Bench) -> None:
 
 def padding(bench: Bench) -> None:
     """Padding against verl's, and how long it stalls the loop at the end of `generate`."""
-    options = {"rows": bench.sizes.rows, "prompt": PROMPT, "response": RESPONSE}
+    options: Figures = {"rows": bench.sizes.rows, "prompt": PROMPT, "response": RESPONSE}
     sides = {"ours": bench._side("driver_cases.our_padding", options)}
     if bench.has_verl:
         options |= {"directory": bench.directory}

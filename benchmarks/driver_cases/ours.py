@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 #: Tokens that a tool turn adds at most.
 TURN_TOKENS = 340
+#: That a trajectory may have, unless it needs more.
+DEFAULT_TURNS = 32
 
 
 @attrs.frozen(kw_only=True)
@@ -81,13 +83,13 @@ def config_of(plan: Plan) -> RolloutConfig:
         "repeat": plan.repeat,
     }
     response = max(plan.response, TURN_TOKENS * (plan.turns + 1))
-    turns = {"max_assistant_turns": plan.turns + 1, "max_user_turns": plan.turns + 1}
+    turns = max(DEFAULT_TURNS, plan.turns + 1)
     return RolloutConfig(
         model=ModelConfig(path=plan.directory),
         engine=CustomEngine(core="driver_cases.instant_core:InstantCore", options=options),
         placement=LocalProcessPlacement(),
         lengths=LengthsConfig(prompt=PROMPT_TOKENS, response=response),
-        agent=AgentConfig(**(turns if plan.turns > TURNS else {})),
+        agent=AgentConfig(max_assistant_turns=turns, max_user_turns=turns),
         scheduling=SchedulingConfig(max_in_flight=plan.n),
         seed=0,
     )
@@ -114,8 +116,10 @@ class Tools:
         async def calculator(expression: str) -> str:
             return self._answer()
 
-        both = zip((search, calculator), SCHEMAS, strict=True)
-        return [function_tool(schema=schema)(function) for function, schema in both]
+        return [
+            function_tool(schema=schema)(function)
+            for function, schema in zip((search, calculator), SCHEMAS, strict=True)
+        ]
 
     def _answer(self) -> str:
         self._calls += 1

@@ -9,6 +9,7 @@ that only one of them has.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random  # noqa: TID251  (texts; no seed of the library's)
 import shutil
@@ -117,8 +118,10 @@ def question_of(prompt_ids: Any) -> int:
 
 
 def save_workload(directory: Path) -> None:
-    """Write the tokenizer and `answers.json`, unless they are there."""
-    if (directory / "answers.json").exists():
+    """Write the tokenizer and `answers.json`, unless they are there and of these sources."""
+    version = _version()
+    answers = directory / "answers.json"
+    if answers.exists() and json.loads(answers.read_text())["version"] == version:
         return
     from tokenizers import Tokenizer
 
@@ -128,17 +131,25 @@ def save_workload(directory: Path) -> None:
     directory.mkdir(parents=True)
     save_tokenizer(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    end = tokenizer.token_to_id(END_OF_TURN)
 
     def encoded(texts: list[str]) -> list[list[int]]:
-        return [[*tokenizer.encode(text, add_special_tokens=False).ids, end] for text in texts]
+        turns = [text + END_OF_TURN for text in texts]
+        return [each.ids for each in tokenizer.encode_batch(turns, add_special_tokens=False)]
 
     calls, finals = map(encoded, said_texts())
     saved = {
+        "version": version,
         "vocab_size": tokenizer.get_vocab_size(),
-        "end_of_turn": end,
+        "end_of_turn": tokenizer.token_to_id(END_OF_TURN),
         "calls": calls,
         "finals": finals,
     }
     (directory / "config.json").write_text("{}")  # there is no model; `model.path` wants one
-    (directory / "answers.json").write_text(json.dumps(saved))
+    answers.write_text(json.dumps(saved))
+
+
+def _version() -> str:
+    """Of everything that decides what is written."""
+    here = Path(__file__).parent
+    sources = (here / name for name in ("workload.py", "vocabulary.py", "chat.jinja"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()

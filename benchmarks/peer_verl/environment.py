@@ -30,7 +30,7 @@ def set_up() -> None:
     """
     if is_ready():
         return
-    _say(f"installing verl and {TORCH} into {VENV}: 3 GB, some minutes, once")
+    _say(f"installing verl and {TORCH} into {VENV}: 2 GB, some minutes, once")
     STAMP.unlink(missing_ok=True)
     if not PYTHON.exists():
         # The requirements are those of this version.
