@@ -121,7 +121,7 @@ def save_workload(directory: Path) -> None:
     """Write the tokenizer and `answers.json`, unless they are there and of these sources."""
     version = _version()
     answers = directory / "answers.json"
-    if answers.exists() and json.loads(answers.read_text())["version"] == version:
+    if answers.exists() and json.loads(answers.read_text()).get("version") == version:
         return
     from tokenizers import Tokenizer
 
