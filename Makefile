@@ -25,7 +25,7 @@ SGLANG_NEEDS := accelerate aiohttp anyio apache-tvm-ffi attrs compressed-tensors
 	sentencepiece setproctitle soundfile tiktoken tokenizers transformers trio triton uvicorn uvloop \
 	watchfiles xgrammar xxhash zstandard
 
-.PHONY: demo test test-virtual test-full test-sglang test-gpu sglang-cpu lint format docs bench bench-full clean
+.PHONY: demo test test-virtual test-full test-sglang test-gpu sglang-cpu lint format docs bench bench-full bench-verl clean
 
 demo: $(READY)
 	$(BIN)/rollout demo
@@ -66,15 +66,20 @@ docs: $(READY)
 	$(BIN)/python -m rollout.config.reference > docs/configuration-reference.md
 
 # Every script in benchmarks/, with few runs each; the one on top of SGLang where `make sglang-cpu`
-# has been run. `make bench-full` takes as many runs as the figures in docs/ and some hours.
+# has been run, the comparison with verl where `make bench-verl` has. `make bench-full` takes as many
+# runs as the figures in docs/ and some hours.
 bench: $(READY) $(BENCH_READY)
 	$(BIN)/python benchmarks/run_all.py --quick
 
 bench-full: $(READY) $(BENCH_READY)
 	$(BIN)/python benchmarks/run_all.py
 
+# What the driver costs, side by side with verl, which gets an environment of its own: 2 GB.
+bench-verl: $(READY)
+	$(BIN)/python benchmarks/driver.py
+
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV)
+	rm -rf $(VENV) $(SGLANG_VENV) .venv-verl
 
 # The stamp names what was installed from: a changed requirement installs again, an unchanged one
 # costs nothing. A half-made environment has no stamp and is made again.

@@ -1,0 +1,77 @@
+"""What trajectories hold of the driver's memory, in a process of its own.
+
+    python -m driver_cases.memory '{"what": "tokens", "directory": …, "n": 10000}'
+
+"tokens": bytes of resident memory for each token of finished trajectories that the caller keeps.
+"idle": kilobytes of it for each running agent, when all of them await the first answer. Both are
+what the process has more than before the call, whatever for.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from typing import Any
+
+import anyio
+
+from driver_cases.measuring import rss_bytes
+from driver_cases.ours import OurSide, Plan, contents, open_ours
+from driver_cases.side_process import answers_on_stdout
+
+#: Between two looks at how many wait.
+LOOK_S = 0.2
+#: All wait, and what that took has been done.
+SETTLE_S = 2.0
+
+
+async def tokens(side: OurSide) -> dict[str, Any]:
+    """With all of a batch's trajectories in hand."""
+    before = rss_bytes()
+    async with side.runtime.stream(side.prompts) as trajectories:
+        kept = [each async for each in trajectories]
+    held = rss_bytes() - before
+    gc.collect()
+    count = contents(kept)["tokens"]
+    return {"bytes_per_token": held / count, "tokens": count, "rss_mb": rss_bytes() / 1e6}
+
+
+async def idle(side: OurSide) -> dict[str, Any]:
+    """With every agent waiting for its engine."""
+    n = len(side.prompts)
+    before = rss_bytes()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_run_until_cancelled, side)
+        while side.runtime.statistics().replicas[0].in_flight < n:  # noqa: ASYNC110  (nobody is told)
+            await anyio.sleep(LOOK_S)
+        await anyio.sleep(SETTLE_S)
+        held = rss_bytes() - before
+        side.runtime.cancel()
+    return {"kb_idle": held / n / 1e3, "rss_mb": rss_bytes() / 1e6}
+
+
+async def _run_until_cancelled(side: OurSide) -> None:
+    async with side.runtime.stream(side.prompts) as trajectories:
+        async for _ in trajectories:
+            pass
+
+
+async def measure(what: str, plan: Plan) -> None:
+    """Answer once."""
+    with answers_on_stdout() as answer:
+        async with open_ours(plan) as side:
+            gc.collect()
+            answer(await {"tokens": tokens, "idle": idle}[what](side))
+
+
+def main() -> None:
+    """Measure as the options say."""
+    options = json.loads(sys.argv[1])
+    what = options.pop("what")
+    barrier = "never" if what == "idle" else "rounds"
+    anyio.run(measure, what, Plan(barrier=barrier, **options), backend="trio")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Our side of the driver's benchmark: rounds through `open_rollout` on an instant engine."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import time  # noqa: TID251  (CPU of single turns)
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import attrs
+import psutil
+
+import rollout
+from driver_cases.measuring import Clocks, Ticker
+from driver_cases.workload import (
+    PROMPT_TOKENS,
+    RESPONSE_TOKENS,
+    SCHEMAS,
+    TURNS,
+    questions,
+    tool_text,
+)
+from rollout.config import (
+    AgentConfig,
+    CustomEngine,
+    LengthsConfig,
+    LocalProcessPlacement,
+    ModelConfig,
+    RolloutConfig,
+    SchedulingConfig,
+)
+from rollout.tools import function_tool
+from rollout.types import Prompt
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from rollout.chat.trajectory import Trajectory
+
+#: Tokens that a tool turn adds at most.
+TURN_TOKENS = 340
+#: That a trajectory may have, unless it needs more.
+DEFAULT_TURNS = 32
+
+
+@attrs.frozen(kw_only=True)
+class Plan:
+    """What is run.
+
+    Attributes:
+        directory: Of the workload.
+        n: Trajectories, all in flight at once.
+        turns: Of a trajectory, those that call a tool.
+        barrier: "rounds" holds the answers of every turn until all trajectories wait, "first" those
+            of the first, "none" no answer; "never" gives none.
+        repeat: How many times over each answer says its ids.
+        response: R of the tensors.
+    """
+
+    directory: str
+    n: int
+    turns: int = TURNS
+    barrier: str = "rounds"
+    repeat: int = 1
+    response: int = RESPONSE_TOKENS
+
+    @property
+    def generations(self) -> int:
+        """Of a round."""
+        return self.n * (self.turns + 1)
+
+
+def config_of(plan: Plan) -> RolloutConfig:
+    """All trajectories at once on one engine in a child process; the rest as it comes."""
+    options = {
+        "directory": plan.directory,
+        "turns": plan.turns,
+        "in_flight": plan.n,
+        "barrier": plan.barrier,
+        "repeat": plan.repeat,
+    }
+    response = max(plan.response, TURN_TOKENS * (plan.turns + 1))
+    turns = max(DEFAULT_TURNS, plan.turns + 1)
+    return RolloutConfig(
+        model=ModelConfig(path=plan.directory),
+        engine=CustomEngine(core="driver_cases.instant_core:InstantCore", options=options),
+        placement=LocalProcessPlacement(),
+        lengths=LengthsConfig(prompt=PROMPT_TOKENS, response=response),
+        agent=AgentConfig(max_assistant_turns=turns, max_user_turns=turns),
+        scheduling=SchedulingConfig(max_in_flight=plan.n),
+        seed=0,
+    )
+
+
+class Tools:
+    """Two tools that answer at once.
+
+    Attributes:
+        cpu_s: CPU of the process so far, whenever as many calls as a turn has have been answered.
+    """
+
+    def __init__(self, calls_of_turn: int) -> None:
+        self.cpu_s: list[float] = []
+        self._calls, self._calls_of_turn = 0, calls_of_turn
+        self._text = tool_text()
+
+    def functions(self) -> list[Any]:
+        """For `open_rollout`."""
+
+        async def search(query: str, top_k: int = 5) -> str:
+            return self._answer()
+
+        async def calculator(expression: str) -> str:
+            return self._answer()
+
+        return [
+            function_tool(schema=schema)(function)
+            for function, schema in zip((search, calculator), SCHEMAS, strict=True)
+        ]
+
+    def _answer(self) -> str:
+        self._calls += 1
+        if self._calls % self._calls_of_turn == 0:
+            self.cpu_s.append(time.process_time())
+        return self._text
+
+
+def prompts_of(count: int) -> list[Prompt]:
+    """One for each trajectory."""
+    return [Prompt(messages=[{"role": "user", "content": each}]) for each in questions(count)]
+
+
+@asynccontextmanager
+async def open_ours(plan: Plan) -> AsyncIterator[OurSide]:
+    """Our side with its engine serving."""
+    tools = Tools(plan.n)
+    async with rollout.open_rollout(config_of(plan), tools.functions()) as runtime:
+        yield OurSide(runtime, plan, tools)
+
+
+class OurSide:
+    """Runs rounds, one after the other."""
+
+    def __init__(self, runtime: rollout.RolloutRuntime, plan: Plan, tools: Tools) -> None:
+        self.runtime = runtime
+        self.prompts = prompts_of(plan.n)
+        self._plan, self._tools = plan, tools
+        self._engines = tuple(child.pid for child in psutil.Process().children())
+
+    async def round(self, scope: str) -> dict[str, Any]:
+        """One round: what it cost a generation, how long the loop stalled, and what came out.
+
+        Args:
+            scope: "stream" for trajectories alone, "generate" with their tensors.
+        """
+        run = {"stream": self._stream, "generate": self._generate}[scope]
+        ticker = Ticker(anyio.sleep)
+        gc.collect()  # what the round before left
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ticker.run)
+            await anyio.sleep(0.05)
+            self._tools.cpu_s.clear()
+            clocks = Clocks(self._engines)
+            ticker.begin()
+            trajectories, _held = await run(ticker)
+            figures: dict[str, Any] = clocks.per(self._plan.generations)
+            figures["stall_ms"] = ticker.longest_ms()
+            if scope == "generate":
+                figures["end_stall_ms"] = ticker.longest_since_mark_ms()
+            tasks.cancel_scope.cancel()
+        cpu_s = self._tools.cpu_s
+        figures["turn_s"] = [late - early for early, late in pairwise(cpu_s)]
+        return {**figures, **contents(trajectories)}
+
+    async def _stream(self, ticker: Ticker) -> tuple[list[Trajectory], Any]:
+        async with self.runtime.stream(self.prompts) as trajectories:
+            return [each async for each in trajectories], None
+
+    async def _generate(self, ticker: Ticker) -> tuple[list[Trajectory], Any]:
+        left = self._plan.n
+
+        def note(_trajectory: Trajectory) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                ticker.mark()  # what follows makes the tensors
+
+        self.runtime.on_trajectory = note
+        batch = await self.runtime.generate(self.prompts)
+        return list(batch.trajectories), batch
+
+
+def contents(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """Tokens in all, those that were sampled, and a digest of every id and its mask, in order."""
+    digest, tokens, sampled = hashlib.sha256(), 0, 0
+    for each in sorted(trajectories, key=lambda each: each.group):
+        if each.outcome != "completed":
+            raise SystemExit(f"{each.uid}: {each.outcome}, {each.reason} {each.cause}")
+        digest.update(each.transcript.ids().astype("<i4").tobytes())
+        digest.update(each.transcript.mask().astype("u1").tobytes())
+        tokens += len(each.transcript)
+        sampled += each.transcript.generated_length
+    return {"tokens": tokens, "sampled": sampled, "digest": digest.hexdigest()[:16]}
