@@ -10,7 +10,7 @@ from rollout.agents.conversation import Conversation
 from rollout.agents.conversation_log import ConversationLog
 from rollout.agents.identity import Ending, Identity, RejectedPrompt
 from rollout.agents.places import Row
-from rollout.agents.trajectory_state import TrajectoryState
+from rollout.agents.trajectory_state import SettlingLimits, TrajectoryState
 from rollout.chat.drift import DRIFT_KINDS
 from rollout.chat.messages import template_messages, text_of_content
 from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT
@@ -195,7 +195,7 @@ class AgentContext:
         Args:
             messages: In place of the prompt's own.
         """
-        if self.transcript.spans:
+        if len(self.transcript):
             raise AgentError("begin: the trajectory has begun already")
         given = self.prompt.messages if messages is None else messages
         worded = await self._state.wording.prompt(given)
@@ -206,7 +206,7 @@ class AgentContext:
 
     async def generate(self) -> AssistantTurn:
         """As `Conversation.generate`; begins the trajectory where nobody has."""
-        if not self.transcript.spans:
+        if not len(self.transcript):
             await self.begin()
         return await self._main.generate()
 
@@ -225,7 +225,7 @@ class AgentContext:
         await self.settle()
         deadline = self._main.turn_deadline
         with (
-            self._state.settling_limits(),
+            SettlingLimits(self._state, is_main=True),
             Duty("respond of the interaction", deadline.at),
             fail_at_deadline(deadline),
         ):
@@ -253,7 +253,7 @@ class AgentContext:
 
     async def branch(self, position: int | None = None, *, purpose: str = BRANCH) -> Conversation:
         """As `Conversation.branch`; begins the trajectory where nobody has."""
-        if not self.transcript.spans:
+        if not len(self.transcript):
             await self.begin()
         return await self._main.branch(position, purpose=purpose)
 
@@ -295,7 +295,10 @@ class AgentContext:
         deadline = Deadline.after(limit_s, "limits.cleanup_s")
         try:
             await attempt(
-                interaction.finish, deadline, what="finish of the interaction", shield=True
+                interaction.finish,
+                deadline=deadline,
+                what="finish of the interaction",
+                shield=True,
             )
         except (CallError, LimitExceeded) as error:
             session = self.identity.session_id
