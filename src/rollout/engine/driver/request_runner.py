@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -14,7 +15,7 @@ from rollout.limits import cleanup_scope
 from rollout.seeds import RequestIds
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from rollout.engine.driver.channel import Channel
     from rollout.engine.driver.generation import Generation
@@ -243,21 +244,13 @@ class RequestRunner:
 
     async def _send_alone(self, attempt: Attempt, dispatch: Dispatch) -> PendingRequest:
         """`_send` for a suspect, which has its replica to itself until it is none any more."""
-        name, readers = dispatch.replica.name, attempt.generation.on_tokens
-
-        def look(_: Generation) -> None:
-            if not attempt.is_suspect:
-                readers.remove(look)
-                self._end_isolation(name)
-
+        name = dispatch.replica.name
         self._router.isolate(name)
-        readers.append(look)
+        first_tokens = _FirstTokens(attempt, partial(self._end_isolation, name))
         try:
             return await self._send(attempt, dispatch)
         finally:
-            if look in readers:
-                readers.remove(look)
-                self._end_isolation(name)
+            first_tokens.end()
 
     def _end_isolation(self, name: str) -> None:
         self._router.end_isolation(name)
@@ -273,6 +266,25 @@ class RequestRunner:
         self._router.release(dispatch, generated=generated, now=self._now())
         self._wait_queue.wake_next()
         self._changes.notify()
+
+
+class _FirstTokens:
+    """Ends the isolation of a suspect: at its first tokens, or with its request."""
+
+    def __init__(self, attempt: Attempt, end_isolation: Callable[[], None]) -> None:
+        self._attempt = attempt
+        self._end_isolation = end_isolation
+        attempt.generation.on_tokens.append(self)
+
+    def __call__(self, _: Generation) -> None:
+        if not self._attempt.is_suspect:
+            self.end()
+
+    def end(self) -> None:
+        """End it, once."""
+        if self in self._attempt.generation.on_tokens:
+            self._attempt.generation.on_tokens.remove(self)
+            self._end_isolation()
 
 
 def _has_more_to_come(attempt: Attempt) -> bool:
