@@ -323,7 +323,7 @@ class Conversation:
     def _check_idle(self, what: str, *, is_begun: bool = True) -> None:
         if self._is_generating:
             raise AgentError(f"{what}: {self.session_id} is generating; wait for its turn")
-        if is_begun and not self.transcript.spans:
+        if is_begun and not self.transcript:
             raise AgentError(f"{what}: {self.session_id} has not begun")
 
     def _settling_limits(self) -> AbstractContextManager[None]:

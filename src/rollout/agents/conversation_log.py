@@ -46,13 +46,13 @@ class ConversationLog:
     @property
     def open_turn(self) -> array[int] | None:
         """The ids of a turn that was not parsed yet, if only of none; None where there is none."""
-        return None if self._open_from is None else self.transcript.prefix.ids[self._open_from :]
+        return None if self._open_from is None else self.transcript.prefix.slice(self._open_from)
 
     @property
     def last_turn(self) -> array[int] | None:
         """The ids of the model's turn that nothing has answered yet; None where there is none."""
         start, stop = self._last_turn
-        return self.transcript.prefix.ids[start:] if stop == len(self.transcript) else None
+        return self.transcript.prefix.slice(start) if stop == len(self.transcript) else None
 
     def begin(self, worded: Worded) -> None:
         """The prompt."""
