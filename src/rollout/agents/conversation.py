@@ -11,6 +11,7 @@ import anyio
 from rollout.agents.budget import length_error
 from rollout.agents.conversation_log import ConversationLog
 from rollout.agents.identity import Identity, RejectedPrompt
+from rollout.agents.message_log import MessageLog
 from rollout.agents.places import Row, check_ids, check_purpose
 from rollout.agents.turn import AssistantTurn, answer
 from rollout.agents.turn_end import TurnEnd
@@ -90,8 +91,8 @@ class Conversation:
         return self._log.rows
 
     @property
-    def messages(self) -> list[Message]:
-        """The conversation so far; yours to read."""
+    def messages(self) -> Sequence[Message]:
+        """The conversation so far, decoded as it is read."""
         return self._log.message_log.messages
 
     @property
@@ -119,6 +120,11 @@ class Conversation:
         yield self
         for each in self._opened:
             yield from each.all()
+
+    def settle_messages(self) -> None:
+        """All is said, here and in what was opened from it: what was read is not kept any more."""
+        for each in self.all():
+            each._log.message_log.messages.settle()
 
     def begin(self, worded: Worded) -> None:
         """The prompt."""
@@ -285,7 +291,8 @@ class Conversation:
         """
         check_purpose(purpose)
         identity = self._next_identity()
-        log = ConversationLog(Row(Transcript(), purpose, self.rows[-1], len(self.transcript)))
+        row = Row(Transcript(), purpose, self.rows[-1], len(self.transcript))
+        log = ConversationLog(row, MessageLog(self._state.reader))
         try:
             log.begin(await self._state.wording.prompt(messages))
         except RejectedPrompt as error:
@@ -361,7 +368,7 @@ class Conversation:
         """
         log = self._log
         is_kept = self._state.config.history == "append_only" or log.has_raw_ids
-        if is_kept or not log.message_log.turns or log.open_turn is not None:
+        if is_kept or not log.message_log.messages.said or log.open_turn is not None:
             return
         if log.render_again(await self._state.wording.row(log.message_log)):
             self._known_tokens = 0
@@ -389,7 +396,7 @@ class Conversation:
         ids = log.open_turn
         assert ids is not None
         try:
-            turn = self._state.parsed(ids, self.cut_by, in_reasoning=log.in_reasoning)
+            turn = self._state.reader.turn(ids, self.cut_by, in_reasoning=log.in_reasoning)
         finally:
             log.say(turn)
         return turn
