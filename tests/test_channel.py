@@ -231,7 +231,8 @@ async def test_turn_prefix_disagrees_it_is_sent_whole() -> None:
         prefix = prefix_of(list(range(100)))
         await turns(channel, prefix, 1)
         changed = prefix_of([7, *list(prefix.ids)[1:]])
-        changed.sent_to = prefix.sent_to
+        session = channel._greeter.session
+        changed.note_sent(session, prefix.sent_to(session))
         changed.extend(array("i", [1, 2]))
         generation = await Asker(channel).ask(changed, 3, request_id="f" * 32)
         assert list(generation.ids) == expected(2, 3)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from rollout.agents.conversation import Conversation
 from rollout.agents.conversation_log import ConversationLog
 from rollout.agents.identity import Ending, Identity, RejectedPrompt
+from rollout.agents.message_log import MessageLog
 from rollout.agents.places import Row
 from rollout.agents.trajectory_state import SettlingLimits, TrajectoryState
 from rollout.chat.drift import DRIFT_KINDS
@@ -100,7 +101,7 @@ class AgentContext:
         self._state = TrajectoryState(services, prompt, identity, tools, deadline, extra, outermost)
         self._main = Conversation(
             self._state,
-            ConversationLog(Row(Transcript(), MAIN)),
+            ConversationLog(Row(Transcript(), MAIN), MessageLog(self._state.reader)),
             sampling,
             identity,
             group_id=f"{identity.step}/{identity.uid}",
@@ -143,8 +144,8 @@ class AgentContext:
         return self._main.transcript
 
     @property
-    def messages(self) -> list[Message]:
-        """The conversation so far."""
+    def messages(self) -> Sequence[Message]:
+        """The conversation so far, decoded as it is read."""
         return self._main.messages
 
     @property
@@ -195,7 +196,7 @@ class AgentContext:
         Args:
             messages: In place of the prompt's own.
         """
-        if len(self.transcript):
+        if self.transcript:
             raise AgentError("begin: the trajectory has begun already")
         given = self.prompt.messages if messages is None else messages
         worded = await self._state.wording.prompt(given)
@@ -206,7 +207,7 @@ class AgentContext:
 
     async def generate(self) -> AssistantTurn:
         """As `Conversation.generate`; begins the trajectory where nobody has."""
-        if not len(self.transcript):
+        if not self.transcript:
             await self.begin()
         return await self._main.generate()
 
@@ -253,7 +254,7 @@ class AgentContext:
 
     async def branch(self, position: int | None = None, *, purpose: str = BRANCH) -> Conversation:
         """As `Conversation.branch`; begins the trajectory where nobody has."""
-        if not len(self.transcript):
+        if not self.transcript:
             await self.begin()
         return await self._main.branch(position, purpose=purpose)
 

@@ -11,6 +11,7 @@ import anyio
 from rollout.agents.budget import length_error
 from rollout.agents.conversation_log import ConversationLog
 from rollout.agents.identity import Identity, RejectedPrompt
+from rollout.agents.message_log import MessageLog
 from rollout.agents.places import Row, check_ids, check_purpose
 from rollout.agents.trajectory_state import SettlingLimits
 from rollout.agents.turn import AssistantTurn, answer
@@ -91,8 +92,8 @@ class Conversation:
         return self._log.rows
 
     @property
-    def messages(self) -> list[Message]:
-        """The conversation so far; yours to read."""
+    def messages(self) -> Sequence[Message]:
+        """The conversation so far, decoded as it is read."""
         return self._log.message_log.messages
 
     @property
@@ -120,6 +121,11 @@ class Conversation:
         yield self
         for each in self._opened:
             yield from each.all()
+
+    def settle_messages(self) -> None:
+        """All is said, here and in what was opened from it: what was read is not kept any more."""
+        for each in self.all():
+            each._log.message_log.messages.settle()
 
     def begin(self, worded: Worded) -> None:
         """The prompt."""
@@ -290,7 +296,8 @@ class Conversation:
         """
         check_purpose(purpose)
         identity = self._next_identity()
-        log = ConversationLog(Row(Transcript(), purpose, self.rows[-1], len(self.transcript)))
+        row = Row(Transcript(), purpose, self.rows[-1], len(self.transcript))
+        log = ConversationLog(row, MessageLog(self._state.reader))
         try:
             log.begin(await self._state.wording.prompt(messages))
         except RejectedPrompt as error:
@@ -328,7 +335,7 @@ class Conversation:
     def _check_idle(self, what: str, *, is_begun: bool = True) -> None:
         if self._is_generating:
             raise AgentError(f"{what}: {self.session_id} is generating; wait for its turn")
-        if is_begun and not len(self.transcript):
+        if is_begun and not self.transcript:
             raise AgentError(f"{what}: {self.session_id} has not begun")
 
     async def _settle(self) -> None:
@@ -363,7 +370,7 @@ class Conversation:
         """
         log = self._log
         is_kept = self._state.config.history == "append_only" or log.has_raw_ids
-        if is_kept or not log.message_log.turns or log.open_turn is not None:
+        if is_kept or not log.message_log.messages.said or log.open_turn is not None:
             return
         if log.render_again(await self._state.wording.row(log.message_log)):
             self._known_tokens = 0
@@ -385,7 +392,7 @@ class Conversation:
         ids = log.open_turn
         assert ids is not None
         try:
-            turn = self._state.parsed(ids, self.cut_by, in_reasoning=log.in_reasoning)
+            turn = self._state.reader.turn(ids, self.cut_by, in_reasoning=log.in_reasoning)
         finally:
             log.say(turn)
         return turn

@@ -111,6 +111,7 @@ class TrajectoryRunner:
             else:  # no time is left to learn its reward
                 _exclude(trajectory)
         trajectory.metrics["total_s"] = anyio.current_time() - started
+        context.main.settle_messages()
         return trajectory
 
     def _prepare(

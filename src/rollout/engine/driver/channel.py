@@ -171,14 +171,14 @@ class Channel:
         except FrameTooLongError as error:
             raise ChannelError(f"{self.name}: the request does not fit: {error}") from None
         if pending.prefix is not None:
-            pending.prefix.sent_to[self._greeter.session] = pending.sent_tokens
+            pending.prefix.note_sent(self._greeter.session, pending.sent_tokens)
 
     def _what_it_lacks(
         self, pending: PendingRequest, prefix: TokenPrefix, *, whole: bool
     ) -> tuple[int, int, bytes]:
         """How much of the prompt the replica has, the sum of that, and the ids that follow."""
         length = pending.sent_tokens
-        kept = 0 if whole else prefix.sent_to.get(self._greeter.session, 0)
+        kept = 0 if whole else prefix.sent_to(self._greeter.session)
         kept_sum = prefix.sum_of(kept) if kept < length else None
         if kept_sum is None:
             kept = kept_sum = 0
@@ -286,8 +286,8 @@ class Channel:
         else:
             del self._pending[chunk.request_id]
             if pending.prefix is not None:  # the next turn builds on what the replica has
-                sent = pending.sent_tokens + pending.part.count
-                pending.prefix.sent_to[self._greeter.session] = sent
+                had = pending.sent_tokens + pending.part.count
+                pending.prefix.note_sent(self._greeter.session, had)
             self._end(pending, chunk.error)
 
     def _take(self, pending: PendingRequest, chunk: Chunk) -> None:
