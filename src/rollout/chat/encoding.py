@@ -208,7 +208,8 @@ class TextEncoder:
     ) -> list[int]:
         ids: list[int] = []
         for piece, token in itertools.zip_longest(pieces, tokens):
-            ids += ready.get(piece) or encode(piece, most)
+            if piece:
+                ids += ready.get(piece) or encode(piece, most)
             if token is not None:
                 ids.append(self.specials[token])
             if most is not None and len(ids) > most:

@@ -7,8 +7,10 @@ back afterwards: where they are put back is text.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +53,7 @@ def render_escaped(
     """
     text = render(messages, tools)
     encoder.refuse_beyond(most, text)
-    if _are_plain(encoder, [messages, tools]):
+    if _are_plain(encoder, messages) and _tools_are_plain(encoder, tools):
         return WrittenText(text)
     word = "rolloutSpecialToken"  # letters, which templates leave as they are
     while word in text:
@@ -64,6 +66,19 @@ def render_escaped(
     except TemplateError:
         return replaced
     return kept if kept.text == text else replaced
+
+
+#: The tools of a thousand prompts are the same: those that were found plain last, by encoder.
+_PLAIN_TOOLS: weakref.WeakKeyDictionary[TextEncoder, Tools] = weakref.WeakKeyDictionary()
+
+
+def _tools_are_plain(encoder: TextEncoder, tools: Tools) -> bool:
+    if tools is None or tools == _PLAIN_TOOLS.get(encoder):
+        return True
+    if not _are_plain(encoder, tools):
+        return False
+    _PLAIN_TOOLS[encoder] = copy.deepcopy(tools)  # their owner may change them
+    return True
 
 
 def _are_plain(encoder: TextEncoder, value: object) -> bool:

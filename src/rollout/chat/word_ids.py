@@ -8,6 +8,7 @@ a tenth of the cost. Other texts, and tokenizers that do anything else, are left
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +59,8 @@ _PROBES = (
 )
 
 
-class WordIds:
-    """Ids of texts of a tokenizer that `word_ids` has looked at.
+class WordIds(dict[str, tuple[int, ...]]):
+    """Ids of texts of a tokenizer that `word_ids` has looked at; the words seen so far with theirs.
 
     Args:
         model: The tokenizer's.
@@ -71,7 +72,6 @@ class WordIds:
         self._model = model
         self._patterns = patterns
         self._library = library
-        self._known: dict[str, tuple[int, ...]] = {}
         self._letters = dict(enumerate(byte_letters()))
 
     def __call__(self, text: str, most: int | None = None) -> list[int]:
@@ -81,18 +81,14 @@ class WordIds:
         words = [text] if text else []
         for pattern in self._patterns:
             words = _divided(pattern, words)
-        known, ids = self._known, list[int]()
-        for word in words:
-            found = known.get(word)
-            ids += self._learn(word) if found is None else found
-        return ids
+        return list(itertools.chain.from_iterable(map(self.__getitem__, words)))
 
-    def _learn(self, word: str) -> tuple[int, ...]:
+    def __missing__(self, word: str) -> tuple[int, ...]:
         ids = tuple([token.id for token in self._model.tokenize(word.translate(self._letters))])
         if len(word) <= _LONGEST:
-            if len(self._known) >= _MOST_WORDS:
-                self._known.clear()
-            self._known[word] = ids
+            if len(self) >= _MOST_WORDS:
+                self.clear()
+            self[word] = ids
         return ids
 
 
@@ -162,7 +158,7 @@ def _divided(pattern: re.Pattern[str], texts: Iterable[str]) -> list[str]:
         found = pattern.findall(text)
         if not found:
             words.append(text)
-        elif sum(map(len, found)) == len(text):
+        elif len("".join(found)) == len(text):
             words += found
         else:
             words += _with_gaps(pattern, text)

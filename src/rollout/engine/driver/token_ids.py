@@ -24,9 +24,9 @@ def outside(ids: bytes | array[int], vocab_size: int, start: int = 0) -> str:
     Args:
         ids: Packed int32.
         vocab_size: Of the engine; 0 where it does not say, and only negative ids are outside.
-        start: Index of the first one to look at.
+        start: Position of the first one.
     """
-    values = np.frombuffer(ids, np.uint32, -1, 4 * start)  # negative ones are the largest
+    values = np.frombuffer(ids, np.uint32)  # negative ones are the largest
     if not len(values) or _largest(values) < (vocab_size or 2**31):
         return ""
     at = int(np.argmax(values >= (vocab_size or 2**31)))
@@ -49,7 +49,7 @@ def check_ids(prompt: bytes | TokenPrefix, vocab_size: int) -> None:
     """
     if not isinstance(prompt, TokenPrefix):
         fault = outside(prompt, vocab_size)
-    elif not (fault := outside(prompt.ids, vocab_size, prompt.checked)):
+    elif not (fault := outside(prompt.packed(prompt.checked), vocab_size, prompt.checked)):
         prompt.checked = len(prompt)
     if fault:
         raise EngineError(fault)
