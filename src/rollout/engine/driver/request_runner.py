@@ -224,17 +224,10 @@ class RequestRunner:
     @contextmanager
     def _running_on(self, replica: Replica, attempt: Attempt) -> Iterator[None]:
         """The attempt is in flight there; a suspect has the start to itself."""
-        readers = attempt.generation.on_tokens
-
-        def look(_: Generation) -> None:
-            if not attempt.is_suspect:
-                readers.remove(look)
-                self._end_isolation(replica)
-
-        is_suspect = attempt.is_suspect
-        if is_suspect:
+        first_tokens = None
+        if attempt.is_suspect:
             self._router.isolate(replica.name)
-            readers.append(look)
+            first_tokens = _FirstTokens(attempt, partial(self._end_isolation, replica))
         replica.begin_request(attempt)
         attempt.is_running = True
         try:
@@ -242,9 +235,8 @@ class RequestRunner:
         finally:
             attempt.is_running = False
             replica.end_request(attempt)
-            if look in readers:
-                readers.remove(look)
-                self._end_isolation(replica)
+            if first_tokens is not None:
+                first_tokens.end()
 
     def _end_isolation(self, replica: Replica) -> None:
         self._router.end_isolation(replica.name)
@@ -257,6 +249,25 @@ class RequestRunner:
         self._router.release(dispatch, generated=generated, now=anyio.current_time())
         self._wait_queue.wake_next()
         self._changes.notify()
+
+
+class _FirstTokens:
+    """Ends the isolation of a suspect: at its first tokens, or with its request."""
+
+    def __init__(self, attempt: Attempt, end_isolation: Callable[[], None]) -> None:
+        self._attempt = attempt
+        self._end_isolation = end_isolation
+        attempt.generation.on_tokens.append(self)
+
+    def __call__(self, _: Generation) -> None:
+        if not self._attempt.is_suspect:
+            self.end()
+
+    def end(self) -> None:
+        """End it, once."""
+        if self in self._attempt.generation.on_tokens:
+            self._attempt.generation.on_tokens.remove(self)
+            self._end_isolation()
 
 
 def _has_more_to_come(attempt: Attempt) -> bool:
