@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Protocol
 import anyio
 import msgspec
 
+from rollout.bridge import cancel_scope
 from rollout.errors import LimitExceeded
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import TracebackType
 
 
 class Deadline(msgspec.Struct, frozen=True):
@@ -35,11 +37,22 @@ class Deadline(msgspec.Struct, frozen=True):
     seconds: float
 
     @classmethod
-    def after(cls, seconds: float | None, source: str, outer: Deadline | None = None) -> Deadline:
-        """The deadline `seconds` from now, or the `outer` one where that is not later."""
+    def after(
+        cls,
+        seconds: float | None,
+        source: str,
+        outer: Deadline | None = None,
+        *,
+        now: float | None = None,
+    ) -> Deadline:
+        """The deadline `seconds` from `now`, or the `outer` one where that is not later.
+
+        Args:
+            now: Clock time, where the caller has just looked at the clock.
+        """
         length = math.inf if seconds is None else seconds
-        inner = cls(anyio.current_time() + length, source, length)
-        return inner if outer is None or inner.at < outer.at else outer
+        at = length + (anyio.current_time() if now is None else now)
+        return cls(at, source, length) if outer is None or at < outer.at else outer
 
     def later(self, seconds: float, outermost: Deadline) -> Deadline:
         """The same limit `seconds` later, or `outermost` where that is not later."""
@@ -65,7 +78,8 @@ class HasDeadline(Protocol):
 class PausableDeadline:
     """A deadline that pauses while the runtime lets its work wait.
 
-    Only `outermost` counts the time between `pause` and `resume`, which may nest.
+    Only `outermost` counts the time between `pause` and `resume`, which may nest. As a context
+    manager it ends one block when it is over, as `fail_at_deadline` does.
 
     Args:
         around: That of the work which this one is part of; it pauses with this one.
@@ -73,6 +87,17 @@ class PausableDeadline:
     Attributes:
         now: What counts at present.
     """
+
+    __slots__ = (
+        "_around",
+        "_entered",
+        "_outermost",
+        "_paused",
+        "_pauses",
+        "_scope",
+        "_since",
+        "now",
+    )
 
     def __init__(
         self, deadline: Deadline, outermost: Deadline, around: PausableDeadline | None = None
@@ -90,14 +115,20 @@ class PausableDeadline:
         self._scope = scope
         scope.deadline = self.now.at
 
-    @contextmanager
-    def failing(self) -> Iterator[None]:
-        """As `fail_at_deadline`."""
-        with anyio.CancelScope() as scope:
-            self.govern(scope)
-            yield
-        if scope.cancelled_caught and anyio.current_time() >= self.now.at:
+    def __enter__(self) -> None:
+        self._scope = self._entered = cancel_scope(self.now.at)
+        self._entered.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        is_caught = self._entered.__exit__(kind, error, traceback)
+        if is_caught and anyio.current_time() >= self.now.at:
             raise self.now.error()
+        return is_caught
 
     def pause(self) -> None:
         """The runtime lets it wait from now on."""
@@ -121,13 +152,6 @@ class PausableDeadline:
         self.now = deadline
         if self._scope is not None:
             self._scope.deadline = deadline.at
-
-
-@contextmanager
-def deadline_scope(deadline: Deadline, *, shield: bool = False) -> Iterator[anyio.CancelScope]:
-    """A cancel scope that ends at `deadline`; look at its `cancelled_caught` afterwards."""
-    with anyio.CancelScope(deadline=deadline.at, shield=shield) as scope:
-        yield scope
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
 
-from rollout.bridge import Interruptible, open_apart
+from rollout.bridge import Interruptible, cancel_scope, open_apart
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -175,7 +175,7 @@ class Supervised(Generic[T]):
         self.was_cancelled = False
         self._what = what
         self._cleanup_s = cleanup_s
-        self._scope = anyio.CancelScope()
+        self._scope = cancel_scope()
         self._own: Duty | None = None
         self._duties: list[Duty] = []
         self._alarm: anyio.CancelScope | None = None
@@ -279,7 +279,7 @@ class Supervised(Generic[T]):
         """Wait for the task, and give up what should have ended long ago."""
         while not self._ended.is_set():
             due = min((duty.at for duty in self._duties), default=math.inf) + self._cleanup_s
-            with anyio.CancelScope(deadline=due) as self._alarm:
+            with cancel_scope(due) as self._alarm:
                 await self._ended.wait()
                 return
             now = anyio.current_time()

@@ -11,7 +11,7 @@ from rollout.agents.conversation_log import ConversationLog
 from rollout.agents.identity import Ending, Identity, RejectedPrompt
 from rollout.agents.message_log import MessageLog
 from rollout.agents.places import Row
-from rollout.agents.trajectory_state import TrajectoryState
+from rollout.agents.trajectory_state import SettlingLimits, TrajectoryState
 from rollout.chat.drift import DRIFT_KINDS
 from rollout.chat.messages import template_messages, text_of_content
 from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT
@@ -196,7 +196,7 @@ class AgentContext:
         Args:
             messages: In place of the prompt's own.
         """
-        if self.transcript:
+        if len(self.transcript):
             raise AgentError("begin: the trajectory has begun already")
         given = self.prompt.messages if messages is None else messages
         worded = await self._state.wording.prompt(given)
@@ -207,7 +207,7 @@ class AgentContext:
 
     async def generate(self) -> AssistantTurn:
         """As `Conversation.generate`; begins the trajectory where nobody has."""
-        if not self.transcript:
+        if not len(self.transcript):
             await self.begin()
         return await self._main.generate()
 
@@ -226,7 +226,7 @@ class AgentContext:
         await self.settle()
         deadline = self._main.turn_deadline
         with (
-            self._state.settling_limits(),
+            SettlingLimits(self._state, is_main=True),
             Duty("respond of the interaction", deadline.at),
             fail_at_deadline(deadline),
         ):
@@ -254,7 +254,7 @@ class AgentContext:
 
     async def branch(self, position: int | None = None, *, purpose: str = BRANCH) -> Conversation:
         """As `Conversation.branch`; begins the trajectory where nobody has."""
-        if not self.transcript:
+        if not len(self.transcript):
             await self.begin()
         return await self._main.branch(position, purpose=purpose)
 
@@ -296,7 +296,10 @@ class AgentContext:
         deadline = Deadline.after(limit_s, "limits.cleanup_s")
         try:
             await attempt(
-                interaction.finish, deadline, what="finish of the interaction", shield=True
+                interaction.finish,
+                deadline=deadline,
+                what="finish of the interaction",
+                shield=True,
             )
         except (CallError, LimitExceeded) as error:
             session = self.identity.session_id

@@ -13,6 +13,7 @@ from rollout.agents.conversation_log import ConversationLog
 from rollout.agents.identity import Identity, RejectedPrompt
 from rollout.agents.message_log import MessageLog
 from rollout.agents.places import Row, check_ids, check_purpose
+from rollout.agents.trajectory_state import SettlingLimits
 from rollout.agents.turn import AssistantTurn, answer
 from rollout.agents.turn_end import TurnEnd
 from rollout.agents.wording import Worded, no_room
@@ -24,15 +25,15 @@ from rollout.errors import AgentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
 
+    from rollout.agents.kept_messages import KeptMessages
     from rollout.agents.trajectory_state import TrajectoryState
     from rollout.agents.wording import Given
     from rollout.chat.drift import Drift
     from rollout.engine.core import SamplingParams
     from rollout.limits import Deadline
     from rollout.tools import ToolResult
-    from rollout.types import InvalidToolCall, Message, ToolCall
+    from rollout.types import InvalidToolCall, ToolCall
 
 
 class Conversation:
@@ -79,6 +80,7 @@ class Conversation:
         self._known_tokens = 0
         self._is_generating = False
         self._unsettled: list[Given | array[int]] = []
+        self._settling_limits = SettlingLimits(state, is_main=self.purpose == MAIN)
 
     @property
     def transcript(self) -> Transcript:
@@ -91,7 +93,7 @@ class Conversation:
         return self._log.rows
 
     @property
-    def messages(self) -> Sequence[Message]:
+    def messages(self) -> KeptMessages:
         """The conversation so far, decoded as it is read."""
         return self._log.message_log.messages
 
@@ -121,11 +123,6 @@ class Conversation:
         for each in self._opened:
             yield from each.all()
 
-    def settle_messages(self) -> None:
-        """All is said, here and in what was opened from it: what was read is not kept any more."""
-        for each in self.all():
-            each._log.message_log.messages.settle()
-
     def begin(self, worded: Worded) -> None:
         """The prompt."""
         self._log.begin(worded)
@@ -147,23 +144,23 @@ class Conversation:
             self._is_generating = False
 
     async def _generate(self) -> AssistantTurn:
-        state = self._state
-        turn_deadline, deadline = state.deadlines_of_turn()
+        state, started = self._state, anyio.current_time()
+        turn_deadline, deadline = state.deadlines_of_turn(started)
         generation = Generation(on_tokens=[*self.on_tokens])
-        started, bounded_by = anyio.current_time(), ""
-        is_over = False
+        bounded_by, is_over = "", False
         seed = self._identity.seed_of_turn(self.assistant_turns)
         try:
-            with self._settling_limits(), deadline.failing():
+            with self._settling_limits, deadline:
                 await self._render_again()
-                budget, bounded_by = state.budget(self.transcript, self.sampling)
+                transcript = self.transcript
+                budget, bounded_by = state.budget(transcript, self.sampling)
                 await state.services.engines.generate(
                     generation,
                     session_id=self.session_id,
-                    prompt_ids=self.transcript.prefix,
+                    prompt_ids=transcript.prefix,
                     sampling=state.sampling_of_turn(self.sampling, budget, seed),
                     priority=state.prompt.priority,
-                    known_experts=self.transcript.routed_length,
+                    known_experts=transcript.routed_length,
                     group_id=self._group_id,
                     deadline=deadline,
                 )
@@ -171,9 +168,13 @@ class Conversation:
                     raise state.abort_error(self.session_id, deadline.now)
             is_over = True
         finally:
+            now = anyio.current_time()
             self._turn_deadline = turn_deadline.now
-            state.note_generation(generation, anyio.current_time() - started)
-            if self._take(generation, seed, bounded_by, deadline.now) and not is_over:
+            state.note_generation(generation, now - started)
+            end = TurnEnd.of(
+                generation.finish_reason, bounded_by=bounded_by, deadline=deadline.now, now=now
+            )
+            if self._take(generation, seed, end) and not is_over:
                 with suppress(Exception):  # a parser must not hide what ended the wait
                     self._say()
         return self._say()
@@ -187,7 +188,7 @@ class Conversation:
         self._check_idle("call_tools")
         await self._settle()
         state = self._state
-        with self._settling_limits():
+        with self._settling_limits:
             state.count_calls(len(calls))
             results = await state.tools.run(calls, turn_deadline=self._turn_deadline)
             state.tool_rewards += [r.reward for r in results if r.reward is not None]
@@ -221,7 +222,7 @@ class Conversation:
         self._check_idle("observe")
         given: Worded | Given = messages
         if not self._unsettled:
-            with self._settling_limits():
+            with self._settling_limits:
                 given = self._state.wording.observation_now(
                     messages, self.transcript, self._log.last_turn
                 )
@@ -330,11 +331,8 @@ class Conversation:
     def _check_idle(self, what: str, *, is_begun: bool = True) -> None:
         if self._is_generating:
             raise AgentError(f"{what}: {self.session_id} is generating; wait for its turn")
-        if is_begun and not self.transcript:
+        if is_begun and not len(self.transcript):
             raise AgentError(f"{what}: {self.session_id} has not begun")
-
-    def _settling_limits(self) -> AbstractContextManager[None]:
-        return self._state.settling_limits(is_main=self.purpose == MAIN)
 
     async def _settle(self) -> None:
         while self._unsettled:
@@ -347,12 +345,12 @@ class Conversation:
     async def _observe(self, messages: Given) -> None:
         self._end_open_turn()
         state, log = self._state, self._log
-        with self._settling_limits():
+        with self._settling_limits:
             log.observe(await state.wording.observation(messages, log.transcript, log.last_turn))
 
     def _observe_ids(self, ids: array[int]) -> None:
         room, source = self._state.wording.room(self.transcript)
-        with self._settling_limits():
+        with self._settling_limits:
             if len(ids) >= room:
                 raise no_room(source, str(len(ids)))
         if ids:
@@ -373,16 +371,10 @@ class Conversation:
         if log.render_again(await self._state.wording.row(log.message_log)):
             self._known_tokens = 0
 
-    def _take(self, generation: Generation, seed: int, bounded_by: str, deadline: Deadline) -> bool:
+    def _take(self, generation: Generation, seed: int, end: TurnEnd) -> bool:
         """Append what arrived, whatever became of the wait for it; False where nothing did."""
         if not (generation.ids or generation.finish_reason):
             return False
-        end = TurnEnd.of(
-            generation.finish_reason,
-            bounded_by=bounded_by,
-            deadline=deadline,
-            now=anyio.current_time(),
-        )
         self._log.take(generation, end.finish_reason, seed)
         self._state.count_tokens(generation, self._known_tokens)
         self._known_tokens = len(self.transcript)

@@ -23,6 +23,9 @@ MAX_THREADS = 2
 WORTH_A_THREAD = 256
 #: A message, or part of one, takes as long as so many characters at least.
 _OVERHEAD = 16
+_TEXTS = (str, bytes, bytearray)
+#: Types of which a false value holds no text.
+_NOTHING = frozenset((type(None), tuple, list, dict))
 #: Tokens that may be more than `LONG` characters.
 LONG_TOKENS = LONG // 4
 #: By what threads that were left behind are counted.
@@ -90,13 +93,19 @@ def _room_beside(value: object, room: int) -> int:
     waiting = [value]
     while waiting and room >= 0:
         item = waiting.pop()
-        if isinstance(item, str | bytes | bytearray):
+        if isinstance(item, _TEXTS):
             room -= len(item)
             continue
         room -= _OVERHEAD
         if isinstance(item, msgspec.Struct):
-            item = [getattr(item, name) for name in item.__struct_fields__]
-        if isinstance(item, Collection) and getattr(item, "shape", None) != ():
+            for each in msgspec.structs.astuple(item):
+                if type(each) is str:
+                    room -= len(each)
+                elif type(each) not in _NOTHING or each:
+                    waiting.append(each)
+        elif type(item) is list or (
+            isinstance(item, Collection) and getattr(item, "shape", None) != ()
+        ):
             room -= _OVERHEAD * len(item)
             if room >= 0:
                 waiting.extend(item)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -18,7 +18,7 @@ from rollout.supervision import UnresponsiveError
 from rollout.types import Outcome, Prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from types import TracebackType
 
     from rollout.agents.services import Services
     from rollout.chat.transcript import Transcript
@@ -83,22 +83,6 @@ class TrajectoryState:
         if self.ending is None:
             self.ending = Ending(outcome=outcome, reason=reason, limit_source=limit_source)
 
-    @contextmanager
-    def settling_limits(self, *, is_main: bool = True) -> Iterator[None]:
-        """A limit that fires settles the outcome, even where an agent swallows the error.
-
-        A length that another conversation than the main one runs into is the agent's to judge.
-        """
-        try:
-            yield
-        except LimitExceeded as error:
-            if is_main or error.outcome is not Outcome.LENGTH:
-                self.end(error.outcome, error.reason, limit_source=error.source)
-            raise
-        except UnresponsiveError:
-            self.end(Outcome.FAILED, UNRESPONSIVE)
-            raise
-
     def count_calls(self, count: int) -> None:
         """The model asks for so many calls more.
 
@@ -141,11 +125,11 @@ class TrajectoryState:
             )
         return errors_in_a_row
 
-    def deadlines_of_turn(self) -> tuple[PausableDeadline, PausableDeadline]:
+    def deadlines_of_turn(self, now: float) -> tuple[PausableDeadline, PausableDeadline]:
         """Of a turn that begins now, and of its generation."""
         limits = self.services.config.limits
-        turn = Deadline.after(limits.turn_s, "limits.turn_s", self.deadline.now)
-        generation = Deadline.after(limits.generation_s, "limits.generation_s", turn)
+        turn = Deadline.after(limits.turn_s, "limits.turn_s", self.deadline.now, now=now)
+        generation = Deadline.after(limits.generation_s, "limits.generation_s", turn, now=now)
         turn_deadline = PausableDeadline(turn, self.outermost, self.deadline)
         return turn_deadline, PausableDeadline(generation, self.outermost, turn_deadline)
 
@@ -160,9 +144,9 @@ class TrajectoryState:
 
     def sampling_of_turn(self, sampling: SamplingParams, budget: int, seed: int) -> SamplingParams:
         """How a turn is sampled, in the engine's terms."""
-        stops = {*sampling.stop_token_ids, *self.services.stop_token_ids}
+        stops = _union(tuple(sampling.stop_token_ids), self.services.stop_token_ids)
         return msgspec.structs.replace(
-            sampling, max_new_tokens=budget, seed=seed, stop_token_ids=tuple(sorted(stops))
+            sampling, max_new_tokens=budget, seed=seed, stop_token_ids=stops
         )
 
     def abort_error(self, session_id: str, deadline: Deadline) -> Exception:
@@ -186,3 +170,41 @@ class TrajectoryState:
         self.resumes += generation.resumes
         self.restarts += generation.restarts
         self.discarded_tokens += generation.discarded_tokens
+
+
+class SettlingLimits:
+    """A limit that fires in its block settles the outcome, even where an agent swallows the error.
+
+    A context manager that keeps nothing of a block: one serves all blocks of a conversation.
+
+    Args:
+        is_main: Whether the conversation is the main one; a length that another one runs into is
+            the agent's to judge.
+    """
+
+    __slots__ = ("_is_main", "_state")
+
+    def __init__(self, state: TrajectoryState, *, is_main: bool) -> None:
+        self._state = state
+        self._is_main = is_main
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, LimitExceeded):
+            if self._is_main or error.outcome is not Outcome.LENGTH:
+                self._state.end(error.outcome, error.reason, limit_source=error.source)
+        elif isinstance(error, UnresponsiveError):
+            self._state.end(Outcome.FAILED, UNRESPONSIVE)
+
+
+@lru_cache(maxsize=64)
+def _union(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    """Ids that stand in either, sorted: the same few of each turn."""
+    return tuple(sorted({*one, *other}))

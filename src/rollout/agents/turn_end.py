@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import attrs
+import msgspec
 
 from rollout.agents.identity import Ending
 from rollout.types import Outcome
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from rollout.limits import Deadline
 
 
-@attrs.frozen
-class TurnEnd:
+class TurnEnd(msgspec.Struct, frozen=True):
     """The end of one generation.
 
     Attributes:

@@ -27,11 +27,21 @@ class TemplateMessages(list[TemplateMessage]):
 
     Attributes:
         extras: What each carries for others than the template.
+        records: Those of them that were given as records of mere words; None in place of others.
     """
 
-    def __init__(self, messages: Iterable[TemplateMessage], extras: list[Mapping[str, Any]]):
-        super().__init__(messages)
-        self.extras = extras
+    def __init__(self) -> None:
+        super().__init__()
+        self.extras: list[Mapping[str, Any]] = []
+        self.records: list[Message | None] = []
+
+    def add(
+        self, message: TemplateMessage, extra: Mapping[str, Any], record: Message | None = None
+    ) -> None:
+        """One more."""
+        self.append(message)
+        self.extras.append(extra)
+        self.records.append(record)
 
 
 def template_messages(messages: Iterable[Message | Mapping[str, Any]]) -> TemplateMessages:
@@ -49,20 +59,42 @@ def template_messages(messages: Iterable[Message | Mapping[str, Any]]) -> Templa
         return messages
     if not _is_sequence(messages):
         raise TemplateError(f"messages must be a sequence of messages, not {_kind(messages)}")
-    extras: list[Mapping[str, Any]] = []
-    converted = [_template_message(index, each, extras) for index, each in enumerate(messages)]
+    converted = TemplateMessages()
+    for index, message in enumerate(messages):
+        if type(message) is Message and _is_mere_words(message):
+            converted.add(_words(message), message.extra, message)
+        else:
+            converted.add(*_template_message(f"messages[{index}]", message))
     if not converted:
         raise TemplateError("messages is empty; expected at least one message")
-    return TemplateMessages(converted, extras)
+    return converted
 
 
-def _template_message(
-    index: int, message: object, extras: list[Mapping[str, Any]]
-) -> TemplateMessage:
-    """One message; what it carries for others joins `extras`."""
-    where = f"messages[{index}]"
+def _is_mere_words(message: Message) -> bool:
+    """Whether a message is a text and nothing else, as those of users and tools mostly are."""
+    return (
+        type(message.content) is str
+        and message.role in ROLES
+        and type(message.extra) is dict
+        and type(message.tool_calls) is tuple
+        and type(message.fields) is dict
+        and not (message.tool_calls or message.fields)
+    )
+
+
+def _words(message: Message) -> TemplateMessage:
+    fields = {"role": message.role, "content": message.content}
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        fields["name"] = message.name
+    return fields
+
+
+def _template_message(where: str, message: object) -> tuple[TemplateMessage, Mapping[str, Any]]:
+    """One message, and what it carries for others."""
     fields = _fields(where, message)
-    extras.append(_extra(where, fields.pop("extra", {})))
+    extra = _extra(where, fields.pop("extra", {}))
     role = fields.get("role")
     if role is None:
         raise TemplateError(f"{where} has no role; expected one of {', '.join(ROLES)}")
@@ -74,7 +106,7 @@ def _template_message(
         fields["tool_calls"] = calls
         fields.setdefault("content", "")
     fields["content"] = text_of_content(f"{where} ({role})", fields.get("content"))
-    return fields
+    return fields, extra
 
 
 def text_of_content(where: str, content: object) -> str:
@@ -235,6 +267,8 @@ def _arguments(where: str, arguments: object) -> Mapping[str, Any]:
 
 def _is_sequence(value: object) -> TypeGuard[Iterable[Any]]:
     """Whether `value` has items in order: also an array, as data sets hold them."""
+    if type(value) in (list, tuple):
+        return True
     return isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
 
 
@@ -250,21 +284,22 @@ def as_messages(messages: Iterable[Message | Mapping[str, Any]]) -> list[Message
     """
     plain = template_messages(messages)
     return [
-        Message(
-            role=fields["role"],
-            content=fields["content"],
-            tool_calls=tuple(
-                ToolCall(
-                    name=call["function"]["name"],
-                    arguments=call["function"]["arguments"],
-                    id=call["id"],
-                )
-                for call in fields.get("tool_calls", ())
-            ),
-            tool_call_id=fields.get("tool_call_id"),
-            name=fields.get("name"),
-            extra=extra,
-            fields={name: value for name, value in fields.items() if name not in _KNOWN},
-        )
-        for fields, extra in zip(plain, plain.extras, strict=True)
+        _record(fields, extra) if record is None else record
+        for fields, extra, record in zip(plain, plain.extras, plain.records, strict=True)
     ]
+
+
+def _record(fields: TemplateMessage, extra: Mapping[str, Any]) -> Message:
+    calls = [(call["function"], call["id"]) for call in fields.get("tool_calls", ())]
+    return Message(
+        role=fields["role"],
+        content=fields["content"],
+        tool_calls=tuple(
+            ToolCall(name=function["name"], arguments=function["arguments"], id=call_id)
+            for function, call_id in calls
+        ),
+        tool_call_id=fields.get("tool_call_id"),
+        name=fields.get("name"),
+        extra=extra,
+        fields={name: value for name, value in fields.items() if name not in _KNOWN},
+    )

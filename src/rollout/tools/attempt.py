@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 import anyio.lowlevel
 
-from rollout.bridge import native_cancellations
+from rollout.bridge import cancel_scope, native_cancellations
 from rollout.errors import LimitExceeded, ToolError
-from rollout.limits import Deadline, deadline_scope
 from rollout.scopes import first_leaf, passing_of
 from rollout.supervision import Duty, UnresponsiveError, in_own_task, is_given_up
 from rollout.types import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable
+
+    from rollout.limits import Deadline
 
 T = TypeVar("T")
 
@@ -39,15 +40,15 @@ class CallError(Exception):
 
 
 async def attempt(
-    action: Callable[[], Awaitable[T]],
+    action: Callable[..., Awaitable[T]],
+    *args: object,
     deadline: Deadline,
-    *,
     what: str,
     shield: bool = False,
     owns_task: bool = False,
     grace_s: float | None = None,
 ) -> T:
-    """What `action` returns.
+    """What ``action(*args)`` returns.
 
     Cancellation from outside and KeyboardInterrupt pass through as themselves, also out of the
     groups that a tool's own task groups may wrap them in.
@@ -74,9 +75,9 @@ async def attempt(
     try:
         with (
             Duty(what, deadline.at, grace_s=grace_s),
-            deadline_scope(deadline, shield=shield) as scope,
+            cancel_scope(deadline.at, shield=shield) as scope,
         ):
-            return await action()
+            return await action(*args)
     except BaseException as error:
         is_unasked = owns_task or native_cancellations() == cancellations
         passing = error if is_given_up() else passing_of(error, is_unasked=is_unasked)
@@ -111,7 +112,8 @@ async def attempt_unhurried(
         with anyio.CancelScope(shield=True) as scope:
             group.start_soon(end_after_cancellation)
             try:
-                outcome.append(await attempt(action, deadline, what=what, grace_s=grace_s))
+                got = await attempt(action, deadline=deadline, what=what, grace_s=grace_s)
+                outcome.append(got)
             except (CallError, LimitExceeded, KeyboardInterrupt) as error:
                 failure = error  # raised here it would leave in a group
         group.cancel_scope.cancel()

@@ -12,7 +12,7 @@ from rollout.tools.function import FunctionTool
 from rollout.tools.gate import ToolGate
 from rollout.tools.langchain import LangChainTool, is_langchain_tool
 from rollout.tools.policy import ToolPolicy
-from rollout.tools.tool import Tool, ToolContext
+from rollout.tools.tool import Tool, ToolContext, ToolContexts
 from rollout.tools.tool_processes import ToolProcesses
 from rollout.tools.trajectory_tools import ArgumentCheck, CallLimits, TrajectoryTools
 
@@ -106,20 +106,15 @@ class ToolExecutor:
             ToolError: `names` name an unknown tool, or the kwargs of one are no mapping.
         """
         tools = self._offered(names)
-        kwargs = self._useful(tools_kwargs or {}, tools)
-        state: dict[str, Any] = {}
-        contexts = {
-            name: ToolContext(
-                uid=uid,
-                member=member,
-                threads=self._threads,
-                processes=self._processes,
-                kwargs=dict(kwargs.get(name, {})),
-                extra={} if extra is None else extra,
-                state=state,
-            )
-            for name in tools
-        }
+        kwargs = self._useful(tools_kwargs, tools) if tools_kwargs else {}
+        trajectory = ToolContext(
+            uid=uid,
+            member=member,
+            threads=self._threads,
+            processes=self._processes,
+            extra={} if extra is None else extra,
+        )
+        contexts = ToolContexts(trajectory, kwargs)
         return TrajectoryTools(tools, contexts, self._checks, self._gates, self._limits)
 
     def _useful(

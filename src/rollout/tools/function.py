@@ -117,16 +117,18 @@ class FunctionTool(Tool, Generic[P, R]):
         Raises:
             ArgumentsError: It names each missing, unknown and wrong one, and what was expected.
         """
-        if not isinstance(arguments, Mapping):
+        if type(arguments) is not dict and not isinstance(arguments, Mapping):
             SchemaCheck(self.name, None).check(arguments)
         fixed = self.fixed(kwargs)
         if self._schema_check is not None:
             shown = {name: fixed[name] for name in self._schema_check.names if name in fixed}
             self._schema_check.check({**arguments, **shown})
-        self.parameters.check({**arguments, **fixed})
+        self.parameters.validated({**arguments, **fixed})
 
     def fixed(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments that a prompt's kwargs give; `**kwargs` of the function take the others."""
+        if not kwargs:
+            return {}
         if self.parameters.takes_others:
             return {n: v for n, v in kwargs.items() if n in self._known or n not in METHOD_KWARGS}
         return {name: value for name, value in kwargs.items() if name in self._known}
@@ -139,11 +141,12 @@ class FunctionTool(Tool, Generic[P, R]):
         """What the function returns for checked arguments; cancellation abandons its thread."""
         if self.parameters.context_name is not None:
             arguments[self.parameters.context_name] = context
-        call: Callable[..., Any] = functools.partial(self.function, **arguments)
+        function: Any = self.function
+        if self._is_async and self._backend != "asyncio":
+            return await function(**arguments)
+        call = functools.partial(function, **arguments)
         if self._is_async:
-            if self._backend == "asyncio":
-                return await context.threads.run_asyncio(self.name, call)
-            return await call()
+            return await context.threads.run_asyncio(self.name, call)
         result = await context.threads.run(self.name, call)
         # An async function in a sync wrapper: the wrapper ran in the thread, the rest is ours.
         return await result if inspect.isawaitable(result) else result

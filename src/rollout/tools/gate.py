@@ -112,12 +112,14 @@ class ToolGate:
 
     Attributes:
         policy: The tool's.
+        what: The tool, for messages.
         breaker: Refuses calls while the tool keeps failing.
         has_queue: Whether calls may have to wait for their `place`.
     """
 
     def __init__(self, name: str, policy: ToolPolicy) -> None:
         self.policy = policy
+        self.what = f"tool {name!r}"
         self.breaker = Breaker(name, policy.breaker_failures, policy.breaker_s)
         most = policy.max_concurrency
         self._places = None if most is None else anyio.CapacityLimiter(most)
@@ -129,7 +131,7 @@ class ToolGate:
 
     @asynccontextmanager
     async def place(self, deadline: Deadline) -> AsyncIterator[None]:
-        """One of `max_concurrency` places, once the pace allows it.
+        """One of `max_concurrency` places, once the pace allows it; at once without a queue.
 
         Raises:
             LimitExceeded: `deadline` passed before.

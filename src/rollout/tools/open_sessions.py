@@ -93,7 +93,7 @@ class OpenSessions:
         try:
             value: Any = await attempt(
                 session.calc_reward,
-                deadline,
+                deadline=deadline,
                 what=f"calc_reward of tool {name!r}",
                 owns_task=True,
             )
@@ -131,7 +131,9 @@ class OpenSessions:
             name, session = self._sessions.popitem()
             deadline = Deadline.after(self._cleanup_s, "limits.cleanup_s")
             try:
-                await attempt(session.close, deadline, what=f"close of tool {name!r}", shield=True)
+                await attempt(
+                    session.close, deadline=deadline, what=f"close of tool {name!r}", shield=True
+                )
             except (CallError, LimitExceeded) as error:
                 logger.warning("tool %r: close failed: %s", name, error)
             except BaseException as error:

@@ -87,6 +87,17 @@ class Parameters:
             "required": [parameter.name for parameter in self if parameter.is_required],
         }
 
+    def validated(self, arguments: Mapping[str, Any]) -> msgspec.Struct:
+        """Right arguments as the fields of a Struct, which has also those that are not given.
+
+        Raises:
+            ArgumentsError: As `check`.
+        """
+        try:
+            return msgspec.convert(arguments, self._struct, str_keys=True, dec_hook=to_model)
+        except msgspec.ValidationError:
+            raise ArgumentsError(self._tool, self._faults(arguments)) from None
+
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The given arguments as the function's types (an Enum member, a dataclass, …).
 
@@ -95,16 +106,14 @@ class Parameters:
         Raises:
             ArgumentsError: It names each missing, unknown and wrong argument.
         """
-        try:
-            checked = msgspec.convert(arguments, self._struct, str_keys=True, dec_hook=to_model)
-        except msgspec.ValidationError:
-            raise ArgumentsError(self._tool, self._faults(arguments)) from None
+        checked = self.validated(arguments)
         found = {
             name: getattr(checked, name) if name in self._by_name else value
             for name, value in arguments.items()
         }
-        for name in self._joined & found.keys():
-            found[name] = of_joined(found[name])
+        for name in self._joined:
+            if name in found:
+                found[name] = of_joined(found[name])
         return found
 
     def _faults(self, arguments: Mapping[str, Any]) -> list[str]:

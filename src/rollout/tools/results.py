@@ -15,6 +15,7 @@ from rollout.tools.pydantic_types import plain_data
 
 #: What the model reads where a tool answers None.
 NO_OUTPUT = "(no output)"
+_NO_MEDIA: tuple[Any, ...] = ()
 
 _EXPECTED = "return text, a number, a dict or list of JSON values, None or a ToolResult"
 
@@ -49,11 +50,13 @@ class ToolResult(_Text, frozen=True, kw_only=True):
     is_error: bool = False
     end_trajectory: bool = False
     extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    images: Sequence[Any] = ()
-    videos: Sequence[Any] = ()
-    audio: Sequence[Any] = ()
+    images: Sequence[Any] = _NO_MEDIA
+    videos: Sequence[Any] = _NO_MEDIA
+    audio: Sequence[Any] = _NO_MEDIA
 
     def __post_init__(self) -> None:
+        if self.images is _NO_MEDIA and self.videos is _NO_MEDIA and self.audio is _NO_MEDIA:
+            return
         for kind in ("images", "videos", "audio"):
             refuse_media(f"ToolResult.{kind}", getattr(self, kind))
 

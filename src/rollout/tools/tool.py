@@ -51,6 +51,25 @@ class ToolContext(msgspec.Struct, frozen=True, kw_only=True):
         return given if isinstance(given, Mapping) else {}
 
 
+class ToolContexts(dict[str, ToolContext]):
+    """The contexts of one trajectory by tool, each made when it is first asked for.
+
+    Args:
+        trajectory: What they have in common.
+        kwargs: The prompt's kwargs by tool.
+    """
+
+    def __init__(self, trajectory: ToolContext, kwargs: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__()
+        self._trajectory = trajectory
+        self._kwargs = kwargs
+
+    def __missing__(self, name: str) -> ToolContext:
+        kwargs = dict(self._kwargs.get(name, {}))
+        context = self[name] = msgspec.structs.replace(self._trajectory, kwargs=kwargs)
+        return context
+
+
 class ToolSession(ABC):
     """A tool in the hands of one trajectory, from its first call to the trajectory's end.
 

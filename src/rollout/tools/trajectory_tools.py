@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
 
-from rollout.bridge import runs_on_trio
+from rollout.bridge import loop_clock, runs_on_trio
 from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import Deadline, fail_at_deadline
 from rollout.tools.argument_checks import ArgumentsError
@@ -29,7 +29,7 @@ from rollout.types import InvalidToolCall, ToolCall
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncIterator, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from rollout.tools.gate import ToolGate
@@ -38,11 +38,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout")
 
-_NO_WAIT = contextlib.nullcontext()
+_AT_ONCE = contextlib.nullcontext()
 
 #: Lets a call's arguments pass, given the prompt's kwargs for its tool, or raises ArgumentsError.
 ArgumentCheck = Callable[[Any, Mapping[str, Any]], None]
-Job = Callable[[], Coroutine[Any, Any, None]]
 
 
 class CallLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,10 +57,21 @@ class CallLimits(msgspec.Struct, frozen=True, kw_only=True):
 class _Turn:
     """The calls of one turn on their way; a call whose result is set does not run."""
 
-    def __init__(self, count: int, deadline: Deadline) -> None:
-        self.results: list[ToolResult | None] = [None] * count
+    __slots__ = ("calls", "deadline", "limit", "results")
+
+    def __init__(self, calls: Sequence[ToolCall | InvalidToolCall], deadline: Deadline) -> None:
+        self.calls = calls
+        self.results: list[ToolResult | None] = [None] * len(calls)
         self.deadline = deadline
         self.limit: LimitExceeded | None = None
+
+    def pending(self) -> list[tuple[int, ToolCall]]:
+        """The calls that still have to run, and their positions."""
+        return [
+            (position, call)
+            for position, call in enumerate(self.calls)
+            if self.results[position] is None and isinstance(call, ToolCall)
+        ]
 
 
 class TrajectoryTools:
@@ -90,6 +100,7 @@ class TrajectoryTools:
         self.metrics: dict[str, float] = {}
         self.invalid_in_a_row = 0
         self._identity = object()
+        self._clock = loop_clock()
         self._opening = anyio.Lock(fast_acquire=True)
         self._serial: dict[int, anyio.Lock] = {}
         self._tools = tools
@@ -126,11 +137,11 @@ class TrajectoryTools:
         """
         if self._sessions.is_closed:
             raise ToolError("the tools of this trajectory are closed")
-        turn = _Turn(len(calls), turn_deadline)
+        turn = _Turn(calls, turn_deadline)
         for position, call in enumerate(calls):
             self._refuse(turn, position, call)
-        await self._open_tools(turn, calls)
-        await self._run_calls(turn, calls)
+        await self._open_tools(turn)
+        await self._run_calls(turn)
         if turn.limit is not None:
             raise turn.limit
         results = [self._finished(result) for result in turn.results if result is not None]
@@ -181,24 +192,26 @@ class TrajectoryTools:
             return str(error)
         return None
 
-    async def _open_tools(self, turn: _Turn, calls: Sequence[ToolCall | InvalidToolCall]) -> None:
-        """Open the tools that are used for the first time; where one fails, so do its calls."""
-        if all(call.name in self._sessions for _, call in _pending(turn, calls)):
-            return
-        async with _alone(self._opening, turn.deadline):  # another conversation may open them too
-            await self._open_pending(turn, calls)
+    def _unopened(self, turn: _Turn) -> list[tuple[int, ToolCall]]:
+        return [pair for pair in turn.pending() if pair[1].name not in self._sessions]
 
-    async def _open_pending(self, turn: _Turn, calls: Sequence[ToolCall | InvalidToolCall]) -> None:
-        pending = [pair for pair in _pending(turn, calls) if pair[1].name not in self._sessions]
+    async def _open_tools(self, turn: _Turn) -> None:
+        """Open the tools that are used for the first time; where one fails, so do its calls."""
+        if self._unopened(turn):
+            async with _alone(self._opening, turn.deadline):  # for other conversations open them
+                await self._open_unopened(turn)
+
+    async def _open_unopened(self, turn: _Turn) -> None:
+        pending = self._unopened(turn)
         for name in dict.fromkeys(call.name for _, call in pending):
             breaker = self._gates[name].breaker
-            failure = breaker.refusal(anyio.current_time())
+            failure = breaker.refusal(self._clock())
             if failure is None:
                 try:
                     await self._sessions.open(name, turn.deadline)
                 except OpenFailure as error:
                     failure = str(error)
-                    breaker.fail(failure, error.root, self._identity, anyio.current_time())
+                    breaker.fail(failure, error.root, self._identity, self._clock())
                 finally:
                     breaker.forget()
             if failure is not None:
@@ -206,41 +219,59 @@ class TrajectoryTools:
                     if call.name == name:
                         turn.results[position] = error_result(failure)
 
-    async def _run_calls(self, turn: _Turn, calls: Sequence[ToolCall | InvalidToolCall]) -> None:
-        lanes: dict[int, list[Job]] = {}
-        for position, call in _pending(turn, calls):
+    async def _run_calls(self, turn: _Turn) -> None:
+        lanes: dict[int, list[int]] = {}
+        for position, call in turn.pending():
             serial = self._sessions[call.name].serial
-            lane = -1 - position if serial is None else id(serial)
-            lanes.setdefault(lane, []).append(partial(self._run_call, turn, position, call))
+            lanes.setdefault(-1 - position if serial is None else id(serial), []).append(position)
         if len(lanes) > 1:
-            await run_side_by_side([partial(_one_by_one, turn, jobs) for jobs in lanes.values()])
-        for jobs in lanes.values() if len(lanes) == 1 else ():
-            await _one_by_one(turn, jobs, is_in_task=False)
+            await run_side_by_side([partial(self._run_lane, turn, lane) for lane in lanes.values()])
+        elif lanes:
+            await self._run_lane(turn, *lanes.values(), is_in_task=False)
 
-    async def _run_call(self, turn: _Turn, position: int, call: ToolCall) -> None:
-        started = anyio.current_time()
+    async def _run_lane(self, turn: _Turn, lane: list[int], *, is_in_task: bool = True) -> None:
+        """Run calls that must not run at once, until the turn's deadline passes.
+
+        A task more would cost as much as all the rest, so that on trio the calls share the
+        caller's. On asyncio each has its own: a cancel scope that it leaves open would otherwise
+        break the caller's. Trio mends that.
+        """
+        shares_task = runs_on_trio() or (is_in_task and len(lane) == 1)
+        for position in lane:
+            if turn.limit is not None:
+                return
+            if shares_task:
+                await self._run_call(turn, position)
+            else:
+                await run_side_by_side([partial(self._run_call, turn, position)])
+
+    async def _run_call(self, turn: _Turn, position: int) -> None:
+        call, started = turn.calls[position], self._clock()
+        assert isinstance(call, ToolCall)
         owner = self._contexts[call.name]
         activity = f"tool {call.name!r} of trajectory {owner.uid}/{owner.member}"  # noqa: F841
         self.calls += 1
         try:
-            turn.results[position] = await self._result_of(turn, call)
+            turn.results[position] = await self._result_of(turn, call, owner.kwargs)
         finally:
-            self.seconds += anyio.current_time() - started
+            self.seconds += self._clock() - started
 
-    async def _result_of(self, turn: _Turn, call: ToolCall) -> ToolResult:
+    async def _result_of(
+        self, turn: _Turn, call: ToolCall, kwargs: Mapping[str, Any]
+    ) -> ToolResult:
         gate = self._gates[call.name]
-        key = gate.key(call.arguments, self._contexts[call.name].kwargs)
+        key = gate.key(call.arguments, kwargs)
         result = gate.kept(key)
         if result is not None:
             return result
-        refusal = gate.breaker.refusal(anyio.current_time())
+        refusal = gate.breaker.refusal(self._clock())
         if refusal is not None:
             return error_result(refusal)
         try:
             result = await self._attempts(turn, call, gate)
         except CallError as error:
             logger.debug("tool %r failed: %s", call.name, error, exc_info=error.__cause__)
-            gate.breaker.fail(str(error), error.root, self._identity, anyio.current_time())
+            gate.breaker.fail(str(error), error.root, self._identity, self._clock())
             return error_result(str(error))
         except LimitExceeded as limit:
             turn.limit = limit
@@ -259,80 +290,73 @@ class TrajectoryTools:
         deadline: Deadline | None = None
         for tries in itertools.count(1):
             try:
-                async with (
-                    self._alone(session, turn.deadline),
-                    gate.place(turn.deadline) if gate.has_queue else _NO_WAIT,
-                ):
+                async with self._place(session, gate, turn.deadline):
                     deadline = deadline or self._call_deadline(call.name, policy, turn)
-                    return await _execute(session, call, deadline, turn)
+                    return await _execute(session, call, deadline, turn, gate)
             except CallError as error:
                 pause_s = policy.backoff_s * 2 ** (tries - 1)
                 is_last = tries > policy.retries or not policy.is_transient(error.root)
-                if is_last or deadline is None or anyio.current_time() + pause_s >= deadline.at:
+                if is_last or deadline is None or self._clock() + pause_s >= deadline.at:
                     raise error if tries == 1 else error.after(tries) from error.__cause__
             await anyio.sleep(pause_s)
         raise AssertionError("unreachable")
 
-    def _alone(self, session: ToolSession, deadline: Deadline) -> AbstractAsyncContextManager[None]:
-        """Calls that must not run at once may come from several conversations."""
+    def _place(
+        self, session: ToolSession, gate: ToolGate, deadline: Deadline
+    ) -> AbstractAsyncContextManager[object]:
+        """Where a call may run at last; most have nothing to wait for."""
         if session.serial is None:
-            return _NO_WAIT
-        lock = self._serial.setdefault(id(session.serial), anyio.Lock(fast_acquire=True))
-        return _alone(lock, deadline)
+            return gate.place(deadline) if gate.has_queue else _AT_ONCE
+        return self._place_in_line(session.serial, gate, deadline)
+
+    @contextlib.asynccontextmanager
+    async def _place_in_line(
+        self, serial: object, gate: ToolGate, deadline: Deadline
+    ) -> AsyncIterator[None]:
+        """Calls that must not run at once may come from several conversations."""
+        lock = self._serial.setdefault(id(serial), anyio.Lock(fast_acquire=True))
+        async with _alone(lock, deadline), gate.place(deadline):
+            yield
 
     def _call_deadline(self, name: str, policy: ToolPolicy, turn: _Turn) -> Deadline:
+        now = self._clock()
         if policy.timeout_s is not None:
-            return Deadline.after(policy.timeout_s, f"timeout_s of {name!r}", turn.deadline)
-        return Deadline.after(self._limits.tool_s, "limits.tool_s", turn.deadline)
+            source = f"timeout_s of {name!r}"
+            return Deadline.after(policy.timeout_s, source, turn.deadline, now=now)
+        return Deadline.after(self._limits.tool_s, "limits.tool_s", turn.deadline, now=now)
 
     def _finished(self, result: ToolResult) -> ToolResult:
         self.errors += result.is_error
-        text = truncate_text(
-            result.text, self._limits.max_response_length, self._limits.truncate_side
-        )
+        text, limits = result.text, self._limits
+        if len(text) > limits.max_response_length:
+            text = truncate_text(text, limits.max_response_length, limits.truncate_side)
         text = encodable(text)
         return result if text is result.text else msgspec.structs.replace(result, text=text)
 
 
-def _pending(
-    turn: _Turn, calls: Sequence[ToolCall | InvalidToolCall]
-) -> Iterator[tuple[int, ToolCall]]:
-    for position, call in enumerate(calls):
-        if turn.results[position] is None and isinstance(call, ToolCall):
-            yield position, call
-
-
 @contextlib.asynccontextmanager
 async def _alone(lock: anyio.Lock, deadline: Deadline) -> AsyncIterator[None]:
-    with fail_at_deadline(deadline):
-        await lock.acquire()
+    if lock.locked():
+        with fail_at_deadline(deadline):
+            await lock.acquire()
+    else:
+        lock.acquire_nowait()
     try:
         yield
     finally:
         lock.release()
 
 
-async def _one_by_one(turn: _Turn, jobs: Sequence[Job], *, is_in_task: bool = True) -> None:
-    """Run calls that must not run at once, until the turn's deadline passes.
-
-    A task more would cost as much as all the rest, so that on trio the calls share the caller's. On
-    asyncio each has its own: a cancel scope that it leaves open would otherwise break the caller's.
-    Trio mends that.
-    """
-    shares_task = runs_on_trio() or (is_in_task and len(jobs) == 1)
-    for job in jobs:
-        if turn.limit is None:
-            await (job() if shares_task else run_side_by_side([job]))
-
-
 async def _execute(
-    session: ToolSession, call: ToolCall, deadline: Deadline, turn: _Turn
+    session: ToolSession, call: ToolCall, deadline: Deadline, turn: _Turn, gate: ToolGate
 ) -> ToolResult:
     try:
         return await attempt(
-            lambda: _answer(session, call),
-            deadline,
-            what=f"tool {call.name!r}",
+            _answer,
+            session,
+            call,
+            deadline=deadline,
+            what=gate.what,
             owns_task=not runs_on_trio(),
         )
     except LimitExceeded:
