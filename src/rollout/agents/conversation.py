@@ -26,13 +26,14 @@ from rollout.errors import AgentError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from rollout.agents.kept_messages import KeptMessages
     from rollout.agents.trajectory_state import TrajectoryState
     from rollout.agents.wording import Given
     from rollout.chat.drift import Drift
     from rollout.engine.core import SamplingParams
     from rollout.limits import Deadline
     from rollout.tools import ToolResult
-    from rollout.types import InvalidToolCall, Message, ToolCall
+    from rollout.types import InvalidToolCall, ToolCall
 
 
 class Conversation:
@@ -92,7 +93,7 @@ class Conversation:
         return self._log.rows
 
     @property
-    def messages(self) -> Sequence[Message]:
+    def messages(self) -> KeptMessages:
         """The conversation so far, decoded as it is read."""
         return self._log.message_log.messages
 
@@ -121,11 +122,6 @@ class Conversation:
         yield self
         for each in self._opened:
             yield from each.all()
-
-    def settle_messages(self) -> None:
-        """All is said, here and in what was opened from it: what was read is not kept any more."""
-        for each in self.all():
-            each._log.message_log.messages.settle()
 
     def begin(self, worded: Worded) -> None:
         """The prompt."""

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 #: A turn without words.
 SILENCE = AssistantTurn(content="", reasoning=None, calls=(), text="")
 
-#: What is said of a message whose text is in tokens: their row, start and stop; then, of a message
-#: to the model, where its text begins in theirs and how long it is; of a turn of the model's, how
-#: it was said and nothing.
+#: What is said of a message whose text is in tokens: their row, start and stop. Then, of one that
+#: the model was told, how far from the end of their text its own begins, and how long it is; of a
+#: turn of the model's how it was said, and nothing.
 _FIELDS = 5
 _NO_ROW = -1
 _IS_CUT, _IN_REASONING, _IS_SILENT = 1, 2, 4
@@ -169,15 +169,15 @@ class KeptMessages(Sequence[Message]):
             messages: In order.
             tokens: What they are in, up to its end.
             start: Where they begin.
-            found: Where the text of each begins in the text of these ids; -1 where it does not
-                stand there exactly.
+            found: How far from its end the text of each begins in that of these ids; -1 where it
+                does not stand there exactly.
         """
         self._drop_unread()
-        for message, at in zip(messages, found, strict=True):
-            if at < 0 or message.content is None:
+        for message, from_end in zip(messages, found, strict=True):
+            if from_end < 0 or message.content is None:
                 self.add([message])
             else:
-                self._keep(_head_of(message), tokens, start, at, len(message.content))
+                self._keep(_head_of(message), tokens, start, from_end, len(message.content))
 
     def fork(self, count: int) -> KeptMessages:
         """The first `count` of them, to be continued otherwise."""
@@ -192,18 +192,18 @@ class KeptMessages(Sequence[Message]):
         self._read, self._is_settled = None, True
 
     def _keep(
-        self, entry: Message | _Head | None, tokens: TokenPrefix, start: int, at: int, length: int
+        self, entry: Message | _Head | None, tokens: TokenPrefix, start: int, *more: int
     ) -> None:
         if not self._rows or self._rows[-1] is not tokens:
             self._rows.append(tokens)
         self._entries.append(entry)
-        self._places.extend((len(self._rows) - 1, start, len(tokens), at, length))
+        self._places.extend((len(self._rows) - 1, start, len(tokens), *more))
 
     def _place(self, at: int) -> array[int]:
         return self._places[_FIELDS * at : _FIELDS * (at + 1)]
 
     def _told(self, at: int, entry: Message | _Head) -> Message:
-        row, start, stop, begin, length = self._place(at)
+        row, start, stop, from_end, length = self._place(at)
         if isinstance(entry, Message) and row == _NO_ROW:
             return entry
         self._is_read = True
@@ -211,6 +211,7 @@ class KeptMessages(Sequence[Message]):
         if isinstance(known, Message):
             return known
         text = self._reader.template.decode(self._rows[row].slice(start, stop))
+        begin = len(text) - from_end
         content = text[begin : begin + length]
         if isinstance(entry, _Head):
             message = Message(content=content, **entry._asdict())
@@ -233,13 +234,14 @@ class KeptMessages(Sequence[Message]):
             self._read = None
 
 
-def places_of(messages: Sequence[Message], text: str) -> list[int]:
-    """Where the text of each message begins in `text`; -1 where it does not stand there.
+def find_texts(messages: Sequence[Message], text: str) -> list[int]:
+    """How far from its end the text of each message begins in `text`; -1 where it is not there."""
+    return [_from_end(each.content, text) for each in messages]
 
-    Args:
-        text: Decoded from their tokens.
-    """
-    return [-1 if each.content is None else text.find(each.content) for each in messages]
+
+def _from_end(content: str | None, text: str) -> int:
+    at = -1 if content is None else text.rfind(content)
+    return -1 if at < 0 else len(text) - at
 
 
 def _message_of(turn: AssistantTurn) -> Message:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout.agents.budget import length_error, longest_prompt, prompt_fault, remaining
 from rollout.agents.identity import RejectedPrompt
-from rollout.agents.kept_messages import places_of
+from rollout.agents.kept_messages import find_texts
 from rollout.agents.long_texts import LONG_TOKENS, is_long
 from rollout.chat.encoding import NOTHING_READY
 from rollout.chat.messages import as_messages, template_messages
@@ -38,8 +38,8 @@ class Worded(NamedTuple):
         ids: What they add to a transcript.
         messages: The messages themselves, in the form in which a conversation keeps them.
         opens_reasoning: Whether the turn after them begins inside reasoning.
-        found: Of an observation: where the text of each begins in the text of the ids; -1 where it
-            does not stand there exactly.
+        found: Of an observation: how far from its end the text of each message begins in the text
+            of the ids; -1 where it does not stand there exactly.
     """
 
     ids: array[int]
@@ -204,7 +204,8 @@ class Wording:
         if len(ids) >= most:
             raise no_room(source, str(len(ids)))
         own = as_messages(plain)
-        found = places_of(own, template.decode(ids))
+        text = written.text if template.spells(written.text) else template.decode(ids)
+        found = find_texts(own, text)
         return Worded(ids, own, template.opens_reasoning_after(plain), found)
 
 

@@ -111,7 +111,8 @@ class TrajectoryRunner:
             else:  # no time is left to learn its reward
                 _exclude(trajectory)
         trajectory.metrics["total_s"] = anyio.current_time() - started
-        context.main.settle_messages()
+        for conversation in context.main.all():
+            conversation.messages.settle()
         return trajectory
 
     def _prepare(

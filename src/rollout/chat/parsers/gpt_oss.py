@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout.chat.parsers.json_calls import arguments_of, whole_value
 from rollout.chat.parsers.registry import ParsedTurn, register_tool_parser
-from rollout.chat.parsers.scan import TurnScan
+from rollout.chat.parsers.scan import TooManyCalls, TurnScan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -54,9 +54,11 @@ class GptOssParser:
     ) -> ParsedTurn:
         """See `ToolParser.parse`; `in_reasoning`: the prompt ended inside an analysis message."""
         scan = TurnScan(text, tools)
-        with scan.reading():
+        try:
             for message in _messages(text, in_reasoning):
                 _add(scan, message)
+        except TooManyCalls as error:
+            scan.refuse_calls(error)
         return scan.turn("\n")
 
 

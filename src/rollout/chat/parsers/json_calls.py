@@ -142,12 +142,12 @@ def arguments_of(value: object, key: str = "arguments") -> dict[str, Any]:
 
 
 def _arguments(call: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-    others = sorted(call.keys() - {"name", "id", "type"})
-    if not others:
-        return {}
     for key in keys:
         if key in call:
             return arguments_of(call[key], key)
+    others = sorted(call.keys() - {"name", "id", "type"})
+    if not others:
+        return {}
     raise ValueError(f'the call has no "{keys[0]}", but {", ".join(map(json.dumps, others))}')
 
 

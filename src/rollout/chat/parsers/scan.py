@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
@@ -16,7 +15,7 @@ from rollout.types import InvalidToolCall, ToolCall
 from rollout.utf8 import encodable, is_encodable, unencodable_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 #: Calls of one turn, invalid ones included. A model that writes as many has lost its way.
 MAX_CALLS = 10_000
@@ -144,14 +143,10 @@ class TurnScan:
             raise TooManyCalls(start)
         self._calls.append(call)
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """What is read inside ends at a call too many; then none of the turn's calls remains."""
-        try:
-            yield
-        except TooManyCalls as error:
-            reason = f"more than {MAX_CALLS:,} calls in a turn; none is executed"
-            self._calls = [InvalidToolCall(raw=self.text[error.at :], reason=reason)]
+    def refuse_calls(self, error: TooManyCalls) -> None:
+        """Nothing is read after a call too many, and none of the turn's calls remains."""
+        reason = f"more than {MAX_CALLS:,} calls in a turn; none is executed"
+        self._calls = [InvalidToolCall(raw=self.text[error.at :], reason=reason)]
 
 
 def _is_id(value: object) -> TypeGuard[str]:
@@ -174,13 +169,16 @@ class TaggedParser(ABC):
     stop_tokens: ClassVar[tuple[str, ...]] = ()
     reasoning_tags: ClassVar[tuple[tuple[str, str], ...]] = (("<think>", "</think>"),)
     opening: ClassVar[str]
+    _of_reasoning: ClassVar[tuple[str, ...]]
     _tag: ClassVar[re.Pattern[str]]
 
     def __init_subclass__(cls) -> None:
         if "opening" in vars(cls):
-            tags = (tag for pair in cls.reasoning_tags for tag in pair)
-            reasoning = "|".join(map(re.escape, tags))
-            cls._tag = re.compile(f"(?P<reasoning>{reasoning})|{cls.opening}")
+            cls._of_reasoning = tuple(tag for pair in cls.reasoning_tags for tag in pair)
+            # No group around the tags: with one, `re` would try each place of a text in place of
+            # searching for the character that all of them begin with.
+            reasoning = "|".join(map(re.escape, cls._of_reasoning))
+            cls._tag = re.compile(f"{reasoning}|{cls.opening}")
 
     def parse(
         self,
@@ -191,14 +189,19 @@ class TaggedParser(ABC):
     ) -> ParsedTurn:
         """See `ToolParser.parse`."""
         scan = TurnScan(without_end(text), tools)
-        with scan.reading():
-            at = self._read_reasoning(scan, 0, self.reasoning_tags) if in_reasoning else 0
-            while (tag := self._tag.search(scan.text, at)) is not None:
-                scan.add_content(at, tag.start())
-                is_call = tag["reasoning"] is None
-                at = self.read_call(scan, tag) if is_call else self._read_tag(scan, tag)
-            scan.add_content(at, len(scan.text))
+        try:
+            self._read(scan, in_reasoning)
+        except TooManyCalls as error:
+            scan.refuse_calls(error)
         return scan.turn()
+
+    def _read(self, scan: TurnScan, in_reasoning: bool) -> None:
+        at = self._read_reasoning(scan, 0, self.reasoning_tags) if in_reasoning else 0
+        while (tag := self._tag.search(scan.text, at)) is not None:
+            scan.add_content(at, tag.start())
+            is_call = tag[0] not in self._of_reasoning
+            at = self.read_call(scan, tag) if is_call else self._read_tag(scan, tag)
+        scan.add_content(at, len(scan.text))
 
     @abstractmethod
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:

@@ -5,20 +5,15 @@ An id outside the vocabulary can kill an engine, and a trainer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from rollout.errors import EngineError
 from rollout.token_prefix import TokenPrefix
 
-if TYPE_CHECKING:
-    from array import array
-
 _largest = np.maximum.reduce  # the method of an array takes twice as long
 
 
-def outside(ids: bytes | array[int], vocab_size: int, start: int = 0) -> str:
+def outside(ids: bytes, vocab_size: int, start: int = 0) -> str:
     """Which id is not of the vocabulary, in words; empty where all are.
 
     Args:
