@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parents[1]
 #: Processes that start again and again find compiled modules.
 UNCOMPILED = "PYTHONDONTWRITEBYTECODE"
+#: Closing what a hundred thousand agents have left takes its time.
+CLOSE_S = 60.0
 
 
 class SideProcess:
@@ -31,7 +33,7 @@ class SideProcess:
         self._process = subprocess.Popen(
             [python, "-m", module, json.dumps(options)],
             cwd=HERE,
-            env={name: value for name, value in os.environ.items() if name != UNCOMPILED},
+            env=_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -54,12 +56,22 @@ class SideProcess:
         return answer
 
     def close(self) -> None:
-        """End it."""
+        """End it; one that is in the middle of a round, because another side failed, by force."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._process.stdout.close()
+
+
+def _environment() -> dict[str, str]:
+    """One compute thread, as `make` has it too; modules that are compiled once."""
+    given = {name: value for name, value in os.environ.items() if name != UNCOMPILED}
+    return {"OMP_NUM_THREADS": "1", **given}
 
 
 @contextmanager
