@@ -248,7 +248,7 @@ def test_collate_row_that_does_not_fit_is_named(layout: Any, widths: Widths, mes
 
 
 def test_collate_unknown_layout_is_refused() -> None:
-    with pytest.raises(ValueError, match="layout must be 'padded' or 'packed', not 'ragged'"):
+    with pytest.raises(ValueError, match=r"^layout = 'ragged': expected 'padded' or 'packed'$"):
         collate([], Widths(), PAD, "ragged")  # type: ignore[arg-type]
 
 

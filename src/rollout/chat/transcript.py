@@ -192,6 +192,22 @@ class Transcript:
             values[start:stop] = np.frombuffer(own, dtype=np.float32)
         return values
 
+    def log_probs_bytes(self) -> bytes:
+        """Those of the generated ids, in order, as packed float32."""
+        return self._log_probs.tobytes()
+
+    def runs(self) -> Iterator[tuple[int, int | None]]:
+        """What follows the prompt, in pieces: so many ids, and which weights sampled them.
+
+        None stands for ids that no engine sampled.
+        """
+        for span in self._spans[1:]:
+            if span.kind == "observation":
+                yield len(span), None
+            else:
+                for version, count in span.versions:
+                    yield count, version
+
     def weight_versions(self) -> npt.NDArray[np.int32]:
         """(T,) int32: the version that sampled each generated id; -1 off the mask."""
         values = np.full(len(self), NO_VERSION, dtype=np.int32)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rollout.runtime.runtime import RolloutRuntime
     from rollout.runtime.statistics import RuntimeStatistics
     from rollout.scheduling.rewards import RewardFunction
+    from rollout.tensor_layout import Layout, Trim
     from rollout.types import Prompt
 
 T = TypeVar("T")
@@ -130,10 +131,14 @@ class BlockingRollout:
         samples: int | None = None,
         step: int | None = None,
         validate: bool = False,
+        layout: Layout = "padded",
+        trim: Trim = False,
     ) -> RolloutBatch:
         """`RolloutRuntime.generate`, waited for in this thread."""
         return self._wait(
-            lambda: self._runtime.generate(prompts, samples=samples, step=step, validate=validate)
+            lambda: self._runtime.generate(
+                prompts, samples=samples, step=step, validate=validate, layout=layout, trim=trim
+            )
         )
 
     async def agenerate(
@@ -143,13 +148,17 @@ class BlockingRollout:
         samples: int | None = None,
         step: int | None = None,
         validate: bool = False,
+        layout: Layout = "padded",
+        trim: Trim = False,
     ) -> RolloutBatch:
         """`RolloutRuntime.generate`, awaited from any trio or asyncio loop in any thread.
 
         Cancellation ends the call's trajectories and passes through.
         """
         call = self._start(
-            lambda: self._runtime.generate(prompts, samples=samples, step=step, validate=validate)
+            lambda: self._runtime.generate(
+                prompts, samples=samples, step=step, validate=validate, layout=layout, trim=trim
+            )
         )
         try:
             batch: RolloutBatch = await wait_future(call.future)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import anyio
@@ -15,6 +15,7 @@ from rollout.engine.wire.operations import ALL_TAGS
 from rollout.errors import EngineError, RolloutError
 from rollout.limits import Deadline
 from rollout.observe.loop_lag import LoopLag
+from rollout.runtime.collation import Collation
 from rollout.runtime.heap import collect_as_memory_asks, collections_put_off
 from rollout.runtime.statistics import RuntimeStatistics
 from rollout.scheduling.admission import Admission
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
     from rollout.config import RolloutConfig
     from rollout.engine.driver.pool import EnginePool
     from rollout.engine.weights import UpdateMode, WeightSource
-    from rollout.observe.loop_lag import LagWindow
     from rollout.observe.tally import Tally
     from rollout.scheduling.trajectory_runner import TrajectoryRunner
+    from rollout.tensor_layout import Layout, Trim
     from rollout.types import Prompt
     from rollout.worker_threads import WorkerThreads
 
@@ -80,6 +81,7 @@ class RolloutRuntime:
         self.admission = Admission(
             config.scheduling.max_in_flight, is_adaptive=config.scheduling.adaptive_admission
         )
+        self._collation = Collation(config.lengths, runner.services.template)
         self._lag = LoopLag()
         self._run_seed = fresh_seed() if config.seed is None else config.seed
         self._steps = itertools.count()
@@ -149,6 +151,8 @@ class RolloutRuntime:
         samples: int | None = None,
         step: int | None = None,
         validate: bool = False,
+        layout: Layout = "padded",
+        trim: Trim = False,
     ) -> RolloutBatch:
         """Run every member of every prompt; rows in the order of the prompts, members adjacent.
 
@@ -161,6 +165,7 @@ class RolloutRuntime:
                 ``scheduling.validation_samples_per_prompt`` where it validates.
             step: The trainer's step, 0 … 2**63 - 1: part of every seed. None counts the calls.
             validate: Sample as `validation_sampling` says.
+            layout, trim: Of the tensors; see `rollout.batch.collate`.
 
         Raises:
             PromptError: The prompts or another argument are unusable; nothing has been started.
@@ -170,7 +175,7 @@ class RolloutRuntime:
 
         Errors after the start carry what there was as `partial`.
         """
-        run = self._new_run(prompts, samples, step, validate)
+        run = self._new_run(prompts, samples, step, validate, layout, trim)
         rows: list[Trajectory | None] = [None] * len(run.members)
 
         async def keep(row: int, trajectory: Trajectory) -> None:
@@ -183,9 +188,9 @@ class RolloutRuntime:
                     with self._running(run, run):
                         await run.run(keep)
             except Exception as error:
-                _attach(error, self._collated(rows, window))
+                await self._collation.attach(error, rows, window, layout, trim)
                 raise
-            return self._collated(rows, window)
+            return await self._collation.batch(rows, window, layout, trim)
 
     @asynccontextmanager
     async def stream(
@@ -228,7 +233,7 @@ class RolloutRuntime:
                     del self._streams[streamed]
                     await streamed.end()
         if streamed.failure is not None:
-            _attach(streamed.failure, self._collated(streamed.trajectories(), window))
+            await self._collation.attach(streamed.failure, streamed.trajectories(), window)
             raise streamed.failure
 
     def cancel(
@@ -272,11 +277,17 @@ class RolloutRuntime:
         )
 
     def _new_run(
-        self, prompts: Sequence[Prompt], samples: int | None, step: int | None, validate: bool
+        self,
+        prompts: Sequence[Prompt],
+        samples: int | None,
+        step: int | None,
+        validate: bool,
+        layout: Layout = "padded",
+        trim: Trim = False,
     ) -> BatchRun:
         if self._is_closing:
             raise RolloutError("the runtime is closed")
-        step, samples = check_call(step, validate, samples)
+        step, samples = check_call(step, validate, samples, layout, trim)
         prompts = check_prompts(prompts)
         services = self._runner.services
         check_names(prompts, self.config.agent, services.tools.names, services.interactions)
@@ -344,17 +355,6 @@ class RolloutRuntime:
             if not self._calls:
                 self._idle.set()
 
-    def _collated(self, rows: Sequence[Trajectory | None], window: LagWindow) -> RolloutBatch:
-        from rollout.batch import collate  # torch, loaded while the runtime opens
-
-        return collate(
-            [trajectory for trajectory in rows if trajectory is not None],
-            self.config.lengths,
-            self.template.pad_token_id,
-            decode=self.template.decode,
-            extra_metrics=window.metrics,
-        )
-
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Watch the loop and the engines' load; at the end no call is left.
@@ -393,9 +393,3 @@ class RolloutRuntime:
                 for call in self._calls.values():
                     call.close()
                 await self._idle.wait()
-
-
-def _attach(error: BaseException, partial: RolloutBatch) -> None:
-    """Let what there was travel with the error that ended a call, whatever its type."""
-    with suppress(AttributeError):  # some have no room for it
-        error.partial = partial  # type: ignore[attr-defined]

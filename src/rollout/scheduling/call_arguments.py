@@ -6,16 +6,20 @@ from numbers import Integral
 from typing import Any
 
 from rollout.errors import PromptError
+from rollout.tensor_layout import layout_faults
 
 #: The largest step: what trainers and engines keep numbers in.
 MAX_STEP = 2**63 - 1
 
 
-def check_call(step: Any, validate: Any, samples: Any) -> tuple[int | None, int | None]:
+def check_call(
+    step: Any, validate: Any, samples: Any, layout: Any = "padded", trim: Any = False
+) -> tuple[int | None, int | None]:
     """Step and samples of a call of `generate` or `stream`; None: as calls and configuration say.
 
     Raises:
-        PromptError: One is none, or `validate` no bool; all faults are named.
+        PromptError: One is none, `validate` no bool, or tensors cannot be laid out like that; all
+            faults are named.
     """
     faults = []
     if step is not None and not (_is_natural(step) and int(step) <= MAX_STEP):
@@ -24,7 +28,7 @@ def check_call(step: Any, validate: Any, samples: Any) -> tuple[int | None, int 
         faults.append(f"validate = {validate!r:.80}: expected True or False")
     if samples is not None and not (_is_natural(samples) and int(samples)):
         faults.append(f"samples = {samples!r:.80}: expected an integer ≥ 1, or None")
-    _raise(faults)
+    _raise(faults + layout_faults(layout, trim))
     return None if step is None else int(step), None if samples is None else int(samples)
 
 

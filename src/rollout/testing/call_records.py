@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
+    from rollout.tensor_layout import Layout, Trim
     from rollout.testing.watched_tools import Use
     from rollout.types import Prompt
 
@@ -52,6 +53,7 @@ class CallRecord:
         kind: "generate" or "stream".
         samples: Members of each prompt.
         is_validation: Whether `validation_sampling` holds.
+        layout, trim: Of the tensors that it was to return.
         started, ended: Clock times; the end of a stream is when its block was left.
         failure: Name of what it raised; empty where it returned, "Cancelled" for a cancellation.
         batch: What it returned, or what its error carried as `partial`.
@@ -71,6 +73,8 @@ class CallRecord:
     is_validation: bool
     started: float
     ended: float | None = None
+    layout: Layout = "padded"
+    trim: Trim = False
     failure: str = ""
     batch: RolloutBatch | None = None
     received: list[Trajectory] = field(default_factory=list)

@@ -8,6 +8,7 @@ import numpy as np
 
 from rollout.batch import RolloutBatch, Sample
 from rollout.chat.transcript import NO_VERSION
+from rollout.tensor_layout import trimmed
 from rollout.testing.transcript_checks import Answers, Row
 
 if TYPE_CHECKING:
@@ -27,13 +28,16 @@ _OF_TRAJECTORY = tuple(
     if name not in (*_OF_SEGMENT, "row", "segment", "reward", "trainable")
 )
 
+#: Keys that are as long as the whole row.
+_WHOLE = ("input_ids", "attention_mask", "position_ids")
+
 
 def batch_anomalies(
     batch: RolloutBatch, call: CallRecord, lengths: LengthsConfig, pad_id: int
 ) -> Iterator[str]:
-    """What is wrong with a batch in the padded layout.
+    """What is wrong with a batch, padded or packed.
 
-    Shapes: B rows, P prompt length, R response length.
+    Shapes: B rows, P prompt width, R response width.
 
     Args:
         pad_id: What stands where no token is.
@@ -44,7 +48,7 @@ def batch_anomalies(
     if missing:
         yield f"the tensors have no {', '.join(missing)}"
     for name in expected.keys() - set(missing):
-        found: npt.NDArray[Any] = batch.tensors[name].numpy()
+        found = _values(batch.tensors[name])
         if found.shape != expected[name].shape or found.dtype != expected[name].dtype:
             yield f"{name} is {found.dtype}{found.shape}; expected {_kind(expected[name])}"
         elif not np.array_equal(found, expected[name], equal_nan=True):
@@ -58,8 +62,8 @@ def _expected(
 ) -> dict[str, npt.NDArray[Any]]:
     """The tensors, laid out from what the engines said."""
     rows = _rows(batch)
-    size, width = len(rows), lengths.prompt
-    whole, response = (size, width + lengths.response), (size, lengths.response)
+    size, (width, answer) = len(rows), _widths(rows, call, lengths)
+    whole, response = (size, width + answer), (size, answer)
     arrays: dict[str, npt.NDArray[Any]] = {
         "input_ids": np.full(whole, pad_id, dtype=np.int64),
         "attention_mask": np.zeros(whole, dtype=np.int64),
@@ -85,7 +89,33 @@ def _expected(
     arrays["position_ids"] = (attention.cumsum(axis=1) - 1) * attention
     arrays["prompts"] = arrays["input_ids"][:, :width]
     arrays["responses"] = arrays["input_ids"][:, width:]
-    return arrays
+    if call.layout == "padded":
+        return arrays
+    is_token = attention.astype(np.bool_)
+    places = {"prompts": is_token[:, :width], **dict.fromkeys(_WHOLE, is_token)}
+    return {
+        name: array if array.ndim == 1 else array[places.get(name, is_token[:, width:])]
+        for name, array in arrays.items()
+    }
+
+
+def _widths(
+    rows: list[tuple[Trajectory, Segment]], call: CallRecord, lengths: LengthsConfig
+) -> tuple[int, int]:
+    """P and R."""
+    transcripts = [segment.transcript for _, segment in rows]
+    prompt = max((each.prompt_length for each in transcripts), default=0)
+    stops = [each.response_length - each.trailing_observation_length for each in transcripts]
+    return (
+        trimmed(prompt, lengths.prompt, call.trim),
+        trimmed(max(stops, default=0), lengths.response, call.trim),
+    )
+
+
+def _values(tensor: Any) -> npt.NDArray[Any]:
+    """What it holds; of a jagged one row after row."""
+    values: npt.NDArray[Any] = (tensor.values() if tensor.is_nested else tensor).numpy()
+    return values
 
 
 def _rows(batch: RolloutBatch) -> list[tuple[Trajectory, Segment]]:

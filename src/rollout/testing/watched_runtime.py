@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rollout.runtime.runtime import RolloutRuntime
     from rollout.runtime.statistics import RuntimeStatistics
     from rollout.scheduling.rewards import RewardFunction
+    from rollout.tensor_layout import Layout, Trim
     from rollout.testing.watched_core import WatchedCore
     from rollout.testing.watched_tools import Use
     from rollout.types import Prompt
@@ -92,11 +93,19 @@ class WatchedRuntime:
         samples: int | None = None,
         step: int | None = None,
         validate: bool = False,
+        layout: Layout = "padded",
+        trim: Trim = False,
     ) -> RolloutBatch:
         """See `RolloutRuntime.generate`."""
         with self._recording("generate", prompts, samples, step, validate) as call:
+            call.layout, call.trim = layout, trim
             call.batch = await self._real.generate(
-                prompts, samples=samples, step=call.step, validate=validate
+                prompts,
+                samples=samples,
+                step=call.step,
+                validate=validate,
+                layout=layout,
+                trim=trim,
             )
             call.is_complete = True
             return call.batch

@@ -1,0 +1,85 @@
+"""Rows as rectangles: prompts padded on the left, responses on the right.
+
+Shapes: B rows, P prompt width, R response width.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout.chat.transcript import NO_EXPERT, NO_VERSION
+
+if TYPE_CHECKING:
+    from rollout.batch.rows import Rows, Tokens
+
+
+class PaddedTensors:
+    """Arrays of one shape for all rows, filled some rows at a time.
+
+    Each piece of work is for many rows at once, because that lets other threads run meanwhile.
+
+    Attributes:
+        arrays: By the names that they have in `RolloutBatch.tensors`.
+        width: Places of a row, P + R.
+    """
+
+    def __init__(self, rows: Rows, prompt: int, response: int, pad_token_id: int) -> None:
+        size = len(rows)
+        self.width = prompt + response
+        self._prompt = prompt
+        self._pad = pad_token_id
+        whole, answer = (size, self.width), (size, response)
+        self.arrays: dict[str, npt.NDArray[Any]] = {
+            "prompts": np.empty((size, prompt), dtype=np.int64),
+            "responses": np.empty(answer, dtype=np.int64),
+            "response_mask": np.zeros(answer, dtype=np.int64),
+            "input_ids": np.empty(whole, dtype=np.int64),
+            "attention_mask": np.empty(whole, dtype=np.int64),
+            "position_ids": np.empty(whole, dtype=np.int64),
+            "rollout_log_probs": np.zeros(answer, dtype=np.float32),
+            "weight_versions": np.empty(answer, dtype=np.int32),
+        }
+        if rows.has_token_rewards:
+            self.arrays["token_rewards"] = np.zeros(answer, dtype=np.float32)
+        if rows.expert_shape is not None:
+            self.arrays["routed_experts"] = np.empty((*whole, *rows.expert_shape), dtype=np.int16)
+
+    def fill(self, rows: Rows, tokens: Tokens) -> None:
+        """Write the rows that `tokens` are of."""
+        parts = {name: array[tokens.rows] for name, array in self.arrays.items()}
+        first = (self._prompt - tokens.prompts)[:, np.newaxis]
+        behind = (self._prompt + tokens.responses)[:, np.newaxis]
+        places = np.arange(self.width)
+        is_token = (places >= first) & (places < behind)
+        parts["attention_mask"][:] = is_token
+        # A row is contiguous, so that this is cumsum(attention) - 1 on it.
+        np.subtract(places, first, out=parts["position_ids"])
+        parts["position_ids"] *= is_token
+        ids = parts["input_ids"]
+        ids.fill(self._pad)
+        ids[is_token] = tokens.ids
+        parts["prompts"][:] = ids[:, : self._prompt]
+        parts["responses"][:] = ids[:, self._prompt :]
+        self._fill_responses(parts, tokens, is_token[:, self._prompt :])
+        if rows.expert_shape is not None:
+            parts["routed_experts"].fill(NO_EXPERT)
+            for at, row in enumerate(range(len(rows))[tokens.rows]):
+                experts = rows.experts(row)
+                if experts is not None:
+                    parts["routed_experts"][at, is_token[at]] = experts
+
+    @staticmethod
+    def _fill_responses(
+        parts: dict[str, npt.NDArray[Any]], tokens: Tokens, is_token: npt.NDArray[np.bool_]
+    ) -> None:
+        is_sampled = np.zeros(is_token.shape, dtype=np.bool_)
+        is_sampled[is_token] = tokens.sampled
+        parts["response_mask"][:] = is_sampled
+        parts["rollout_log_probs"][is_sampled] = tokens.log_probs
+        parts["weight_versions"].fill(NO_VERSION)
+        parts["weight_versions"][is_token] = tokens.versions
+        if tokens.token_rewards is not None:
+            parts["token_rewards"][is_token] = tokens.token_rewards

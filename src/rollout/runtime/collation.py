@@ -1,0 +1,87 @@
+"""Finished trajectories made into batches, beside the event loop."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio
+import anyio.to_thread
+
+from rollout.bridge import has_virtual_clock
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rollout.batch import RolloutBatch
+    from rollout.chat import ChatTemplate
+    from rollout.chat.trajectory import Trajectory
+    from rollout.config import LengthsConfig
+    from rollout.observe.loop_lag import LagWindow
+    from rollout.tensor_layout import Layout, Trim
+
+#: Places of tokens that are laid out as fast as a thread is asked to.
+SHORT = 1 << 16
+#: Batches that are made at once; others wait.
+MAX_THREADS = 2
+
+
+class Collation:
+    """Makes the batches of a runtime.
+
+    In virtual time nothing runs in threads: time would run away from them.
+    """
+
+    def __init__(self, lengths: LengthsConfig, template: ChatTemplate) -> None:
+        self._lengths = lengths
+        self._template = template
+        self._limiter = anyio.CapacityLimiter(MAX_THREADS)
+
+    async def batch(
+        self,
+        rows: Sequence[Trajectory | None],
+        window: LagWindow,
+        layout: Layout = "padded",
+        trim: Trim = False,
+    ) -> RolloutBatch:
+        """`rollout.batch.collate` of what there is; cancellation waits for its end."""
+        trajectories = [trajectory for trajectory in rows if trajectory is not None]
+        work = partial(self._batch, trajectories, window.metrics, layout, trim)
+        places = self._lengths.prompt + self._lengths.response
+        is_short = places * sum(len(each.segments) for each in trajectories) <= SHORT
+        if is_short or has_virtual_clock():
+            return work()
+        return await anyio.to_thread.run_sync(work, limiter=self._limiter)
+
+    async def attach(
+        self,
+        error: BaseException,
+        rows: Sequence[Trajectory | None],
+        window: LagWindow,
+        layout: Layout = "padded",
+        trim: Trim = False,
+    ) -> None:
+        """Let what there was travel with the error that ended a call, whatever its type."""
+        batch = await self.batch(rows, window, layout, trim)
+        with suppress(AttributeError):  # some have no room for it
+            error.partial = batch  # type: ignore[attr-defined]
+
+    def _batch(
+        self,
+        trajectories: Sequence[Trajectory],
+        metrics: Mapping[str, float],
+        layout: Layout,
+        trim: Trim,
+    ) -> RolloutBatch:
+        from rollout.batch import collate  # torch, loaded while the runtime opens
+
+        return collate(
+            trajectories,
+            self._lengths,
+            self._template.pad_token_id,
+            layout,
+            trim=trim,
+            decode=self._template.decode,
+            extra_metrics=metrics,
+        )
