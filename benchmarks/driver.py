@@ -40,6 +40,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import sys
 import time  # noqa: TID251  (people want to know how long it took)
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ from driver_cases.alternation import medians, say
 from driver_cases.cases import CASES, QUICK, WITH_VERL, Bench, Sizes
 from driver_cases.measuring import calibration_ms
 from driver_cases.ours import Plan, open_ours
+from driver_cases.side_process import SideFailed
 from driver_cases.workload import TURNS, save_workload
 from peer_verl import environment
 
@@ -104,6 +106,9 @@ def run_cases(asked: argparse.Namespace) -> dict[str, Any]:
         begun = time.monotonic()
         try:
             CASES[name](bench)
+        except SideFailed as failure:
+            say(f"{name}: {failure}")
+            bench.details[name] = {"failed": str(failure)}
         finally:
             bench.close()
         say(f"{name}: {time.monotonic() - begun:.0f} s")
@@ -178,15 +183,16 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    """Measure and print."""
+def main() -> int:
+    """Measure and print; the exit code."""
     asked = arguments()
     save_workload(WORKLOAD)
     before = calibration_ms()
     result = run_ours(asked) if asked.ours else run_cases(asked)
     result["calibration_ms"] = [round(ms, 2) for ms in (before, calibration_ms())]
     print(json.dumps(result))
+    return 1 if any("failed" in each for each in result.get("details", {}).values()) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -27,6 +27,7 @@ from rollout.config import (
     AgentConfig,
     CustomEngine,
     LengthsConfig,
+    LimitsConfig,
     LocalProcessPlacement,
     ModelConfig,
     RolloutConfig,
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 TURN_TOKENS = 340
 #: That a trajectory may have, unless it needs more.
 DEFAULT_TURNS = 32
+#: Answers are held until all trajectories wait; many on a busy machine take longer than usual.
+HELD_S = 3600.0
 
 
 @attrs.frozen(kw_only=True)
@@ -88,6 +91,7 @@ def config_of(plan: Plan) -> RolloutConfig:
         model=ModelConfig(path=plan.directory),
         engine=CustomEngine(core="driver_cases.instant_core:InstantCore", options=options),
         placement=LocalProcessPlacement(),
+        limits=LimitsConfig(generation_s=HELD_S, turn_s=HELD_S),
         lengths=LengthsConfig(prompt=PROMPT_TOKENS, response=response),
         agent=AgentConfig(max_assistant_turns=turns, max_user_turns=turns),
         scheduling=SchedulingConfig(max_in_flight=plan.n),

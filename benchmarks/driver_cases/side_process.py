@@ -21,6 +21,10 @@ UNCOMPILED = "PYTHONDONTWRITEBYTECODE"
 CLOSE_S = 60.0
 
 
+class SideFailed(Exception):
+    """A side ended before its time; it has said why on stderr."""
+
+
 class SideProcess:
     """`python -m MODULE OPTIONS`, which answers a line of JSON to each line; blocks.
 
@@ -51,7 +55,7 @@ class SideProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self._name} ended with exit code {self._process.wait()}")
+            raise SideFailed(f"{self._name} ended with exit code {self._process.wait()}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
