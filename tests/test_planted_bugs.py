@@ -153,8 +153,8 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     real = Deadline.after
 
-    def after(seconds: float | None, source: str, outer: Deadline | None = None) -> Deadline:
-        return real(seconds, source)
+    def after(seconds: float | None, source: str, outer: object = None, **now: Any) -> Deadline:
+        return real(seconds, source, **now)
 
     patch.setattr(Deadline, "after", after)
 
