@@ -194,14 +194,14 @@ class Transcript:
 
     def log_probs_bytes(self) -> bytes:
         """Those of the generated ids, in order, as packed float32."""
-        return self._log_probs.tobytes()
+        return b"".join(self._log_probs)
 
     def runs(self) -> Iterator[tuple[int, int | None]]:
         """What follows the prompt, in pieces: so many ids, and which weights sampled them.
 
         None stands for ids that no engine sampled.
         """
-        for span in self._spans[1:]:
+        for span in self.spans[1:]:
             if span.kind == "observation":
                 yield len(span), None
             else:
