@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import anyio
 import msgspec
 
 from rollout.agents.budget import generation_budget
 from rollout.agents.identity import Ending, Identity
 from rollout.agents.turn import AssistantTurn
 from rollout.agents.wording import Wording
+from rollout.bridge import loop_clock
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.errors import EngineError, LimitExceeded
 from rollout.limits import Deadline, PausableDeadline
@@ -41,6 +41,7 @@ class TrajectoryState:
         prompt, identity, tools, extra, turn_scores, tool_rewards, ending, generation_s,
             cached_tokens, resumes, restarts, discarded_tokens: As in `AgentContext`.
         wording: Renders and encodes.
+        clock: The loop's time.
         deadline: The trajectory's own.
         outermost: The deadline that nothing puts off.
     """
@@ -56,6 +57,7 @@ class TrajectoryState:
         outermost: Deadline,
     ) -> None:
         self.services = services
+        self.clock = loop_clock()
         self.wording = Wording(services, tools)
         self.outermost = outermost
         self.extra = extra
@@ -163,7 +165,7 @@ class TrajectoryState:
 
     def abort_error(self, session_id: str, deadline: Deadline) -> Exception:
         """Why a generation was aborted that we had not ended."""
-        if anyio.current_time() >= deadline.at:
+        if self.clock() >= deadline.at:
             return deadline.error()  # the engine kept the deadline before we could
         return EngineError(f"{session_id}: the engine aborted the generation")
 

@@ -172,8 +172,10 @@ class Wording:
     ) -> Worded:
         return self._observation_of(*self._drawn(messages, room), room, after)
 
-    def _drawn(self, messages: Given, room: tuple[int, str]) -> tuple[list[Any], WrittenText, str]:
-        """The messages as the template takes them, the text of them, and the turn end in it."""
+    def _drawn(
+        self, messages: Given, room: tuple[int, str]
+    ) -> tuple[list[Any], WrittenText, str, bool]:
+        """The messages as the template takes them, and `ChatTemplate.observation_text` of them."""
         plain = template_messages(messages)
         try:
             return plain, *self._services.template.observation_text(plain, room[0] - 1)
@@ -185,6 +187,7 @@ class Wording:
         plain: list[Any],
         written: WrittenText,
         turn_end: str,
+        opens_reasoning: bool,
         room: tuple[int, str],
         after: Sequence[int] | None,
         ready: Ready = NOTHING_READY,
@@ -199,7 +202,7 @@ class Wording:
             raise no_room(source, f"at least {error.least}") from None
         if len(ids) >= most:
             raise no_room(source, str(len(ids)))
-        return Worded(ids, as_messages(plain), template.opens_reasoning_after(plain))
+        return Worded(ids, as_messages(plain), opens_reasoning)
 
 
 def no_room(source: str, count: str) -> LimitExceeded:
