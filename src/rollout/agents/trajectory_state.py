@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import anyio
 import msgspec
 
 from rollout.agents.budget import generation_budget
 from rollout.agents.identity import Ending, Identity
 from rollout.agents.wording import Wording
+from rollout.bridge import loop_clock
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.errors import EngineError, LimitExceeded
 from rollout.limits import Deadline, PausableDeadline
@@ -40,6 +40,7 @@ class TrajectoryState:
             cached_tokens, resumes, restarts, discarded_tokens: As in `AgentContext`.
         wording: Renders and encodes.
         reader: Decodes and parses what the model said.
+        clock: The loop's time.
         deadline: The trajectory's own.
         outermost: The deadline that nothing puts off.
     """
@@ -56,6 +57,7 @@ class TrajectoryState:
     ) -> None:
         self.services = services
         self.reader = services.reader_of(tools)
+        self.clock = loop_clock()
         self.wording = Wording(services, tools)
         self.outermost = outermost
         self.extra = extra
@@ -151,7 +153,7 @@ class TrajectoryState:
 
     def abort_error(self, session_id: str, deadline: Deadline) -> Exception:
         """Why a generation was aborted that we had not ended."""
-        if anyio.current_time() >= deadline.at:
+        if self.clock() >= deadline.at:
             return deadline.error()  # the engine kept the deadline before we could
         return EngineError(f"{session_id}: the engine aborted the generation")
 

@@ -84,11 +84,11 @@ def _tools_are_plain(encoder: TextEncoder, tools: Tools) -> bool:
 def _are_plain(encoder: TextEncoder, value: object) -> bool:
     if isinstance(value, str):
         return encoder.is_plain(value)
-    if isinstance(value, Mapping):
+    if type(value) is dict or isinstance(value, Mapping):
         return all(
             _are_plain(encoder, key) and _are_plain(encoder, item) for key, item in value.items()
         )
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return all(_are_plain(encoder, item) for item in value)
     return True
 
