@@ -6,11 +6,6 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-import anyio
-import anyio.to_thread
-
-from rollout.bridge import has_virtual_clock
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -19,24 +14,20 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.config import LengthsConfig
     from rollout.observe.loop_lag import LagWindow
+    from rollout.runtime.long_work import LongWork
     from rollout.tensor_layout import Layout, Trim
 
 #: Places of tokens that are laid out as fast as a thread is asked to.
 SHORT = 1 << 16
-#: Batches that are made at once; others wait.
-MAX_THREADS = 2
 
 
 class Collation:
-    """Makes the batches of a runtime.
+    """Makes the batches of a runtime."""
 
-    In virtual time nothing runs in threads: time would run away from them.
-    """
-
-    def __init__(self, lengths: LengthsConfig, template: ChatTemplate) -> None:
+    def __init__(self, lengths: LengthsConfig, template: ChatTemplate, long_work: LongWork) -> None:
         self._lengths = lengths
         self._template = template
-        self._limiter = anyio.CapacityLimiter(MAX_THREADS)
+        self._long_work = long_work
 
     async def batch(
         self,
@@ -49,10 +40,8 @@ class Collation:
         trajectories = [trajectory for trajectory in rows if trajectory is not None]
         work = partial(self._batch, trajectories, window.metrics, layout, trim)
         places = self._lengths.prompt + self._lengths.response
-        is_short = places * sum(len(each.segments) for each in trajectories) <= SHORT
-        if is_short or has_virtual_clock():
-            return work()
-        return await anyio.to_thread.run_sync(work, limiter=self._limiter)
+        is_long = places * sum(len(each.segments) for each in trajectories) > SHORT
+        return await self._long_work.run(is_long, work)
 
     async def attach(
         self,

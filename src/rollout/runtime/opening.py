@@ -23,7 +23,7 @@ from rollout.interactions import InteractionRegistry
 from rollout.observe.tally import Tally
 from rollout.runtime.driver_model import load_driver_model, warn_of_end_token
 from rollout.runtime.heap import frozen_heap
-from rollout.runtime.runtime import SLEEP_BETWEEN_BATCHES_LEVEL, RolloutRuntime
+from rollout.runtime.runtime import RolloutRuntime
 from rollout.scheduling.prompt_sampling import top_log_probs_fault
 from rollout.scheduling.reward_signatures import check_reward, of_trajectory
 from rollout.scheduling.tokenization import TokenizationCheck
@@ -164,8 +164,6 @@ async def _open_runtime(
                 runtime = RolloutRuntime(config, runner, threads, tally)
                 with closing(services.texts):
                     async with runtime.serving():
-                        if config.engine.sleep_between_batches:
-                            await engines.sleep(SLEEP_BETWEEN_BATCHES_LEVEL)
                         yield runtime
     finally:
         await executor.close()

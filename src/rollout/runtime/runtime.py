@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
+from collections.abc import Sized
 from contextlib import asynccontextmanager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
-import attrs
 
 from rollout.bridge import has_virtual_clock
 from rollout.engine.wire.operations import ALL_TAGS
-from rollout.errors import EngineError, RolloutError
+from rollout.errors import PromptError, RolloutError
 from rollout.limits import Deadline
 from rollout.observe.loop_lag import LoopLag
 from rollout.runtime.collation import Collation
 from rollout.runtime.heap import collect_as_memory_asks, collections_put_off
-from rollout.runtime.statistics import RuntimeStatistics
+from rollout.runtime.long_work import LongWork
+from rollout.runtime.sleep_between_batches import SleepBetweenBatches
+from rollout.runtime.statistics import RuntimeStatistics, statistics_of
 from rollout.scheduling.admission import Admission
 from rollout.scheduling.batch_run import BatchRun
 from rollout.scheduling.call_arguments import check_call, check_target
@@ -41,13 +43,14 @@ if TYPE_CHECKING:
     from rollout.engine.driver.pool import EnginePool
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.observe.tally import Tally
+    from rollout.scheduling.prompts import Member
     from rollout.scheduling.trajectory_runner import TrajectoryRunner
     from rollout.tensor_layout import Layout, Trim
     from rollout.types import Prompt
     from rollout.worker_threads import WorkerThreads
 
-#: Between batches a trainer needs all of the memory, and gives new weights as a rule.
-SLEEP_BETWEEN_BATCHES_LEVEL = 2
+#: More members than these are made in a thread: so many take a millisecond or two.
+MANY_MEMBERS = 500
 
 STREAM_DROPPED = (
     "runtime.stream() was entered and never left: its trajectories were cancelled; use "
@@ -81,17 +84,20 @@ class RolloutRuntime:
         self.admission = Admission(
             config.scheduling.max_in_flight, is_adaptive=config.scheduling.adaptive_admission
         )
-        self._collation = Collation(config.lengths, runner.services.template)
+        self._sleep = SleepBetweenBatches(
+            runner.services.engines, is_wanted=config.engine.sleep_between_batches
+        )
+        self._long_work = LongWork()
+        self._collation = Collation(config.lengths, runner.services.template, self._long_work)
         self._lag = LoopLag()
         self._run_seed = fresh_seed() if config.seed is None else config.seed
-        self._steps = itertools.count()
+        self._next_step = 0
         self._calls: dict[BatchRun, BatchRun | StreamedRun] = {}
         self._streams: dict[StreamedRun, int] = {}  # with the task that entered each
         self._misuse: str | None = None
         self._tasks: TaskGroup
         self._idle = anyio.Event()
         self._is_closing = False
-        self._batches = 0
         self._unhurried = collections_put_off if config.scheduling.freeze_heap else nullcontext
         self.on_trajectory: Callable[[Trajectory], object] | None = None
 
@@ -118,8 +124,7 @@ class RolloutRuntime:
             EngineError: No engine could load them; all keep the weights that they have.
             RolloutError: The runtime is closed.
         """
-        if self._is_closing:
-            raise RolloutError("the runtime is closed")
+        self._refuse_when_closed()
         await self.engines.update_weights(version, source, mode)
 
     async def sleep(self, level: int = 1) -> None:
@@ -175,7 +180,7 @@ class RolloutRuntime:
 
         Errors after the start carry what there was as `partial`.
         """
-        run = self._new_run(prompts, samples, step, validate, layout, trim)
+        run = await self._new_run(prompts, samples, step, validate, layout, trim)
         rows: list[Trajectory | None] = [None] * len(run.members)
 
         async def keep(row: int, trajectory: Trajectory) -> None:
@@ -184,7 +189,7 @@ class RolloutRuntime:
 
         with self._unhurried(), self._lag.window() as window:
             try:
-                async with self._awake():
+                async with self._sleep.awake():
                     with self._running(run, run):
                         await run.run(keep)
             except Exception as error:
@@ -214,9 +219,9 @@ class RolloutRuntime:
         The `partial` of an error holds the trajectories that had ended, but for those that were
         received and are not referenced any more.
         """
-        run = self._new_run(prompts, samples, step, validate)
+        run = await self._new_run(prompts, samples, step, validate)
         with self._unhurried(), self._lag.window() as window:
-            async with self._awake():
+            async with self._sleep.awake():
                 streamed = StreamedRun(run)
                 self._tasks.start_soon(self._produce, run, streamed)
                 self._streams[streamed] = anyio.get_current_task().id
@@ -257,26 +262,16 @@ class RolloutRuntime:
 
     def statistics(self) -> RuntimeStatistics:
         """A snapshot."""
-        tally, engines = self._tally, self.engines
-        replicas = engines.statistics()
-        return RuntimeStatistics(
-            admitted=tally.admitted,
-            running=tally.running,
-            finished=tally.finished,
-            outcomes={outcome.value: n for outcome, n in tally.outcomes.items() if n},
-            generated_tokens=tally.generated_tokens + engines.tokens_under_way,
-            tool_calls=tally.tool_calls,
-            replicas=replicas,
-            zombies=sum(replica.zombies for replica in replicas),
-            recoveries=attrs.evolve(engines.recoveries),
-            unresponsive=tally.unresponsive,
-            abandoned_threads=self._threads.abandoned | self._runner.services.texts.abandoned,
+        services = self._runner.services
+        return statistics_of(
+            self._tally,
+            services.engines,
+            self._lag.total,
+            abandoned_threads=self._threads.abandoned | services.texts.abandoned,
             max_running=self.admission.allowed,
-            loop_lag_s=self._lag.total.blocked_s or 0.0,
-            loop_starved_s=self._lag.total.starved_s or 0.0,
         )
 
-    def _new_run(
+    async def _new_run(
         self,
         prompts: Sequence[Prompt],
         samples: int | None,
@@ -285,21 +280,16 @@ class RolloutRuntime:
         layout: Layout = "padded",
         trim: Trim = False,
     ) -> BatchRun:
-        if self._is_closing:
-            raise RolloutError("the runtime is closed")
+        self._refuse_when_closed()
         step, samples = check_call(step, validate, samples, layout, trim)
-        prompts = check_prompts(prompts)
-        services = self._runner.services
-        check_names(prompts, self.config.agent, services.tools.names, services.interactions)
-        deadline = Deadline.after(self.config.limits.batch_s, "limits.batch_s")
         scheduling = self.config.scheduling
-        members = members_of(
-            prompts,
-            samples=samples or scheduling.samples_of(validate=validate),
-            step=next(self._steps) if step is None else step,
-            run_seed=self._run_seed,
-            validate=validate,
-        )
+        deadline = Deadline.after(self.config.limits.batch_s, "limits.batch_s")
+        samples = samples or scheduling.samples_of(validate=validate)
+        is_long = isinstance(prompts, Sized) and len(prompts) * samples > MANY_MEMBERS
+        with self._counted(step) as step:
+            make = partial(self._members, prompts, samples, step, validate)
+            members = await self._long_work.run(is_long, make)
+        self._refuse_when_closed()
         return BatchRun(
             members=members,
             runner=self._runner,
@@ -309,6 +299,39 @@ class RolloutRuntime:
             tally=self._tally,
         )
 
+    def _members(
+        self, prompts: Sequence[Prompt], samples: int, step: int, validate: bool
+    ) -> list[Member]:
+        """Those of a call, once its prompts are known to be good."""
+        prompts, services = check_prompts(prompts), self._runner.services
+        check_names(prompts, self.config.agent, services.tools.names, services.interactions)
+        return members_of(
+            prompts,
+            samples=samples,
+            step=step,
+            run_seed=self._run_seed,
+            validate=validate,
+        )
+
+    @contextmanager
+    def _counted(self, step: int | None) -> Iterator[int]:
+        """The step of a call: its number, where it has none; one that is refused does not count."""
+        if step is not None:
+            yield step
+            return
+        number = self._next_step
+        self._next_step += 1
+        try:
+            yield number
+        except PromptError:
+            if self._next_step == number + 1:
+                self._next_step = number
+            raise
+
+    def _refuse_when_closed(self) -> None:
+        if self._is_closing:
+            raise RolloutError("the runtime is closed")
+
     def _tell(self, trajectory: Trajectory) -> None:
         if self.on_trajectory is None:
             return
@@ -316,29 +339,6 @@ class RolloutRuntime:
             self.on_trajectory(trajectory)
         except Exception:
             logger.exception("on_trajectory raised at %s/%s", trajectory.uid, trajectory.member)
-
-    @asynccontextmanager
-    async def _awake(self) -> AsyncIterator[None]:
-        """The engines are awake for a batch, where they sleep between batches."""
-        if not self.config.engine.sleep_between_batches:
-            yield
-            return
-        self._batches += 1
-        try:
-            await self.engines.wake_up()
-            yield
-        finally:
-            self._batches -= 1
-            if not self._batches and not self._is_closing:
-                with anyio.CancelScope(shield=True):  # bounded: the pool limits each replica
-                    await self._put_to_sleep()
-
-    async def _put_to_sleep(self) -> None:
-        """A batch that is done is not lost because engines do not fall asleep after it."""
-        try:
-            await self.engines.sleep(SLEEP_BETWEEN_BATCHES_LEVEL)
-        except EngineError as error:
-            logger.warning("the engines stay awake: %s", error)
 
     async def _produce(self, run: BatchRun, streamed: StreamedRun) -> None:
         with self._running(run, streamed):
@@ -370,6 +370,7 @@ class RolloutRuntime:
             loads = self._runner.services.engines.loads
             self._tasks.start_soon(self.admission.adapt, loads, self._progress)
             try:
+                await self._sleep.begin()
                 yield
             finally:
                 await self._end_calls()
@@ -382,7 +383,7 @@ class RolloutRuntime:
 
     async def _end_calls(self) -> None:
         """End the calls of other tasks and wait until they use the engines no more."""
-        self._is_closing = True
+        self._is_closing = self._sleep.is_over = True
         if anyio.get_current_task().id in self._streams.values():
             self._misuse = (
                 STREAM_DROPPED  # a block that leaves the runtime first can never leave it

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import attrs
 
 from rollout.engine.driver.recovery import RecoveryCounts
 from rollout.engine.driver.replica_statistics import ReplicaStatistics
+
+if TYPE_CHECKING:
+    from rollout.engine.driver.pool import EnginePool
+    from rollout.observe.loop_lag import LagWindow
+    from rollout.observe.tally import Tally
 
 
 @attrs.frozen(kw_only=True)
@@ -45,3 +52,31 @@ class RuntimeStatistics:
     max_running: int
     loop_lag_s: float
     loop_starved_s: float
+
+
+def statistics_of(
+    tally: Tally,
+    engines: EnginePool,
+    lag: LagWindow,
+    *,
+    abandoned_threads: dict[str, int],
+    max_running: int,
+) -> RuntimeStatistics:
+    """A snapshot of a runtime."""
+    replicas = engines.statistics()
+    return RuntimeStatistics(
+        admitted=tally.admitted,
+        running=tally.running,
+        finished=tally.finished,
+        outcomes={outcome.value: n for outcome, n in tally.outcomes.items() if n},
+        generated_tokens=tally.generated_tokens + engines.tokens_under_way,
+        tool_calls=tally.tool_calls,
+        replicas=replicas,
+        zombies=sum(replica.zombies for replica in replicas),
+        recoveries=attrs.evolve(engines.recoveries),
+        unresponsive=tally.unresponsive,
+        abandoned_threads=abandoned_threads,
+        max_running=max_running,
+        loop_lag_s=lag.blocked_s or 0.0,
+        loop_starved_s=lag.starved_s or 0.0,
+    )
