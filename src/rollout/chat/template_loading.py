@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout.chat.fast_tokenizer_files import read_fast_tokenizer
 from rollout.chat.template import ChatTemplate
 from rollout.errors import TemplateError
 from rollout.lazy import importing
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from transformers import PreTrainedTokenizerBase
+
+    from rollout.chat.fast_tokenizer import AnyTokenizer
 
 logger = logging.getLogger("rollout.chat")
 
@@ -48,7 +52,7 @@ def load_chat_template(
 
 
 def with_template(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: AnyTokenizer,
     *,
     chat_template_path: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -71,7 +75,7 @@ def _read_template(path: Path) -> str:
         raise TemplateError(f"chat template {path} cannot be read: {error}") from error
 
 
-def _check_syntax(tokenizer: PreTrainedTokenizerBase, source: str, path: str | None) -> None:
+def _check_syntax(tokenizer: AnyTokenizer, source: str, path: str | None) -> None:
     """Compile the template once; what it makes of the messages is seen when they are rendered."""
     from jinja2 import TemplateSyntaxError
 
@@ -90,15 +94,21 @@ def _check_syntax(tokenizer: PreTrainedTokenizerBase, source: str, path: str | N
 _FILE_NAMES = ("token", "vocab", "merges", ".model", ".gguf")
 
 
-def _load_tokenizer(model: str, **options: Any) -> PreTrainedTokenizerBase:
+def _load_tokenizer(model: str, **options: Any) -> AnyTokenizer:
+    """The tokenizer of a directory or hub name, by transformers only where its rules are needed."""
+    load = partial(_load_by_transformers, model, **options)
     folder = Path(model)
-    if folder.is_dir() and not any(
-        name in file.name for file in folder.iterdir() for name in _FILE_NAMES
-    ):
+    if not folder.is_dir():
+        return load()
+    if not any(name in file.name for file in folder.iterdir() for name in _FILE_NAMES):
         raise TemplateError(
             f"the tokenizer of {model} cannot be loaded: the directory holds none "
             "(tokenizer.json, tokenizer_config.json)"
         )
+    return read_fast_tokenizer(folder, load) or load()
+
+
+def _load_by_transformers(model: str, **options: Any) -> PreTrainedTokenizerBase:
     with importing:
         from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging

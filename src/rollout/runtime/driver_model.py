@@ -15,7 +15,8 @@ from rollout.engine.cores.simulated.vocabulary import FINGERPRINT
 from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import end_ids, model_fingerprint
 from rollout.engine.wire.protocol import DriverFacts
-from rollout.lazy import importing
+from rollout.runtime.heap import sweep_heap
+from rollout.runtime.tensor_imports import import_tensors
 
 if TYPE_CHECKING:
     from rollout.config import ModelConfig, RolloutConfig
@@ -51,15 +52,19 @@ async def load_driver_model(config: RolloutConfig, threads: WorkerThreads) -> Dr
     if model.path != SIMULATED_MODEL:
         return await threads.run("tokenizer", _load, config)
     # Inline: a thread would let virtual time run away from it.
-    _import_tensors()
+    import_tensors()
     is_plain = model.chat_template is None and not model.chat_template_kwargs
     template = _simulated_template() if is_plain else _other_simulated_template(model)
     return DriverModel(template, _facts(template, config))
 
 
 def _load(config: RolloutConfig) -> DriverModel:
-    template = _load_tokenizer(config.model)
-    return DriverModel(template, _facts(template, config))
+    if config.scheduling.freeze_heap:
+        sweep_heap()
+    template = _load_template(config.model)
+    model = DriverModel(template, _facts(template, config))
+    import_tensors()  # last: engines need what comes before
+    return model
 
 
 def _facts(template: ChatTemplate, config: RolloutConfig) -> DriverFacts:
@@ -114,14 +119,7 @@ def _other_simulated_template(model: ModelConfig) -> ChatTemplate:
     )
 
 
-def _import_tensors() -> None:
-    """Import what `generate` needs in the end: torch, which would block the loop there."""
-    with importing:
-        import rollout.batch  # noqa: F401
-
-
-def _load_tokenizer(model: ModelConfig) -> ChatTemplate:
-    _import_tensors()
+def _load_template(model: ModelConfig) -> ChatTemplate:
     return load_chat_template(
         resolve_model(model.path, model.revision),
         revision=model.revision,
