@@ -45,7 +45,7 @@ def load_chat_template(
     if chat_template_path is not None:
         _read_template(Path(chat_template_path))  # a wrong path costs no download
     return with_template(
-        _load_tokenizer(model, revision=revision, trust_remote_code=trust_remote_code),
+        load_tokenizer(model, revision=revision, trust_remote_code=trust_remote_code),
         chat_template_path=chat_template_path,
         chat_template_kwargs=chat_template_kwargs,
     )
@@ -94,18 +94,32 @@ def _check_syntax(tokenizer: AnyTokenizer, source: str, path: str | None) -> Non
 _FILE_NAMES = ("token", "vocab", "merges", ".model", ".gguf")
 
 
-def _load_tokenizer(model: str, **options: Any) -> AnyTokenizer:
-    """The tokenizer of a directory or hub name, by transformers only where its rules are needed."""
+def load_tokenizer(
+    model: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> AnyTokenizer:
+    """The tokenizer of a model directory or hub name, of which only it is read.
+
+    Transformers loads it where rules of its own are needed; see `fast_tokenizer_files`.
+
+    Raises:
+        TemplateError: There is none, or it cannot be loaded.
+    """
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
     load = partial(_load_by_transformers, model, **options)
     folder = Path(model)
     if not folder.is_dir():
         return load()
-    if not any(name in file.name for file in folder.iterdir() for name in _FILE_NAMES):
+    if not holds_tokenizer(folder):
         raise TemplateError(
             f"the tokenizer of {model} cannot be loaded: the directory holds none "
             "(tokenizer.json, tokenizer_config.json)"
         )
     return read_fast_tokenizer(folder, load) or load()
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether a directory has files that are a tokenizer's by their names."""
+    return any(name in file.name for file in folder.iterdir() for name in _FILE_NAMES)
 
 
 def _load_by_transformers(model: str, **options: Any) -> PreTrainedTokenizerBase:

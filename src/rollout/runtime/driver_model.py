@@ -10,7 +10,7 @@ import attrs
 
 from rollout.chat import ChatTemplate, load_chat_template
 from rollout.chat.template_loading import with_template
-from rollout.config import SGLangEngine, SimulatedEngine, TransformersEngine
+from rollout.config import SimulatedEngine
 from rollout.engine.cores.simulated.vocabulary import FINGERPRINT
 from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import end_ids, model_fingerprint
@@ -61,7 +61,7 @@ async def load_driver_model(config: RolloutConfig, threads: WorkerThreads) -> Dr
 def _load(config: RolloutConfig) -> DriverModel:
     if config.scheduling.freeze_heap:
         sweep_heap()
-    template = _load_template(config.model)
+    template = _load_template(config)
     model = DriverModel(template, _facts(template, config))
     import_tensors()  # last: engines need what comes before
     return model
@@ -79,7 +79,7 @@ def _facts(template: ChatTemplate, config: RolloutConfig) -> DriverFacts:
     match engine:
         case SimulatedEngine():
             fingerprint = FINGERPRINT
-        case TransformersEngine() | SGLangEngine():
+        case _ if engine.loads_weights:
             path = resolve_model(model.path, model.revision)
             ends.update(end_ids(path, model.revision))
             fingerprint = model_fingerprint(path, model.revision)
@@ -119,9 +119,10 @@ def _other_simulated_template(model: ModelConfig) -> ChatTemplate:
     )
 
 
-def _load_template(model: ModelConfig) -> ChatTemplate:
+def _load_template(config: RolloutConfig) -> ChatTemplate:
+    model = config.model
     return load_chat_template(
-        resolve_model(model.path, model.revision),
+        resolve_model(model.path, model.revision, needs_weights=config.engine.loads_weights),
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
         chat_template_path=model.chat_template,
