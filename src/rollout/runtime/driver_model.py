@@ -15,7 +15,6 @@ from rollout.engine.cores.simulated.vocabulary import FINGERPRINT
 from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import end_ids, model_fingerprint
 from rollout.engine.wire.protocol import DriverFacts
-from rollout.runtime.heap import sweep_heap
 from rollout.runtime.tensor_imports import import_tensors
 
 if TYPE_CHECKING:
@@ -59,8 +58,6 @@ async def load_driver_model(config: RolloutConfig, threads: WorkerThreads) -> Dr
 
 
 def _load(config: RolloutConfig) -> DriverModel:
-    if config.scheduling.freeze_heap:
-        sweep_heap()
     template = _load_template(config)
     model = DriverModel(template, _facts(template, config))
     import_tensors()  # last: engines need what comes before

@@ -11,6 +11,8 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from rollout.lazy import importing
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -27,21 +29,20 @@ class _Heap:
     def freeze(self) -> None:
         with self._lock:
             self._runtimes += 1
-            if self._runtimes > 1 or _is_callers():
+            # A caller that rules the collector by itself keeps doing so.
+            is_disabled = not (gc.isenabled() or importing.is_pausing)
+            if self._runtimes > 1 or is_disabled or gc.get_freeze_count():
                 return
-            self._sweep()
+            if not self._is_swept:  # later ones find little, and each takes as long
+                gc.collect()
+                self._is_swept = True
             gc.freeze()
             self._is_ours = True
 
-    def sweep(self) -> None:
+    def freeze_more(self) -> None:
         with self._lock:
-            if not _is_callers():
-                self._sweep()
-
-    def _sweep(self) -> None:
-        if not self._is_swept:  # later ones find little, and each takes as long
-            gc.collect()
-            self._is_swept = True
+            if self._is_ours and self._runtimes == 1:
+                gc.freeze()
 
     def thaw(self) -> None:
         with self._lock:
@@ -52,11 +53,6 @@ class _Heap:
 
 
 _heap = _Heap()
-
-
-def _is_callers() -> bool:
-    """Whether the caller rules the collector by itself, and is to keep doing so."""
-    return not gc.isenabled() or gc.get_freeze_count() > 0
 
 
 @contextmanager
@@ -73,21 +69,9 @@ def frozen_heap() -> Iterator[None]:
         _heap.thaw()
 
 
-def sweep_heap() -> None:
-    """Collect what is garbage before libraries are loaded, once in a process.
+def freeze_loaded() -> None:
+    """What lives now, too, where one runtime is in its block of `frozen_heap`: it was just loaded.
 
-    `frozen_heap` would do it afterwards, when there are several times as many objects to look at.
+    Nothing is collected before, which would take a look at all of it.
     """
-    _heap.sweep()
-
-
-@contextmanager
-def paused_collector() -> Iterator[None]:
-    """No collections inside: a quarter of the time that large libraries take to load is theirs."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    _heap.freeze_more()

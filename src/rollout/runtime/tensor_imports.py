@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from typing import TYPE_CHECKING, Any
 
 from rollout.lazy import importing
-from rollout.runtime.heap import paused_collector
+from rollout.runtime.heap import freeze_loaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -32,11 +32,12 @@ def import_tensors() -> None:
     """Import what makes batches of tensors: one to two seconds, where nobody has done it yet."""
     if "rollout.batch" in sys.modules:
         return
-    with importing, paused_collector():
+    with importing:
         import torch  # noqa: F401
 
         with kept_marks():
             import rollout.batch  # noqa: F401
+        freeze_loaded()  # before the collector looks at all of it
 
 
 @contextmanager
