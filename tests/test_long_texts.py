@@ -21,6 +21,7 @@ import rollout
 from chat_material import VOCABULARIES, chat, tokenizer
 from rollout import AgentLoop, Outcome, Prompt, register_agent
 from rollout.agents.long_texts import LongTexts, is_long
+from rollout.agents.text_batches import TextBatches
 from rollout.chat.encoding import TextEncoder, WrittenText, encoder_of
 from rollout.chat.ids import LONG
 from rollout.chat.token_bounds import (
@@ -37,6 +38,8 @@ from rollout.testing import Scenario, encode_text, simulated_tokenizer
 from rollout.types import Message
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rollout.agents import AgentContext
 
 both_backends = pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
@@ -356,7 +359,7 @@ async def test_user_who_says_megabytes_ends_by_length(anyio_backend: Any) -> Non
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.anyio
 async def test_long_work_leaves_the_loop_to_others(anyio_backend: Any) -> None:
-    texts, was_seen = LongTexts([]), threading.Event()
+    texts, was_seen = LongTexts(whole("smollm2"), []), threading.Event()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(anyio.to_thread.run_sync, was_seen.set)  # by a turn of the loop
         assert await texts.run(True, was_seen.wait, 60)
@@ -368,7 +371,7 @@ async def test_long_work_leaves_the_loop_to_others(anyio_backend: Any) -> None:
 async def test_long_work_is_left_behind_and_counted_where_its_trajectory_ends(
     anyio_backend: Any,
 ) -> None:
-    texts, may_end = LongTexts([]), threading.Event()
+    texts, may_end = LongTexts(whole("smollm2"), []), threading.Event()
     with anyio.move_on_after(0.01):
         await texts.run(True, may_end.wait)
     assert texts.abandoned == {"rollout.chat": 1}
@@ -376,6 +379,68 @@ async def test_long_work_is_left_behind_and_counted_where_its_trajectory_ends(
     while texts.abandoned:
         await anyio.lowlevel.checkpoint()
     texts.close()
+
+
+@both_backends
+@pytest.mark.anyio
+async def test_texts_of_one_scheduler_pass_are_encoded_in_one_thread_hop(
+    anyio_backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder, batches = whole("qwen"), list[list[str]]()
+
+    def encode_batch(texts: list[str]) -> list[list[int]]:
+        batches.append(texts)
+        return TextEncoder.encode_batch(encoder, texts)
+
+    monkeypatch.setattr(encoder, "encode_batch", encode_batch)
+    texts = LongTexts(encoder, [])
+    written = [WrittenText(f"<|im_start|>user\n{at} " + "漢字とかな " * 60) for at in range(50)]
+    encoded: dict[int, list[int]] = {}
+
+    async def encode(at: int) -> None:
+        ready = await texts.ahead(written[at])
+        assert len(ready) == 1
+        encoded[at] = encoder.encode_written(written[at], ready=ready)
+
+    async with anyio.create_task_group() as tasks:
+        for at in range(len(written)):
+            tasks.start_soon(encode, at)
+    assert [len(batch) for batch in batches] == [50]
+    assert [encoded[at] for at in range(50)] == [encoder.encode(each.text) for each in written]
+    assert not await texts.ahead(WrittenText("<|im_start|>user\n漢字"))
+    assert not await texts.ahead(WrittenText("<|im_start|>user\n" + "words " * 500))
+    texts.close()
+
+
+@both_backends
+@pytest.mark.anyio
+async def test_text_whose_batch_is_led_by_a_cancelled_one_is_encoded(anyio_backend: Any) -> None:
+    encoder = whole("qwen")
+    texts = LongTexts(encoder, [])
+    written = WrittenText("漢字とかな " * 60)
+    ready: list[Any] = []
+
+    async def encode(scope: anyio.CancelScope) -> None:
+        with scope:
+            ready.append(await texts.ahead(written))
+
+    cancelled = anyio.CancelScope()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(encode, cancelled)
+        tasks.start_soon(encode, anyio.CancelScope())
+        await anyio.lowlevel.checkpoint()
+        cancelled.cancel()
+    assert {written.text: encoder.encode(written.text)} in ready
+    texts.close()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_texts_whose_batch_fails_are_encoded_where_they_are(anyio_backend: Any) -> None:
+    async def fail(texts: Sequence[str]) -> list[list[int]]:
+        raise MemoryError
+
+    assert await TextBatches(fail).ids("any") is None
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
+from rollout.agents.text_batches import TextBatches
 from rollout.bridge import has_virtual_clock
+from rollout.chat.encoding import NOTHING_READY, Ready, TextEncoder, WrittenText
 from rollout.chat.ids import LONG
 from rollout.worker_threads import WorkerThreads
 
@@ -16,6 +19,8 @@ T = TypeVar("T")
 
 #: Threads that work on texts; further ones wait. They share the machine with the event loop.
 MAX_THREADS = 2
+#: Characters that take the library longer than a thread hop and its waits, some 80 µs.
+WORTH_A_THREAD = 256
 #: A message, or part of one, takes as long as so many characters at least.
 _OVERHEAD = 16
 #: Tokens that may be more than `LONG` characters.
@@ -31,15 +36,18 @@ class LongTexts:
     time would run away from them.
 
     Args:
+        encoder: Of the template that texts are rendered with.
         schemas: The tools, which prompts may offer.
 
     Attributes:
         prompt_room: Characters of messages that make a short prompt beside the tools.
     """
 
-    def __init__(self, schemas: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, encoder: TextEncoder, schemas: Sequence[Mapping[str, Any]]) -> None:
         self.prompt_room = max(0, _room_beside(schemas, LONG))
         self._threads = WorkerThreads(max_threads=MAX_THREADS, max_abandoned=sys.maxsize)
+        self._encoder = encoder
+        self._batches = TextBatches(partial(self._threads.run, NAME, encoder.encode_batch))
 
     @property
     def abandoned(self) -> dict[str, int]:
@@ -54,6 +62,18 @@ class LongTexts:
         if not is_long or has_virtual_clock():
             return function(*args)
         return await self._threads.run(NAME, function, *args)
+
+    async def ahead(self, written: WrittenText) -> Ready:
+        """What of a short text is better encoded with those of others, in a thread."""
+        texts = self._encoder.batch_texts(written)
+        if sum(map(len, texts)) < WORTH_A_THREAD or has_virtual_clock():
+            return NOTHING_READY
+        ready: dict[str, list[int]] = {}
+        for text in texts:
+            ids = await self._batches.ids(text)
+            if ids is not None:
+                ready[text] = ids
+        return ready
 
     def close(self) -> None:
         """End the threads; one that works ends by itself."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rollout.agents.budget import length_error, longest_prompt, prompt_fault, remaining
 from rollout.agents.identity import RejectedPrompt
 from rollout.agents.long_texts import LONG_TOKENS, is_long
+from rollout.chat.encoding import NOTHING_READY
 from rollout.chat.messages import as_messages, template_messages
 from rollout.chat.token_bounds import TooManyTokens
 from rollout.errors import LimitExceeded, TemplateError
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from rollout.agents.message_log import MessageLog
     from rollout.agents.services import Services
     from rollout.chat.drift import Drift
+    from rollout.chat.encoding import Ready, WrittenText
     from rollout.chat.transcript import Transcript
     from rollout.tools import TrajectoryTools
 
@@ -57,11 +59,13 @@ class Wording:
         """
         lengths, context = self._services.config.lengths, self._services.engines.info.context_length
         longest = longest_prompt(lengths, context)
+        texts = self._services.texts
         try:
-            worded = await self._services.texts.run(
-                is_long(messages, self._services.texts.prompt_room),
-                *(self._prompt, messages, longest),
-            )
+            if is_long(messages, texts.prompt_room):
+                worded = await texts.run(True, self._prompt, messages, longest)
+            else:
+                drawn = self._drawn_prompt(messages, longest)
+                worded = self._prompt_of(*drawn, longest, await texts.ahead(drawn[1]))
         except TooManyTokens as error:
             raise prompt_fault(f"at least {error.least}", lengths, context) from None
         except TemplateError as error:
@@ -78,10 +82,11 @@ class Wording:
         Raises:
             LimitExceeded: They would leave no room for one more token.
         """
-        room = self.room(transcript)
-        return await self._services.texts.run(
-            is_long(messages), self._observation, messages, room, after
-        )
+        room, texts = self.room(transcript), self._services.texts
+        if is_long(messages):
+            return await texts.run(True, self._observation, messages, room, after)
+        drawn = self._drawn(messages, room)
+        return self._observation_of(*drawn, room, after, await texts.ahead(drawn[1]))
 
     def observation_now(
         self, messages: Given, transcript: Transcript, after: Sequence[int] | None
@@ -142,17 +147,54 @@ class Wording:
         return remaining(transcript, self._services.config.lengths, context_length)
 
     def _prompt(self, messages: Given, longest: int) -> Worded:
+        return self._prompt_of(*self._drawn_prompt(messages, longest), longest)
+
+    def _drawn_prompt(self, messages: Given, longest: int) -> tuple[list[Any], WrittenText]:
+        """The messages as the template takes them, and the text that it makes of them."""
         template, plain = self._services.template, template_messages(messages)
-        ids = template.prompt_ids(plain, self._tools.schemas or None, most=longest)
+        tools = self._tools.schemas or None
+        written = template.written(plain, tools, add_generation_prompt=True, most=longest)
+        return plain, written
+
+    def _prompt_of(
+        self,
+        plain: list[Any],
+        written: WrittenText,
+        longest: int,
+        ready: Ready = NOTHING_READY,
+    ) -> Worded:
+        template = self._services.template
+        ids = template.prompt_ids_of(written, plain, longest, ready)
         return Worded(ids, as_messages(plain), template.opens_reasoning)
 
     def _observation(
         self, messages: Given, room: tuple[int, str], after: Sequence[int] | None
     ) -> Worded:
-        most, source = room
-        template, plain = self._services.template, template_messages(messages)
+        return self._observation_of(*self._drawn(messages, room), room, after)
+
+    def _drawn(self, messages: Given, room: tuple[int, str]) -> tuple[list[Any], WrittenText, str]:
+        """The messages as the template takes them, the text of them, and the turn end in it."""
+        plain = template_messages(messages)
         try:
-            ids = template.observation_ids(plain, after=after, most=most - 1)
+            return plain, *self._services.template.observation_text(plain, room[0] - 1)
+        except TooManyTokens as error:
+            raise no_room(room[1], f"at least {error.least}") from None
+
+    def _observation_of(
+        self,
+        plain: list[Any],
+        written: WrittenText,
+        turn_end: str,
+        room: tuple[int, str],
+        after: Sequence[int] | None,
+        ready: Ready = NOTHING_READY,
+    ) -> Worded:
+        most, source = room
+        template = self._services.template
+        try:
+            ids = template.observation_ids_of(
+                written, turn_end, after=after, most=most - 1, ready=ready
+            )
         except TooManyTokens as error:
             raise no_room(source, f"at least {error.least}") from None
         if len(ids) >= most:

@@ -13,23 +13,32 @@ from __future__ import annotations
 import itertools
 import re
 import weakref
-from functools import cached_property
+from array import array
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.chat.ids import FastIds, Ids, SlowIds
+from rollout.chat.ids import LONG, FastIds, Ids, SlowIds
 from rollout.chat.token_bounds import TokenBound, TooManyTokens, token_bound
 from rollout.chat.tokenizer_copies import own_copy
+from rollout.chat.word_ids import WordIds, word_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from rollout.chat.fast_tokenizer import AnyTokenizer
 
 #: Where text must be kept from being read as special tokens: ``[start, stop)``.
 Place = tuple[int, int]
 
+#: The ids of texts that `TextEncoder.encode_batch` has encoded.
+Ready = Mapping[str, list[int]]
+NOTHING_READY: Ready = MappingProxyType({})
+#: Pieces of prompts that are remembered.
+_MOST_PIECES = 64
 #: Begins and ends the tokens that stand for special ones; of a private plane, so in no text.
 BOUNDARY = "\U000f5a17"
 #: Markup that some vocabularies (Gemma's) hold as ordinary entries of their table of added tokens.
@@ -67,17 +76,24 @@ class TextEncoder:
         self.specials = {token.content: token_id for token_id, token in added if _is_special(token)}
         self.size = len(added)
         self._added = {token.content: token for _, token in added}
-        self._pattern = _any_of(self.specials) if self.specials else None
+        self._simple = {name for name, token in self._added.items() if _is_simple(token)}
+        self._pattern = _any_of(self.specials)
+        self._others = _any_of(self._added.keys() - self.specials.keys())
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = backend
         self._ids: Ids
         self._bounded: _BoundedEncoder | None = None
+        self._words: WordIds | None = None
+        self._library: FastIds | None = None
         if backend is None:
             self._ids = SlowIds(tokenizer)
             self._split_ids = SlowIds(tokenizer, split_special_tokens=True)
         else:
-            self._ids = FastIds(own_copy(backend))
+            self._ids = self._library = FastIds(own_copy(backend))
             self._bounded = _BoundedEncoder(backend, self.specials)
+            self._words = word_ids(backend, self._bounded.encode_plain)
+
+        self._remembered = lru_cache(_MOST_PIECES)(self._packed)
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
         """The ids of a text, special tokens recognised wherever they stand.
@@ -85,23 +101,63 @@ class TextEncoder:
         Raises:
             TooManyTokens: They are certainly more than `most`.
         """
-        if most is not None:
-            self.refuse_beyond(most, text)
-        return self._ids(text, most)
+        return self.encode_written(WrittenText(text), most)
 
-    def encode_written(self, written: WrittenText, most: int | None = None) -> list[int]:
+    def encode_written(
+        self,
+        written: WrittenText,
+        most: int | None = None,
+        *,
+        is_prompt: bool = False,
+        ready: Ready = NOTHING_READY,
+    ) -> list[int]:
         """The ids; special tokens are recognised outside the plain places only.
+
+        Args:
+            written: What is encoded.
+            most: Tokens that there is room for; None for any number.
+            is_prompt: Remember what stands between two special tokens: prompts share their heads,
+                the system's message and the tools, and those of a group all they have.
+            ready: What `encode_batch` has made of its `batch_texts`.
 
         Raises:
             TooManyTokens: They are certainly more than `most`.
         """
-        if not written.plain:
-            return self.encode(written.text, most)
         self.refuse_beyond(most, written.text)
         pieces, tokens = self._split(written)
+        if self._words is not None and self._is_divided(written.text, tokens):
+            encode = self._remembered if is_prompt else self._words
+            bound = most if len(written.text) > LONG else None  # a short text is counted out
+            return self._piecewise(pieces, tokens, encode, bound, ready)
+        if not written.plain:
+            return ready.get(written.text) or self._ids(written.text, most)
         if self._bounded is None or BOUNDARY in written.text:
-            return self._piecewise(pieces, tokens, most)
+            return self._piecewise(pieces, tokens, self._encode_plain, most)
         return self._bounded.encode(pieces, [self._added[token] for token in tokens], most)
+
+    def batch_texts(self, written: WrittenText) -> list[str]:
+        """What of it the library must encode, and may do in a batch; nothing of most texts."""
+        if written.text.isascii() and self._words is not None:
+            return []
+        if self._words is not None:
+            pieces, tokens = self._split(written)
+            if self._is_divided(written.text, tokens):
+                return [piece for piece in pieces if not piece.isascii()]
+        return [] if written.plain or self._library is None else [written.text]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of `batch_texts`; other threads run meanwhile."""
+        assert self._library is not None
+        return self._library.batch(texts)
+
+    def _packed(self, piece: str, most: int | None) -> array[int]:
+        assert self._words is not None
+        return array("i", self._words(piece, most))
+
+    def _is_divided(self, text: str, tokens: Sequence[str]) -> bool:
+        """Whether these are all added tokens in it, and texts between them are nobody else's."""
+        is_plain = self._others is None or self._others.search(text) is None
+        return is_plain and self._simple.issuperset(tokens) and BOUNDARY not in text
 
     def refuse_beyond(self, most: int | None, text: str) -> None:
         """Raise where the length of `text` says that it has more than `most` tokens.
@@ -144,11 +200,16 @@ class TextEncoder:
         return [*pieces, text[at:]], tokens
 
     def _piecewise(
-        self, pieces: Sequence[str], tokens: Sequence[str], most: int | None
+        self,
+        pieces: Sequence[str],
+        tokens: Sequence[str],
+        encode: Callable[[str, int | None], Iterable[int]],
+        most: int | None,
+        ready: Ready = NOTHING_READY,
     ) -> list[int]:
         ids: list[int] = []
         for piece, token in itertools.zip_longest(pieces, tokens):
-            ids += self._encode_plain(piece, most)
+            ids += ready.get(piece) or encode(piece, most)
             if token is not None:
                 ids.append(self.specials[token])
             if most is not None and len(ids) > most:
@@ -221,8 +282,15 @@ def _is_special(token: Any) -> bool:
     return bool(token.special or not is_text)
 
 
-def _any_of(words: Iterable[str]) -> re.Pattern[str]:
+def _is_simple(token: Any) -> bool:
+    """Whether it is recognised in any text, and takes no white space with it."""
+    return not (token.normalized or token.lstrip or token.rstrip or token.single_word)
+
+
+def _any_of(words: Collection[str]) -> re.Pattern[str] | None:
     """Matches the longest of `words`; as a tree, so that 1,000 words cost little more than one."""
+    if not words:
+        return None
     tree: dict[str, Any] = {}
     for word in words:
         node = tree

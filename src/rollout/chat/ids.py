@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.chat.token_bounds import TooManyTokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from rollout.chat.fast_tokenizer import AnyTokenizer
 
@@ -46,9 +46,12 @@ class FastIds:
             return ids
         for beginning in _beginnings(text, most):
             _refuse(self._in_certain_words(beginning), most)
-        # Of a batch, unlike of a text, the interpreter lock is released meanwhile.
-        ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return ids
+        return self.batch([text])[0]
+
+    def batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Those of several texts; the interpreter lock is released meanwhile, unlike for one."""
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def _in_certain_words(self, beginning: str) -> int:
         """Tokens that every text which begins so has as well.

@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.chat.continuation import ContinuationRenderer
 from rollout.chat.drift import DRIFT_KINDS, Drift, compare
-from rollout.chat.encoding import WrittenText, encoder_of
+from rollout.chat.encoding import NOTHING_READY, WrittenText, encoder_of
 from rollout.chat.full_rendering import FullRenderer, FullRendering
 from rollout.chat.messages import TemplateMessage, template_messages
 from rollout.chat.placeholder_exchange import USER_MARKER
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.rendering import Renderer
 from rollout.chat.special_token_escaping import render_escaped
+from rollout.chat.token_text import token_text
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
+    from rollout.chat.encoding import Ready
     from rollout.chat.fast_tokenizer import AnyTokenizer
     from rollout.chat.transcript import Transcript
     from rollout.types import Message
@@ -46,6 +48,10 @@ class ChatTemplate:
         chat_template: Jinja text that replaces the tokenizer's own template.
         chat_template_kwargs: What else the template can read, e.g. ``{"enable_thinking": False}``.
 
+    Attributes:
+        tokenizer: As given.
+        encoder: Its text to ids.
+
     Raises:
         TemplateError: There is no template, or there are several to choose from.
     """
@@ -60,9 +66,11 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         source = chat_template if chat_template is not None else _own_template(tokenizer)
         self._renderer = Renderer(tokenizer, source, chat_template_kwargs or {})
-        self._encoder = encoder_of(tokenizer)
-        self._specials = frozenset(self._encoder.specials.values())
-        self._continuations = ContinuationRenderer(self._renderer.render, self._encoder, source)
+        self.encoder = encoder_of(tokenizer)
+        self._specials = frozenset(self.encoder.specials.values())
+        self._continuations = ContinuationRenderer(self._renderer.render, self.encoder, source)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._token_text = None if backend is None else token_text(backend)
         self._turn_end_ids: dict[str, tuple[int, ...]] = {}
 
     def prompt_ids(
@@ -87,9 +95,19 @@ class ChatTemplate:
         """
         given = template_messages(messages)
         written = self.written(given, tools, add_generation_prompt=True, most=most)
-        ids = self._encoder.encode_written(written, most)
+        return self.prompt_ids_of(written, given, most)
+
+    def prompt_ids_of(
+        self,
+        written: WrittenText,
+        messages: Sequence[TemplateMessage],
+        most: int | None = None,
+        ready: Ready = NOTHING_READY,
+    ) -> array[int]:
+        """The same of what `written` gave, some of it encoded already."""
+        ids = self.encoder.encode_written(written, most, is_prompt=True, ready=ready)
         if not ids:
-            roles = ", ".join(message["role"] for message in given)
+            roles = ", ".join(message["role"] for message in messages)
             raise TemplateError(f"the chat template makes no text of [{roles}]")
         return array("i", ids)
 
@@ -109,7 +127,7 @@ class ChatTemplate:
         """
         return render_escaped(
             lambda given, offered: self._renderer.render(given, add_generation_prompt, offered),
-            self._encoder,
+            self.encoder,
             messages,
             tools,
             most,
@@ -138,10 +156,28 @@ class ChatTemplate:
                 used append-only.
             TooManyTokens: They certainly have more than `most`.
         """
-        written, turn_end = self._continuations.render(self._adapted(messages), most)
+        observation = self.observation_text(messages, most)
+        return self.observation_ids_of(*observation, after=after, most=most)
+
+    def observation_text(
+        self, messages: Iterable[Message | Mapping[str, Any]], most: int | None = None
+    ) -> tuple[WrittenText, str]:
+        """What follows a turn, as text, and the end of the turn that it starts with."""
+        return self._continuations.render(self._adapted(messages), most)
+
+    def observation_ids_of(
+        self,
+        written: WrittenText,
+        turn_end: str,
+        *,
+        after: Sequence[int] | None,
+        most: int | None = None,
+        ready: Ready = NOTHING_READY,
+    ) -> array[int]:
+        """`observation_ids` of what `observation_text` gave, some of it encoded already."""
         if most is not None:
             most += len(turn_end.encode())  # which may have been sampled
-        ids = self._encoder.encode_written(written, most)
+        ids = self.encoder.encode_written(written, most, ready=ready)
         past = self._past(ids, turn_end, after) if after is not None and len(after) else 0
         return array("i", ids[past:] if past else ids)
 
@@ -184,7 +220,7 @@ class ChatTemplate:
         """
         ends = self._continuations.turn_ends()
         names = [self.decode([token]) for token in self._turn_ends or self._next_openings()]
-        renderer = FullRenderer(self._renderer.render, self._encoder, ends, names)
+        renderer = FullRenderer(self._renderer.render, self.encoder, ends, names)
         given, text = template_messages(messages), self.decode(transcript.ids())
         drifts: list[Drift] = []
         for with_calls in (False, True):
@@ -202,16 +238,18 @@ class ChatTemplate:
     def _compared(self, text: str, full: FullRendering) -> Drift:
         rendering = full.text
         if text != rendering:  # the vocabulary may not spell every text (NFC, missing bytes)
-            rendering = self.decode(self._encoder.encode(rendering))
+            rendering = self.decode(self.encoder.encode(rendering))
         return compare(
             text,
             rendering,
-            self._encoder.specials,
+            self.encoder.specials,
             is_reasoning_stripped=full.is_reasoning_stripped,
         )
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens included."""
+        if self._token_text is not None:
+            return self._token_text(ids)
         text = self.tokenizer.decode(
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -245,11 +283,11 @@ class ChatTemplate:
 
     def text_ids(self, text: str) -> list[int]:
         """The ids of a text, special tokens in it recognised."""
-        return self._encoder.encode(text)
+        return self.encoder.encode(text)
 
     def token_ids(self, names: Iterable[str]) -> tuple[int, ...]:
         """The ids of those special tokens among `names` that the vocabulary has."""
-        specials = self._encoder.specials
+        specials = self.encoder.specials
         return tuple(specials[name] for name in names if name in specials)
 
     @cached_property
@@ -271,7 +309,7 @@ class ChatTemplate:
         """
         text = self._renderer.render([{"role": "user", "content": USER_MARKER}], True)
         head = text.partition(USER_MARKER)[0]
-        places = self._encoder.special_token_spellings(head)
+        places = self.encoder.special_token_spellings(head)
         words = sum(len(piece.split()) for piece in _around(head, places))
         return head if words > 1 + len(places) // 2 else ""
 
@@ -315,7 +353,7 @@ class ChatTemplate:
                 yield from self._specials_of(written.text.partition(USER_MARKER)[0])[:1]
 
     def _specials_of(self, text: str) -> list[int]:
-        return [token for token in self._encoder.encode(text) if token in self._specials]
+        return [token for token in self.encoder.encode(text) if token in self._specials]
 
     def _past(self, ids: list[int], turn_end: str, after: Sequence[int]) -> int:
         """How many of the first `ids` need not follow `after`, because they end it already.
@@ -335,7 +373,7 @@ class ChatTemplate:
         """The ids of `turn_end` as far as `ids` start with them, at least one of them."""
         end = self._turn_end_ids.get(turn_end)
         if end is None:
-            end = self._turn_end_ids[turn_end] = tuple(self._encoder.encode(turn_end))
+            end = self._turn_end_ids[turn_end] = tuple(self.encoder.encode(turn_end))
         length = 0
         while length < len(end) and length < len(ids) and ids[length] == end[length]:
             length += 1

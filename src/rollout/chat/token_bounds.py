@@ -7,13 +7,12 @@ one of them might swallow text without bound, nothing is known.
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rollout.chat.tokenizer_parts import byte_letters, parts_of, state_of
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
@@ -27,9 +26,6 @@ SPACES = "".join(chr(code) for code in range(0x3001) if chr(code).isspace())
 
 #: In UTF-8 the bytes of ASCII, and the first and the other bytes of characters beyond it.
 _ASCII, _LEADING, _CONTINUING = range(0x80), range(0xC2, 0xF5), range(0x80, 0xC0)
-#: Bytes that byte-level vocabularies write as themselves; the others, in their order, are written
-#: as U+0100 and up.
-_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 
 #: Pre-tokenizers that only say where texts are divided; others may leave text out.
 _DIVIDING = ("ByteLevel", "Digits", "FixedLength", "Metaspace", "UnicodeScripts")
@@ -75,7 +71,7 @@ def token_bound(backend: Any) -> TokenBound | None:
     Args:
         backend: A `tokenizers.Tokenizer`.
     """
-    normalizer, divider = _state(backend.normalizer), _state(backend.pre_tokenizer)
+    normalizer, divider = state_of(backend.normalizer), state_of(backend.pre_tokenizer)
     vocabulary = backend.get_vocab(with_added_tokens=True)
     is_byte_level = any(_has(part, "ByteLevel") for part in (normalizer, divider))
     unspelt = _unspelt(backend.model, vocabulary, is_byte_level=is_byte_level)
@@ -90,20 +86,8 @@ def token_bound(backend: Any) -> TokenBound | None:
     )
 
 
-def _state(part: Any) -> Mapping[str, Any]:
-    return {} if part is None else json.loads(part.__getstate__())
-
-
-def _parts(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The parts in order, sequences taken apart."""
-    if state.get("type") != "Sequence":
-        return [state] if state else []
-    inner = state.get("normalizers", state.get("pretokenizers", ()))
-    return [part for nested in inner for part in _parts(nested)]
-
-
 def _has(state: Mapping[str, Any], kind: str) -> bool:
-    return any(part["type"] == kind for part in _parts(state))
+    return any(part["type"] == kind for part in parts_of(state))
 
 
 def _shrinking(normalizer: Mapping[str, Any], *, is_whole: bool) -> float | None:
@@ -113,7 +97,7 @@ def _shrinking(normalizer: Mapping[str, Any], *, is_whole: bool) -> float | None
         normalizer: Its state.
         is_whole: Whether tokens hold a letter for each byte.
     """
-    factors = [_shrinking_of(part, is_whole=is_whole) for part in _parts(normalizer)]
+    factors = [_shrinking_of(part, is_whole=is_whole) for part in parts_of(normalizer)]
     return None if None in factors else math.prod(factor or 1 for factor in factors)
 
 
@@ -132,7 +116,7 @@ def _only_divides(divider: Mapping[str, Any]) -> bool:
     return all(
         part["type"] in _DIVIDING
         or (part["type"] in _DIVIDING_UNLESS_REMOVING and part["behavior"] != "Removed")
-        for part in _parts(divider)
+        for part in parts_of(divider)
     )
 
 
@@ -162,9 +146,3 @@ def _lacking(vocabulary: Mapping[str, int]) -> set[int]:
     """The bytes of UTF-8 that a byte-level vocabulary has no letter for."""
     letters = byte_letters()
     return {b for b in (*_ASCII, *_CONTINUING, *_LEADING) if letters[b] not in vocabulary}
-
-
-def byte_letters() -> list[str]:
-    """The letter that stands for each byte in byte-level vocabularies (GPT-2's)."""
-    others = itertools.count(0x100)
-    return [chr(byte) if byte in _PRINTABLE else chr(next(others)) for byte in range(256)]

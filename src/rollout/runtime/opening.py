@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
@@ -125,7 +125,6 @@ async def _open_runtime(
         max_threads=config.tools.max_threads, max_abandoned=config.tools.max_abandoned_threads
     )
     executor = tool_executor(config, tools, threads)
-    texts = LongTexts(executor.schemas())
     tally = Tally()
     try:
         await executor.prepare()
@@ -154,7 +153,7 @@ async def _open_runtime(
                     interactions=registry,
                     tally=tally,
                     threads=threads,
-                    texts=texts,
+                    texts=LongTexts(template.encoder, executor.schemas()),
                 )
                 runner = TrajectoryRunner(
                     services=services,
@@ -164,14 +163,14 @@ async def _open_runtime(
                     ),
                 )
                 runtime = RolloutRuntime(config, runner, threads, tally)
-                async with runtime.serving():
-                    if config.engine.sleep_between_batches:
-                        await engines.sleep(SLEEP_BETWEEN_BATCHES_LEVEL)
-                    yield runtime
+                with closing(services.texts):
+                    async with runtime.serving():
+                        if config.engine.sleep_between_batches:
+                            await engines.sleep(SLEEP_BETWEEN_BATCHES_LEVEL)
+                        yield runtime
     finally:
         await executor.close()
         threads.close()
-        texts.close()
 
 
 def check_abilities(config: RolloutConfig, info: EngineInfo) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from rollout.chat.token_bounds import byte_letters
+from rollout.chat.tokenizer_parts import byte_letters
 from rollout.engine.cores.simulated.vocabulary import SPECIAL_TOKENS
 
 if TYPE_CHECKING:
