@@ -23,12 +23,13 @@ import msgspec
 
 from rollout.chat.ids import LONG, FastIds, Ids, SlowIds
 from rollout.chat.token_bounds import TokenBound, TooManyTokens, token_bound
+from rollout.chat.tokenizer_copies import own_copy
 from rollout.chat.word_ids import WordIds, word_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from transformers import PreTrainedTokenizerBase
+    from rollout.chat.fast_tokenizer import AnyTokenizer
 
 #: Where text must be kept from being read as special tokens: ``[start, stop)``.
 Place = tuple[int, int]
@@ -70,7 +71,7 @@ class TextEncoder:
             and the other added ones that are neither white space nor markup.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: AnyTokenizer) -> None:
         added = tokenizer.added_tokens_decoder.items()
         self.specials = {token.content: token_id for token_id, token in added if _is_special(token)}
         self.size = len(added)
@@ -88,7 +89,7 @@ class TextEncoder:
             self._ids = SlowIds(tokenizer)
             self._split_ids = SlowIds(tokenizer, split_special_tokens=True)
         else:
-            self._ids = self._library = FastIds(_copy(backend))
+            self._ids = self._library = FastIds(own_copy(backend))
             self._bounded = _BoundedEncoder(backend, self.specials)
             self._words = word_ids(backend, self._bounded.encode_plain)
 
@@ -237,7 +238,7 @@ class _BoundedEncoder:
     def __init__(self, backend: Any, specials: Mapping[str, int]) -> None:
         from tokenizers import AddedToken
 
-        own = _copy(backend)
+        own = own_copy(backend)
         own.add_special_tokens(list(specials))  # known already: they become special, ids stay
         own.encode_special_tokens = True
         self._marks = {
@@ -274,19 +275,12 @@ class _BoundedEncoder:
 _ENCODERS: weakref.WeakKeyDictionary[Any, TextEncoder] = weakref.WeakKeyDictionary()
 
 
-def encoder_of(tokenizer: PreTrainedTokenizerBase) -> TextEncoder:
+def encoder_of(tokenizer: AnyTokenizer) -> TextEncoder:
     """The encoder of a tokenizer, made again where tokens were added since."""
     known = _ENCODERS.get(tokenizer)
     if known is None or known.size != len(tokenizer.added_tokens_decoder):
         known = _ENCODERS[tokenizer] = TextEncoder(tokenizer)
     return known
-
-
-def _copy(backend: Any) -> Any:
-    own = type(backend).from_str(backend.to_str())
-    own.no_truncation()
-    own.no_padding()
-    return own
 
 
 def _is_special(token: Any) -> bool:

@@ -13,7 +13,7 @@ from rollout.chat.token_bounds import TooManyTokens
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from transformers import PreTrainedTokenizerBase
+    from rollout.chat.fast_tokenizer import AnyTokenizer
 
 #: `ids(text, most)`: those of a text; `TooManyTokens` where they are certainly more than `most`.
 Ids = Callable[[str, int | None], list[int]]
@@ -73,7 +73,7 @@ class SlowIds:
     What follows a text may change how its last word is divided; half of its tokens remain.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, **options: bool) -> None:
+    def __init__(self, tokenizer: AnyTokenizer, **options: bool) -> None:
         self._tokenizer = tokenizer
         self._options = options
 

@@ -19,7 +19,7 @@ from rollout.errors import TemplateError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from transformers import PreTrainedTokenizerBase
+    from rollout.chat.fast_tokenizer import AnyTokenizer
 
 
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,9 +65,7 @@ class Renderer:
         kwargs: What else the template can read, such as ``enable_thinking``.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, source: str, kwargs: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, tokenizer: AnyTokenizer, source: str, kwargs: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
         self.source = source
         self.kwargs = dict(kwargs)

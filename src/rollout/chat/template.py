@@ -24,9 +24,8 @@ from rollout.chat.token_text import token_text
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from rollout.chat.encoding import Ready
+    from rollout.chat.fast_tokenizer import AnyTokenizer
     from rollout.chat.transcript import Transcript
     from rollout.types import Message
 
@@ -45,7 +44,7 @@ class ChatTemplate:
     stays text.
 
     Args:
-        tokenizer: A transformers tokenizer.
+        tokenizer: A transformers tokenizer, or a `FastTokenizer`.
         chat_template: Jinja text that replaces the tokenizer's own template.
         chat_template_kwargs: What else the template can read, e.g. ``{"enable_thinking": False}``.
 
@@ -59,7 +58,7 @@ class ChatTemplate:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: AnyTokenizer,
         *,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -400,7 +399,7 @@ def _around(text: str, places: Sequence[tuple[int, int]]) -> Iterator[str]:
     yield text[at:]
 
 
-def _own_template(tokenizer: PreTrainedTokenizerBase) -> str:
+def _own_template(tokenizer: AnyTokenizer) -> str:
     own = tokenizer.chat_template
     if isinstance(own, Mapping):
         if len(own) == 1:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout.chat.fast_tokenizer_files import read_fast_tokenizer
 from rollout.chat.template import ChatTemplate
 from rollout.errors import TemplateError
 from rollout.lazy import importing
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from transformers import PreTrainedTokenizerBase
+
+    from rollout.chat.fast_tokenizer import AnyTokenizer
 
 logger = logging.getLogger("rollout.chat")
 
@@ -41,14 +45,14 @@ def load_chat_template(
     if chat_template_path is not None:
         _read_template(Path(chat_template_path))  # a wrong path costs no download
     return with_template(
-        _load_tokenizer(model, revision=revision, trust_remote_code=trust_remote_code),
+        load_tokenizer(model, revision=revision, trust_remote_code=trust_remote_code),
         chat_template_path=chat_template_path,
         chat_template_kwargs=chat_template_kwargs,
     )
 
 
 def with_template(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: AnyTokenizer,
     *,
     chat_template_path: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -71,7 +75,7 @@ def _read_template(path: Path) -> str:
         raise TemplateError(f"chat template {path} cannot be read: {error}") from error
 
 
-def _check_syntax(tokenizer: PreTrainedTokenizerBase, source: str, path: str | None) -> None:
+def _check_syntax(tokenizer: AnyTokenizer, source: str, path: str | None) -> None:
     """Compile the template once; what it makes of the messages is seen when they are rendered."""
     from jinja2 import TemplateSyntaxError
 
@@ -90,15 +94,35 @@ def _check_syntax(tokenizer: PreTrainedTokenizerBase, source: str, path: str | N
 _FILE_NAMES = ("token", "vocab", "merges", ".model", ".gguf")
 
 
-def _load_tokenizer(model: str, **options: Any) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    model: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> AnyTokenizer:
+    """The tokenizer of a model directory or hub name, of which only it is read.
+
+    Transformers loads it where rules of its own are needed; see `fast_tokenizer_files`.
+
+    Raises:
+        TemplateError: There is none, or it cannot be loaded.
+    """
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    load = partial(_load_by_transformers, model, **options)
     folder = Path(model)
-    if folder.is_dir() and not any(
-        name in file.name for file in folder.iterdir() for name in _FILE_NAMES
-    ):
+    if not folder.is_dir():
+        return load()
+    if not holds_tokenizer(folder):
         raise TemplateError(
             f"the tokenizer of {model} cannot be loaded: the directory holds none "
             "(tokenizer.json, tokenizer_config.json)"
         )
+    return read_fast_tokenizer(folder, load) or load()
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether a directory has files that are a tokenizer's by their names."""
+    return any(name in file.name for file in folder.iterdir() for name in _FILE_NAMES)
+
+
+def _load_by_transformers(model: str, **options: Any) -> PreTrainedTokenizerBase:
     with importing:
         from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging

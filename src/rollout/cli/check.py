@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.agents import get_agent
 from rollout.chat import tool_parser_names
+from rollout.chat.template_loading import holds_tokenizer
 from rollout.cli.gpus import gpu_faults
 from rollout.cli.sizing import context_tokens
 from rollout.config import (
@@ -70,10 +71,17 @@ def _model_faults(config: RolloutConfig) -> Iterator[str]:
     elif isinstance(config.engine, TransformersEngine) and model.path == SIMULATED_MODEL:
         yield f"model.path = {model.path!r}: engine.kind = {kind!r} needs a model with files"
     elif model.path != SIMULATED_MODEL:
-        fault = model_path_fault(model.path, model.revision)
+        needs_weights = config.engine.loads_weights
+        fault = model_path_fault(model.path, model.revision, needs_weights=needs_weights)
         if fault is not None:
             yield fault
+        elif not needs_weights and _lacks_tokenizer(Path(model.path).expanduser()):
+            yield f"model.path = {model.path!r}: the directory holds no tokenizer"
     yield from _template_faults(model)
+
+
+def _lacks_tokenizer(folder: Path) -> bool:
+    return folder.is_dir() and not holds_tokenizer(folder)
 
 
 def _template_faults(model: ModelConfig) -> Iterator[str]:

@@ -27,6 +27,8 @@ class EngineConfig(Section):
 
     section: ClassVar[str] = "engine"
     kind: ClassVar[str]
+    #: Whether it serves the weights in `model.path`; for others a tokenizer there is enough.
+    loads_weights: ClassVar[bool] = False
     #: Engines behind the router.
     replicas: Count = 1
     #: From the start of a replica to its answer to the hello.
@@ -50,6 +52,7 @@ class TransformersEngine(EngineConfig):
     """The embedded engine: in-flight batching over a transformers model, CPU or GPU."""
 
     kind: ClassVar[str] = "transformers"
+    loads_weights: ClassVar[bool] = True
     #: Of weights and computation; "auto" takes the one that the model is stored in.
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
     #: As torch names it: ``cpu``, ``cuda``, ``cuda:1``.
@@ -80,6 +83,7 @@ class SGLangEngine(EngineConfig):
     """SGLang in token-in, token-out mode."""
 
     kind: ClassVar[str] = "sglang"
+    loads_weights: ClassVar[bool] = True
     #: "cpu" runs SGLang without a GPU, on plain torch.
     device: Literal["cuda", "cpu"] = "cuda"
     #: Compute threads of a replica on the CPU. More than one collapses beside other work.

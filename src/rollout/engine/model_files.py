@@ -48,7 +48,7 @@ TEMPLATE_FILE = Path(__file__).parents[1] / "chat" / "templates" / "chatml_herme
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def resolve_model(path: str, revision: str | None = None) -> str:
+def resolve_model(path: str, revision: str | None = None, *, needs_weights: bool = True) -> str:
     """A local directory or a hub name that transformers' ``from_pretrained`` understands.
 
     The first use of the embedded model converts it, which takes some 20 s of CPU time; later
@@ -58,12 +58,14 @@ def resolve_model(path: str, revision: str | None = None) -> str:
     Args:
         path: ``embedded:smollm2-135m-instruct``, a directory, or a hub name.
         revision: Of a hub name; anything else has none.
+        needs_weights: False where a directory with a tokenizer alone is enough: the engine brings
+            its own model.
 
     Raises:
         EngineError: There is no such model, or the embedded one cannot be converted; the text
             says what is missing.
     """
-    fault = model_path_fault(path, revision)
+    fault = model_path_fault(path, revision, needs_weights=needs_weights)
     if fault is not None:
         raise EngineError(fault)
     if path.startswith(EMBEDDED_PREFIX):
@@ -73,7 +75,9 @@ def resolve_model(path: str, revision: str | None = None) -> str:
     return path
 
 
-def model_path_fault(path: str, revision: str | None = None) -> str | None:
+def model_path_fault(
+    path: str, revision: str | None = None, *, needs_weights: bool = True
+) -> str | None:
     """What is wrong with a model path, as `resolve_model` would say it; None where nothing is.
 
     Converts nothing and asks no network, so a hub name is only checked for its form.
@@ -82,7 +86,7 @@ def model_path_fault(path: str, revision: str | None = None) -> str | None:
     if path.startswith(EMBEDDED_PREFIX):
         fault = _embedded_fault(path, said)
     elif _is_local(path):
-        fault = _directory_fault(Path(path).expanduser(), said)
+        fault = _directory_fault(Path(path).expanduser(), said, needs_weights=needs_weights)
     elif not HUB_NAME.fullmatch(path):
         return f"{said}: no such directory, and not a hub name (owner/name)"
     else:
@@ -112,12 +116,13 @@ def _is_local(path: str) -> bool:
     return looks_local or (path != "" and Path(path).exists())
 
 
-def _directory_fault(directory: Path, said: str) -> str | None:
+def _directory_fault(directory: Path, said: str, *, needs_weights: bool) -> str | None:
     if not directory.exists():
         return f"{said}: no such directory"
     if not directory.is_dir():
-        return f"{said}: a file; expected a directory with config.json"
-    if not (directory / "config.json").is_file():
+        expected = "config.json" if needs_weights else "a tokenizer"
+        return f"{said}: a file; expected a directory with {expected}"
+    if needs_weights and not (directory / "config.json").is_file():
         return f"{said}: the directory has no config.json"
     return None
 

@@ -10,12 +10,12 @@ import attrs
 
 from rollout.chat import ChatTemplate, load_chat_template
 from rollout.chat.template_loading import with_template
-from rollout.config import SGLangEngine, SimulatedEngine, TransformersEngine
+from rollout.config import SimulatedEngine
 from rollout.engine.cores.simulated.vocabulary import FINGERPRINT
 from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import end_ids, model_fingerprint
 from rollout.engine.wire.protocol import DriverFacts
-from rollout.lazy import importing
+from rollout.runtime.tensor_imports import import_tensors
 
 if TYPE_CHECKING:
     from rollout.config import ModelConfig, RolloutConfig
@@ -51,15 +51,17 @@ async def load_driver_model(config: RolloutConfig, threads: WorkerThreads) -> Dr
     if model.path != SIMULATED_MODEL:
         return await threads.run("tokenizer", _load, config)
     # Inline: a thread would let virtual time run away from it.
-    _import_tensors()
+    import_tensors()
     is_plain = model.chat_template is None and not model.chat_template_kwargs
     template = _simulated_template() if is_plain else _other_simulated_template(model)
     return DriverModel(template, _facts(template, config))
 
 
 def _load(config: RolloutConfig) -> DriverModel:
-    template = _load_tokenizer(config.model)
-    return DriverModel(template, _facts(template, config))
+    template = _load_template(config)
+    model = DriverModel(template, _facts(template, config))
+    import_tensors()  # last: engines need what comes before
+    return model
 
 
 def _facts(template: ChatTemplate, config: RolloutConfig) -> DriverFacts:
@@ -74,7 +76,7 @@ def _facts(template: ChatTemplate, config: RolloutConfig) -> DriverFacts:
     match engine:
         case SimulatedEngine():
             fingerprint = FINGERPRINT
-        case TransformersEngine() | SGLangEngine():
+        case _ if engine.loads_weights:
             path = resolve_model(model.path, model.revision)
             ends.update(end_ids(path, model.revision))
             fingerprint = model_fingerprint(path, model.revision)
@@ -114,16 +116,10 @@ def _other_simulated_template(model: ModelConfig) -> ChatTemplate:
     )
 
 
-def _import_tensors() -> None:
-    """Import what `generate` needs in the end: torch, which would block the loop there."""
-    with importing:
-        import rollout.batch  # noqa: F401
-
-
-def _load_tokenizer(model: ModelConfig) -> ChatTemplate:
-    _import_tensors()
+def _load_template(config: RolloutConfig) -> ChatTemplate:
+    model = config.model
     return load_chat_template(
-        resolve_model(model.path, model.revision),
+        resolve_model(model.path, model.revision, needs_weights=config.engine.loads_weights),
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
         chat_template_path=model.chat_template,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout import process_memory
+from rollout.lazy import importing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,13 +54,19 @@ class _Heap:
         with self._lock:
             self._runtimes += 1
             # A caller that rules the collector by itself keeps doing so.
-            if self._runtimes > 1 or not gc.isenabled() or gc.get_freeze_count():
+            is_disabled = not (gc.isenabled() or importing.is_pausing)
+            if self._runtimes > 1 or is_disabled or gc.get_freeze_count():
                 return
             if not self._is_swept:  # later ones find little, and each takes as long
                 gc.collect()
                 self._is_swept = True
             gc.freeze()
             self._is_ours = True
+
+    def freeze_more(self) -> None:
+        with self._lock:
+            if self._is_ours and self._runtimes == 1:
+                gc.freeze()
 
     def thaw(self) -> None:
         with self._lock:
@@ -137,3 +144,11 @@ async def collect_as_memory_asks() -> None:
     while True:
         await anyio.sleep(LOOK_S)
         _heap.collect_if_due()
+
+
+def freeze_loaded() -> None:
+    """What lives now, too, where one runtime is in its block of `frozen_heap`: it was just loaded.
+
+    Nothing is collected before, which would take a look at all of it.
+    """
+    _heap.freeze_more()

@@ -22,7 +22,7 @@ from rollout.errors import AgentError, ConfigError
 from rollout.interactions import InteractionRegistry
 from rollout.observe.tally import Tally
 from rollout.runtime.driver_model import load_driver_model, warn_of_end_token
-from rollout.runtime.heap import frozen_heap
+from rollout.runtime.heap import freeze_loaded, frozen_heap
 from rollout.runtime.runtime import RolloutRuntime
 from rollout.scheduling.prompt_sampling import top_log_probs_fault
 from rollout.scheduling.reward_signatures import check_reward, of_trajectory
@@ -103,11 +103,12 @@ async def _open(
     registry = InteractionRegistry(interactions)
     parser = tool_parser(config, registry)
     builtin = await builtin_tools(config.tools)
-    async with (
-        open_tools([*builtin, *tools]) as opened,
-        _open_runtime(engines, config, opened, reward, registry, parser) as runtime,
-    ):
-        with frozen_heap() if config.scheduling.freeze_heap else nullcontext():
+    with frozen_heap() if config.scheduling.freeze_heap else nullcontext():
+        async with (
+            open_tools([*builtin, *tools]) as opened,
+            _open_runtime(engines, config, opened, reward, registry, parser) as runtime,
+        ):
+            freeze_loaded()
             yield runtime
 
 

@@ -118,6 +118,7 @@ async def _serve(spec: ChildSpec, answer: int, leave: _Leave) -> None:
     core = load_core(spec.core)(**spec.options)
     await core.start()
     leave.is_serving = True
+    gc.enable()
     gc.collect()
     gc.freeze()  # a full collection would stop the engine for a fifth of a second
     if spec.is_follower:
@@ -169,6 +170,7 @@ def main() -> None:
     """Run until it is time to leave."""
     driver = sys.argv[1] if len(sys.argv) > 1 else name_of(os.getppid())
     guard(driver)
+    gc.disable()  # until the core is there: what is loaded for it stays
     answer = _take_standard_output()
     spec = msgspec.json.decode(_read_line(driver), type=ChildSpec)
     sys.path[:] = spec.sys_path or sys.path

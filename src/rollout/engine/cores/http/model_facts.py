@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollout.chat.template_loading import load_tokenizer
 from rollout.engine.model_files import resolve_model
 from rollout.errors import EngineError
 
@@ -22,10 +24,15 @@ class ModelFacts(NamedTuple):
 def read_model_facts(model: str, revision: str | None, trust_remote_code: bool) -> ModelFacts:
     """The facts about a model from its configuration files; blocks.
 
+    Of a directory with a tokenizer alone they are the tokenizer's.
+
     Raises:
         EngineError: There is no such model, or its configuration cannot be read.
+        TemplateError: There is neither a configuration nor a tokenizer.
     """
-    path = resolve_model(model, revision)
+    path = resolve_model(model, revision, needs_weights=False)
+    if Path(path).is_dir() and not Path(path, "config.json").exists():
+        return _tokenizer_facts(path)
     from transformers import AutoConfig, GenerationConfig
 
     where: dict[str, Any] = {"revision": revision or "main"}
@@ -40,10 +47,26 @@ def read_model_facts(model: str, revision: str | None, trust_remote_code: bool) 
     config = whole.get_text_config()
     eos = config.eos_token_id if eos is None else eos
     eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    text = json.dumps([model, revision, config.vocab_size, eos_ids])
     return ModelFacts(
         vocab_size=config.vocab_size,
         eos_ids=eos_ids,
         context_length=getattr(config, "max_position_embeddings", None),
-        fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16],
+        fingerprint=_fingerprint(model, revision, config.vocab_size, eos_ids),
     )
+
+
+def _tokenizer_facts(path: str) -> ModelFacts:
+    tokenizer = load_tokenizer(path)
+    vocab_size = max(tokenizer.get_vocab().values()) + 1
+    eos = tokenizer.eos_token_id
+    eos_ids = (eos,) if isinstance(eos, int) else ()
+    return ModelFacts(
+        vocab_size=vocab_size,
+        eos_ids=eos_ids,
+        context_length=None,
+        fingerprint=_fingerprint(path, None, vocab_size, eos_ids),
+    )
+
+
+def _fingerprint(*facts: object) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

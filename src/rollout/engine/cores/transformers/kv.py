@@ -7,10 +7,11 @@ long context is then four times as fast as with positions in the middle.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+import mmap
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 #: Capacity grows in multiples of this. An odd number of cache lines keeps the rows of a head from
 #: falling into the same few sets of a CPU's cache, as powers of two would.
@@ -28,16 +29,16 @@ class LayerCache:
 
     def __init__(self, slots: int, capacity: int, key: Tensor, value: Tensor) -> None:
         heads, key_width, value_width = key.shape[1], key.shape[-1], value.shape[-1]
-        self.keys = key.new_zeros(slots, heads, key_width, capacity)
-        self.values = value.new_zeros(slots, heads, capacity, value_width)
+        self.keys = _zeros(key, slots, heads, key_width, capacity)
+        self.values = _zeros(value, slots, heads, capacity, value_width)
 
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` positions; what is there stays."""
         keys, values = self.keys, self.values
         old = keys.shape[-1]
-        self.keys = keys.new_zeros(*keys.shape[:3], capacity)
+        self.keys = _zeros(keys, *keys.shape[:3], capacity)
         self.keys[..., :old] = keys
-        self.values = values.new_zeros(*values.shape[:2], capacity, values.shape[-1])
+        self.values = _zeros(values, *values.shape[:2], capacity, values.shape[-1])
         self.values[:, :, :old] = values
 
     def copy(self, source: int, target: int, start: int, stop: int) -> None:
@@ -101,6 +102,18 @@ class KeyValueCache:
         """Forget one slot in every layer."""
         for layer in self._layers.values():
             layer.clear(slot)
+
+
+def _zeros(like: Tensor, *shape: int) -> Tensor:
+    """Zeros of the type of `like`; on a CPU, memory is taken as far as something is written.
+
+    Most slots stay empty for a while, and some for ever.
+    """
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    size = math.prod(shape) * like.element_size()
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=like.dtype).view(shape)
 
 
 def copies(layer: LayerCache, slot: int, length: int, groups: int) -> tuple[Tensor, Tensor]:

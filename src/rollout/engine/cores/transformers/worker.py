@@ -135,7 +135,11 @@ class Worker:
         atexit.unregister(self._end)
 
     def _serve(self) -> None:
-        # Here, not above: torch takes seconds to import, and the event loop must not wait for it.
+        # Here, not above: this takes seconds, and the event loop must not wait for it.
+        from rollout.engine.cores.transformers.library_imports import import_libraries
+
+        options = self._options
+        import_libraries(leave_out_compiler=not options.trust_remote_code)
         import torch
 
         from rollout.engine.cores.transformers.slot_model import (
@@ -144,7 +148,6 @@ class Worker:
             describe,
         )
 
-        options = self._options
         torch.set_num_threads(options.threads)
         with torch.inference_mode():
             loaded = self._load(options.model, options.revision)
