@@ -11,6 +11,7 @@ import tempfile
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,6 +26,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="rollout-tests-")
     atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
+
+# A busy machine makes no example wrong.
+settings.register_profile("rollout", deadline=None)
+settings.load_profile("rollout")
 
 # Shells start background jobs with Ctrl-C ignored, which the processes of tests would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
