@@ -55,7 +55,7 @@ def test_messages_told_are_read_again_as_they_were(
     ]
     after = template.end_ids() if data.draw(st.booleans()) else None
     try:
-        written, turn_end = template.observation_text(told)
+        written, turn_end, _ = template.observation_text(told)
         ids = template.observation_ids_of(written, turn_end, after=after)
     except TemplateError:
         return
