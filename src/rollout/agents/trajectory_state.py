@@ -36,6 +36,7 @@ class TrajectoryState:
 
     Attributes:
         services: What all trajectories share.
+        config: The `agent` section of the configuration.
         prompt, identity, tools, extra, turn_scores, tool_rewards, ending, generation_s,
             cached_tokens, resumes, restarts, discarded_tokens: As in `AgentContext`.
         wording: Renders and encodes.
@@ -57,6 +58,7 @@ class TrajectoryState:
     ) -> None:
         self.services = services
         self.reader = services.reader_of(tools)
+        self.config: AgentConfig = services.config.agent
         self.clock = loop_clock()
         self.wording = Wording(services, tools)
         self.outermost = outermost
@@ -74,11 +76,6 @@ class TrajectoryState:
         self.tools = tools
         self.deadline = PausableDeadline(deadline, outermost)
         self._calls_asked = 0
-
-    @property
-    def config(self) -> AgentConfig:
-        """The `agent` section of the configuration."""
-        return self.services.config.agent
 
     def end(self, outcome: Outcome, reason: str, *, limit_source: str | None = None) -> None:
         """Settle the outcome; return from `run` afterwards. The first call counts."""
@@ -107,10 +104,8 @@ class TrajectoryState:
             LimitExceeded: They are as many as `agent.max_consecutive_errors`, or those that could
                 not be run as `agent.max_consecutive_invalid_calls`.
         """
-        invalid, errors = (
-            self.config.max_consecutive_invalid_calls,
-            self.config.max_consecutive_errors,
-        )
+        config = self.config
+        invalid, errors = config.max_consecutive_invalid_calls, config.max_consecutive_errors
         if invalid is not None and self.tools.invalid_in_a_row >= invalid:
             raise LimitExceeded(
                 f"agent.max_consecutive_invalid_calls = {invalid} is reached",
@@ -170,8 +165,9 @@ class TrajectoryState:
         """Count what a generation took, and what the loss of replicas did to it."""
         self.generation_s += seconds
         self.resumes += generation.resumes
-        self.restarts += generation.restarts
-        self.discarded_tokens += generation.discarded_tokens
+        if generation.restarts:
+            self.restarts += generation.restarts
+            self.discarded_tokens += generation.discarded_tokens
 
 
 class SettlingLimits:

@@ -15,7 +15,7 @@ import re
 import weakref
 from array import array
 from collections.abc import Mapping
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +93,7 @@ class TextEncoder:
             self._bounded = _BoundedEncoder(backend, self.specials)
             self._words = word_ids(backend, self._bounded.encode_plain)
 
-        self._remembered = lru_cache(_MOST_PIECES)(self._packed)
+        self._remembered = lru_cache(_MOST_PIECES)(partial(_packed, self._words))
 
     @property
     def keeps_ascii(self) -> bool:
@@ -154,10 +154,6 @@ class TextEncoder:
         """The ids of `batch_texts`; other threads run meanwhile."""
         assert self._library is not None
         return self._library.batch(texts)
-
-    def _packed(self, piece: str, most: int | None) -> array[int]:
-        assert self._words is not None
-        return array("i", self._words(piece, most))
 
     def _is_divided(self, text: str, tokens: Sequence[str]) -> bool:
         """Whether these are all added tokens in it, and texts between them are nobody else's."""
@@ -281,6 +277,11 @@ def encoder_of(tokenizer: AnyTokenizer) -> TextEncoder:
     if known is None or known.size != len(tokenizer.added_tokens_decoder):
         known = _ENCODERS[tokenizer] = TextEncoder(tokenizer)
     return known
+
+
+def _packed(words: WordIds | None, piece: str, most: int | None) -> array[int]:
+    assert words is not None
+    return array("i", words(piece, most))
 
 
 def _is_special(token: Any) -> bool:
