@@ -42,6 +42,17 @@ def test_generate_without_a_loop_returns_the_batch(runtime: BlockingRollout) -> 
     assert runtime.statistics().finished == 1
 
 
+def test_generate_lays_tensors_out_as_the_call_says(runtime: BlockingRollout) -> None:
+    batch = runtime.generate([user("quick")], trim=8)
+    assert batch.tensors["responses"].shape == (1, 8)
+    assert runtime.generate([user("quick")], layout="packed").tensors["responses"].is_nested
+
+    async def ask() -> rollout.RolloutBatch:
+        return await runtime.agenerate([user("quick")], layout="packed", trim=True)
+
+    assert anyio.run(ask).tensors["responses"].is_nested
+
+
 def test_generate_from_many_threads_at_once(runtime: BlockingRollout) -> None:
     batches: list[rollout.RolloutBatch] = []
 

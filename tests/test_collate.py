@@ -59,6 +59,8 @@ CUT = spoken(("prompt", [1]), ("generated", [8]), ("observation", [9, 9]), ("gen
 UNANSWERED = spoken(("prompt", [1, 2]), ("observation", [3, 3]))
 EMPTY = Transcript()
 
+layouts = st.sampled_from(["padded", "packed"])
+
 
 @st.composite
 def transcripts(draw: st.DrawFn) -> Transcript:
@@ -154,6 +156,52 @@ def test_collate_padded_tensors_keep_every_token_that_can_be_learned_from(
         }
         for key, values in expected.items():
             assert tensors[key][row, : stop - start].tolist() == values[start:stop].tolist()
+
+
+@given(st.lists(transcripts(), max_size=5), st.sampled_from([True, 1, 2, 5, 64, np.int64(3)]))
+def test_collate_trimmed_tensors_are_the_usual_ones_without_what_is_padding_in_all_rows(
+    given_transcripts: list[Transcript], trim: Any
+) -> None:
+    rows = [trajectory(each, at) for at, each in enumerate(given_transcripts)]
+    wide = collate(rows, Widths(prompt=128, response=128), PAD).tensors
+    narrow = collate(rows, Widths(prompt=6, response=16), PAD, trim=trim).tensors
+    attention = wide["attention_mask"]
+    longest = [int(part.sum(1).max()) if rows else 0 for part in attention.split(128, 1)]
+    prompt, response = (-(-length // int(trim)) * int(trim) for length in longest)
+    assert set(narrow.keys()) == set(wide.keys())
+    for key, value in wide.items():
+        cut = value
+        if key == "prompts":
+            cut = value[:, 128 - prompt :]
+        elif key in RESPONSE_KEYS:
+            cut = value[:, :response]
+        elif key in WHOLE_KEYS:
+            cut = value[:, 128 - prompt : 128 + response]
+        assert torch.equal(narrow[key].nan_to_num(), cut.nan_to_num())
+
+
+@given(st.lists(transcripts(), max_size=6), st.integers(1, 60), st.sampled_from([1, 8]), layouts)
+def test_collate_rows_are_the_same_however_many_are_laid_out_at_once(
+    given_transcripts: list[Transcript], chunk: int, cpus: int, layout: Any
+) -> None:
+    expected = collated(given_transcripts, layout, prompt=6, response=16).tensors
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rollout.batch.rows.CHUNK", chunk)
+        patch.setattr("os.cpu_count", lambda: cpus)
+        found = collated(given_transcripts, layout, prompt=6, response=16).tensors
+    for key, value in expected.items():
+        assert torch.equal(_values(value), _values(found[key]))
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    values = tensor.values() if tensor.is_nested else tensor
+    return values.nan_to_num()
+
+
+@pytest.mark.parametrize("trim", [0, -1, 1.5, "8", None])
+def test_collate_trim_that_is_none_is_refused(trim: Any) -> None:
+    with pytest.raises(ValueError, match=r"^trim = .*: expected True, False or an integer ≥ 1$"):
+        collate([], Widths(), PAD, trim=trim)
 
 
 @given(st.lists(transcripts(), max_size=5))

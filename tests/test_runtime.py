@@ -23,7 +23,7 @@ from rollout.config import (
     SchedulingConfig,
 )
 from rollout.interactions import Interaction, InteractionTurn, ScriptedUser
-from rollout.testing import Scenario
+from rollout.testing import Recorder, Scenario
 
 pytestmark = pytest.mark.anyio
 
@@ -81,6 +81,16 @@ BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"samples": 2.0}, "samples = 2.0: expected an integer ≥ 1, or None"),
     ({"samples": "8"}, "samples = '8': expected an integer ≥ 1, or None"),
 ]
+BAD_TENSORS: list[tuple[dict[str, Any], str]] = [
+    ({"layout": "ragged"}, "layout = 'ragged': expected 'padded' or 'packed'"),
+    ({"layout": None}, "layout = None: expected 'padded' or 'packed'"),
+    ({"layout": ["padded"]}, "layout = ['padded']: expected 'padded' or 'packed'"),
+    ({"trim": 0}, "trim = 0: expected True, False or an integer ≥ 1"),
+    ({"trim": -8}, "trim = -8: expected True, False or an integer ≥ 1"),
+    ({"trim": 8.0}, "trim = 8.0: expected True, False or an integer ≥ 1"),
+    ({"trim": "yes"}, "trim = 'yes': expected True, False or an integer ≥ 1"),
+    ({"trim": None}, "trim = None: expected True, False or an integer ≥ 1"),
+]
 BAD_TARGETS: list[tuple[dict[str, Any], str]] = [
     ({"member": "a"}, "member = 'a': expected an integer ≥ 0, or None for every one"),
     ({"member": -1}, "member = -1: expected an integer ≥ 0, or None for every one"),
@@ -122,10 +132,68 @@ async def test_runtime_bad_argument_of_a_call_starts_nothing(
         assert runtime.statistics().admitted == 0
 
 
+@pytest.mark.parametrize(("arguments", "said"), BAD_TENSORS)
+async def test_generate_tensors_that_cannot_be_laid_out_like_that_start_nothing(
+    arguments: dict[str, Any], said: str
+) -> None:
+    async with rollout.open_rollout(ADDING.config()) as runtime:
+        with pytest.raises(rollout.PromptError) as caught:
+            await runtime.generate([user("2 + 3")], **arguments)
+        assert str(caught.value) == said
+        assert runtime.statistics().admitted == 0
+
+
 async def test_runtime_bad_arguments_of_a_call_are_named_at_once() -> None:
     async with rollout.open_rollout(ADDING.config()) as runtime:
-        with pytest.raises(rollout.PromptError, match=r"^step = -1: .*\nvalidate = 1: "):
-            await runtime.generate([user("2 + 3")], step=-1, validate=1)  # type: ignore[arg-type]
+        with pytest.raises(
+            rollout.PromptError, match=r"^step = -1: .*\nvalidate = 1: .*\nlayout = .*\ntrim = 0: "
+        ):
+            await runtime.generate(
+                [user("2 + 3")],
+                step=-1,
+                validate=1,  # type: ignore[arg-type]
+                layout="wide",  # type: ignore[arg-type]
+                trim=0,
+            )
+
+
+async def test_generate_lays_tensors_out_as_the_call_says() -> None:
+    recorder = Recorder()
+    lengths = LengthsConfig(prompt=500, response=300)
+    prompts = [user("2 + 3"), user("something else and longer"), user(3)]
+    async with recorder.open_rollout(ADDING.config(lengths=lengths), [add]) as runtime:
+        usual = await runtime.generate(prompts, step=1)
+        trimmed = await runtime.generate(prompts, step=1, trim=True)
+        even = await runtime.generate(prompts, step=1, trim=64)
+        packed = await runtime.generate(prompts, step=1, layout="packed", trim=True)
+    assert recorder.anomalies() == []
+    assert usual.tensors["responses"].shape == (3, 300)
+    attention = usual.tensors["attention_mask"]
+    prompt, response = attention[:, :500].sum(1).max(), attention[:, 500:].sum(1).max()
+    assert trimmed.tensors["prompts"].shape == (3, prompt)
+    assert trimmed.tensors["responses"].shape == (3, response)
+    assert trimmed.tensors["input_ids"].shape == (3, prompt + response)
+    assert (even.tensors["prompts"].shape[1], even.tensors["responses"].shape[1]) == (
+        -(-int(prompt) // 64) * 64,
+        -(-int(response) // 64) * 64,
+    )
+    assert packed.tensors["input_ids"].is_nested
+    assert packed.tensors["input_ids"].values().tolist() == (
+        usual.tensors["input_ids"][attention == 1].tolist()
+    )
+
+
+@pytest.mark.parametrize("name", ["input_ids", "response_mask", "rollout_log_probs"])
+@pytest.mark.parametrize("arguments", [{"trim": True}, {"trim": 7}, {"layout": "packed"}])
+async def test_recorder_sees_what_is_wrong_in_any_layout(
+    name: str, arguments: dict[str, Any]
+) -> None:
+    recorder = Recorder()
+    async with recorder.open_rollout(ADDING.config(), [add]) as runtime:
+        batch = await runtime.generate([user("2 + 3")], **arguments)
+    tensor = batch.tensors[name]
+    (tensor.values() if tensor.is_nested else tensor).flatten()[-40:].add_(1)
+    assert [text.partition("[")[0] for text in recorder.anomalies()] == [name]
 
 
 @pytest.mark.parametrize(("arguments", "said"), BAD_TARGETS)

@@ -16,7 +16,7 @@ Trim = bool | int
 def layout_faults(layout: Any, trim: Any) -> list[str]:
     """What is wrong with a layout and a trim that a caller gave."""
     faults = []
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         faults.append(f"layout = {layout!r:.80}: expected 'padded' or 'packed'")
     if not isinstance(trim, Integral) or (not isinstance(trim, bool) and int(trim) < 1):
         faults.append(f"trim = {trim!r:.80}: expected True, False or an integer ≥ 1")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
@@ -18,12 +21,12 @@ from rollout.batch.sample import Sample
 from rollout.tensor_layout import Layout, Trim, layout_faults, trimmed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rollout.chat.trajectory import Trajectory
 
-#: Places of tokens that are laid out at once: a few milliseconds of work.
-CHUNK = 1 << 21
+#: Threads that fill large tensors, on a machine with twice as many CPUs.
+MAX_THREADS = 4
 
 
 def collate(
@@ -79,15 +82,13 @@ def _padded(rows: Rows, lengths: Lengths, pad_token_id: int, trim: Trim) -> dict
     prompt = trimmed(int(rows.prompts.max(initial=0)), lengths.prompt, trim)
     response = trimmed(int(rows.responses.max(initial=0)), lengths.response, trim)
     padded = PaddedTensors(rows, prompt, response, pad_token_id)
-    for start, stop in _chunks(np.full(len(rows), padded.width)):
-        padded.fill(rows, rows.tokens(start, stop))
+    _fill(padded, rows, np.full(len(rows), padded.width))
     return {name: torch.from_numpy(array) for name, array in padded.arrays.items()}
 
 
 def _packed(rows: Rows) -> dict[str, torch.Tensor]:
     packed = PackedTensors(rows)
-    for start, stop in _chunks(rows.prompts + rows.responses):
-        packed.fill(rows, rows.tokens(start, stop))
+    _fill(packed, rows, rows.prompts + rows.responses)
     offsets = {id(each): torch.from_numpy(each) for each in packed.offsets.values()}
     return {
         name: torch.nested.nested_tensor_from_jagged(
@@ -97,16 +98,21 @@ def _packed(rows: Rows) -> dict[str, torch.Tensor]:
     }
 
 
-def _chunks(sizes: Any) -> Iterator[tuple[int, int]]:
-    """Begins and ends of runs of rows of at most `CHUNK` places, at least one row each."""
-    start, room = 0, CHUNK
-    for row, size in enumerate(sizes.tolist()):
-        if row > start and size > room:
-            yield start, row
-            start, room = row, CHUNK
-        room -= size
-    if len(sizes):
-        yield start, len(sizes)
+def _fill(tensors: PaddedTensors | PackedTensors, rows: Rows, sizes: npt.NDArray[np.int64]) -> None:
+    """Write all rows, of these sizes in tokens; large ones in threads, since memory is slow."""
+
+    def fill(chunk: slice) -> None:
+        tensors.fill(rows, rows.tokens(chunk))
+
+    chunks = list(rows.chunks(sizes))
+    threads = min(MAX_THREADS, (os.cpu_count() or 1) // 2, len(chunks))
+    if threads > 1:
+        with ThreadPoolExecutor(threads, thread_name_prefix="rollout-collate") as pool:
+            for _ in pool.map(fill, chunks):
+                pass
+    else:
+        for chunk in chunks:
+            fill(chunk)
 
 
 def _of_rows(places: Sequence[Place]) -> dict[str, torch.Tensor]:

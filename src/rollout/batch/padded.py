@@ -67,9 +67,9 @@ class PaddedTensors:
         if rows.expert_shape is not None:
             parts["routed_experts"].fill(NO_EXPERT)
             for at, row in enumerate(range(len(rows))[tokens.rows]):
-                experts = rows.experts(row)
+                experts, begin = rows.experts(row), int(first[at, 0])
                 if experts is not None:
-                    parts["routed_experts"][at, is_token[at]] = experts
+                    parts["routed_experts"][at, begin : begin + len(experts)] = experts
 
     @staticmethod
     def _fill_responses(

@@ -13,10 +13,13 @@ import numpy.typing as npt
 from rollout.chat.transcript import NO_VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from rollout.chat.trajectory import Segment, Trajectory
     from rollout.chat.transcript import Transcript
+
+#: Tokens that are laid out at once: a few milliseconds of work.
+CHUNK = 1 << 21
 
 
 class Lengths(Protocol):
@@ -81,9 +84,20 @@ class Rows:
     def __len__(self) -> int:
         return len(self.places)
 
-    def tokens(self, start: int, stop: int) -> Tokens:
-        """Those of the rows `start` up to `stop`."""
-        return Tokens(self, slice(start, stop))
+    def chunks(self, sizes: npt.NDArray[np.int64]) -> Iterator[slice]:
+        """All rows, in runs of those of at most `CHUNK` tokens by their (B,) sizes, or of one."""
+        start, room = 0, CHUNK
+        for row, size in enumerate(sizes.tolist()):
+            if row > start and size > room:
+                yield slice(start, row)
+                start, room = row, CHUNK
+            room -= size
+        if len(self):
+            yield slice(start, len(self))
+
+    def tokens(self, at: slice) -> Tokens:
+        """Those of some rows."""
+        return Tokens(self, at)
 
     def experts(self, row: int) -> npt.NDArray[np.int16] | None:
         """(T, layers, top_k) of one row; None where they are not known."""

@@ -379,7 +379,7 @@ class EnginePool:
                     self._maintenance.close()
                     self._wait_queue.wake_all()
         finally:
-            self._weight_updater.close()
+            await self._weight_updater.aclose()
 
     async def _start_all(self, tasks: TaskGroup) -> None:
         try:

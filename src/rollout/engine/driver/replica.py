@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import anyio
+import anyio.to_thread
 import attrs
 
+from rollout.bridge import has_virtual_clock
 from rollout.engine.driver.channel import Channel
 from rollout.engine.driver.generation import TokenCounts
 from rollout.engine.driver.recovery import Attempt
@@ -36,10 +38,15 @@ class Weights:
             return False
         return is_here or not self.is_staged
 
-    def discard(self) -> None:
-        """They are not needed any more; harmless when called again."""
-        if self.is_staged and isinstance(self.source, DiskWeights):
+    async def discard(self) -> None:
+        """They are not needed any more; shielded, and harmless when called again."""
+        if not self.is_staged or not isinstance(self.source, DiskWeights):
+            return
+        if has_virtual_clock():  # time would run away from a thread
             unstage(self.source.path)
+            return
+        with anyio.CancelScope(shield=True):  # gigabytes take a second, and no more
+            await anyio.to_thread.run_sync(unstage, self.source.path)
 
 
 @attrs.define(eq=False)

@@ -140,23 +140,23 @@ class WeightUpdater:
         is_loaded = any(replica.weights is weights for replica in self._replicas)
         if errors and not is_loaded:
             self._restore(before)
-            self._discard_others()
+            await self._discard_others()
             raise next(iter(errors.values()))
-        self._discard_others()
         for replica, error in errors.items():
             _fence(replica, f"other weights are needed: {error}")
+        await self._discard_others()
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         """The engines are gone."""
         self._current = None
-        self._discard_others()
+        await self._discard_others()
 
-    def _discard_others(self) -> None:
+    async def _discard_others(self) -> None:
         """Only the current weights are still needed."""
-        for weights in self._kept:
-            if weights is not self._current:
-                weights.discard()
+        others = [weights for weights in self._kept if weights is not self._current]
         self._kept = [weights for weights in self._kept if weights is self._current]
+        for weights in others:
+            await weights.discard()
 
     def _note_change(self) -> None:
         self._changed_again.set()
