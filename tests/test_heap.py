@@ -13,7 +13,8 @@ import rollout
 from rollout import Prompt, process_memory
 from rollout.agents import AgentContext, AgentLoop
 from rollout.config import SchedulingConfig
-from rollout.runtime.heap import NEVER, frozen_heap
+from rollout.lazy import importing
+from rollout.runtime.heap import NEVER, freeze_loaded, frozen_heap
 from rollout.testing import Scenario
 
 SILENT = Scenario(seed=1).reply("", "ok")
@@ -75,6 +76,26 @@ def test_frozen_heap_with_the_collector_disabled_does_nothing() -> None:
             assert gc.get_freeze_count() == 0
     finally:
         gc.enable()
+
+
+def test_freeze_loaded_freezes_what_has_come_since_within_a_block_only() -> None:
+    freeze_loaded()
+    assert gc.get_freeze_count() == 0
+    with frozen_heap():
+        before = gc.get_freeze_count()
+        knots = [Knot() for _ in range(1000)]
+        freeze_loaded()
+        assert gc.get_freeze_count() >= before + len(knots)
+        with frozen_heap():  # another runtime's batches are alive: they end without it
+            knots += [Knot() for _ in range(1000)]
+            count = gc.get_freeze_count()
+            freeze_loaded()
+            assert gc.get_freeze_count() == count
+
+
+def test_frozen_heap_is_frozen_while_the_collector_pauses_for_imports() -> None:
+    with importing, frozen_heap():
+        assert gc.get_freeze_count() > 0
 
 
 @pytest.mark.anyio

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 import pydoc
 import subprocess
 import sys
+import threading
+from typing import TYPE_CHECKING
 
 import pytest
+
+from rollout.lazy import importing
+from rollout.testing import simulated_tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 HEAVY = {"torch", "transformers", "tensordict", "numpy", "attrs", "cattrs", "trio", "anyio"}
 
 
 def loaded_by(statement: str) -> set[str]:
     script = f"import sys; {statement}; print(*{{name.partition('.')[0] for name in sys.modules}})"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    return set(done.stdout.split())
+    return set(said_by(script).split())
+
+
+def said_by(script: str, *arguments: str) -> str:
+    """What a program prints."""
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_import_rollout_loads_nothing_heavy() -> None:
@@ -75,3 +89,152 @@ def test_trajectory_signature_names_its_transcript() -> None:
     assert "transcript: rollout.chat.transcript.Transcript" in str(
         inspect.signature(rollout.Trajectory)
     )
+
+
+LOADING = """
+import sys
+from rollout.chat import load_chat_template
+chat = load_chat_template(sys.argv[1])
+ids = chat.prompt_ids([{"role": "user", "content": "hi <|im_end|>"}])
+chat.observation_ids([{"role": "tool", "content": "hi"}], after=ids)
+print(chat.decode(ids)[:13], chat.vocab_size, *{"torch", "transformers"} & sys.modules.keys())
+"""
+
+
+def test_loading_a_tokenizer_imports_no_transformers(tmp_path: Path) -> None:
+    simulated_tokenizer().save_pretrained(tmp_path)
+    assert said_by(LOADING, str(tmp_path)) == "<|im_start|>u 259\n"
+
+
+#: Opens a runtime, and says what is imported after that, and on which thread the rest was.
+OPENING = """
+import sys, threading
+import anyio, rollout
+from rollout.testing import Scenario
+
+large = {"torch", "torch._dynamo", "tensordict", "transformers"}
+loop, loaded_on_loop = threading.get_ident(), []
+
+class Watcher:
+    def find_spec(self, name, path=None, target=None):
+        if threading.get_ident() == loop and name in large:
+            loaded_on_loop.append(name)
+
+async def main():
+    config = Scenario(seed=1).reply("", "ok").config()
+    prompt = rollout.Prompt(messages=[{"role": "user", "content": "hi"}])
+    async with rollout.open_rollout(config) as runtime:
+        print(*sorted(large & sys.modules.keys()))
+        before = set(sys.modules)
+        batch = await runtime.generate([prompt])
+        assert batch.tensors.batch_size[0] == 1
+        print(*sorted(set(sys.modules) - before), *loaded_on_loop)
+
+sys.meta_path.insert(0, Watcher())
+anyio.run(main, backend=sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+def test_opening_imports_off_the_loop_all_that_the_first_batch_needs(backend: str) -> None:
+    assert said_by(OPENING, backend) == "tensordict torch\n\n"
+
+
+MARKING = """
+import sys
+from rollout.runtime.tensor_imports import import_tensors
+import_tensors()
+import torch, tensordict.base, tensordict.utils
+print("torch._dynamo" in sys.modules, "sympy" in sys.modules)
+assert torch.compiler.allow_in_graph.__module__ == "torch.compiler"
+rules = torch._dynamo.trace_rules
+print(rules.lookup_callable(tensordict.base._foreach_copy_compiled).__name__)
+print(tensordict.utils._lock_warn._dynamo_marked_constant)
+print([type(finder).__name__ for finder in sys.meta_path if "rollout" in type(finder).__module__])
+"""
+
+
+def test_tensordict_loads_the_compiler_when_it_is_used_and_marks_its_functions_then() -> None:
+    assert said_by(MARKING) == "False False\nTorchInGraphFunctionVariable\nTrue\n[]\n"
+
+
+LIBRARIES = """
+import sys
+from rollout.engine.cores.transformers.library_imports import import_libraries
+leave_out = sys.argv[1] == "True"
+import_libraries(leave_out_compiler=leave_out)
+print(*(name in sys.modules for name in ("torch._dynamo.eval_frame", "torch.distributed.tensor")))
+import gc, torch, transformers
+assert gc.get_freeze_count() > 100_000 and gc.isenabled()
+assert torch.distributed.is_available()
+
+@torch.compile(backend="eager", fullgraph=True)
+def double(x):
+    return 2 * x
+
+assert double(torch.ones(2)).tolist() == [2, 2]
+torch._dynamo.reset()
+import torch._dynamo.utils, torch.distributed.tensor
+print([type(finder).__name__ for finder in sys.meta_path if "rollout" in type(finder).__module__])
+"""
+
+
+@pytest.mark.parametrize("leave_out", [True, False])
+def test_engine_libraries_load_the_compiler_when_it_is_used(leave_out: bool) -> None:
+    found = not leave_out
+    assert said_by(LIBRARIES, str(leave_out)) == f"{found} {found}\n[]\n"
+
+
+NAMES = """
+import hashlib, json, sys
+if sys.argv[1] == "quickly":
+    from rollout.engine.cores.transformers.library_imports import import_libraries
+    import_libraries(leave_out_compiler=True)
+import transformers
+names = [transformers._class_to_module, transformers.models._class_to_module]
+missing = transformers._object_missing_backend
+print(hashlib.sha256(json.dumps([*names, missing], sort_keys=True).encode()).hexdigest())
+"""
+
+
+@pytest.mark.full
+def test_engine_libraries_have_the_names_that_transformers_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # sets are in the same order then
+    assert said_by(NAMES, "quickly") == said_by(NAMES, "slowly")
+
+
+def test_importing_pauses_the_collector_and_gives_it_back() -> None:
+    with importing:
+        with importing:
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+        assert importing.is_pausing
+    assert gc.isenabled()
+    assert not importing.is_pausing
+
+
+def test_importing_leaves_a_collector_alone_that_the_caller_has_disabled() -> None:
+    gc.disable()
+    try:
+        with importing:
+            assert not importing.is_pausing
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_importing_is_held_by_one_thread_at_a_time() -> None:
+    order = []
+
+    def other() -> None:
+        with importing:
+            order.append("other")
+
+    thread = threading.Thread(target=other)
+    with importing:
+        thread.start()
+        order.append("first")
+    thread.join()
+    assert order == ["first", "other"]

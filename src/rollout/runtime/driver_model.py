@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from rollout.bridge import has_virtual_clock
 from rollout.chat import ChatTemplate, load_chat_template
 from rollout.chat.template_loading import with_template
 from rollout.config import SimulatedEngine
+from rollout.engine.cores.simulated.tokenizer import simulated_fast_tokenizer
 from rollout.engine.cores.simulated.vocabulary import FINGERPRINT
 from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import end_ids, model_fingerprint
@@ -47,18 +49,13 @@ async def load_driver_model(config: RolloutConfig, threads: WorkerThreads) -> Dr
     Raises:
         TemplateError, EngineError: Its tokenizer or chat format cannot be loaded.
     """
-    model = config.model
-    if model.path != SIMULATED_MODEL:
-        return await threads.run("tokenizer", _load, config)
-    # Inline: a thread would let virtual time run away from it.
-    import_tensors()
-    is_plain = model.chat_template is None and not model.chat_template_kwargs
-    template = _simulated_template() if is_plain else _other_simulated_template(model)
-    return DriverModel(template, _facts(template, config))
+    if config.model.path == SIMULATED_MODEL and has_virtual_clock():
+        return _load(config)  # a thread would let virtual time run away from it
+    return await threads.run("tokenizer", _load, config)
 
 
 def _load(config: RolloutConfig) -> DriverModel:
-    template = _load_template(config)
+    template = _template(config)
     model = DriverModel(template, _facts(template, config))
     import_tensors()  # last: engines need what comes before
     return model
@@ -98,30 +95,29 @@ def warn_of_end_token(template: ChatTemplate, info: EngineInfo) -> None:
         )
 
 
-@functools.cache
-def _simulated_template() -> ChatTemplate:
-    """One for all runtimes: harnesses open thousands of them."""
-    from rollout.engine.cores.simulated.tokenizer import simulated_tokenizer
-
-    return ChatTemplate(simulated_tokenizer())
-
-
-def _other_simulated_template(model: ModelConfig) -> ChatTemplate:
-    from rollout.engine.cores.simulated.tokenizer import simulated_tokenizer
-
-    return with_template(
-        simulated_tokenizer(),
+def _template(config: RolloutConfig) -> ChatTemplate:
+    model = config.model
+    if model.path == SIMULATED_MODEL:
+        is_plain = model.chat_template is None and not model.chat_template_kwargs
+        return _simulated_template() if is_plain else _other_simulated_template(model)
+    return load_chat_template(
+        resolve_model(model.path, model.revision, needs_weights=config.engine.loads_weights),
+        revision=model.revision,
+        trust_remote_code=model.trust_remote_code,
         chat_template_path=model.chat_template,
         chat_template_kwargs=model.chat_template_kwargs,
     )
 
 
-def _load_template(config: RolloutConfig) -> ChatTemplate:
-    model = config.model
-    return load_chat_template(
-        resolve_model(model.path, model.revision, needs_weights=config.engine.loads_weights),
-        revision=model.revision,
-        trust_remote_code=model.trust_remote_code,
+@functools.cache
+def _simulated_template() -> ChatTemplate:
+    """One for all runtimes: harnesses open thousands of them."""
+    return ChatTemplate(simulated_fast_tokenizer())
+
+
+def _other_simulated_template(model: ModelConfig) -> ChatTemplate:
+    return with_template(
+        simulated_fast_tokenizer(),
         chat_template_path=model.chat_template,
         chat_template_kwargs=model.chat_template_kwargs,
     )
