@@ -297,7 +297,7 @@ class RolloutRuntime:
             deadline=deadline,
             config=scheduling,
             tally=self._tally,
-            wakes=services.engines.wakes,
+            wakes=self._runner.services.engines.wakes,
         )
 
     def _members(

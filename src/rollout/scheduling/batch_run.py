@@ -138,7 +138,8 @@ class BatchRun:
             await self._ended.wait()
         except (anyio.get_cancelled_exc_class(), KeyboardInterrupt):
             with anyio.CancelScope(shield=True):
-                await self._end_all((self._admission, *self._running))
+                self._admission.cancel()  # before anything is awaited: none starts any more
+                await self._end_all(tuple(self._running))
                 await self._ended.wait()
             raise
         finally:  # on asyncio a second Task.cancel waits for nothing
