@@ -21,6 +21,7 @@ from rollout import Outcome, RolloutBatch
 from rollout.agents import agent_names
 from rollout.chat import tool_parser_names
 from rollout.cli import main
+from rollout.testing import simulated_tokenizer
 from rollout.tools.sandbox import METHODS, sandbox_isolation
 
 CONFIG = """
@@ -399,6 +400,19 @@ def test_cli_check_names_an_engine_that_cannot_run(
     overrides = [text for option in options for text in ("--set", option)]
     assert main(["check", "config.py", *overrides]) == 2
     assert capsys.readouterr().err == f"error: {said}\n"
+
+
+def test_cli_check_takes_a_tokenizer_alone_where_the_engine_has_its_own_model(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "model").mkdir()
+    options = ("engine.kind=custom", "engine.core=rollout.testing:Scenario", "model.path=./model")
+    overrides = [text for option in options for text in ("--set", option)]
+    assert main(["check", "config.py", *overrides]) == 2
+    said = capsys.readouterr().err
+    assert said == "error: model.path = './model': the directory holds no tokenizer\n"
+    simulated_tokenizer().save_pretrained(folder / "model")
+    assert main(["check", "config.py", *overrides]) == 0
 
 
 @pytest.fixture

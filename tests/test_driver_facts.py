@@ -7,18 +7,26 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import attrs
 import msgspec
 import pytest
 
 import rollout
 from rollout import Prompt
-from rollout.config import CustomEngine, LengthsConfig, RolloutConfig
+from rollout.config import (
+    CustomEngine,
+    LengthsConfig,
+    ModelConfig,
+    RolloutConfig,
+    SimulatedEngine,
+    TransformersEngine,
+)
 from rollout.engine.core import EngineInfo
 from rollout.engine.cores.simulated import simulated_core as simulated
 from rollout.engine.cores.simulated.simulated_core import SimulatedCore
 from rollout.engine.model_identity import end_ids, model_fingerprint
 from rollout.errors import EngineError
-from rollout.testing import Scenario
+from rollout.testing import Scenario, simulated_tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -92,6 +100,32 @@ async def test_custom_engine_that_claims_nothing_wrong_serves(
     async with rollout.open_rollout(claiming(**claims)) as runtime:
         batch = await runtime.generate([PROMPT])
     assert [row.reason for row in batch.samples] == ["response"]
+
+
+@pytest.mark.parametrize(
+    "engine", [SimulatedEngine(), CustomEngine(core=f"{__name__}:ClaimingCore")], ids=["own", "any"]
+)
+async def test_tokenizer_alone_is_enough_for_an_engine_with_a_model_of_its_own(
+    engine: Any, tmp_path: Path
+) -> None:
+    simulated_tokenizer().save_pretrained(tmp_path)
+    assert not (tmp_path / "config.json").exists()
+    if isinstance(engine, CustomEngine):
+        engine = attrs.evolve(engine, options={"claims": {"fingerprint": "its own"}})
+    lengths = LengthsConfig(prompt=256, response=64)
+    model = ModelConfig(path=str(tmp_path))
+    config = Scenario().config(engine=engine, model=model, lengths=lengths)
+    async with rollout.open_rollout(config) as runtime:
+        batch = await runtime.generate([PROMPT])
+    assert [row.reason for row in batch.samples] == ["response"]
+
+
+async def test_engine_that_loads_weights_refuses_a_tokenizer_alone(tmp_path: Path) -> None:
+    simulated_tokenizer().save_pretrained(tmp_path)
+    config = RolloutConfig(engine=TransformersEngine(), model=ModelConfig(path=str(tmp_path)))
+    assert await refusal(config) == (
+        f"model.path = {str(tmp_path)!r}: the directory has no config.json"
+    )
 
 
 async def test_engine_that_ends_turns_otherwise_too_is_warned_of(

@@ -16,7 +16,8 @@ from rollout.engine import GenerationRequest, SamplingParams, open_engines
 from rollout.engine.core import Chunk, pack_ids
 from rollout.engine.cores.http import HttpCore
 from rollout.engine.driver.generation import Generation
-from rollout.errors import EngineError
+from rollout.errors import EngineError, TemplateError
+from rollout.testing import simulated_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -113,6 +114,20 @@ async def test_http_sglang_recorded_answer_becomes_tokens(model: str) -> None:
     assert body["input_ids"] == [5, 6, 7]
     assert body["sampling_params"]["stop_token_ids"] == [9]
     assert (body["rid"], body["extra_key"]) == (asked().request_id, "weights-3")
+
+
+async def test_http_tokenizer_alone_says_what_the_server_does_not(tmp_path: Path) -> None:
+    simulated_tokenizer().save_pretrained(tmp_path)
+    async with recorded_server() as server, opened(server, str(tmp_path)) as core:
+        assert (core.info.vocab_size, core.info.eos_ids) == (259, (258,))
+        assert core.info.context_length == 2042
+
+
+async def test_http_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    async with recorded_server() as server:
+        with pytest.raises(TemplateError, match="the directory holds none"):
+            async with opened(server, str(tmp_path)):
+                pytest.fail("opened")
 
 
 @pytest.mark.parametrize(

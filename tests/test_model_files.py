@@ -187,6 +187,22 @@ def test_fault_of_a_directory_names_what_is_missing(tmp_path: Path) -> None:
     )
 
 
+def test_directory_with_a_tokenizer_alone_is_enough_where_no_weights_are_needed(
+    tmp_path: Path,
+) -> None:
+    path, file = str(tmp_path), tmp_path / "tokenizer.json"
+    file.write_text("{}")
+    assert resolve_model(path, needs_weights=False) == path
+    with pytest.raises(EngineError, match=r"has no config\.json"):
+        resolve_model(path)
+    assert model_path_fault(str(file), needs_weights=False) == (
+        f"model.path = {str(file)!r}: a file; expected a directory with a tokenizer"
+    )
+    assert model_path_fault("/no/such", needs_weights=False) == (
+        "model.path = '/no/such': no such directory"
+    )
+
+
 def test_resolve_directory_without_a_leading_dot_is_local(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.engine.cores.transformers.attention import RUN_COST, StepSpan, split_runs
+from rollout.engine.cores.transformers.kv import LayerCache
 from rollout.engine.cores.transformers.slots import SlotChoice, SlotTable, common_prefix
 
 
@@ -101,3 +105,26 @@ def test_split_runs_covers_every_row_once_with_neighbouring_slots(rows: list) ->
         assert taken == list(range(taken[0], taken[0] + len(taken)))
         cost += max(span.stop for span in singles[first:last]) * (last - first) + RUN_COST
     assert cost <= sum(span.stop + RUN_COST for span in singles)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_cache_on_a_cpu_takes_memory_as_far_as_slots_are_used() -> None:
+    shown = torch.zeros(1, 2, 1, 64, dtype=torch.bfloat16)
+    before = resident_bytes()
+    layer = LayerCache(128, 544, shown, shown)
+    assert layer.keys.shape == (128, 2, 64, 544)
+    assert layer.values.shape == (128, 2, 544, 64)
+    assert layer.keys.dtype == layer.values.dtype == torch.bfloat16
+    layer.keys[7, :, :, :3] = 1.5
+    layer.values[7, :, :3] = 2.5
+    assert resident_bytes() - before < 8 << 20  # of 34 MiB
+    layer.grow(1088)
+    layer.copy(7, 9, 0, 4)
+    for slot in (7, 9):
+        assert layer.keys[slot, 1, 5, :4].tolist() == [1.5, 1.5, 1.5, 0]
+        assert layer.values[slot, 1, :4, 5].tolist() == [2.5, 2.5, 2.5, 0]
+    assert not layer.keys[8].any()
+    assert not layer.values[8].any()

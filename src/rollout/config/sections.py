@@ -49,7 +49,8 @@ class ModelConfig(Section):
     """Which model the engines serve and whose tokenizer and chat template the driver uses."""
 
     section: ClassVar[str] = "model"
-    #: A local directory, a hub name, or ``embedded:smollm2-135m-instruct``.
+    #: A local directory, a hub name, or ``embedded:smollm2-135m-instruct``. Where the engine has a
+    #: model of its own (``http``, ``custom``), a directory with a tokenizer's files is enough.
     path: Text = EMBEDDED_MODEL
     #: Hub revision; None takes the default branch.
     revision: Text | None = None

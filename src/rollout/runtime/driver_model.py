@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import attrs
@@ -17,6 +18,7 @@ from rollout.engine.cores.simulated.vocabulary import FINGERPRINT
 from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import end_ids, model_fingerprint
 from rollout.engine.wire.protocol import DriverFacts
+from rollout.errors import TemplateError
 from rollout.runtime.tensor_imports import import_tensors
 
 if TYPE_CHECKING:
@@ -57,8 +59,26 @@ async def load_driver_model(config: RolloutConfig, threads: WorkerThreads) -> Dr
 def _load(config: RolloutConfig) -> DriverModel:
     template = _template(config)
     model = DriverModel(template, _facts(template, config))
+    _prepare(template)
     import_tensors()  # last: engines need what comes before
     return model
+
+
+def _prepare(template: ChatTemplate) -> None:
+    """Have the template find out what the first conversations would wait for, on the loop.
+
+    Text with room for one token only makes it look at how few tokens a text can have.
+    """
+    question = [{"role": "user", "content": "a question"}]
+    result = [{"role": "tool", "content": "a result", "tool_call_id": "call_0"}]
+    for prepare in (
+        functools.partial(template.prompt_ids, question, most=1),
+        functools.partial(template.prompt_ids, question),
+        functools.partial(template.observation_ids, question, after=None),
+        functools.partial(template.observation_ids, result, after=None),
+    ):
+        with suppress(TemplateError):  # it takes other conversations
+            prepare()
 
 
 def _facts(template: ChatTemplate, config: RolloutConfig) -> DriverFacts:
