@@ -231,7 +231,8 @@ async def test_turn_prefix_disagrees_it_is_sent_whole() -> None:
         prefix = prefix_of(list(range(100)))
         await turns(channel, prefix, 1)
         changed = prefix_of([7, *list(prefix.ids)[1:]])
-        changed.sent_to = prefix.sent_to
+        session = channel._greeter.session
+        changed.note_sent(session, prefix.sent_to(session))
         changed.extend(array("i", [1, 2]))
         generation = await Asker(channel).ask(changed, 3, request_id="f" * 32)
         assert list(generation.ids) == expected(2, 3)
@@ -369,7 +370,7 @@ async def test_writer_has_much_to_write_callers_wait(
             request = Submit(f"w{number:031x}", ids, SamplingParams(max_new_tokens=1))
             if channel.is_full:
                 await channel.wait_for_room(request)
-            pending = channel.submit_nowait(request, Generation(), lambda: None)
+            pending = channel.submit_nowait(request, Generation(), lambda _: None)
             queued.append(channel._data._queued)
             await pending.done.wait()
 
@@ -447,7 +448,7 @@ async def test_further_facts_of_tokens_arrive_as_they_are() -> None:
                 routed_experts=True,
             ),
             generation,
-            lambda: None,
+            lambda _: None,
         )
         await pending.done.wait()
     assert generation.top_ids == packed([0, 1, 2]) * 2

@@ -1,19 +1,24 @@
-"""Full garbage collections leave alone what lived before the runtime."""
+"""Full garbage collections leave alone what lived before the runtime, and batches that run."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import anyio
 import pytest
 
 import rollout
+from rollout import Prompt, process_memory
+from rollout.agents import AgentContext, AgentLoop
 from rollout.config import SchedulingConfig
-from rollout.runtime.heap import frozen_heap
+from rollout.runtime.heap import NEVER, frozen_heap
 from rollout.testing import Scenario
 
 SILENT = Scenario(seed=1).reply("", "ok")
+PYTHONS = (700, 10, 10)
+PUT_OFF = (700, NEVER, NEVER)
 
 
 class Knot:
@@ -26,7 +31,11 @@ class Knot:
 @pytest.fixture(autouse=True)
 def _thawed() -> Iterator[None]:
     assert gc.get_freeze_count() == 0
+    before = gc.get_threshold()
+    gc.set_threshold(*PYTHONS)
     yield
+    gc.enable()
+    gc.set_threshold(*before)
     assert gc.get_freeze_count() == 0
 
 
@@ -74,3 +83,189 @@ async def test_runtime_freezes_while_it_is_open_unless_told_not_to(is_frozen: bo
     config = SILENT.config(scheduling=SchedulingConfig(freeze_heap=is_frozen))
     async with rollout.open_rollout(config):
         assert (gc.get_freeze_count() > 0) == is_frozen
+
+
+# While batches run
+
+#: What agents of `heap_probe` do in the middle of their trajectories.
+_acts: list[Callable[[], None]] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _agents() -> None:
+    @rollout.register_agent("heap_probe")
+    class _Probe(AgentLoop):
+        async def run(self, context: AgentContext) -> None:
+            await context.generate()
+            for act in _acts:
+                act()
+
+    @rollout.register_agent("heap_waiting")
+    class _Waiting(AgentLoop):
+        """Leaves a knot behind, and ends when somebody has found it."""
+
+        async def run(self, context: AgentContext) -> None:
+            found = anyio.Event()
+            knot = Knot()
+            weakref.finalize(knot, found.set)
+            del knot
+            await found.wait()
+
+
+@pytest.fixture
+def seen() -> Iterator[list[tuple[int, int, int]]]:
+    """The thresholds in the middle of each trajectory."""
+    thresholds: list[tuple[int, int, int]] = []
+    _acts.append(lambda: thresholds.append(gc.get_threshold()))
+    yield thresholds
+    _acts.clear()
+
+
+def probes(count: int = 2) -> list[Prompt]:
+    message = {"role": "user", "content": "hello"}
+    return [Prompt(messages=[message], agent_name="heap_probe") for _ in range(count)]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+async def test_batch_runs_without_full_collections_and_gives_the_thresholds_back(
+    seen: list[tuple[int, int, int]],
+) -> None:
+    full: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            full.append(phase)
+
+    kept: list[list[int]] = []
+    _acts.append(lambda: kept.extend([] for _ in range(200_000)))
+    async with rollout.open_rollout(SILENT.config()) as runtime:
+        assert gc.get_threshold() == PYTHONS
+        gc.callbacks.append(note)
+        await runtime.generate(probes())
+        gc.callbacks.remove(note)
+        assert gc.get_threshold() == PYTHONS
+        async with runtime.stream(probes()) as trajectories:
+            async for _ in trajectories:
+                pass
+        assert gc.get_threshold() == PYTHONS
+    assert seen == [PUT_OFF] * 4
+    assert full == []
+
+
+@pytest.mark.anyio
+async def test_batches_at_once_of_two_runtimes_give_the_thresholds_back_with_the_last(
+    seen: list[tuple[int, int, int]],
+) -> None:
+    slow = SILENT.timing(base_s=5.0)
+    left: list[tuple[int, int, int]] = []
+    async with (
+        rollout.open_rollout(SILENT.config()) as one,
+        rollout.open_rollout(slow.config()) as other,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(other.generate, probes())
+        await one.generate(probes())
+        left.append(gc.get_threshold())
+        await one.generate(probes())
+        left.append(gc.get_threshold())
+    assert left == [PUT_OFF, PUT_OFF]
+    assert seen == [PUT_OFF] * 6
+    assert gc.get_threshold() == PYTHONS
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("how", ["cancelled", "failed", "stream that is left"])
+async def test_batch_that_does_not_end_well_gives_the_thresholds_back(how: str) -> None:
+    config = SILENT.timing(base_s=5.0).config(
+        scheduling=SchedulingConfig(max_failures=0, max_failure_share=0.0)
+    )
+    if how == "failed":
+        _acts.append(lambda: 1 / 0)
+    async with rollout.open_rollout(config) as runtime:
+        if how == "cancelled":
+            with anyio.move_on_after(1.0):
+                await runtime.generate(probes())
+        elif how == "failed":
+            with pytest.raises(rollout.LimitExceeded):
+                await runtime.generate(probes())
+        else:
+            async with runtime.stream(probes()):
+                await anyio.sleep(1.0)
+        assert gc.get_threshold() == PYTHONS
+    _acts.clear()
+
+
+@pytest.mark.anyio
+async def test_batch_leaves_thresholds_of_the_caller_alone(
+    seen: list[tuple[int, int, int]],
+) -> None:
+    gc.set_threshold(5000, 20, 30)
+    async with rollout.open_rollout(SILENT.config()) as runtime:
+        await runtime.generate(probes())
+        assert seen == [(5000, 20, 30)] * 2
+        assert gc.get_threshold() == (5000, 20, 30)
+        gc.set_threshold(*PYTHONS)
+        _acts.append(lambda: gc.set_threshold(900, 9, 9))
+        await runtime.generate(probes(1))
+        assert gc.get_threshold() == (900, 9, 9)
+
+
+@pytest.mark.anyio
+async def test_batch_leaves_a_disabled_collector_alone(seen: list[tuple[int, int, int]]) -> None:
+    gc.disable()
+    async with rollout.open_rollout(SILENT.config()) as runtime:
+        _acts.append(lambda: seen.append((int(gc.isenabled()), 0, 0)))
+        await runtime.generate(probes(1))
+    assert seen == [PYTHONS, (0, 0, 0)]
+    assert not gc.isenabled()
+
+
+@pytest.mark.anyio
+async def test_batch_told_not_to_freeze_leaves_the_collector_alone(
+    seen: list[tuple[int, int, int]],
+) -> None:
+    config = SILENT.config(scheduling=SchedulingConfig(freeze_heap=False))
+    async with rollout.open_rollout(config) as runtime:
+        await runtime.generate(probes())
+    assert seen == [PYTHONS] * 2
+
+
+@pytest.mark.anyio
+async def test_batch_knot_of_an_agent_is_found_by_itself_after_the_batch() -> None:
+    gone: list[weakref.ref[Knot]] = []
+
+    def leak() -> None:
+        knot = Knot()
+        gone.append(weakref.ref(knot))
+        gc.collect(0)  # it is not among the youngest any more when it becomes garbage
+
+    _acts.append(leak)
+    async with rollout.open_rollout(SILENT.config()) as runtime:
+        await runtime.generate(probes())
+        _acts.clear()
+        assert all(knot() for knot in gone)
+        lists: list[list[int]] = []
+        while any(knot() for knot in gone) and len(lists) < 1_000_000:
+            lists.append([])
+        assert not any(knot() for knot in gone)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])  # in real time
+async def test_batch_knot_of_an_agent_is_found_while_it_runs_once_memory_has_grown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used = iter([0, *range(0, 1 << 40, 1 << 30)])  # a GiB more at each look
+    monkeypatch.setattr(process_memory, "resident_bytes", lambda: next(used))
+    monkeypatch.setattr(process_memory, "available_bytes", lambda: 12 << 30)
+    prompt = Prompt(messages=[{"role": "user", "content": "hello"}], agent_name="heap_waiting")
+    async with rollout.open_rollout(SILENT.config()) as runtime:
+        with anyio.fail_after(60):
+            batch = await runtime.generate([prompt])
+    assert batch.samples[0].outcome == "completed"
+
+
+def test_process_memory_is_known_here() -> None:
+    assert 1 << 20 < process_memory.resident_bytes() < 1 << 40
+    assert 0 < process_memory.available_bytes() < 1 << 50

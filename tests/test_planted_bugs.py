@@ -73,9 +73,9 @@ def _(patch: pytest.MonkeyPatch) -> None:
     def submit_nowait(
         self: Channel, request: Any, generation: Any, on_gone: Any, **options: Any
     ) -> Any:
-        def release() -> None:
+        def release(pending: Any) -> None:
             if generation.finish_reason != "length":
-                on_gone()
+                on_gone(pending)
 
         return real(self, request, generation, release, **options)
 

@@ -12,7 +12,7 @@ import pytest
 from rollout import AgentContext, Conversation, RolloutBatch, Trajectory
 from rollout.agents import AssistantTurn
 from rollout.chat import Transcript
-from rollout.chat.transcript import Span
+from rollout.chat.spans import Span
 from rollout.config import RolloutConfig
 from rollout.config.checks import options_of
 from rollout.config.reference import configuration_reference

@@ -119,7 +119,7 @@ class Asker:
                 session,
             ),
             generation,
-            lambda: self.gone.append(request_id),
+            lambda gone: self.gone.append(gone.request_id),
             prefix=prefix,
             deadline=deadline,
         )

@@ -57,7 +57,7 @@ class Asker:
         return generation
 
 
-def _nothing() -> None:
+def _nothing(_: object) -> None:
     pass
 
 

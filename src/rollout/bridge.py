@@ -169,6 +169,10 @@ class Interruptible:
         else:
             self._task = asyncio.current_task()
 
+    def forget(self) -> None:
+        """It has ended; a task whose context refers to it is then freed without the collector."""
+        self._task = None
+
     def interrupt(self, error: BaseException, replace: Callable[[Any], Any]) -> None:
         """Have it run soon, whatever shields it; nothing is lost where it is about to run.
 

@@ -240,8 +240,12 @@ class Supervised(Generic[T]):
                 finally:  # on asyncio a second Task.cancel waits for nothing
                     self._give_up(list(self._duties))
                 raise
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame, and only the collector would end that
         return self._value
 
     async def _both(
@@ -268,6 +272,7 @@ class Supervised(Generic[T]):
         except BaseException as error:
             self._error = error
         finally:
+            drive.task.forget()
             self._ended.set()
 
     async def _until_ended(self, drive: _Drive) -> None:
@@ -326,5 +331,8 @@ async def in_own_task(job: Callable[[], Coroutine[Any, Any, T]]) -> T:
     drive = _Drive(job())
     _current.set((current[0], drive))
     drive.task.is_this()
-    result: T = await drive
+    try:
+        result: T = await drive
+    finally:
+        drive.task.forget()
     return result

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from rollout.agents.conversation import Conversation
 from rollout.agents.conversation_log import ConversationLog
 from rollout.agents.identity import Ending, Identity, RejectedPrompt
+from rollout.agents.message_log import MessageLog
 from rollout.agents.places import Row
 from rollout.agents.trajectory_state import SettlingLimits, TrajectoryState
 from rollout.chat.drift import DRIFT_KINDS
@@ -100,7 +101,7 @@ class AgentContext:
         self._state = TrajectoryState(services, prompt, identity, tools, deadline, extra, outermost)
         self._main = Conversation(
             self._state,
-            ConversationLog(Row(Transcript(), MAIN)),
+            ConversationLog(Row(Transcript(), MAIN), MessageLog(self._state.reader)),
             sampling,
             identity,
             group_id=f"{identity.step}/{identity.uid}",
@@ -143,8 +144,8 @@ class AgentContext:
         return self._main.transcript
 
     @property
-    def messages(self) -> list[Message]:
-        """The conversation so far."""
+    def messages(self) -> Sequence[Message]:
+        """The conversation so far, decoded as it is read."""
         return self._main.messages
 
     @property

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rollout.agents.budget import length_error
 from rollout.agents.conversation_log import ConversationLog
 from rollout.agents.identity import Identity, RejectedPrompt
+from rollout.agents.message_log import MessageLog
 from rollout.agents.places import Row, check_ids, check_purpose
 from rollout.agents.trajectory_state import SettlingLimits
 from rollout.agents.turn import AssistantTurn, answer
@@ -23,13 +24,14 @@ from rollout.errors import AgentError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from rollout.agents.kept_messages import KeptMessages
     from rollout.agents.trajectory_state import TrajectoryState
     from rollout.agents.wording import Given
     from rollout.chat.drift import Drift
     from rollout.engine.core import SamplingParams
     from rollout.limits import Deadline
     from rollout.tools import ToolResult
-    from rollout.types import InvalidToolCall, Message, ToolCall
+    from rollout.types import InvalidToolCall, ToolCall
 
 
 class Conversation:
@@ -89,8 +91,8 @@ class Conversation:
         return self._log.rows
 
     @property
-    def messages(self) -> list[Message]:
-        """The conversation so far; yours to read."""
+    def messages(self) -> KeptMessages:
+        """The conversation so far, decoded as it is read."""
         return self._log.message_log.messages
 
     @property
@@ -289,7 +291,8 @@ class Conversation:
         """
         check_purpose(purpose)
         identity = self._next_identity()
-        log = ConversationLog(Row(Transcript(), purpose, self.rows[-1], len(self.transcript)))
+        row = Row(Transcript(), purpose, self.rows[-1], len(self.transcript))
+        log = ConversationLog(row, MessageLog(self._state.reader))
         try:
             log.begin(await self._state.wording.prompt(messages))
         except RejectedPrompt as error:
@@ -362,7 +365,7 @@ class Conversation:
         """
         log = self._log
         is_kept = self._state.config.history == "append_only" or log.has_raw_ids
-        if is_kept or not log.message_log.turns or log.open_turn is not None:
+        if is_kept or not log.message_log.messages.said or log.open_turn is not None:
             return
         if log.render_again(await self._state.wording.row(log.message_log)):
             self._known_tokens = 0
@@ -384,7 +387,7 @@ class Conversation:
         ids = log.open_turn
         assert ids is not None
         try:
-            turn = self._state.parsed(ids, self.cut_by, in_reasoning=log.in_reasoning)
+            turn = self._state.reader.turn(ids, self.cut_by, in_reasoning=log.in_reasoning)
         finally:
             log.say(turn)
         return turn

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollout.agents.message_log import SILENCE, MessageLog
-from rollout.agents.places import Mark, Row, mark_at
+from rollout.agents.places import Mark, Marks, Row, mark_at
 from rollout.chat.trajectory import COMPACTION
 from rollout.chat.transcript import common_length
 
 if TYPE_CHECKING:
     from array import array
 
+    from rollout.agents.message_log import MessageLog
     from rollout.agents.turn import AssistantTurn
     from rollout.agents.wording import Worded
     from rollout.chat.transcript import Transcript
@@ -29,12 +29,22 @@ class ConversationLog:
         has_raw_ids: Whether tokens were observed that are in no message.
     """
 
-    def __init__(self, row: Row) -> None:
+    __slots__ = (
+        "_last_turn",
+        "_marks",
+        "_open_from",
+        "has_raw_ids",
+        "in_reasoning",
+        "message_log",
+        "rows",
+    )
+
+    def __init__(self, row: Row, message_log: MessageLog) -> None:
         self.rows = [row]
-        self.message_log = MessageLog()
+        self.message_log = message_log
         self.in_reasoning = False
         self.has_raw_ids = False
-        self._marks: list[Mark] = []
+        self._marks = Marks()
         self._open_from: int | None = None
         self._last_turn = (0, -1)  # where it begins and ends
 
@@ -46,18 +56,18 @@ class ConversationLog:
     @property
     def open_turn(self) -> array[int] | None:
         """The ids of a turn that was not parsed yet, if only of none; None where there is none."""
-        return None if self._open_from is None else self.transcript.prefix.ids[self._open_from :]
+        return None if self._open_from is None else self.transcript.prefix.slice(self._open_from)
 
     @property
     def last_turn(self) -> array[int] | None:
         """The ids of the model's turn that nothing has answered yet; None where there is none."""
         start, stop = self._last_turn
-        return self.transcript.prefix.ids[start:] if stop == len(self.transcript) else None
+        return self.transcript.prefix.slice(start) if stop == len(self.transcript) else None
 
     def begin(self, worded: Worded) -> None:
         """The prompt."""
         self.transcript.append_prompt(worded.ids)
-        self.message_log.begin(worded.messages, worded.ids)
+        self.message_log.begin(worded.messages, self.transcript.prefix)
         self.in_reasoning = worded.opens_reasoning
         self._mark()
 
@@ -80,17 +90,20 @@ class ConversationLog:
     def say(self, turn: AssistantTurn | None) -> None:
         """The open turn is over; None: it could not be parsed and is in no message."""
         assert self._open_from is not None
-        self._last_turn, self._open_from = (self._open_from, len(self.transcript)), None
+        start, self._open_from = self._open_from, None
+        self._last_turn = (start, len(self.transcript))
         if turn is not None:
-            self.message_log.say(turn)
+            tokens, messages = self.transcript.prefix, self.message_log.messages
+            messages.say(turn, tokens, start, in_reasoning=self.in_reasoning)
         self._mark(ends_turn=True)
 
     def observe(self, worded: Worded) -> None:
         """What answers the model's turn."""
-        if self.last_turn is None:
-            self.message_log.say(SILENCE)  # the template opens a turn there, which ends at once
+        messages, start = self.message_log.messages, len(self.transcript)
+        if self._last_turn[1] != start:
+            messages.stay_silent()  # the template opens a turn there, which ends at once
         self.transcript.append_observation(worded.ids)
-        self.message_log.add(worded.messages)
+        messages.hear(worded.messages, self.transcript.prefix, start, worded.found)
         self.in_reasoning = worded.opens_reasoning
         self._mark()
 
@@ -106,7 +119,7 @@ class ConversationLog:
             return False
         shared = common_length(transcript.prefix.ids, self.transcript.prefix.ids)
         self.rows.append(Row(transcript, purpose, self.rows[-1], shared))
-        self._marks, self._last_turn = [], (0, -1)
+        self._marks, self._last_turn = Marks(), (0, -1)
         self._mark()
         return True
 
@@ -118,11 +131,10 @@ class ConversationLog:
         """
         mark, marks = mark_at(position, self._marks, len(self.transcript))
         row = Row(self.transcript.fork(position), purpose, self.rows[-1], position)
-        forked = ConversationLog(row)
-        forked.message_log = self.message_log.fork(mark.messages)
+        forked = ConversationLog(row, self.message_log.fork(mark.messages))
         forked.in_reasoning, forked.has_raw_ids = mark.in_reasoning, self.has_raw_ids
-        forked._marks = marks
-        is_past_all = marks == self._marks and self._open_from is None
+        forked._marks = Marks(marks)
+        is_past_all = len(marks) == len(self._marks) and self._open_from is None
         if mark.position < position and is_past_all:
             forked.has_raw_ids = True  # tokens that an agent appended by itself
         elif mark.position < position:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
-from rollout.agents.turn import AssistantTurn
+from rollout.agents.kept_messages import KeptMessages, TurnReader
 from rollout.chat.messages import template_messages, with_results_as_user
 from rollout.chat.token_bounds import TooManyTokens
 from rollout.chat.transcript import Transcript, common_length
@@ -14,12 +15,11 @@ from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from rollout.agents.turn import AssistantTurn
     from rollout.chat import ChatTemplate
-
-#: A turn without words.
-SILENCE = AssistantTurn(content="", reasoning=None, calls=(), text="")
+    from rollout.token_prefix import TokenPrefix
 
 
 class MessageLog:
@@ -27,44 +27,34 @@ class MessageLog:
 
     Attributes:
         messages: All of them.
-        turns: The model's own, as they were parsed, by their place in `messages`.
     """
 
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-        self.turns: dict[int, AssistantTurn] = {}
+    __slots__ = ("_plain", "_prompt", "_prompt_length", "_start", "messages")
+
+    def __init__(self, reader: TurnReader) -> None:
+        self.messages = KeptMessages(reader)
         self._start = 0
-        self._prompt: Sequence[int] = ()
-        self._plain: set[int] = set()  # what the template takes in plain words only
+        self._prompt: TokenPrefix | None = None  # holds it, at its beginning
+        self._prompt_length = 0
+        self._plain: frozenset[int] = frozenset()  # what the template takes in plain words only
 
     @property
     def said(self) -> dict[int, str]:
         """What the model sampled, decoded, by its place in `messages`."""
-        return {at: turn.text for at, turn in self.turns.items()}
+        return {at: self.messages.turn(at).text for at in self.messages.said}
 
-    def begin(self, messages: Iterable[Message], ids: Sequence[int]) -> None:
+    def begin(self, messages: Iterable[Message], tokens: TokenPrefix) -> None:
         """The prompt, and its tokens."""
-        self.messages += messages
+        self.messages.add(messages)
         self._start = len(self.messages)
-        self._prompt = ids
-
-    def say(self, turn: AssistantTurn) -> None:
-        """What the model said."""
-        self.turns[len(self.messages)] = turn
-        calls = tuple(call for call in turn.calls if isinstance(call, ToolCall))
-        self.messages.append(Message(role="assistant", content=turn.content, tool_calls=calls))
-
-    def add(self, messages: Iterable[Message]) -> None:
-        """What was said to it since."""
-        self.messages += messages
+        self._prompt, self._prompt_length = tokens, len(tokens)
 
     def fork(self, count: int) -> MessageLog:
         """One that has the first `count` messages of this one."""
-        forked = MessageLog()
-        forked.messages = self.messages[:count]
-        forked.turns = {at: turn for at, turn in self.turns.items() if at < count}
-        forked._start, forked._prompt = min(self._start, count), self._prompt
-        forked._plain = {at for at in self._plain if at < count}
+        forked = copy.copy(self)
+        forked.messages = self.messages.fork(count)
+        forked._start = min(self._start, count)
+        forked._plain = frozenset(at for at in self._plain if at < count)
         return forked
 
     def row(
@@ -84,7 +74,9 @@ class MessageLog:
             TooManyTokens: It certainly has more than `most`.
         """
         ids = self._ids(template, tools, most)
-        shared = common_length(ids, self._prompt) or min(longest, len(ids))
+        assert self._prompt is not None
+        prompt = self._prompt.slice(0, self._prompt_length)
+        shared = common_length(ids, prompt) or min(longest, len(ids))
         row = Transcript()
         row.append_prompt(ids[:shared])
         row.append_observation(ids[shared:])
@@ -103,7 +95,7 @@ class MessageLog:
         except TooManyTokens:
             raise
         except TemplateError as refusal:
-            for start in (max(self.turns, default=0), self._start):
+            for start in (max(self.messages.said, default=0), self._start):
                 plain = self._plain | set(range(start, len(self.messages)))
                 try:
                     ids = template.prompt_ids(self._as_served(plain), tools, most=most)
@@ -115,17 +107,18 @@ class MessageLog:
                 return ids
             raise refusal
 
-    def _as_served(self, plain: set[int]) -> list[Message | Mapping[str, Any]]:
+    def _as_served(self, plain: Collection[int]) -> list[Message | Mapping[str, Any]]:
         """The messages as a server would be sent them, some in plain words."""
         served: list[Message | Mapping[str, Any]] = []
         run: list[Message | Mapping[str, Any]] = []
-        for at, message in enumerate(self.messages):
-            said = said_again(self.turns[at]) if at in self.turns else message
+        is_said = set(self.messages.said)
+        for at in range(len(self.messages)):
+            again = said_again(self.messages.turn(at)) if at in is_said else self.messages[at]
             if at in plain:
-                run.append(said)
+                run.append(again)
                 continue
             served += in_plain_words(run)
-            served.append(said)
+            served.append(again)
             run = []
         return served + in_plain_words(run)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 import msgspec
 import numpy as np
@@ -13,7 +14,7 @@ from rollout.chat.transcript import Transcript
 from rollout.errors import AgentError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from rollout.types import Message
 
@@ -48,7 +49,7 @@ class Rows(Protocol):
         """Of its requests."""
 
     @property
-    def messages(self) -> list[Message]:
+    def messages(self) -> Sequence[Message]:
         """What was said in it."""
 
 
@@ -66,6 +67,35 @@ class Mark(NamedTuple):
     messages: int
     in_reasoning: bool
     ends_turn: bool
+
+
+class Marks(Sequence[Mark]):
+    """Marks in their order, packed."""
+
+    __slots__ = ("_packed",)
+
+    def __init__(self, marks: Iterable[Mark] = ()) -> None:
+        self._packed = array("i")
+        for mark in marks:
+            self.append(mark)
+
+    def append(self, mark: Mark) -> None:
+        """One more."""
+        self._packed.extend(mark)
+
+    def __len__(self) -> int:
+        return len(self._packed) // len(Mark._fields)
+
+    @overload
+    def __getitem__(self, at: int) -> Mark: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Mark]: ...
+    def __getitem__(self, at: int | slice) -> Mark | list[Mark]:
+        if isinstance(at, slice):
+            return [self[each] for each in range(*at.indices(len(self)))]
+        start = len(Mark._fields) * range(len(self))[at]
+        position, messages, in_reasoning, ends_turn = self._packed[start : start + 4]
+        return Mark(position, messages, bool(in_reasoning), bool(ends_turn))
 
 
 def mark_at(position: Any, marks: Sequence[Mark], length: int) -> tuple[Mark, list[Mark]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import attrs
 
+from rollout.agents.kept_messages import TurnReader
 from rollout.agents.long_texts import LongTexts
 from rollout.chat import ChatTemplate, ToolParser
 from rollout.config import RolloutConfig
 from rollout.engine.driver.pool import EnginePool
 from rollout.interactions import InteractionRegistry
 from rollout.observe.tally import Tally
-from rollout.tools import ToolExecutor
+from rollout.tools import ToolExecutor, TrajectoryTools
 from rollout.worker_threads import WorkerThreads
 
 
@@ -31,3 +32,12 @@ class Services:
     tally: Tally
     threads: WorkerThreads
     texts: LongTexts
+    _readers: dict[tuple[str, ...], TurnReader] = attrs.field(init=False, factory=dict)
+
+    def reader_of(self, tools: TrajectoryTools) -> TurnReader:
+        """What reads turns in which these tools may be called; one for all that offer the same."""
+        reader = self._readers.get(tools.names)
+        if reader is None:
+            reader = TurnReader(self.template, self.parser, tools.schemas)
+            self._readers[tools.names] = reader
+        return reader

@@ -65,8 +65,9 @@ class ToolAgent(AgentLoop):
         return State.PROCESSING_TOOLS if self._turn.calls else State.INTERACTING
 
     async def _processing_tools(self, context: AgentContext) -> State:
-        assert self._turn is not None
-        results = await context.call_tools(self._turn.calls)
+        turn, self._turn = self._turn, None  # while it generates, nobody needs its last turn
+        assert turn is not None
+        results = await context.call_tools(turn.calls)
         is_over = any(result.end_trajectory for result in results)
         return State.TERMINATED if is_over else State.GENERATING
 

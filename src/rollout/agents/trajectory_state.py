@@ -9,7 +9,6 @@ import msgspec
 
 from rollout.agents.budget import generation_budget
 from rollout.agents.identity import Ending, Identity
-from rollout.agents.turn import AssistantTurn
 from rollout.agents.wording import Wording
 from rollout.bridge import loop_clock
 from rollout.engine.core import WHOLE_ANSWERS
@@ -19,7 +18,6 @@ from rollout.supervision import UnresponsiveError
 from rollout.types import Outcome, Prompt
 
 if TYPE_CHECKING:
-    from array import array
     from types import TracebackType
 
     from rollout.agents.services import Services
@@ -36,15 +34,16 @@ UNRESPONSIVE = "unresponsive"
 class TrajectoryState:
     """The part of an `AgentContext` that each of its conversations uses.
 
-    Attributes:
-        services: What all trajectories share.
-        config: The `agent` section of the configuration.
-        prompt, identity, tools, extra, turn_scores, tool_rewards, ending, generation_s,
-            cached_tokens, resumes, restarts, discarded_tokens: As in `AgentContext`.
-        wording: Renders and encodes.
-        clock: The loop's time.
-        deadline: The trajectory's own.
-        outermost: The deadline that nothing puts off.
+        Attributes:
+            services: What all trajectories share.
+            config: The `agent` section of the configuration.
+            prompt, identity, tools, extra, turn_scores, tool_rewards, ending, generation_s,
+                cached_tokens, resumes, restarts, discarded_tokens: As in `AgentContext`.
+            wording: Renders and encodes.
+                clock: The loop's time.
+                reader: Decodes and parses what the model said.
+                deadline: The trajectory's own.
+            outermost: The deadline that nothing puts off.
     """
 
     def __init__(
@@ -60,6 +59,7 @@ class TrajectoryState:
         self.services = services
         self.config: AgentConfig = services.config.agent
         self.clock = loop_clock()
+        self.reader = services.reader_of(tools)
         self.wording = Wording(services, tools)
         self.outermost = outermost
         self.extra = extra
@@ -144,18 +144,6 @@ class TrajectoryState:
         stops = _union(tuple(sampling.stop_token_ids), self.services.stop_token_ids)
         return msgspec.structs.replace(
             sampling, max_new_tokens=budget, seed=seed, stop_token_ids=stops
-        )
-
-    def parsed(self, ids: array[int], cut_by: str | None, *, in_reasoning: bool) -> AssistantTurn:
-        """What the model said; the calls of a turn that was cut are dropped."""
-        text = self.services.template.decode(ids)
-        parsed = self.services.parser.parse(text, self.tools.schemas, in_reasoning=in_reasoning)
-        return AssistantTurn(
-            content=parsed.content,
-            reasoning=parsed.reasoning,
-            calls=() if cut_by is not None else parsed.calls,
-            text=text,
-            cut_by=cut_by,
         )
 
     def abort_error(self, session_id: str, deadline: Deadline) -> Exception:

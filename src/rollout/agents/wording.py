@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout.agents.budget import length_error, longest_prompt, prompt_fault, remaining
 from rollout.agents.identity import RejectedPrompt
+from rollout.agents.kept_messages import find_texts
 from rollout.agents.long_texts import LONG_TOKENS, is_long
 from rollout.chat.encoding import NOTHING_READY
 from rollout.chat.messages import as_messages, template_messages
@@ -37,11 +38,14 @@ class Worded(NamedTuple):
         ids: What they add to a transcript.
         messages: The messages themselves, in the form in which a conversation keeps them.
         opens_reasoning: Whether the turn after them begins inside reasoning.
+        found: Of an observation: how far from its end the text of each message begins in the text
+            of the ids; -1 where it does not stand there exactly.
     """
 
     ids: array[int]
     messages: list[Message]
     opens_reasoning: bool
+    found: Sequence[int] = ()
 
 
 class Wording:
@@ -132,7 +136,7 @@ class Wording:
         return row
 
     async def drift(
-        self, transcript: Transcript, messages: list[Message], said: Mapping[int, str]
+        self, transcript: Transcript, messages: Sequence[Message], said: Mapping[int, str]
     ) -> Drift:
         """See `ChatTemplate.drift`."""
         return await self._services.texts.run(
@@ -202,7 +206,9 @@ class Wording:
             raise no_room(source, f"at least {error.least}") from None
         if len(ids) >= most:
             raise no_room(source, str(len(ids)))
-        return Worded(ids, as_messages(plain), opens_reasoning)
+        own = as_messages(plain)
+        text = written.text if template.spells(written.text) else template.decode(ids)
+        return Worded(ids, own, opens_reasoning, find_texts(own, text))
 
 
 def no_room(source: str, count: str) -> LimitExceeded:

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.batch.sample import Sample
+from rollout.chat.spans import SpanKind
 from rollout.chat.trajectory import COMPACTION, MAIN, Parent, Segment, Trajectory
-from rollout.chat.transcript import NO_ID, SpanKind, Transcript, common_length
+from rollout.chat.transcript import NO_ID, Transcript, common_length
 from rollout.types import Cause, Message, Outcome, Prompt
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ from rollout.chat.parsers import (
     register_tool_parser,
     tool_parser_names,
 )
+from rollout.chat.spans import Span
 from rollout.chat.template import ChatTemplate
 from rollout.chat.template_loading import load_chat_template
-from rollout.chat.transcript import Span, Transcript
+from rollout.chat.transcript import Transcript
 
 __all__ = [
     "ChatTemplate",

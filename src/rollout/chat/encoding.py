@@ -95,6 +95,11 @@ class TextEncoder:
 
         self._remembered = lru_cache(_MOST_PIECES)(self._packed)
 
+    @property
+    def keeps_ascii(self) -> bool:
+        """Whether no letter of an ASCII text is changed or left out before it is looked up."""
+        return self._words is not None and self._simple == self._added.keys()
+
     def encode(self, text: str, most: int | None = None) -> list[int]:
         """The ids of a text, special tokens recognised wherever they stand.
 

@@ -258,6 +258,16 @@ class ChatTemplate:
         assert isinstance(text, str)
         return text
 
+    def spells(self, text: str) -> bool:
+        """Whether the ids of `text` certainly decode to it; costs next to nothing."""
+        return text.isascii() and self._spells_ascii
+
+    @cached_property
+    def _spells_ascii(self) -> bool:
+        letters = "".join(map(chr, range(128)))
+        is_exact = self._token_text is not None and self.encoder.keeps_ascii
+        return is_exact and self.decode(self.encoder.encode(letters)) == letters
+
     @property
     def eos_token_id(self) -> int | None:
         """The tokenizer's end token; None where it has none."""

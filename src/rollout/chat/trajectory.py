@@ -53,7 +53,7 @@ class Segment(msgspec.Struct, kw_only=True):
     token_rewards: Sequence[float] | None = None
     session_id: str = ""
     seeds: list[int] = []
-    messages: list[Message] = []
+    messages: Sequence[Message] = ()
 
 
 class Trajectory(msgspec.Struct, kw_only=True, weakref=True):
@@ -81,7 +81,7 @@ class Trajectory(msgspec.Struct, kw_only=True, weakref=True):
             a tool measured over its calls.
         extra: What the prompt, the agent and the reward function attached.
         prompt: What it started from.
-        messages: The whole conversation as the agent and its tools saw it.
+        messages: The whole conversation as the agent and its tools saw it; decoded as it is read.
     """
 
     uid: str
@@ -100,7 +100,7 @@ class Trajectory(msgspec.Struct, kw_only=True, weakref=True):
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     extra: dict[str, Any] = msgspec.field(default_factory=dict)
     prompt: Prompt | None = None
-    messages: list[Message] = msgspec.field(default_factory=list)
+    messages: Sequence[Message] = msgspec.field(default_factory=list)
     history: str = "append_only"
     segments: list[Segment] = []
 

@@ -6,7 +6,7 @@ Invariants, by construction:
 * the mask is 1 exactly on ids that an engine returned;
 * log-probs and weight versions exist for each generated id and for no other, and so do the most
   likely ids where they were asked for;
-* ids stay packed (`array('i')`) from the wire to the tensor.
+* ids and log-probs stay packed from the wire to the tensor, in pieces that never move.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from rollout.chat.spans import Span, SpanKind, SpanTable
 from rollout.token_prefix import TokenPrefix
 
-SpanKind = Literal["prompt", "generated", "observation"]
 Ids = Sequence[int] | npt.NDArray[np.int32]
 
 #: What stands in `Transcript.weight_versions` where no engine sampled.
@@ -31,25 +31,6 @@ NO_VERSION = -1
 NO_ID = -1
 #: What stands in `Transcript.routed_experts` where nobody knows.
 NO_EXPERT = -1
-
-
-class Span(msgspec.Struct, frozen=True, array_like=True):
-    """One piece of a transcript: ids ``[start, stop)`` from one author.
-
-    Attributes:
-        finish_reason: Of a generated span: "stop", or what cut it: "length", "deadline", "abort"
-            or "error".
-        versions: Of a generated span: runs ``(weight version, number of ids)`` in order.
-    """
-
-    kind: SpanKind
-    start: int
-    stop: int
-    finish_reason: str | None = None
-    versions: tuple[tuple[int, int], ...] = ()
-
-    def __len__(self) -> int:
-        return self.stop - self.start
 
 
 class Transcript:
@@ -63,28 +44,20 @@ class Transcript:
         prefix: Every id in order, in the form in which engines are asked with it.
     """
 
-    __slots__ = (
-        "_experts",
-        "_ids",
-        "_log_probs",
-        "_spans",
-        "_top",
-        "expert_shape",
-        "prefix",
-    )
+    __slots__ = ("_experts", "_log_probs", "_spans", "_top", "expert_shape", "prefix")
 
     def __init__(self) -> None:
         self.prefix = TokenPrefix()
-        self._ids = self.prefix.ids
-        self._log_probs = array("f")
-        self._spans: list[Span] = []
-        self._experts = array("h")
+        #: Of each generated span, float32.
+        self._log_probs: list[bytes] = []
+        self._spans = SpanTable()
+        self._experts: array[int] | None = None
         self.expert_shape: tuple[int, int] | None = None
         #: Of spans by their start: the (T, k) most likely ids and their log-probs.
-        self._top: dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] = {}
+        self._top: dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] | None = None
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return self._spans.stop
 
     def __repr__(self) -> str:
         kinds = " ".join(f"{span.kind}:{len(span)}" for span in self._spans)
@@ -98,27 +71,22 @@ class Transcript:
     @property
     def prompt_length(self) -> int:
         """Tokens of the prompt."""
-        return len(self._spans[0]) if self._spans else 0
+        return self._spans.first_stop
 
     @property
     def response_length(self) -> int:
         """Tokens after the prompt, generated and observed."""
-        return len(self._ids) - self.prompt_length
+        return len(self) - self.prompt_length
 
     @property
     def generated_length(self) -> int:
         """Tokens that engines returned."""
-        return len(self._log_probs)
+        return sum(map(len, self._log_probs)) // 4
 
     @property
     def trailing_observation_length(self) -> int:
         """Tokens observed after the last generated one: nothing answers them."""
-        length = 0
-        for span in reversed(self._spans[1:]):
-            if span.kind == "generated" and len(span):
-                break
-            length += len(span)
-        return length
+        return len(self) - self._spans.last_answered
 
     @property
     def ends_with_observation(self) -> bool:
@@ -131,13 +99,13 @@ class Transcript:
             raise ValueError("append_prompt: the transcript has a prompt already")
         if len(ids) == 0:
             raise ValueError("append_prompt: the prompt has no tokens")
-        self._extend("prompt", ids)
+        self._extend("prompt", _packed("i", np.int32, ids))
 
     def append_observation(self, ids: Ids) -> None:
         """Append tokens that the model reads and did not sample; nothing where `ids` is empty."""
         self._require_prompt("append_observation")
         if len(ids):
-            self._extend("observation", ids)
+            self._extend("observation", _packed("i", np.int32, ids))
 
     def append_generated(
         self,
@@ -170,11 +138,16 @@ class Transcript:
         if any(count < 0 for _, count in versions):
             raise ValueError(f"append_generated: a run of versions is negative: {list(versions)}")
         likely = None if top is None else _top_of(top, len(ids))
-        packed = _packed("f", np.float32, log_probs)  # first: it may fail, and then nothing changed
+        # First what may fail, so that then nothing has changed.
+        packed = _packed("i", np.int32, ids)
+        packed_log_probs = _packed("f", np.float32, log_probs)
+        runs = array("i", chain.from_iterable((v, n) for v, n in versions if n))
         if likely is not None and len(ids):
-            self._top[len(self._ids)] = likely
-        self._extend("generated", ids, finish_reason, tuple((v, n) for v, n in versions if n))
-        self._log_probs.extend(packed)
+            self._top = self._top or {}
+            self._top[len(self)] = likely
+        self.prefix.extend(packed)
+        self._spans.append_generated(len(ids), finish_reason, runs)
+        self._log_probs.append(packed_log_probs)
 
     def fork(self, position: int) -> Transcript:
         """A transcript that begins with the first `position` tokens of this one, as context.
@@ -189,8 +162,9 @@ class Transcript:
             raise ValueError(f"fork: position = {position}: expected 1 to {len(self)}")
         prompt = min(position, self.prompt_length)
         forked = Transcript()
-        forked.append_prompt(self._ids[:prompt])
-        forked.append_observation(self._ids[prompt:position])
+        forked._extend("prompt", self.prefix.packed(0, prompt))
+        if prompt < position:
+            forked._extend("observation", self.prefix.packed(prompt, position))
         experts = self.routed_experts()
         if experts is not None:
             forked.append_routed_experts(experts[: min(position, self.routed_length)])
@@ -198,33 +172,33 @@ class Transcript:
 
     def ids(self) -> npt.NDArray[np.int32]:
         """(T,) int32, a copy: every id in order."""
-        return np.array(self._ids, dtype=np.int32)
+        return np.frombuffer(bytearray(self.prefix.packed()), dtype=np.int32)
 
     def ids_bytes(self) -> bytes:
         """Every id as packed int32, as a request carries them."""
-        return self._ids.tobytes()
+        return self.prefix.packed()
 
     def mask(self) -> npt.NDArray[np.bool_]:
         """(T,) bool: True exactly on generated ids."""
-        mask = np.zeros(len(self._ids), dtype=np.bool_)
-        for span in self.generated_spans():
-            mask[span.start : span.stop] = True
+        mask = np.zeros(len(self), dtype=np.bool_)
+        for start, stop in self._spans.generated():
+            mask[start:stop] = True
         return mask
 
     def log_probs(self) -> npt.NDArray[np.float32]:
         """(T,) float32: of each generated id; 0.0 off the mask."""
-        values = np.zeros(len(self._ids), dtype=np.float32)
-        values[self.mask()] = self._log_probs
+        values = np.zeros(len(self), dtype=np.float32)
+        for (start, stop), own in zip(self._spans.generated(), self._log_probs, strict=True):
+            values[start:stop] = np.frombuffer(own, dtype=np.float32)
         return values
 
     def weight_versions(self) -> npt.NDArray[np.int32]:
         """(T,) int32: the version that sampled each generated id; -1 off the mask."""
-        values = np.full(len(self._ids), NO_VERSION, dtype=np.int32)
+        values = np.full(len(self), NO_VERSION, dtype=np.int32)
         for span in self.generated_spans():
-            at = span.start
-            for version, count in span.versions:
-                values[at : at + count] = version
-                at += count
+            ends = accumulate((count for _, count in span.versions), initial=span.start)
+            for start, (version, count) in zip(ends, span.versions, strict=False):
+                values[start : start + count] = version
         return values
 
     def top_ids(self) -> npt.NDArray[np.int32]:
@@ -233,23 +207,26 @@ class Transcript:
         K is the most that was asked for (`sampling.top_log_probs`), 0 where nothing was. -1 off the
         mask, and where fewer were asked for.
         """
-        width = max((ids.shape[1] for ids, _ in self._top.values()), default=0)
-        values = np.full((len(self._ids), width), NO_ID, dtype=np.int32)
-        for start, (ids, _) in self._top.items():
+        top = self._top or {}
+        width = max((ids.shape[1] for ids, _ in top.values()), default=0)
+        values = np.full((len(self), width), NO_ID, dtype=np.int32)
+        for start, (ids, _) in top.items():
             values[start : start + len(ids), : ids.shape[1]] = ids
         return values
 
     def top_log_probs(self) -> npt.NDArray[np.float32]:
         """(T, K) float32: one for each of `top_ids`; 0.0 where those are -1."""
         values = np.zeros(self.top_ids().shape, dtype=np.float32)
-        for start, (ids, log_probs) in self._top.items():
+        for start, (ids, log_probs) in (self._top or {}).items():
             values[start : start + len(ids), : ids.shape[1]] = log_probs
         return values
 
     @property
     def routed_length(self) -> int:
         """Tokens at the beginning whose routed experts are known."""
-        return len(self._experts) // math.prod(self.expert_shape) if self.expert_shape else 0
+        if self.expert_shape is None or self._experts is None:
+            return 0
+        return len(self._experts) // math.prod(self.expert_shape)
 
     def append_routed_experts(self, experts: npt.NDArray[np.int16]) -> None:
         """Say which experts further tokens were routed to, from `routed_length` on.
@@ -266,12 +243,13 @@ class Transcript:
             raise ValueError(
                 f"append_routed_experts: a shape of {(layers, top_k)} after {self.expert_shape}"
             )
-        if self.routed_length + count > len(self._ids):
+        if self.routed_length + count > len(self):
             raise ValueError(
                 f"append_routed_experts: {count} tokens after {self.routed_length}; expected at "
-                f"most {len(self._ids)} in all"
+                f"most {len(self)} in all"
             )
         self.expert_shape = (layers, top_k)
+        self._experts = array("h") if self._experts is None else self._experts
         self._experts.frombytes(np.ascontiguousarray(experts, dtype=np.int16).tobytes())
 
     def routed_experts(self) -> npt.NDArray[np.int16] | None:
@@ -279,16 +257,16 @@ class Transcript:
 
         None where no engine told any. Of the last token nothing has been computed yet.
         """
-        if self.expert_shape is None:
+        if self.expert_shape is None or self._experts is None:
             return None
-        values = np.full((len(self._ids), *self.expert_shape), NO_EXPERT, dtype=np.int16)
+        values = np.full((len(self), *self.expert_shape), NO_EXPERT, dtype=np.int16)
         known = np.array(self._experts, dtype=np.int16)
         values[: self.routed_length] = known.reshape(-1, *self.expert_shape)
         return values
 
     def span_ids(self, span: Span) -> array[int]:
         """The ids of one span, packed."""
-        return self._ids[span.start : span.stop]
+        return self.prefix.slice(span.start, span.stop)
 
     def generated_spans(self) -> Iterator[Span]:
         """The spans that engines returned, in order."""
@@ -298,16 +276,9 @@ class Transcript:
         if not self._spans:
             raise ValueError(f"{what}: append the prompt first")
 
-    def _extend(
-        self,
-        kind: SpanKind,
-        ids: Ids,
-        finish_reason: str | None = None,
-        versions: tuple[tuple[int, int], ...] = (),
-    ) -> None:
-        start = len(self._ids)
-        self.prefix.extend(_packed("i", np.int32, ids))
-        self._spans.append(Span(kind, start, len(self._ids), finish_reason, versions))
+    def _extend(self, kind: SpanKind, packed: bytes) -> None:
+        self.prefix.extend(packed)
+        self._spans.append(kind, len(packed) // 4)
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
@@ -316,13 +287,13 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _packed(code: Literal["i", "f"], dtype: type[np.generic], values: Any) -> array[Any]:
-    """`values` as a packed array; of a packed one, bytes are copied and no object is made."""
+def _packed(code: Literal["i", "f"], dtype: type[np.generic], values: Any) -> bytes:
+    """`values` as packed bytes; of packed ones, bytes are copied and no object is made."""
     if isinstance(values, array) and values.typecode == code:
-        return values
+        return values.tobytes()
     if isinstance(values, np.ndarray) and values.dtype == dtype:
-        return array(code, values.tobytes())
-    return array(code, values.tolist() if isinstance(values, np.ndarray) else values)
+        return values.tobytes()
+    return array(code, values.tolist() if isinstance(values, np.ndarray) else values).tobytes()
 
 
 def _top_of(

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from rollout.chat.transcript import SpanKind, Transcript
+    from rollout.chat.spans import SpanKind
+    from rollout.chat.transcript import Transcript
 
 STYLES: dict[SpanKind, str] = {
     "prompt": "dim",

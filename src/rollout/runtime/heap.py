@@ -1,18 +1,39 @@
-"""Keeps what a process has loaded out of Python's full garbage collections.
+"""Keeps Python's full garbage collections away from the event loop.
 
 A full collection looks at every object and stops all threads meanwhile: a fifth of a second where
-torch and transformers are loaded, seconds in a large trainer. All engines then wait for the loop.
+torch and transformers are loaded, a second where 10,000 trajectories run. All engines then wait
+for the loop. So what a process has loaded is left out of collections, and while a batch runs only
+the youngest objects are looked at. Of its own trajectories nothing is lost by that, since what
+ends of them is freed without the collector; what agents and tools leave in cycles is found after
+the batch, or as soon as memory asks for it.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import anyio
+
+from rollout import process_memory
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+logger = logging.getLogger("rollout")
+
+#: The thresholds that Python begins with, in one version or another. Others are a caller's.
+PYTHONS_OWN = ((700, 10, 10), (2000, 10, 10), (2000, 10, 0))
+#: So many collections of the younger generation come before one of an older.
+NEVER = 1_000_000_000
+#: Memory asks for a collection once a process has grown by this share of what was free before, but
+#: by neither less nor more than these bytes.
+SHARE, LEAST, MOST = 0.25, 256 << 20, 8 << 30
+#: Seconds between two looks at the process's memory.
+LOOK_S = 1.0
 
 
 class _Heap:
@@ -23,6 +44,10 @@ class _Heap:
         self._runtimes = 0
         self._is_ours = False
         self._is_swept = False
+        self._batches = 0
+        self._callers: tuple[int, int, int] | None = None  # thresholds, while ours stand
+        self._resident = 0
+        self._room = 0
 
     def freeze(self) -> None:
         with self._lock:
@@ -43,6 +68,38 @@ class _Heap:
                 gc.unfreeze()
                 self._is_ours = False
 
+    def put_off(self) -> None:
+        with self._lock:
+            self._batches += 1
+            thresholds = gc.get_threshold()
+            if self._batches == 1 and gc.isenabled() and thresholds in PYTHONS_OWN:
+                self._callers = thresholds
+                gc.set_threshold(thresholds[0], NEVER, NEVER)
+                self._note_memory()
+
+    def resume(self) -> None:
+        with self._lock:
+            self._batches -= 1
+            if self._callers is None or self._batches:
+                return
+            if gc.get_threshold() == (self._callers[0], NEVER, NEVER):  # else the caller's, by now
+                gc.set_threshold(*self._callers)
+            self._callers = None
+
+    def collect_if_due(self) -> None:
+        with self._lock:
+            grown = process_memory.resident_bytes() - self._resident
+            if self._callers is None or not gc.isenabled() or grown < self._room:
+                return
+        found = gc.collect()  # it runs foreign code, which may come here
+        logger.info("collected garbage, since memory had grown by %d bytes: %d", grown, found)
+        with self._lock:
+            self._note_memory()
+
+    def _note_memory(self) -> None:
+        self._resident = process_memory.resident_bytes()
+        self._room = int(min(max(SHARE * process_memory.available_bytes(), LEAST), MOST))
+
 
 _heap = _Heap()
 
@@ -59,3 +116,24 @@ def frozen_heap() -> Iterator[None]:
         yield
     finally:
         _heap.thaw()
+
+
+@contextmanager
+def collections_put_off() -> Iterator[None]:
+    """Only the youngest objects are looked at, until the last such block has been left.
+
+    `collect_as_memory_asks` looks at the others meanwhile. Does nothing where the collector is
+    disabled, or has other thresholds than Python gives it; such as are set within are left alone.
+    """
+    _heap.put_off()
+    try:
+        yield
+    finally:
+        _heap.resume()
+
+
+async def collect_as_memory_asks() -> None:
+    """Until cancelled, collect garbage while it is put off and memory has grown much."""
+    while True:
+        await anyio.sleep(LOOK_S)
+        _heap.collect_if_due()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 import anyio
@@ -15,6 +15,7 @@ from rollout.engine.wire.operations import ALL_TAGS
 from rollout.errors import EngineError, RolloutError
 from rollout.limits import Deadline
 from rollout.observe.loop_lag import LoopLag
+from rollout.runtime.heap import collect_as_memory_asks, collections_put_off
 from rollout.runtime.statistics import RuntimeStatistics
 from rollout.scheduling.admission import Admission
 from rollout.scheduling.batch_run import BatchRun
@@ -89,6 +90,7 @@ class RolloutRuntime:
         self._idle = anyio.Event()
         self._is_closing = False
         self._batches = 0
+        self._unhurried = collections_put_off if config.scheduling.freeze_heap else nullcontext
         self.on_trajectory: Callable[[Trajectory], object] | None = None
 
     @property
@@ -175,7 +177,7 @@ class RolloutRuntime:
             rows[row] = trajectory
             self._tell(trajectory)
 
-        with self._lag.window() as window:
+        with self._unhurried(), self._lag.window() as window:
             try:
                 async with self._awake():
                     with self._running(run, run):
@@ -183,7 +185,7 @@ class RolloutRuntime:
             except Exception as error:
                 _attach(error, self._collated(rows, window))
                 raise
-        return self._collated(rows, window)
+            return self._collated(rows, window)
 
     @asynccontextmanager
     async def stream(
@@ -208,7 +210,7 @@ class RolloutRuntime:
         received and are not referenced any more.
         """
         run = self._new_run(prompts, samples, step, validate)
-        with self._lag.window() as window:
+        with self._unhurried(), self._lag.window() as window:
             async with self._awake():
                 streamed = StreamedRun(run)
                 self._tasks.start_soon(self._produce, run, streamed)
@@ -363,6 +365,8 @@ class RolloutRuntime:
         async with open_task_group() as self._tasks:
             if not has_virtual_clock():
                 self._tasks.start_soon(self._lag.watch)
+                if self.config.scheduling.freeze_heap:
+                    self._tasks.start_soon(collect_as_memory_asks)
             loads = self._runner.services.engines.loads
             self._tasks.start_soon(self.admission.adapt, loads, self._progress)
             try:

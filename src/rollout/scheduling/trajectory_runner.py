@@ -111,6 +111,8 @@ class TrajectoryRunner:
             else:  # no time is left to learn its reward
                 _exclude(trajectory)
         trajectory.metrics["total_s"] = anyio.current_time() - started
+        for conversation in context.main.all():
+            conversation.messages.settle()
         return trajectory
 
     def _prepare(
@@ -188,7 +190,8 @@ class TrajectoryRunner:
         failure = work.unresponsive or failure
         if failure is not None:
             reason = "agent" if work.unresponsive is None else UNRESPONSIVE
-            return Ending(outcome=Outcome.FAILED, reason=reason), self._note(failure)
+            cause, failure = self._note(failure), None  # its traceback holds this frame
+            return Ending(outcome=Outcome.FAILED, reason=reason), cause
         if work.was_cancelled:
             return _ending_of_cancelled(member, deadline.now), None
         return context.ending or _natural_ending(context), cause
@@ -239,7 +242,8 @@ class TrajectoryRunner:
             failure = error
         failure = work.unresponsive or failure
         if failure is not None:
-            _end_without_reward(trajectory, Outcome.FAILED, None, self._note(failure))
+            cause, failure = self._note(failure), None  # its traceback holds this frame
+            _end_without_reward(trajectory, Outcome.FAILED, None, cause)
             if work.unresponsive is not None:
                 trajectory.reason = UNRESPONSIVE
         elif reward is not None:
@@ -282,22 +286,30 @@ async def _run_guarded(loop: type[AgentLoop], context: AgentContext) -> Cause | 
         await context.score()
     except BaseException as error:
         passing = error if is_given_up() else passing_of(error)
-        if passing is error:
-            raise
-        if passing is not None:
-            raise passing from None
-        leaf = leaf_of(error) if isinstance(error, BaseExceptionGroup) else error
-        if isinstance(leaf, LimitExceeded):
-            context.end(leaf.outcome, leaf.reason, limit_source=leaf.source)
-            return None
-        if context.ending is not None or isinstance(leaf, UnresponsiveError):
-            return None  # the agent's own words for a limit that had fired, or that it was given up
-        if isinstance(leaf, RejectedPrompt):
-            context.end(Outcome.REJECTED, leaf.reason)
-        else:
-            context.end(Outcome.FAILED, leaf.reason if isinstance(leaf, EngineError) else "agent")
-        return Cause.of(leaf)
+        try:
+            if passing is error:
+                raise
+            if passing is not None:
+                raise passing from None
+        finally:
+            del passing  # its traceback holds this frame, and only the collector would end that
+        return _failed(context, error)
     return None
+
+
+def _failed(context: AgentContext, error: BaseException) -> Cause | None:
+    """Settle the outcome of an agent that raised; the root cause, where that is not known yet."""
+    leaf = leaf_of(error) if isinstance(error, BaseExceptionGroup) else error
+    if isinstance(leaf, LimitExceeded):
+        context.end(leaf.outcome, leaf.reason, limit_source=leaf.source)
+        return None
+    if context.ending is not None or isinstance(leaf, UnresponsiveError):
+        return None  # the agent's own words for a limit that had fired, or that it was given up
+    if isinstance(leaf, RejectedPrompt):
+        context.end(Outcome.REJECTED, leaf.reason)
+    else:
+        context.end(Outcome.FAILED, leaf.reason if isinstance(leaf, EngineError) else "agent")
+    return Cause.of(leaf)
 
 
 def _ending_of_cancelled(member: Member, deadline: Deadline) -> Ending:

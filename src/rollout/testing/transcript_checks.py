@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from rollout.chat.spans import Span
     from rollout.chat.trajectory import Trajectory
-    from rollout.chat.transcript import Span, Transcript
+    from rollout.chat.transcript import Transcript
     from rollout.config import RolloutConfig
     from rollout.testing.call_records import CallRecord, GenerationRecord
 

@@ -115,6 +115,11 @@ class TrajectoryTools:
         )
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tools offered to this trajectory."""
+        return tuple(self._tools)
+
+    @property
     def schemas(self) -> list[dict[str, Any]]:
         """Schemas of the tools offered to this trajectory."""
         return [tool.schema for tool in self._tools.values()]

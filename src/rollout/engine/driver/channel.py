@@ -16,6 +16,7 @@ from rollout.engine.driver.heartbeat import Heartbeat
 from rollout.engine.driver.lasting_connection import LastingConnection
 from rollout.engine.driver.pending_commands import PendingCommands
 from rollout.engine.driver.pending_request import PendingRequest
+from rollout.engine.driver.token_ids import outside
 from rollout.engine.wire.frames import IDLE_ACK_BYTES, FrameStream
 from rollout.engine.wire.protocol import (
     CONNECTION_ERRORS,
@@ -42,11 +43,14 @@ if TYPE_CHECKING:
     from rollout.engine.wire.greeting import Greeter
     from rollout.engine.wire.operations import Operation
     from rollout.token_prefix import TokenPrefix
+    from rollout.wake_budget import WakeBudget
 
 logger = logging.getLogger("rollout.engine")
 
 #: For telling a healthy engine that we leave.
 BYE_S = 0.5
+#: Wakes no task; so many of them take about as long as what one wake-up sets off.
+PARTIAL_ANSWER = 1 / 64
 
 
 class Channel:
@@ -68,7 +72,8 @@ class Channel:
         greeter: Greeter,
         info: EngineInfo,
         frames: dict[Role, FrameStream],
-        tokens: TokenCounts | None = None,
+        tokens: TokenCounts,
+        wakes: WakeBudget,
     ) -> None:
         self.name = name
         self.info = info
@@ -78,7 +83,9 @@ class Channel:
         self.is_link_fault = False
         self.on_lost: Callable[[], None] = lambda: None
         self.on_load: Callable[[EngineLoad], None] = lambda _: None
-        self.tokens = TokenCounts() if tokens is None else tokens
+        self.tokens = tokens
+        self._wakes = wakes
+        self._vocab_size = info.vocab_size
         self._greeter = greeter
         self._frames = frames
         self._data = frames["data"]
@@ -113,15 +120,16 @@ class Channel:
         self,
         request: Submit,
         generation: Generation,
-        on_gone: Callable[[], None],
+        on_gone: Callable[[PendingRequest], None],
         *,
         prefix: TokenPrefix | None = None,
         deadline: float = math.inf,
     ) -> PendingRequest:
         """Send a request, at once; `generation` fills as chunks arrive.
 
-        `on_gone` is called exactly once, when the engine no longer works on the request: at its
-        last chunk, also of a cancelled one, or when the channel is lost.
+        `on_gone` is called exactly once, with what is returned here, when the engine no longer
+        works on the request: at its last chunk, also of a cancelled one, or when the channel is
+        lost.
 
         Args:
             request: With its `ids`, which are the prompt, or without and with a prefix; how much
@@ -146,7 +154,7 @@ class Channel:
         try:
             self._send(pending)
         except BaseException:  # it cannot be encoded: nothing has left
-            on_gone()
+            on_gone(pending)
             raise
         self._pending[request_id] = pending
         return pending
@@ -163,14 +171,14 @@ class Channel:
         except FrameTooLongError as error:
             raise ChannelError(f"{self.name}: the request does not fit: {error}") from None
         if pending.prefix is not None:
-            pending.prefix.sent_to[self._greeter.session] = pending.sent_tokens
+            pending.prefix.note_sent(self._greeter.session, pending.sent_tokens)
 
     def _what_it_lacks(
         self, pending: PendingRequest, prefix: TokenPrefix, *, whole: bool
     ) -> tuple[int, int, bytes]:
         """How much of the prompt the replica has, the sum of that, and the ids that follow."""
         length = pending.sent_tokens
-        kept = 0 if whole else prefix.sent_to.get(self._greeter.session, 0)
+        kept = 0 if whole else prefix.sent_to(self._greeter.session)
         kept_sum = prefix.sum_of(kept) if kept < length else None
         if kept_sum is None:
             kept = kept_sum = 0
@@ -267,23 +275,33 @@ class Channel:
         if pending is None or chunk.is_fatal:
             self._on_unawaited(chunk)
             return
-        assert pending.generation is not None
         try:
-            self._take(pending.generation, chunk)
+            self._take(pending, chunk)
         except ChunkFault as fault:
             self.tokens.refused += len(chunk.ids) // 4
             self._on_garbled(pending, fault, is_last=chunk.finish_reason is not None)
             return
-        if chunk.finish_reason is not None:
+        if chunk.finish_reason is None:
+            self._wakes.spend(PARTIAL_ANSWER)
+        else:
             del self._pending[chunk.request_id]
             if pending.prefix is not None:  # the next turn builds on what the replica has
-                sent = pending.sent_tokens + pending.part.count
-                pending.prefix.sent_to[self._greeter.session] = sent
+                had = pending.sent_tokens + pending.part.count
+                pending.prefix.note_sent(self._greeter.session, had)
             self._end(pending, chunk.error)
 
-    def _take(self, generation: Generation, chunk: Chunk) -> None:
-        """Append the tokens of a chunk, and count them; raises a `ChunkFault` as `take` does."""
-        count = generation.take(chunk)
+    def _take(self, pending: PendingRequest, chunk: Chunk) -> None:
+        """Append the tokens of a chunk, and count them.
+
+        Raises:
+            ChunkFault: It contradicts itself or what came before it; nothing was taken.
+        """
+        assert pending.generation is not None
+        fault = outside(chunk.ids, self._vocab_size) if chunk.ids else ""
+        if fault:
+            raise ChunkFault(fault)
+        count = pending.generation.take(chunk)
+        pending.finish_reason = chunk.finish_reason
         if count:
             self.tokens.taken += count
         else:
@@ -293,7 +311,7 @@ class Channel:
         """Tokens of a cancelled request, kept while its caller waits for the last answer."""
         if zombie.generation is not None:
             try:
-                self._take(zombie.generation, chunk)
+                self._take(zombie, chunk)
             except ChunkFault:
                 zombie.generation = None
             else:
@@ -326,8 +344,9 @@ class Channel:
 
     def _end(self, pending: PendingRequest, error: str) -> None:
         pending.error = pending.error or error
-        pending.on_gone()
+        pending.on_gone(pending)
         pending.done.set()
+        self._wakes.spend()
 
     def lose(self, reason: str, *, is_link_fault: bool = False) -> None:
         """The channel is of no more use; what is under way ends with `reason`."""
@@ -360,7 +379,13 @@ class Channel:
         async with anyio.create_task_group() as tasks:
             for role in ROLES:
                 connection = LastingConnection(
-                    self.name, role, self._frames[role], self._greeter, self._heartbeat, self
+                    self.name,
+                    role,
+                    self._frames[role],
+                    self._greeter,
+                    self._heartbeat,
+                    self,
+                    wakes=self._wakes if role == "data" else None,
                 )
                 tasks.start_soon(connection.keep)
             tasks.start_soon(self._beat)

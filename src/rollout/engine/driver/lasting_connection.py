@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 import anyio
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from rollout.engine.wire.frames import FrameStream
     from rollout.engine.wire.greeting import Greeter
     from rollout.engine.wire.protocol import Role
+    from rollout.wake_budget import WakeBudget
 
 logger = logging.getLogger("rollout.engine")
 
@@ -37,7 +39,12 @@ class ConnectionUser(Protocol):
 
 
 class LastingConnection:
-    """Reads and writes until the connection cannot be replaced, or the channel is lost."""
+    """Reads and writes until the connection cannot be replaced, or the channel is lost.
+
+    Args:
+        wakes: What the answers on it may wake in a round; None: all that come. Nothing more is read
+            before what was read is delivered.
+    """
 
     def __init__(
         self,
@@ -47,6 +54,7 @@ class LastingConnection:
         greeter: Greeter,
         heartbeat: Heartbeat,
         user: ConnectionUser,
+        wakes: WakeBudget | None = None,
     ) -> None:
         self._name = name
         self._role = role
@@ -54,11 +62,14 @@ class LastingConnection:
         self._greeter = greeter
         self._heartbeat = heartbeat
         self._user = user
+        self._wakes = wakes
+        self._arrived: deque[memoryview] = deque()
 
     async def keep(self) -> None:
         """Use the connection, and the ones that replace it when it breaks."""
         while True:
             reason = await self._converse()
+            await self._deliver()  # the peer takes it for received, and does not send it again
             if not await self._reconnect(reason):
                 return
 
@@ -78,19 +89,32 @@ class LastingConnection:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(write, tasks.cancel_scope)
                 try:
-                    while True:
-                        for payload in await frames.read():
-                            self._user.take(self._role, payload)
+                    while not self._user.lost_reason:
+                        self._arrived.extend(await frames.read())
+                        await self._deliver()
                         frames.acknowledge_nowait()
                 except CutError as error:
                     reasons.append(_why(error))
                 except FrameError as error:
-                    # It does not only break: it talks nonsense.
                     self._user.lose(_why(error), is_link_fault=True)
                 except CONNECTION_ERRORS as error:
                     reasons.append(_why(error))
                 tasks.cancel_scope.cancel()
         return reasons[0] if reasons else self._user.lost_reason
+
+    async def _deliver(self) -> None:
+        """Hand over what has arrived, with pauses where that wakes many."""
+        wakes, user, arrived = self._wakes, self._user, self._arrived
+        while arrived and not user.lost_reason:
+            if wakes is not None and wakes.is_spent:
+                await wakes.renewed()
+                self._frames.heard_at = anyio.current_time()  # we did not listen meanwhile
+                continue
+            try:
+                user.take(self._role, arrived.popleft())
+            except FrameError as error:
+                # It does not only break: it talks nonsense.
+                user.lose(_why(error), is_link_fault=True)
 
     async def _reconnect(self, reason: str) -> bool:
         """Replace a connection; False where the channel is lost instead."""

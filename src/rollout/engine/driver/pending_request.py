@@ -7,6 +7,7 @@ from collections.abc import Callable
 import anyio
 import msgspec
 
+from rollout.engine.core import FinishReason
 from rollout.engine.driver.generation import Generation, Part
 from rollout.engine.wire.protocol import Submit
 from rollout.token_prefix import TokenPrefix
@@ -21,6 +22,8 @@ class PendingRequest(msgspec.Struct, eq=False):
         generation: Filled as chunks come, also of an abandoned request; None once no caller waits
             for them any more.
         part: What this request gave to it.
+        on_gone: Called with it, once, when the engine no longer works on it.
+        finish_reason: How it ended, where its last chunk was taken; None until then.
         error: Why the engine refused or failed it; empty otherwise.
         is_lost: The channel was lost under it.
         is_garbled: The engine's answer contradicted itself; what came before stays.
@@ -32,8 +35,9 @@ class PendingRequest(msgspec.Struct, eq=False):
     deadline: float
     generation: Generation | None
     part: Part
-    on_gone: Callable[[], None]
+    on_gone: Callable[[PendingRequest], None]
     done: anyio.Event
+    finish_reason: FinishReason | None = None
     error: str = ""
     is_lost: bool = False
     is_garbled: bool = False

@@ -12,19 +12,20 @@ import anyio
 
 from rollout.engine.driver.maintenance_queue import MaintenanceQueue
 from rollout.engine.driver.memory_manager import MemoryManager
-from rollout.engine.driver.prompt_ids import check_ids
 from rollout.engine.driver.recovery import Attempt, RecoveryCounts, RecoveryPolicy
 from rollout.engine.driver.replica import Replica
 from rollout.engine.driver.replica_statistics import ReplicaStatistics, statistics_of
 from rollout.engine.driver.replica_supervisor import Supervisor, nothing_known
 from rollout.engine.driver.replica_transitions import ReplicaTransitions
 from rollout.engine.driver.request_runner import LAST_ANSWER_S, RequestRunner
+from rollout.engine.driver.token_ids import check_ids
 from rollout.engine.driver.wait_queue import Notifier, WaitQueue
 from rollout.engine.driver.weight_updater import WeightUpdater
 from rollout.engine.weights import UPDATE_MODES
 from rollout.engine.wire.operations import ALL_TAGS
 from rollout.errors import EngineError
 from rollout.scopes import leaf_of, open_task_group
+from rollout.wake_budget import WakeBudget
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -60,6 +61,7 @@ class EnginePool:
 
     Attributes:
         recoveries: What was done about requests whose replica was lost.
+        wakes: What may be woken in a round of the loop, by answers and by whatever else uses it.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class EnginePool:
             lambda: router.has_room and not self._requests.is_admission_blocked
         )
         self._changes = Notifier()
+        self.wakes = WakeBudget()
         self._requests = RequestRunner(
             router, self._replicas, self._wait_queue, self._changes, last_answer_s
         )
@@ -128,6 +131,7 @@ class EnginePool:
             bring_up=self._transitions.bring_up,
             classify_loss=self._transitions.classify_loss,
             taken_down=self._transitions.taken_down,
+            wakes=self.wakes,
         )
         self._tasks: TaskGroup | None = None
         self.recoveries = RecoveryCounts()

@@ -165,6 +165,15 @@ class Attempt:
             return False
         return self._was_silent or len(self.deaths) >= SUSPECT_DEATHS
 
+    def begin_request(self) -> None:
+        """A request of it is in flight from now on, and its time counts."""
+        self.is_running, self.is_interrupted = True, False
+        self.resume_deadlines()
+
+    def end_request(self) -> None:
+        """It is not any more."""
+        self.is_running = False
+
     def die(self, reason: str, *, is_alone: bool) -> None:
         """The replica died with it in flight; `is_alone`: and with nothing else."""
         was_suspect = self.is_suspect

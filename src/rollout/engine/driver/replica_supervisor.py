@@ -17,6 +17,7 @@ from rollout.engine.placement.placement import Placement
 from rollout.engine.wire.protocol import DriverFacts, Terms
 from rollout.errors import EngineError
 from rollout.scopes import open_task_group
+from rollout.wake_budget import WakeBudget
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -54,6 +55,7 @@ class Supervisor:
         bring_up: Makes a connected replica serve.
         classify_loss: A replica was lost: whether it died of itself is known now.
         taken_down: A replica serves no more, and why.
+        wakes: What the answers of all of them may wake in a round of the loop.
     """
 
     placement: Placement
@@ -65,6 +67,7 @@ class Supervisor:
     bring_up: Callable[[Replica, Channel], Awaitable[None]]
     classify_loss: Callable[[Replica, Channel, bool], None]
     taken_down: Callable[[Replica, str], None]
+    wakes: WakeBudget
 
     async def supervise(
         self, replica: Replica, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
@@ -119,6 +122,7 @@ class Supervisor:
                 replica.tokens,
                 terms=self.terms,
                 facts=await self.facts(),
+                wakes=self.wakes,
             ) as channel,
         ):
             replica.live_in(handle)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
 
+from rollout.bridge import loop_clock
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.recovery import NO_ENGINE
 from rollout.engine.wire.protocol import Submit
@@ -15,7 +15,7 @@ from rollout.limits import cleanup_scope
 from rollout.seeds import RequestIds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from rollout.engine.driver.channel import Channel
     from rollout.engine.driver.generation import Generation
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rollout.engine.driver.replica import Replica
     from rollout.engine.driver.wait_queue import Notifier, WaitQueue
     from rollout.engine.routing import Dispatch, Router
+    from rollout.token_prefix import TokenPrefix
 
 #: Seconds before a request that a full engine refused is placed again; doubled up to the second.
 REFUSED_BACKOFF_S = 0.05
@@ -74,6 +75,8 @@ class RequestRunner:
         self._changes = changes
         self._last_answer_s = last_answer_s
         self._ids = RequestIds()
+        self._now = loop_clock()
+        self._placed: dict[str, Dispatch] = {}
 
     async def run(self, attempt: Attempt, *, group_id: str) -> None:
         """Make requests until the attempt has its answer; see `EnginePool.generate`."""
@@ -124,8 +127,9 @@ class RequestRunner:
         generation = attempt.generation
         backoff_s, avoid = REFUSED_BACKOFF_S, None
         while True:
-            dispatch = await self._place(attempt, partial(self._ask, attempt, group_id, avoid))
-            pending = await self._send(attempt, dispatch)
+            dispatch = await self._place(attempt, group_id, avoid)
+            send = self._send_alone if attempt.is_suspect else self._send
+            pending = await send(attempt, dispatch)
             avoid = dispatch.replica.name if len(self._router.replicas) > 1 else None
             if pending.is_lost or pending.is_garbled:
                 if pending.is_lost:
@@ -144,22 +148,13 @@ class RequestRunner:
             else:
                 return
 
-    def _ask(self, attempt: Attempt, group_id: str, avoid: str | None) -> Dispatch | None:
-        if self.is_admission_blocked:
-            return None
-        ask = partial(
-            self._router.assign,
-            attempt.session_id,
-            group_id=group_id,
-            prompt_tokens=attempt.prompt_tokens,
-            max_new_tokens=attempt.sampling.max_new_tokens,
-            now=anyio.current_time(),
-        )
-        return ask(avoid=avoid) or (ask() if avoid is not None else None)
+    async def _place(self, attempt: Attempt, group_id: str, avoid: str | None) -> Dispatch:
+        """Wait for a place on a replica; waiting requests are served by priority.
 
-    async def _place(self, attempt: Attempt, ask: Callable[[], Dispatch | None]) -> Dispatch:
-        """Wait for a place on a replica; waiting requests are served by priority."""
-        dispatch = None if self._wait_queue else ask()
+        Args:
+            avoid: A replica that gets it only where no other one does.
+        """
+        dispatch = None if self._wait_queue else self._ask(attempt, group_id, avoid)
         if dispatch is None and self._pauses:
             attempt.pause_deadlines()
         while dispatch is None:
@@ -167,18 +162,30 @@ class RequestRunner:
                 raise attempt.failed("the engines are closed", reason=NO_ENGINE)
             if not await self._wait_queue.wait(attempt.priority):
                 raise attempt.failed(f"no engine is left: {self.last_failure}", reason=NO_ENGINE)
-            dispatch = ask()
+            dispatch = self._ask(attempt, group_id, avoid)
         self._wait_queue.wake_next()  # there may be room for the next one too
+        return dispatch
+
+    def _ask(self, attempt: Attempt, group_id: str, avoid: str | None) -> Dispatch | None:
+        if self.is_admission_blocked:
+            return None
+        dispatch = self._router.assign(
+            attempt.session_id,
+            group_id=group_id,
+            prompt_tokens=attempt.prompt_tokens,
+            max_new_tokens=attempt.sampling.max_new_tokens,
+            avoid=avoid,
+            now=self._now(),
+        )
+        if dispatch is None and avoid is not None:
+            return self._ask(attempt, group_id, None)
         return dispatch
 
     async def _send(self, attempt: Attempt, dispatch: Dispatch) -> PendingRequest:
         """Make one request and wait for its end."""
-        replica = self._replicas[dispatch.replica.name]
+        replica, prefix = self._replicas[dispatch.replica.name], attempt.prefix
         channel = replica.channel
         assert channel is not None  # the router offers no other
-        attempt.is_interrupted = False
-        attempt.resume_deadlines()
-        prefix = attempt.prefix
         request = Submit(
             self._ids.new(),
             attempt.prompt_ids if prefix is None else b"",
@@ -188,19 +195,33 @@ class RequestRunner:
             routed_experts=attempt.generation.expert_shape is not None,
             routed_experts_start=attempt.experts_start,
         )
-        with self._running_on(replica, attempt):
-            on_gone = partial(self._released, dispatch, attempt.generation, request.request_id)
-            try:
-                if channel.is_full:
-                    await channel.wait_for_room(request, prefix)
-            except BaseException:
-                on_gone()
-                raise
+        attempt.begin_request()
+        replica.begin_request(attempt)
+        try:
+            if channel.is_full:
+                await self._wait_for_room(channel, dispatch, request, prefix)
+            self._placed[request.request_id] = dispatch
             pending = channel.submit_nowait(
-                request, attempt.generation, on_gone, prefix=prefix, deadline=attempt.deadline
+                request,
+                attempt.generation,
+                self._released,
+                prefix=prefix,
+                deadline=attempt.deadline,
             )
             await self._wait(channel, pending)
+        finally:
+            attempt.end_request()
+            replica.end_request(attempt)
         return pending
+
+    async def _wait_for_room(
+        self, channel: Channel, dispatch: Dispatch, request: Submit, prefix: TokenPrefix | None
+    ) -> None:
+        try:
+            await channel.wait_for_room(request, prefix)
+        except BaseException:
+            self._release(dispatch, generated=None)
+            raise
 
     async def _wait(self, channel: Channel, pending: PendingRequest) -> None:
         """Wait for the end of a request.
@@ -221,42 +242,49 @@ class RequestRunner:
         finally:
             pending.generation = None
 
-    @contextmanager
-    def _running_on(self, replica: Replica, attempt: Attempt) -> Iterator[None]:
-        """The attempt is in flight there; a suspect has the start to itself."""
-        readers = attempt.generation.on_tokens
-
-        def look(_: Generation) -> None:
-            if not attempt.is_suspect:
-                readers.remove(look)
-                self._end_isolation(replica)
-
-        is_suspect = attempt.is_suspect
-        if is_suspect:
-            self._router.isolate(replica.name)
-            readers.append(look)
-        replica.begin_request(attempt)
-        attempt.is_running = True
+    async def _send_alone(self, attempt: Attempt, dispatch: Dispatch) -> PendingRequest:
+        """`_send` for a suspect, which has its replica to itself until it is none any more."""
+        name = dispatch.replica.name
+        self._router.isolate(name)
+        first_tokens = _FirstTokens(attempt, partial(self._end_isolation, name))
         try:
-            yield
+            return await self._send(attempt, dispatch)
         finally:
-            attempt.is_running = False
-            replica.end_request(attempt)
-            if look in readers:
-                readers.remove(look)
-                self._end_isolation(replica)
+            first_tokens.end()
 
-    def _end_isolation(self, replica: Replica) -> None:
-        self._router.end_isolation(replica.name)
+    def _end_isolation(self, name: str) -> None:
+        self._router.end_isolation(name)
         self._wait_queue.wake_next()
 
-    def _released(self, dispatch: Dispatch, generation: Generation, request_id: str) -> None:
-        is_whole = generation.finish_reason in WHOLE_ANSWERS
-        is_its_own = is_whole and generation.request_id == request_id
-        generated = generation.parts[-1].count if is_its_own else None
-        self._router.release(dispatch, generated=generated, now=anyio.current_time())
+    def _released(self, pending: PendingRequest) -> None:
+        """The engine no longer works on a request."""
+        is_whole = pending.finish_reason in WHOLE_ANSWERS
+        dispatch = self._placed.pop(pending.request_id)
+        self._release(dispatch, generated=pending.part.count if is_whole else None)
+
+    def _release(self, dispatch: Dispatch, generated: int | None) -> None:
+        self._router.release(dispatch, generated=generated, now=self._now())
         self._wait_queue.wake_next()
         self._changes.notify()
+
+
+class _FirstTokens:
+    """Ends the isolation of a suspect: at its first tokens, or with its request."""
+
+    def __init__(self, attempt: Attempt, end_isolation: Callable[[], None]) -> None:
+        self._attempt = attempt
+        self._end_isolation = end_isolation
+        attempt.generation.on_tokens.append(self)
+
+    def __call__(self, _: Generation) -> None:
+        if not self._attempt.is_suspect:
+            self.end()
+
+    def end(self) -> None:
+        """End it, once."""
+        if self in self._attempt.generation.on_tokens:
+            self._attempt.generation.on_tokens.remove(self)
+            self._end_isolation()
 
 
 def _has_more_to_come(attempt: Attempt) -> bool:
