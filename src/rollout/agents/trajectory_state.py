@@ -34,16 +34,16 @@ UNRESPONSIVE = "unresponsive"
 class TrajectoryState:
     """The part of an `AgentContext` that each of its conversations uses.
 
-        Attributes:
-            services: What all trajectories share.
-            config: The `agent` section of the configuration.
-            prompt, identity, tools, extra, turn_scores, tool_rewards, ending, generation_s,
-                cached_tokens, resumes, restarts, discarded_tokens: As in `AgentContext`.
-            wording: Renders and encodes.
-                clock: The loop's time.
-                reader: Decodes and parses what the model said.
-                deadline: The trajectory's own.
-            outermost: The deadline that nothing puts off.
+    Attributes:
+        services: What all trajectories share.
+        config: The `agent` section of the configuration.
+        prompt, identity, tools, extra, turn_scores, tool_rewards, ending, generation_s,
+            cached_tokens, resumes, restarts, discarded_tokens: As in `AgentContext`.
+        wording: Renders and encodes.
+        clock: The loop's time.
+        reader: Decodes and parses what the model said.
+        deadline: The trajectory's own.
+        outermost: The deadline that nothing puts off.
     """
 
     def __init__(
