@@ -40,8 +40,8 @@ class TrajectoryState:
         prompt, identity, tools, extra, turn_scores, tool_rewards, ending, generation_s,
             cached_tokens, resumes, restarts, discarded_tokens: As in `AgentContext`.
         wording: Renders and encodes.
-        reader: Decodes and parses what the model said.
         clock: The loop's time.
+        reader: Decodes and parses what the model said.
         deadline: The trajectory's own.
         outermost: The deadline that nothing puts off.
     """
@@ -57,9 +57,9 @@ class TrajectoryState:
         outermost: Deadline,
     ) -> None:
         self.services = services
-        self.reader = services.reader_of(tools)
         self.config: AgentConfig = services.config.agent
         self.clock = loop_clock()
+        self.reader = services.reader_of(tools)
         self.wording = Wording(services, tools)
         self.outermost = outermost
         self.extra = extra

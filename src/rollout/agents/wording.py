@@ -208,8 +208,7 @@ class Wording:
             raise no_room(source, str(len(ids)))
         own = as_messages(plain)
         text = written.text if template.spells(written.text) else template.decode(ids)
-        found = find_texts(own, text)
-        return Worded(ids, own, opens_reasoning, found)
+        return Worded(ids, own, opens_reasoning, find_texts(own, text))
 
 
 def no_room(source: str, count: str) -> LimitExceeded:
