@@ -168,7 +168,12 @@ def arguments() -> argparse.Namespace:
         "--cases", type=names, default=list(CASES), help="some of " + ",".join(CASES)
     )
     parser.add_argument("--rounds", type=int, help="of each side that count (5; --quick: 2)")
-    parser.add_argument("--barrier", choices=("rounds", "first", "none"), default="rounds")
+    parser.add_argument(
+        "--barrier",
+        choices=("rounds", "first", "none"),
+        default="rounds",
+        help="the answers of which turns are held until all trajectories wait (rounds: of all)",
+    )
     peer = parser.add_mutually_exclusive_group()
     peer.add_argument("--without-verl", action="store_true", help="our side alone")
     peer.add_argument(

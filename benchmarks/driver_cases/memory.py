@@ -45,6 +45,8 @@ async def idle(side: OurSide) -> dict[str, Any]:
         tasks.start_soon(_run_until_cancelled, side)
         while side.runtime.statistics().replicas[0].in_flight < n:  # noqa: ASYNC110  (nobody is told)
             await anyio.sleep(LOOK_S)
+            if outcomes := side.runtime.statistics().outcomes:
+                raise SystemExit(f"agents ended before all of them waited: {outcomes}")
         await anyio.sleep(SETTLE_S)
         held = rss_bytes() - before
         side.runtime.cancel()
