@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import anyio
-import attrs
 import msgspec
 import numpy as np
 import pytest
@@ -320,7 +319,7 @@ def _with_its_sessions_alone(self: Identity, number: int) -> Any:
             return self.seed_of_turn(turn)
 
     path = f"{self.path}.{number}" if self.path else str(number)
-    return Opened(**(attrs.asdict(self) | {"path": path}))
+    return Opened(**(msgspec.structs.asdict(self) | {"path": path}))
 
 
 @bug("branch that trains its parent's tokens", "it trains on tokens of its parent, before")

@@ -43,7 +43,7 @@ async def idle(side: OurSide) -> dict[str, Any]:
     before = rss_bytes()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_run_until_cancelled, side)
-        while side.runtime.statistics().replicas[0].in_flight < n:  # noqa: ASYNC110  (nobody is told)
+        while side.runtime.statistics().replicas[0].in_flight < n:
             await anyio.sleep(LOOK_S)
             if outcomes := side.runtime.statistics().outcomes:
                 raise SystemExit(f"agents ended before all of them waited: {outcomes}")

@@ -297,7 +297,6 @@ class RolloutRuntime:
             deadline=deadline,
             config=scheduling,
             tally=self._tally,
-            wakes=self._runner.services.engines.wakes,
         )
 
     def _members(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
 import anyio
-import msgspec
 
 from rollout.agents.identity import Ending
 from rollout.errors import LimitExceeded, RolloutError
@@ -16,36 +14,27 @@ from rollout.scopes import leaf_of
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
-
-    from anyio.abc import TaskGroup
+    from collections.abc import Awaitable, Callable, Sequence
 
     from rollout.chat.trajectory import Trajectory
     from rollout.config import SchedulingConfig
     from rollout.limits import Deadline
     from rollout.observe.tally import Tally
-    from rollout.scheduling.prompts import Cancellable, Member
+    from rollout.scheduling.prompts import Member
     from rollout.scheduling.trajectory_runner import TrajectoryRunner
-    from rollout.wake_budget import WakeBudget
 
     #: Takes a finished trajectory and its row; may wait, and holds the trajectory's place.
     Deliver = Callable[[int, Trajectory], Awaitable[None]]
 
 #: Reason of trajectories that were cancelled because the runtime was closed.
 CLOSED = "closed"
-#: To end a member that was never started takes this share of what one wake-up sets off.
-UNSTARTED = 1 / 16
-#: The batch's deadline ends so many members at once, and the next ones so many seconds later.
-TOGETHER, STAGGER_S = 32, 0.003
 
 
 class BatchRun:
     """Members of one call, run under the runtime's limit on trajectories in flight.
 
     A member's task exists only while it holds a place, so a batch of any size costs the memory
-    of `scheduling.max_in_flight` trajectories plus its results. They start one in a round of the
-    loop, in their order; where many end because somebody cancels them, `wakes` says how many do in
-    a round.
+    of `scheduling.max_in_flight` trajectories plus its results.
     """
 
     def __init__(
@@ -57,7 +46,6 @@ class BatchRun:
         deadline: Deadline,
         config: SchedulingConfig,
         tally: Tally,
-        wakes: WakeBudget,
     ) -> None:
         self.members = members
         self._runner = runner
@@ -65,22 +53,12 @@ class BatchRun:
         self._deadline = deadline
         self._config = config
         self._tally = tally
-        self._wakes = wakes
-        self._tasks: TaskGroup | None = None
-        self._ended = anyio.Event()
-        self._shield = anyio.CancelScope(shield=True)
-        self._admission = anyio.CancelScope()
-        self._running: dict[Cancellable, None] = {}
-        self._started = 0
         self._bad = BadEndings()
         self._met_deadline = False
         self._is_closed = False
 
     def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
-        """Cancel the members that match, also those not started yet; how many there were.
-
-        Where they are many, those that run are reached one after the other.
-        """
+        """Cancel the members that match, also those not started yet; how many there were."""
         chosen = [
             m
             for m in self.members
@@ -90,13 +68,7 @@ class BatchRun:
             and m.cancel_reason is None
         ]
         for m in chosen:
-            m.cancel_reason = reason
-        scopes = deque(m.scope for m in chosen if m.scope is not None)
-        while scopes and not self._wakes.is_spent:
-            self._wakes.spend()
-            scopes.popleft().cancel()
-        if scopes and self._tasks is not None:
-            self._tasks.start_soon(self._end_all, scopes)
+            m.cancel(reason)
         return len(chosen)
 
     def close(self) -> None:
@@ -117,58 +89,22 @@ class BatchRun:
         self._tally.admitted += len(self.members)
         error: BaseException | None = None
         try:
-            async with anyio.create_task_group() as self._tasks:
-                self._tasks.start_soon(self._run_members, deliver)
-                await self._until_ended()
+            async with anyio.create_task_group() as tasks:
+                for row, member in _by_priority(self.members):
+                    if await self._take_place(member):
+                        tasks.start_soon(self._run_member, row, member, deliver)
+                    else:
+                        await self._finish(row, member, self._unstarted(member), deliver)
         except BaseExceptionGroup as group:
             error = leaf_of(group)
             error.__cause__ = error.__cause__ or group
         finally:
-            self._tasks = None
             lost = sum(not member.is_finished for member in self.members)
             self._tally.outcomes[Outcome.CANCELLED] += lost
             self._bad.log()
         error = error or self._final_error()
         if error is not None:
             raise error
-
-    async def _until_ended(self) -> None:
-        """Wait for the members; the caller's cancellation reaches them through here only."""
-        try:
-            await self._ended.wait()
-        except (anyio.get_cancelled_exc_class(), KeyboardInterrupt):
-            with anyio.CancelScope(shield=True):
-                self._admission.cancel()  # before anything is awaited: none starts any more
-                await self._end_all(tuple(self._running))
-                await self._ended.wait()
-            raise
-        finally:  # on asyncio a second Task.cancel waits for nothing
-            self._shield.shield = False
-
-    async def _end_all(self, scopes: Iterable[Cancellable]) -> None:
-        """Cancel these, no more in a round than may be woken."""
-        for scope in scopes:
-            await self._wakes.take()
-            scope.cancel()
-
-    async def _run_members(self, deliver: Deliver) -> None:
-        try:
-            with self._shield:
-                async with anyio.create_task_group() as tasks:
-                    with self._admission:
-                        await self._admit(tasks, deliver)
-        finally:
-            self._ended.set()
-
-    async def _admit(self, tasks: TaskGroup, deliver: Deliver) -> None:
-        for row, member in _by_priority(self.members):
-            if await self._take_place(member):
-                scope = anyio.CancelScope()
-                self._running[scope] = None
-                tasks.start_soon(self._run_member, row, member, scope, deliver)
-            else:
-                await self._wakes.take(UNSTARTED)
-                await self._finish(row, member, self._unstarted(member), deliver)
 
     async def _take_place(self, member: Member) -> bool:
         """Wait for a place; False where the member was cancelled or the batch's time is over."""
@@ -193,25 +129,14 @@ class BatchRun:
             ending = Ending(outcome=over.outcome, reason=over.reason, limit_source=over.source)
         return ended_before_start(member, ending)
 
-    async def _run_member(
-        self, row: int, member: Member, scope: anyio.CancelScope, deliver: Deliver
-    ) -> None:
+    async def _run_member(self, row: int, member: Member, deliver: Deliver) -> None:
         self._tally.running += 1
         try:
-            with scope:
-                trajectory = await self._runner.run(member, self._next_deadline())
-                await self._finish(row, member, trajectory, deliver)
+            trajectory = await self._runner.run(member, self._deadline)
+            await self._finish(row, member, trajectory, deliver)
         finally:
-            del self._running[scope]
             self._tally.running -= 1
             self._limiter.release_on_behalf_of(member)
-
-    def _next_deadline(self) -> Deadline:
-        """The batch's, for one more member."""
-        places = max(1, int(self._limiter.total_tokens))
-        late_s = self._started % places // TOGETHER * STAGGER_S
-        self._started += 1
-        return msgspec.structs.replace(self._deadline, at=self._deadline.at + late_s)
 
     async def _finish(
         self, row: int, member: Member, trajectory: Trajectory, deliver: Deliver

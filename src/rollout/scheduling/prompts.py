@@ -36,6 +36,13 @@ class Member:
     scope: Cancellable | None = None
     is_finished: bool = False
 
+    def cancel(self, reason: str) -> None:
+        """End it as `cancelled`, whether it runs or still waits. The first reason counts."""
+        if self.cancel_reason is None:
+            self.cancel_reason = reason
+            if self.scope is not None:
+                self.scope.cancel()
+
 
 def check_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
     """The prompts, each with a uid.
