@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from rollout.chat.messages import (
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from rollout.chat.fast_tokenizer import AnyTokenizer
 
@@ -183,3 +184,33 @@ def _check_encodable(text: str) -> None:
     except UnicodeEncodeError as error:
         half = text[error.start]
         raise TemplateError(f"the messages hold {half!r}: half of a character, no text") from None
+
+
+def own_template(tokenizer: AnyTokenizer) -> str:
+    """The tokenizer's own template.
+
+    Raises:
+        TemplateError: It has none, or several.
+    """
+    own = tokenizer.chat_template
+    if isinstance(own, Mapping):
+        if len(own) == 1:
+            return str(next(iter(own.values())))
+        raise TemplateError(
+            f"the tokenizer has several chat templates ({', '.join(own)}); "
+            "put the one to use into a file and name it in model.chat_template"
+        )
+    if not own:
+        raise TemplateError(
+            "the tokenizer has no chat template; name a Jinja file in model.chat_template"
+        )
+    return str(own)
+
+
+def around(text: str, places: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """The pieces of a text between these places."""
+    at = 0
+    for start, stop in places:
+        yield text[at:start]
+        at = stop
+    yield text[at:]

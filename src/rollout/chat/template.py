@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,12 +17,14 @@ from rollout.chat.full_rendering import FullRenderer, FullRendering
 from rollout.chat.messages import TemplateMessage, template_messages
 from rollout.chat.placeholder_exchange import USER_MARKER
 from rollout.chat.reasoning import opens_reasoning
-from rollout.chat.rendering import Renderer
+from rollout.chat.rendering import Renderer, around, own_template
 from rollout.chat.special_token_escaping import render_escaped
 from rollout.chat.token_text import token_text
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
     from rollout.chat.encoding import Ready
     from rollout.chat.fast_tokenizer import AnyTokenizer
     from rollout.chat.transcript import Transcript
@@ -64,7 +65,7 @@ class ChatTemplate:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        source = chat_template if chat_template is not None else _own_template(tokenizer)
+        source = chat_template if chat_template is not None else own_template(tokenizer)
         self._renderer = Renderer(tokenizer, source, chat_template_kwargs or {})
         self.encoder = encoder_of(tokenizer)
         self._specials = frozenset(self.encoder.specials.values())
@@ -321,7 +322,7 @@ class ChatTemplate:
         text = self._renderer.render([{"role": "user", "content": USER_MARKER}], True)
         head = text.partition(USER_MARKER)[0]
         places = self.encoder.special_token_spellings(head)
-        words = sum(len(piece.split()) for piece in _around(head, places))
+        words = sum(len(piece.split()) for piece in around(head, places))
         return head if words > 1 + len(places) // 2 else ""
 
     @property
@@ -389,30 +390,6 @@ class ChatTemplate:
         while length < len(end) and length < len(ids) and ids[length] == end[length]:
             length += 1
         return end[:length] or tuple(ids[:1])
-
-
-def _around(text: str, places: Sequence[tuple[int, int]]) -> Iterator[str]:
-    at = 0
-    for start, stop in places:
-        yield text[at:start]
-        at = stop
-    yield text[at:]
-
-
-def _own_template(tokenizer: AnyTokenizer) -> str:
-    own = tokenizer.chat_template
-    if isinstance(own, Mapping):
-        if len(own) == 1:
-            return str(next(iter(own.values())))
-        raise TemplateError(
-            f"the tokenizer has several chat templates ({', '.join(own)}); "
-            "put the one to use into a file and name it in model.chat_template"
-        )
-    if not own:
-        raise TemplateError(
-            "the tokenizer has no chat template; name a Jinja file in model.chat_template"
-        )
-    return str(own)
 
 
 def _single_id(token_id: Any) -> int | None:

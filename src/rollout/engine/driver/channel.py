@@ -378,16 +378,9 @@ class Channel:
         """Serve the connections until they are lost."""
         async with anyio.create_task_group() as tasks:
             for role in ROLES:
-                connection = LastingConnection(
-                    self.name,
-                    role,
-                    self._frames[role],
-                    self._greeter,
-                    self._heartbeat,
-                    self,
-                    wakes=self._wakes if role == "data" else None,
-                )
-                tasks.start_soon(connection.keep)
+                parts = (self._frames[role], self._greeter, self._heartbeat, self)
+                wakes = self._wakes if role == "data" else None
+                tasks.start_soon(LastingConnection(self.name, role, *parts, wakes=wakes).keep)
             tasks.start_soon(self._beat)
             await self.lost.wait()
             tasks.cancel_scope.cancel()
@@ -401,7 +394,7 @@ class Channel:
         is_healthy = not self.lost.is_set()
         self.close()
         if is_healthy:
-            with anyio.CancelScope(deadline=anyio.current_time() + BYE_S, shield=True):
-                with contextlib.suppress(*CONNECTION_ERRORS):
-                    self._control.send_nowait(Bye())
-                    await self._control.flush()
+            bound = anyio.CancelScope(deadline=anyio.current_time() + BYE_S, shield=True)
+            with bound, contextlib.suppress(*CONNECTION_ERRORS):
+                self._control.send_nowait(Bye())
+                await self._control.flush()
