@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -12,6 +13,7 @@ from gateway_clients import (
     ADD,
     LOOK,
     SESSIONS,
+    Asked,
     ask,
     asked,
     echo,
@@ -21,13 +23,15 @@ from gateway_clients import (
     user,
 )
 from rollout import Outcome
-from rollout.config import LimitsConfig, RecoveryConfig, SimulatedEngine
+from rollout.config import LimitsConfig, ModelConfig, RecoveryConfig, SimulatedEngine
 from rollout.gateway.calls import GatewayError, GivenMessage, told_text
 from rollout.gateway.sessions import GatewaySettings, Sessions
 from rollout.scopes import open_task_group
-from rollout.testing import Scenario, tool_call
+from rollout.testing import Scenario, run_virtual, tool_call
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rollout import AgentContext
     from rollout.gateway.sessions import GatewaySession
 
@@ -671,3 +675,99 @@ def refused(sessions: Sessions, path: str, key: str) -> tuple[int, str]:
     with pytest.raises(GatewayError) as caught:
         sessions.authenticate(path, key)
     return caught.value.status, caught.value.code
+
+
+async def test_session_system_message_in_between_goes_by_the_template(tmp_path: Path) -> None:
+    async def trial(session: GatewaySession, context: AgentContext) -> None:
+        told = [system("Work"), user("question")]
+        for role in ("system", "developer"):
+            answer = (await ask(session, *told)).answers[0]
+            told += [echo(answer), GivenMessage(role=role, text="Hurry."), user("more")]
+        await ask(session, *told)
+
+    found = await tried(trial, TURNS)
+    assert found.purposes == ["main"]
+    assert "<|im_start|>system\nHurry.<|im_end|>" in found.text(0)
+    (tmp_path / "strict.jinja").write_text(SYSTEM_FIRST)
+    strict = ModelConfig(path="simulated", chat_template=str(tmp_path / "strict.jinja"))
+    found = await tried(trial, TURNS, model=strict)
+    assert found.purposes == ["main", "branch", "branch"]
+    assert "<|im_start|>user\nHurry.<|im_end|>" in found.text(2)
+
+
+SYSTEM_FIRST = """{%- for m in messages -%}
+{%- if m.role in ('system', 'developer') and not loop.first -%}
+{{ raise_exception('system messages come first') }}
+{%- endif -%}
+{{- '<|im_start|>' ~ m.role ~ '\\n' ~ m.content ~ '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+
+async def test_session_message_that_cannot_be_rendered_is_the_clients_fault() -> None:
+    async def trial(session: GatewaySession, context: AgentContext) -> None:
+        for call in (
+            asked(GivenMessage(role="nobody", text="x")),
+            asked(user("question"), GivenMessage(role="nobody", text="x")),
+        ):
+            with pytest.raises(GatewayError, match="unknown role 'nobody'") as caught:
+                await session.complete(call)
+            error = caught.value
+            assert (error.status, error.code, error.field) == (400, "invalid_request", "messages")
+        first = (await ask(session, user("question"))).answers[0]
+        with pytest.raises(GatewayError, match="unknown role 'nobody'"):
+            await ask(session, user("question"), echo(first), GivenMessage(role="nobody", text="x"))
+        await ask(session, user("question"), echo(first), user("more"))
+
+    found = await tried(trial, TURNS)
+    assert (found.trajectory.outcome, found.purposes) == (Outcome.COMPLETED, ["main"])
+
+
+async def test_session_prefilled_turn_is_told_anew() -> None:
+    async def trial(session: GatewaySession, context: AgentContext) -> None:
+        first = (await ask(session, user("question"))).answers[0]
+        await ask(session, user("question"), echo(first))
+
+    found = await tried(trial, TURNS)
+    assert found.purposes == ["main", "branch"]
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_session_on_asyncio_says_the_same() -> None:
+    async def trial(session: GatewaySession, context: AgentContext) -> None:
+        call = asked(user("question"), n=2)
+        with anyio.move_on_after(0.05):
+            await session.complete(call)
+        completion = await session.complete(call)
+        session.left(completion.id)
+        assert await session.complete(call) == completion
+        answers = [*completion.answers, *(await ask(session, user("question"))).answers]
+        async with anyio.create_task_group() as tasks:
+            for answer in answers:
+                tasks.start_soon(ask, session, user("question"), echo(answer), user("more"))
+
+    def rows(found: Asked) -> list[Any]:
+        return [(s.purpose, s.transcript.ids_bytes()) for s in found.trajectory.segments]
+
+    found = await tried(trial, TURNS)
+    expected = await anyio.to_thread.run_sync(run_virtual, partial(tried, trial, TURNS))
+    assert sorted(rows(found)) == sorted(rows(expected))
+
+
+@pytest.mark.parametrize("schedule", range(3))
+def test_session_tokens_do_not_depend_on_the_schedule(schedule: int) -> None:
+    async def trial(session: GatewaySession, context: AgentContext) -> None:
+        async def one(text: str) -> None:
+            answer = (await ask(session, user("question"))).answers[0]
+            await ask(session, user("question"), echo(answer), user(text))
+
+        async with anyio.create_task_group() as tasks:
+            for text in ("more", "more", "most"):
+                tasks.start_soon(one, text)
+
+    found = [run_virtual(partial(tried, trial, HELLO), seed=seed) for seed in (7, schedule)]
+    firsts = [
+        sorted(s.transcript.ids_bytes()[:200] for s in each.trajectory.segments) for each in found
+    ]
+    assert firsts[0] == firsts[1]
