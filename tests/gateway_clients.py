@@ -127,7 +127,7 @@ async def tried(
     recorder = Recorder()
     sections.setdefault("engine", SimulatedEngine(replicas=2))
     config = scenario.config(
-        agent=AgentConfig(name="through_gateway"),
+        agent=AgentConfig(name="through_gateway", tokenization_check="strict"),
         lengths=lengths or LengthsConfig(prompt=1500, response=3000),
         scheduling=SchedulingConfig(samples_per_prompt=samples, max_retries=0),
         **sections,

@@ -89,7 +89,7 @@ async def crowd(recorder: Recorder, trial: Any, count: int, **sections: Any) -> 
     sessions = Sessions(GatewaySettings(max_calls=40, max_branches=12))
     SESSIONS.append(sessions)
     config = SCENARIO.config(
-        agent=AgentConfig(name="through_gateway"),
+        agent=AgentConfig(name="through_gateway", tokenization_check="strict"),
         lengths=LengthsConfig(prompt=900, response=1500),
         scheduling=SchedulingConfig(samples_per_prompt=4, max_in_flight=count, max_retries=0),
         **sections,

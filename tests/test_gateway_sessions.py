@@ -724,7 +724,7 @@ async def test_session_message_that_cannot_be_rendered_is_the_clients_fault() ->
     assert (found.trajectory.outcome, found.purposes) == (Outcome.COMPLETED, ["main"])
 
 
-async def test_session_prefilled_turn_is_told_anew() -> None:
+async def test_session_conversation_that_ends_with_the_assistant_is_told_again() -> None:
     async def trial(session: GatewaySession, context: AgentContext) -> None:
         first = (await ask(session, user("question"))).answers[0]
         await ask(session, user("question"), echo(first))
