@@ -71,6 +71,7 @@ WITH_PROCESSES = (
     "faults",
     "foreign_tools",
     "full_disk",
+    "gateway",
     "gateway_clients",
     "gateway_hostile",
     "imports",
