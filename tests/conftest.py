@@ -88,6 +88,7 @@ WITH_PROCESSES = (
     "router",
     "sandbox_attacks",
     "sandbox_tools",
+    "serve_gateway",
     "simulated_engine",
     "soak",
     "unauthenticated",
