@@ -366,7 +366,7 @@ def _trajectory(
         extra=context.extra,
         prompt=member.prompt,
         messages=context.messages,
-        history=context.config.history,
+        history=context.main.history,
         segments=segments_of(context.main.all()),
     )
 
