@@ -21,7 +21,7 @@ import anyio
 import anyio.to_thread
 import attrs
 from driver_cases.measuring import Clocks
-from driver_cases.ours import Plan, Tools, config_of, contents, prompts_of
+from driver_cases.ours import HELD_S, Plan, Tools, config_of, contents, prompts_of
 from driver_cases.side_process import answers_on_stdout
 
 import rollout
@@ -77,6 +77,8 @@ class Clients:
                     self.latencies = json.loads(line)
                 else:
                     self._ended[int(line)].set()
+        for ended in self._ended:  # one that has failed has said why
+            ended.set()
 
     async def end(self) -> None:
         """Wait until it has said all."""
@@ -167,7 +169,8 @@ async def serve(plan: Plan, way: str) -> None:
     config = attrs.evolve(
         config_of(plan),
         agent=AgentConfig(name=AGENTS[way]),
-        gateway=GatewayConfig(max_connections=plan.n * 2),
+        # Connections wait for their turn without a word.
+        gateway=GatewayConfig(max_connections=plan.n * 2, head_s=HELD_S),
     )
     with answers_on_stdout() as answer:
         async with rollout.open_rollout(config, Tools(plan.n).functions()) as runtime:
