@@ -150,8 +150,18 @@ class AgentContext:
 
     @property
     def door(self) -> GatewayDoor:
-        """Serves this trajectory to clients that speak HTTP."""
-        raise AgentError("no gateway is open")
+        """The gateway, for agents that speak HTTP.
+
+        Raises:
+            AgentError: There is none.
+        """
+        door = self._services.gateway.door
+        if door is None:
+            raise AgentError(
+                "no gateway serves this runtime: open one with `async with "
+                "rollout.open_gateway(runtime)`, or open the runtime with `open_rollout`"
+            )
+        return door
 
     @property
     def main(self) -> Conversation:

@@ -91,6 +91,7 @@ class FunctionAgent(AgentLoop):
         backend: Where an async one runs.
     """
 
+    needs_gateway = True
     name: str
     function: Callable[..., Any]
     backend: Backend
