@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         AgentLoop,
         AgentTask,
         Conversation,
+        ProgramAgent,
         agent,
         register_agent,
     )
@@ -72,6 +73,7 @@ _HOMES = {
         "AgentLoop",
         "AgentTask",
         "Conversation",
+        "ProgramAgent",
         "agent",
         "register_agent",
     ),
