@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         AgentConfig,
         ChannelConfig,
         CustomEngine,
+        GatewayConfig,
         HttpEngine,
         InProcessPlacement,
         LengthsConfig,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
         TemplateError,
         ToolError,
     )
+    from rollout.gateway.gateway import open_gateway
     from rollout.interactions import Interaction, InteractionTurn
     from rollout.runtime.blocking import BlockingRollout, open_rollout_blocking
     from rollout.runtime.opening import open_rollout
@@ -84,6 +86,7 @@ _HOMES = {
         "AgentConfig",
         "ChannelConfig",
         "CustomEngine",
+        "GatewayConfig",
         "HttpEngine",
         "InProcessPlacement",
         "LengthsConfig",
@@ -118,6 +121,7 @@ _HOMES = {
         "TemplateError",
         "ToolError",
     ),
+    "rollout.gateway.gateway": ("open_gateway",),
     "rollout.interactions": ("Interaction", "InteractionTurn"),
     "rollout.runtime.opening": ("open_rollout",),
     "rollout.runtime.runtime": ("RolloutRuntime",),
