@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from rollout.agents.prompt_sampling import sampling_of, top_log_probs_fault
 from rollout.errors import ConfigError
 from rollout.gateway.calls import GatewayError
-from rollout.scheduling.prompt_sampling import sampling_of, top_log_probs_fault
 
 if TYPE_CHECKING:
     from rollout.agents import AgentContext
