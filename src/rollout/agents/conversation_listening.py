@@ -85,7 +85,7 @@ class ListeningConversation(ConversationView):
         self._check_idle("compact")
         await self._settle()
         with self._settling_limits:
-            worded = await begun(self._wording, messages)
+            worded = await begun("compact", self._wording, messages)
         self.end_turn()
         self._log.begin_again(worded, self._wording.reader, self._wording.prompt_room)
         self._known_tokens = 0

@@ -74,12 +74,15 @@ class GatewaySession:
     Attributes:
         path, key: What names and opens it; random.
         failure: What ended it that was not its client's fault: its trajectory fails with it.
+        length: What the last call was refused for where that is a length: its trajectory ends with
+            it where the client does not know how to continue.
     """
 
     def __init__(self, path: str, key: str, settings: GatewaySettings) -> None:
         self.path = path
         self.key = key
         self.failure: Exception | None = None
+        self.length: LimitExceeded | None = None
         self._settings = settings
         self._trajectory: _Trajectory | None = None
 
@@ -160,6 +163,8 @@ class GatewaySession:
             work.error = error
         except LimitExceeded as error:
             work.error = _limit_error(error)
+            if error.outcome is Outcome.LENGTH:
+                self.length = work.error.__cause__ = error
         except Exception as error:
             self.failure = self.failure or error
             what = str(error) if isinstance(error, EngineError) else "internal error"
@@ -181,6 +186,7 @@ class GatewaySession:
                 with _counted(trajectory, exchange.request):
                     await self._sample(trajectory, exchange)
                 exchange.completion = self._completion(trajectory, exchange)
+        self.length = None
         if exchange.owner is work:
             trajectory.exchanges.returned(exchange, exchange.completion)
             work.completion = exchange.completion
