@@ -127,7 +127,7 @@ async def test_chat_model_arguments_of_a_call_are_kept() -> None:
 
     (trajectory,) = (await tried(trial)).trajectories
     assert trajectory.cause is None
-    assert [s.purpose for s in trajectory.segments] == ["main", "branch", "subagent"]
+    assert [s.purpose for s in trajectory.segments] == ["main", "branch", "branch"]
 
 
 async def test_chat_model_length_that_nobody_handles_ends_the_trajectory_by_it() -> None:
