@@ -83,6 +83,7 @@ WITH_PROCESSES = (
     "mcp",
     "mcp_servers",
     "model_files",
+    "program_agent",
     "ray_placement",
     "real_processes",
     "router",
@@ -110,8 +111,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
             group = item.path.name
         if group is not None and is_parallel:
             item.add_marker(pytest.mark.xdist_group(name=group))
-        is_sglang = item.path.parent.name == "sglang"  # all of them
-        if is_sglang or item.path.stem.removeprefix("test_") in WITH_PROCESSES:
+        has_own_packages = item.path.parent.name in ("sglang", "clients")  # all of them
+        if has_own_packages or item.path.stem.removeprefix("test_") in WITH_PROCESSES:
             item.add_marker("processes")
 
 

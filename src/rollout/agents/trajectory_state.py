@@ -39,7 +39,7 @@ class TrajectoryState:
     Attributes:
         services: What all trajectories share.
         config: The `agent` section of the configuration.
-        prompt, identity, tools, extra, turn_scores, tool_rewards, ending, generation_s,
+        prompt, identity, tools, extra, reward, turn_scores, tool_rewards, ending, generation_s,
             cached_tokens, resumes, restarts, discarded_tokens: As in `AgentContext`.
         wording: Renders, encodes and reads where the trajectory's own tools are offered.
         clock: The loop's time.
@@ -63,6 +63,7 @@ class TrajectoryState:
         self.wording = Wording(services, services.reader_of(tools))
         self.outermost = outermost
         self.extra = extra
+        self.reward: Any = None
         self.turn_scores: list[float] = []
         self.tool_rewards: list[float] = []
         self.ending: Ending | None = None
@@ -137,13 +138,16 @@ class TrajectoryState:
         turn_deadline = PausableDeadline(turn, self.outermost, self.deadline)
         return turn_deadline, PausableDeadline(generation, self.outermost, turn_deadline)
 
-    def budget(self, transcript: Transcript, sampling: SamplingParams) -> tuple[int, str]:
+    def budget(
+        self, transcript: Transcript, sampling: SamplingParams, kept_tokens: int
+    ) -> tuple[int, str]:
         """As `generation_budget`."""
         return generation_budget(
             transcript,
             self.services.config.lengths,
             self.services.engines.info.context_length,
             sampling.max_new_tokens,
+            kept_tokens,
         )
 
     def sampling_of_turn(self, sampling: SamplingParams, budget: int, seed: int) -> SamplingParams:
