@@ -71,6 +71,8 @@ WITH_PROCESSES = (
     "faults",
     "foreign_tools",
     "full_disk",
+    "gateway_clients",
+    "gateway_hostile",
     "imports",
     "isolated_tools",
     "live_weights",

@@ -274,6 +274,9 @@ class AsyncioThread:
         future: Future[T] = Future()
         task: asyncio.Task[None]
         was_abandoned = False
+        context = copy_context()
+        # Where anyio runs trio it says so there, and the call would take its loop for trio's.
+        context.run(sniffio.current_async_library_cvar.set, None)
 
         def finished() -> None:
             done.set()
@@ -288,7 +291,7 @@ class AsyncioThread:
 
         def start() -> None:
             nonlocal task
-            task = loop.create_task(call())
+            task = loop.create_task(call(), context=context)
             # Also a task that was cancelled before its first step, and never enters `call`, ends.
             task.add_done_callback(lambda _: post(finished))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from rollout.errors import AgentError
 
@@ -17,7 +17,13 @@ class AgentLoop(ABC):
     """One trajectory's program: subclass it, write `run`, and register it under a name.
 
     An instance serves exactly one trajectory, so its attributes are that trajectory's own.
+
+    Attributes:
+        needs_gateway: Whether it works through `AgentContext.door`: `open_rollout` then fails where
+            the gateway cannot be opened, and not the first trajectory.
     """
+
+    needs_gateway: ClassVar[bool] = False
 
     @abstractmethod
     async def run(self, context: AgentContext) -> None:

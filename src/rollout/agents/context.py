@@ -25,6 +25,7 @@ from rollout.types import InvalidToolCall, Message, Outcome, Prompt, ToolCall
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
+    from rollout.agents.gateway_door import GatewayDoor
     from rollout.agents.services import Services
     from rollout.agents.turn import AssistantTurn
     from rollout.agents.wording import Given
@@ -132,6 +133,21 @@ class AgentContext:
     def tools(self) -> TrajectoryTools:
         """The tools offered to the model; `schemas` lists them."""
         return self._state.tools
+
+    @property
+    def door(self) -> GatewayDoor:
+        """The gateway, for agents that speak HTTP.
+
+        Raises:
+            AgentError: There is none.
+        """
+        door = self._services.gateway.door
+        if door is None:
+            raise AgentError(
+                "no gateway serves this runtime: open one with `async with "
+                "rollout.open_gateway(runtime)`, or open the runtime with `open_rollout`"
+            )
+        return door
 
     @property
     def main(self) -> Conversation:

@@ -30,6 +30,7 @@ from rollout.config.checks import (
 )
 from rollout.config.config_faults import Fault
 from rollout.config.engines import AnyEngine, TransformersEngine
+from rollout.config.gateway_section import GatewayConfig
 from rollout.config.limits_section import LimitsConfig
 from rollout.config.placements import (
     ALLOWED_PLACEMENTS,
@@ -245,6 +246,7 @@ class RolloutConfig(Section):
     agent: AgentConfig = attrs.field(factory=AgentConfig)
     tools: ToolsConfig = attrs.field(factory=ToolsConfig)
     scheduling: SchedulingConfig = attrs.field(factory=SchedulingConfig)
+    gateway: GatewayConfig = attrs.field(factory=GatewayConfig)
     #: Seeds of all sampling derive from it; None samples afresh each run.
     seed: Natural | None = None
 

@@ -22,6 +22,7 @@ from rollout.errors import AgentError, ConfigError
 from rollout.interactions import InteractionRegistry
 from rollout.observe.tally import Tally
 from rollout.runtime.driver_model import load_driver_model, warn_of_end_token
+from rollout.runtime.gateway_opening import gateway_of
 from rollout.runtime.heap import freeze_loaded, frozen_heap
 from rollout.runtime.runtime import RolloutRuntime
 from rollout.scheduling.prompt_sampling import top_log_probs_fault
@@ -164,7 +165,7 @@ async def _open_runtime(
                 )
                 runtime = RolloutRuntime(config, runner, threads, tally)
                 with closing(services.texts):
-                    async with runtime.serving():
+                    async with gateway_of(services), runtime.serving():
                         yield runtime
     finally:
         await executor.close()
