@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 from rollout.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from rollout.agents import AgentContext, AgentLoop, Conversation, register_agent
+    from rollout.agents import (
+        AgentContext,
+        AgentLoop,
+        AgentTask,
+        Conversation,
+        agent,
+        register_agent,
+    )
     from rollout.batch import RolloutBatch, collate
     from rollout.chat.trajectory import Segment, Trajectory
     from rollout.config import (
@@ -60,7 +67,14 @@ if TYPE_CHECKING:
     from rollout.types import Cause, InvalidToolCall, Message, Outcome, Prompt, Reward, ToolCall
 
 _HOMES = {
-    "rollout.agents": ("AgentContext", "AgentLoop", "Conversation", "register_agent"),
+    "rollout.agents": (
+        "AgentContext",
+        "AgentLoop",
+        "AgentTask",
+        "Conversation",
+        "agent",
+        "register_agent",
+    ),
     "rollout.batch": ("RolloutBatch", "collate"),
     "rollout.runtime.blocking": ("BlockingRollout", "open_rollout_blocking"),
     "rollout.chat.trajectory": ("Segment", "Trajectory"),

@@ -259,12 +259,25 @@ class AsyncioThread:
         self._leave: asyncio.Event
         self.abandoned: dict[str, int] = {}
 
-    async def run(self, name: str, function: Callable[..., Awaitable[T]], *args: object) -> T:
+    async def run(
+        self,
+        name: str,
+        function: Callable[..., Awaitable[T]],
+        *args: object,
+        cleanup_s: float | None = None,
+    ) -> T:
         """``await function(*args)`` on that loop, or on the current one where that is asyncio's.
 
         It has a task of its own, because code for asyncio expects to be cancelled once, and not at
         each of its further awaits as in a scope of anyio. On cancellation the call's task is
         cancelled and has `cleanup_s` to end; one that does not is abandoned, and counted by name.
+
+        Args:
+            name: Of the code, for messages and counts.
+            function: Is called in the task.
+            args: Of the function.
+            cleanup_s: In place of the thread's own; infinite where the caller's supervision ends
+                the wait.
 
         Raises:
             ToolError: The call raised SystemExit or the like, or cancelled itself.
@@ -284,6 +297,8 @@ class AsyncioThread:
                 self.abandoned[name] -= 1
 
         async def call() -> None:
+            # The caller's context came along, and may say that this is trio.
+            sniffio.current_async_library_cvar.set("asyncio")
             try:
                 future.set_result(await function(*args))
             except BaseException as error:  # the loop must outlive SystemExit
@@ -301,11 +316,14 @@ class AsyncioThread:
         except BaseException:
             # By then `start` has run: callbacks keep their order.
             loop.call_soon_threadsafe(lambda: task.cancel())  # noqa: PLW0108
-            with anyio.move_on_after(self._cleanup_s, shield=True):
-                await done.wait()
-            if not done.is_set():
-                was_abandoned = True
-                self.abandoned[name] = self.abandoned.get(name, 0) + 1
+            limit_s = self._cleanup_s if cleanup_s is None else cleanup_s
+            try:
+                with anyio.CancelScope(deadline=anyio.current_time() + limit_s, shield=True):
+                    await done.wait()
+            finally:  # a supervised wait may be given up
+                if not done.is_set():
+                    was_abandoned = True
+                    self.abandoned[name] = self.abandoned.get(name, 0) + 1
             raise
         return result_of(future, name)
 

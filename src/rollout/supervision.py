@@ -285,12 +285,15 @@ class Supervised(Generic[T]):
             now = anyio.current_time()
             self._give_up([duty for duty in self._duties if duty.at + self._cleanup_s <= now])
             if drive.is_given_up:
+                self._give_up(list(self._duties))  # what it had begun in tasks of their own
                 with anyio.move_on_after(LEAVE_S):
                     await self._ended.wait()
                 return
 
     def _give_up(self, overdue: list[Duty]) -> None:
-        for duty in overdue:
+        # What runs in a task of its own knows better than its caller where it waits.
+        own = None if self._own is None else self._own.drive
+        for duty in sorted(overdue, key=lambda duty: duty.drive is own):
             drive = duty.drive
             if drive is not None and duty in self._duties:
                 self._duties[:] = [each for each in self._duties if each.drive is not drive]

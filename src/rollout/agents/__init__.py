@@ -5,6 +5,7 @@ from __future__ import annotations
 from rollout.agents.agent_loop import AgentLoop, agent_names, get_agent, register_agent
 from rollout.agents.context import AgentContext
 from rollout.agents.conversation import Conversation
+from rollout.agents.function_agent import AgentTask, agent
 from rollout.agents.single_turn import SingleTurnAgent
 from rollout.agents.tool_agent import ToolAgent
 from rollout.agents.turn import AssistantTurn
@@ -12,10 +13,12 @@ from rollout.agents.turn import AssistantTurn
 __all__ = [
     "AgentContext",
     "AgentLoop",
+    "AgentTask",
     "AssistantTurn",
     "Conversation",
     "SingleTurnAgent",
     "ToolAgent",
+    "agent",
     "agent_names",
     "get_agent",
     "register_agent",

@@ -30,10 +30,11 @@ if TYPE_CHECKING:
     from rollout.agents.turn import AssistantTurn
     from rollout.agents.wording import Given
     from rollout.chat.drift import Drift
-    from rollout.config import AgentConfig
+    from rollout.config import AgentConfig, LimitsConfig
     from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
     from rollout.tools import ToolResult, TrajectoryTools
+    from rollout.worker_threads import WorkerThreads
 
 T = TypeVar("T")
 
@@ -68,6 +69,8 @@ class AgentContext:
         assistant_turns, user_turns: Generations so far; answers of tools or users so far.
         cut_by: As `AssistantTurn.cut_by`, of the last generation.
         extra: Becomes the trajectory's `extra`; tools, users and rewards see it too.
+        reward: What the agent itself gives: a number, a `Reward` or None; a reward function of
+            `open_rollout` decides in its place.
         turn_scores: What the simulated user gave.
         tool_rewards: What the tools gave.
         ending: The outcome, where it is settled already.
@@ -78,6 +81,7 @@ class AgentContext:
     """
 
     extra = _Shared[dict[str, Any]]()
+    reward = _Shared[Any]()
     turn_scores = _Shared[list[float]]()
     tool_rewards = _Shared[list[float]]()
     ending = _Shared[Ending | None]()
@@ -133,6 +137,16 @@ class AgentContext:
     def tools(self) -> TrajectoryTools:
         """The tools offered to the model; `schemas` lists them."""
         return self._state.tools
+
+    @property
+    def limits(self) -> LimitsConfig:
+        """The `limits` section of the configuration."""
+        return self._services.config.limits
+
+    @property
+    def threads(self) -> WorkerThreads:
+        """Where sync code runs: ``await context.threads.run(name, function, *args)``."""
+        return self._services.threads
 
     @property
     def door(self) -> GatewayDoor:

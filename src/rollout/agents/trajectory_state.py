@@ -37,7 +37,7 @@ class TrajectoryState:
     Attributes:
         services: What all trajectories share.
         config: The `agent` section of the configuration.
-        prompt, identity, tools, extra, turn_scores, tool_rewards, ending, generation_s,
+        prompt, identity, tools, extra, reward, turn_scores, tool_rewards, ending, generation_s,
             cached_tokens, resumes, restarts, discarded_tokens: As in `AgentContext`.
         wording: Renders and encodes.
         clock: The loop's time.
@@ -63,6 +63,7 @@ class TrajectoryState:
         self.wording = Wording(services, tools)
         self.outermost = outermost
         self.extra = extra
+        self.reward: Any = None
         self.turn_scores: list[float] = []
         self.tool_rewards: list[float] = []
         self.ending: Ending | None = None

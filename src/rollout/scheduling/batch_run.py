@@ -9,7 +9,7 @@ import anyio
 from rollout.agents.identity import Ending
 from rollout.errors import LimitExceeded, RolloutError
 from rollout.scheduling.endings import LISTED_CAUSES, BadEndings
-from rollout.scheduling.trajectory_runner import ended_before_start
+from rollout.scheduling.finished import ended_before_start
 from rollout.scopes import leaf_of
 from rollout.types import Outcome
 

@@ -16,12 +16,9 @@ import msgspec
 from rollout.agents.agent_loop import AgentLoop, get_agent
 from rollout.agents.context import AgentContext
 from rollout.agents.identity import Ending, RejectedPrompt
-from rollout.agents.places import segments_of
 from rollout.agents.services import Services
 from rollout.agents.trajectory_state import UNRESPONSIVE
 from rollout.agents.turn_end import natural_ending
-from rollout.chat.trajectory import Trajectory
-from rollout.chat.transcript import Transcript
 from rollout.errors import (
     AgentError,
     ConfigError,
@@ -31,9 +28,11 @@ from rollout.errors import (
     ToolError,
 )
 from rollout.limits import Deadline, PausableDeadline
+from rollout.reward_values import BadRewardError
+from rollout.scheduling.finished import end_without_reward, exclude, finished, rejected
 from rollout.scheduling.intact import restore
 from rollout.scheduling.prompt_sampling import sampling_of, top_log_probs_fault
-from rollout.scheduling.rewards import RewardFunction, apply_reward, compute_reward
+from rollout.scheduling.rewards import RewardFunction, apply_reward, compute_reward, reward_of
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
 from rollout.scopes import leaf_of, passing_of
 from rollout.supervision import Supervised, UnresponsiveError, is_given_up
@@ -42,6 +41,7 @@ from rollout.types import DRIFT, Cause, Outcome, Reward
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from rollout.chat.trajectory import Trajectory
     from rollout.scheduling.prompts import Member
     from rollout.worker_threads import WorkerThreads
 
@@ -94,22 +94,24 @@ class TrajectoryRunner:
             if fault is not None:
                 ending = Ending(outcome=Outcome.FAILED, reason="tokenization")
                 cause = Cause(type=TemplateError.__qualname__, message=fault)
-        trajectory = _trajectory(member, context, ending, cause)
+        trajectory = finished(member, context, ending, cause)
         if drift is not None:
             trajectory.metrics[f"{DRIFT}{drift}"] = 1
         if ending.outcome not in self.services.config.scheduling.trainable:
-            _exclude(trajectory)
+            exclude(trajectory)
         trajectory.metrics["attempts"] = attempt
         trajectory.metrics["discarded_tokens"] = discarded
         trajectory.metrics["resumes"] = resumes
         trajectory.metrics["restarts"] = len(restarts)
         if restarts:
             trajectory.extra["restarts"] = restarts
-        if self.reward is not None and trajectory.trainable:
+        if self.reward is None and trajectory.trainable and context.reward is not None:
+            self._take_reward(trajectory, context.reward)
+        elif self.reward is not None and trajectory.trainable:
             if anyio.current_time() < batch_deadline.at:
                 await self._reward(member, trajectory, batch_deadline)
             else:  # no time is left to learn its reward
-                _exclude(trajectory)
+                exclude(trajectory)
         trajectory.metrics["total_s"] = anyio.current_time() - started
         for conversation in context.main.all():
             conversation.messages.settle()
@@ -117,8 +119,8 @@ class TrajectoryRunner:
 
     def _prepare(
         self, member: Member, deadline: Deadline, batch_deadline: Deadline
-    ) -> tuple[type[AgentLoop], AgentContext]:
-        """The class of the loop, and its context.
+    ) -> tuple[type[AgentLoop] | AgentLoop, AgentContext]:
+        """The loop, and its context.
 
         Raises:
             RejectedPrompt: The prompt names what does not exist, or overrides wrongly.
@@ -166,11 +168,12 @@ class TrajectoryRunner:
     async def _run_agent(
         self,
         member: Member,
-        loop: type[AgentLoop],
+        loop: type[AgentLoop] | AgentLoop,
         context: AgentContext,
         deadline: PausableDeadline,
     ) -> tuple[Ending, Cause | None]:
-        work = self._supervised(f"agent {loop.__name__}", Cause)
+        kind = loop if isinstance(loop, type) else type(loop)
+        work = self._supervised(f"agent {kind.__name__}", Cause)
         deadline.govern(work)
         failure: BaseException | None = None
         cause: Cause | None = None
@@ -216,6 +219,13 @@ class TrajectoryRunner:
         self.services.tally.unresponsive += isinstance(error, UnresponsiveError)
         return Cause.of(error)
 
+    def _take_reward(self, trajectory: Trajectory, given: Any) -> None:
+        """The reward that the agent itself gave; no other function does."""
+        try:
+            apply_reward(trajectory, reward_of(given, trajectory, "the agent"))
+        except BadRewardError as error:
+            end_without_reward(trajectory, Outcome.FAILED, None, self._note(error))
+
     async def _reward(
         self, member: Member, trajectory: Trajectory, batch_deadline: Deadline
     ) -> None:
@@ -243,16 +253,16 @@ class TrajectoryRunner:
         failure = work.unresponsive or failure
         if failure is not None:
             cause, failure = self._note(failure), None  # its traceback holds this frame
-            _end_without_reward(trajectory, Outcome.FAILED, None, cause)
+            end_without_reward(trajectory, Outcome.FAILED, None, cause)
             if work.unresponsive is not None:
                 trajectory.reason = UNRESPONSIVE
         elif reward is not None:
             apply_reward(trajectory, reward)
         elif member.cancel_reason is not None:
-            _end_without_reward(trajectory, Outcome.CANCELLED, None, None)
+            end_without_reward(trajectory, Outcome.CANCELLED, None, None)
             trajectory.reason = member.cancel_reason
         else:
-            _end_without_reward(trajectory, Outcome.DEADLINE, deadline.source, None)
+            end_without_reward(trajectory, Outcome.DEADLINE, deadline.source, None)
         trajectory.metrics["reward_s"] = anyio.current_time() - started
 
 
@@ -275,12 +285,12 @@ async def _reward_of(
     return await compute_reward(function, trajectory, threads)
 
 
-async def _run_guarded(loop: type[AgentLoop], context: AgentContext) -> Cause | None:
+async def _run_guarded(loop: type[AgentLoop] | AgentLoop, context: AgentContext) -> Cause | None:
     """Run the agent; what it raises settles the outcome, and its root cause is returned."""
     activity = f"trajectory {context.identity.session_id}"  # noqa: F841  (see observe.loop_lag)
     try:
         try:
-            await loop().run(context)
+            await (loop if isinstance(loop, AgentLoop) else loop()).run(context)
         except LimitExceeded as error:
             context.end(error.outcome, error.reason, limit_source=error.source)
         await context.score()
@@ -322,74 +332,3 @@ def _ending_of_cancelled(member: Member, deadline: Deadline) -> Ending:
 def _natural_ending(context: AgentContext) -> Ending:
     ends = [span.finish_reason for span in context.transcript.generated_spans()]
     return natural_ending(ends[-1] if ends else None, context.cut_by)
-
-
-def _exclude(trajectory: Trajectory) -> None:
-    """Nothing of it is trained on, and no reward of it is known."""
-    trajectory.trainable, trajectory.reward = False, None
-    for segment in trajectory.segments:
-        segment.reward = segment.token_rewards = None
-
-
-def _end_without_reward(
-    trajectory: Trajectory, outcome: Outcome, source: str | None, cause: Cause | None
-) -> None:
-    """A trajectory whose reward is unknown keeps its tokens, and is not trained on."""
-    trajectory.outcome, trajectory.reason = outcome, "reward"
-    trajectory.limit_source, trajectory.cause = source, cause
-    _exclude(trajectory)
-
-
-def _trajectory(
-    member: Member, context: AgentContext, ending: Ending, cause: Cause | None
-) -> Trajectory:
-    return Trajectory(
-        uid=member.identity.uid,
-        group=member.identity.group,
-        member=member.identity.member,
-        transcript=context.transcript,
-        outcome=ending.outcome,
-        reason=ending.reason,
-        limit_source=ending.limit_source,
-        cause=cause,
-        turn_scores=context.turn_scores,
-        tool_rewards=context.tool_rewards,
-        num_turns=context.user_turns + context.assistant_turns + 1,
-        metrics={
-            "generation_s": context.generation_s,
-            "tool_s": context.tools.seconds,
-            "tool_calls": context.tools.calls,
-            "tool_errors": context.tools.errors,
-            "cached_tokens": context.cached_tokens,
-            **context.tools.metrics,
-        },
-        extra=context.extra,
-        prompt=member.prompt,
-        messages=context.messages,
-        history=context.config.history,
-        segments=segments_of(context.main.all()),
-    )
-
-
-def rejected(member: Member, error: RejectedPrompt) -> Trajectory:
-    """The trajectory of a member whose prompt cannot be run."""
-    return ended_before_start(
-        member, Ending(outcome=Outcome.REJECTED, reason=error.reason), Cause.of(error)
-    )
-
-
-def ended_before_start(member: Member, ending: Ending, cause: Cause | None = None) -> Trajectory:
-    """The trajectory of a member whose agent never ran: an outcome and no tokens."""
-    return Trajectory(
-        uid=member.identity.uid,
-        group=member.identity.group,
-        member=member.identity.member,
-        transcript=Transcript(),
-        outcome=ending.outcome,
-        reason=ending.reason,
-        limit_source=ending.limit_source,
-        cause=cause,
-        trainable=False,
-        extra=dict(member.prompt.extra),
-        prompt=member.prompt,
-    )

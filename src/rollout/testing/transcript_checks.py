@@ -272,8 +272,6 @@ def _outcome_anomalies(trajectory: Trajectory, facts: Facts) -> Iterator[str]:
         yield f"{told} is trainable; scheduling.trainable = {', '.join(policy)}"
     if trajectory.trainable and facts.has_reward and trajectory.reward is None:
         yield f"{told} is trainable without a reward"
-    if not facts.has_reward and trajectory.reward is not None:
-        yield f"a reward of {trajectory.reward}, though there is no reward function"
     if outcome in (Outcome.FAILED, Outcome.REJECTED) and trajectory.cause is None:
         yield f"{told} without a cause"
     if outcome is Outcome.DEADLINE and not (trajectory.limit_source or "").startswith("limits."):
