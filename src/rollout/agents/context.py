@@ -106,12 +106,18 @@ class AgentContext:
         self._state = TrajectoryState(services, prompt, identity, tools, deadline, extra, outermost)
         self._main = Conversation(
             self._state,
-            ConversationLog(Row(Transcript(), MAIN), MessageLog(self._state.reader)),
+            ConversationLog(Row(Transcript(), MAIN), MessageLog(self._state.wording.reader)),
             sampling,
             identity,
+            self._state.wording,
             group_id=f"{identity.step}/{identity.uid}",
         )
         self._interaction: Interaction | None = None
+
+    @property
+    def services(self) -> Services:
+        """What all trajectories of the runtime share."""
+        return self._services
 
     @property
     def config(self) -> AgentConfig:
@@ -256,7 +262,7 @@ class AgentContext:
         await self.settle()
         deadline = self._main.turn_deadline
         with (
-            SettlingLimits(self._state, is_main=True),
+            SettlingLimits(self._state, settles_lengths=True),
             Duty("respond of the interaction", deadline.at),
             fail_at_deadline(deadline),
         ):

@@ -3,38 +3,37 @@
 from __future__ import annotations
 
 from array import array
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
-from rollout.agents.budget import length_error
-from rollout.agents.conversation_log import ConversationLog
-from rollout.agents.identity import Identity, RejectedPrompt
-from rollout.agents.message_log import MessageLog
-from rollout.agents.places import Row, check_ids, check_purpose
+from rollout.agents.conversation_view import ConversationView
+from rollout.agents.openings import begun, first_log, opened_log
+from rollout.agents.places import check_ids, check_purpose
 from rollout.agents.trajectory_state import SettlingLimits
 from rollout.agents.turn import AssistantTurn, answer
 from rollout.agents.turn_end import TurnEnd
+from rollout.agents.turn_options import AS_EVER, TurnOptions
 from rollout.agents.wording import Worded, no_room
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT
-from rollout.chat.transcript import Transcript
+from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.generation import Generation
 from rollout.errors import AgentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any, Self
 
-    from rollout.agents.kept_messages import KeptMessages
+    from rollout.agents.conversation_log import ConversationLog
+    from rollout.agents.identity import Identity
     from rollout.agents.trajectory_state import TrajectoryState
-    from rollout.agents.wording import Given
-    from rollout.chat.drift import Drift
+    from rollout.agents.wording import Given, Wording
     from rollout.engine.core import SamplingParams
-    from rollout.limits import Deadline
     from rollout.tools import ToolResult
     from rollout.types import InvalidToolCall, ToolCall
 
 
-class Conversation:
+class Conversation(ConversationView):
     """A conversation with the model; it becomes a segment of the trajectory.
 
     `AgentContext.main` is the first; `branch` and `subagent` open others. Several may be used at
@@ -57,9 +56,11 @@ class Conversation:
         log: ConversationLog,
         sampling: SamplingParams,
         identity: Identity,
+        wording: Wording,
         *,
         group_id: str = "",
     ) -> None:
+        super().__init__(log, identity, wording, history=state.config.history)
         self.sampling = sampling
         self.trainable: bool | None = None
         self.reward: float | None = None
@@ -67,10 +68,7 @@ class Conversation:
         self.assistant_turns = 0
         self.user_turns = 0
         self.cut_by: str | None = None
-        self._opened: list[Conversation] = []
         self._state = state
-        self._log = log
-        self._identity = identity
         self._group_id = group_id
         self._turn_deadline = state.deadline.now
         self._asked_for = 0
@@ -78,55 +76,40 @@ class Conversation:
         self._known_tokens = 0
         self._is_generating = False
         self._unsettled: list[Given | array[int]] = []
-        self._settling_limits = SettlingLimits(state, is_main=self.purpose == MAIN)
-
-    @property
-    def transcript(self) -> Transcript:
-        """The exact tokens so far; those of the last row, where the history is rendered again."""
-        return self._log.transcript
-
-    @property
-    def rows(self) -> list[Row]:
-        """Its rows in order; one, unless its history was rendered again."""
-        return self._log.rows
-
-    @property
-    def messages(self) -> KeptMessages:
-        """The conversation so far, decoded as it is read."""
-        return self._log.message_log.messages
-
-    @property
-    def purpose(self) -> str:
-        """Of its segment: "main", "branch", "subagent", or what its agent calls it."""
-        return self._log.rows[0].purpose
-
-    @property
-    def session_id(self) -> str:
-        """Names it to the router and the engines."""
-        return self._identity.session_id
-
-    @property
-    def opened(self) -> tuple[Conversation, ...]:
-        """The conversations opened from it, in their order."""
-        return tuple(self._opened)
-
-    @property
-    def turn_deadline(self) -> Deadline:
-        """By when the last turn must have been answered."""
-        return self._turn_deadline
-
-    def all(self) -> Iterator[Conversation]:
-        """It and those opened from it, each before its own, in the order of their opening."""
-        yield self
-        for each in self._opened:
-            yield from each.all()
+        self._settling_limits = SettlingLimits(state, settles_lengths=self.purpose == MAIN)
 
     def begin(self, worded: Worded) -> None:
         """The prompt."""
         self._log.begin(worded)
 
-    async def generate(self) -> AssistantTurn:
+    async def begin_with(
+        self, messages: Given, *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        """Begin with these messages in place of the prompt's.
+
+        A length that the conversation runs into from now on is its agent's to judge, and ends
+        nothing by itself.
+
+        Args:
+            messages: At least one.
+            tools: Schemas offered in place of the trajectory's tools; None: those.
+
+        Raises:
+            LimitExceeded: They are more than fits; nothing has begun.
+            AgentError: They cannot be rendered, or it has begun.
+        """
+        wording = self._state.wording_of(tools)
+        worded = await begun(wording, messages)
+        if self.transcript:
+            raise AgentError(f"begin_with: {self.session_id} has begun already")
+        self._wording, self._log = wording, first_log(self.rows[0], wording, worded)
+        self._settling_limits = SettlingLimits(self._state, settles_lengths=False)
+
+    async def generate(self, options: TurnOptions = AS_EVER) -> AssistantTurn:
         """Have the model generate; its tokens are in the transcript then, also when cut short.
+
+        Args:
+            options: What is particular to this turn.
 
         Raises:
             LimitExceeded: A length leaves no room for a token, or a deadline fired; let it pass.
@@ -137,19 +120,23 @@ class Conversation:
         self._is_generating = True
         try:
             await self._settle()
-            return await self._generate()
+            return await self._generate(options)
         finally:
             self._is_generating = False
 
-    async def _generate(self) -> AssistantTurn:
+    async def _generate(self, options: TurnOptions) -> AssistantTurn:
         state = self._state
         started = state.clock()
         turn_deadline, deadline = state.deadlines_of_turn(started)
-        generation = Generation(on_tokens=[*self.on_tokens])
+        stop, seed, is_seeded = options.stop, options.seed, options.seed is not None
+        generation = Generation(on_tokens=[*self.on_tokens], is_seeded=is_seeded)
+        if stop is not None:
+            generation.on_tokens.append(stop)
         bounded_by, is_over = "", False
-        seed = self._identity.seed_of_turn(self.assistant_turns)
+        if seed is None:
+            seed = self._identity.seed_of_turn(self.assistant_turns)
         try:
-            with self._settling_limits, deadline:
+            with self._settling_limits, deadline, stop or nullcontext():
                 await self._render_again()
                 transcript = self.transcript
                 budget, bounded_by = state.budget(transcript, self.sampling)
@@ -163,17 +150,22 @@ class Conversation:
                     group_id=self._group_id,
                     deadline=deadline,
                 )
-                if generation.finish_reason == "abort":
+                if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
                     raise state.abort_error(self.session_id, deadline.now)
             is_over = True
         finally:
             now = state.clock()
             self._turn_deadline = turn_deadline.now
+            generation.kept = None if stop is None else stop.kept
             state.note_generation(generation, now - started)
             end = TurnEnd.of(
                 generation.finish_reason, bounded_by=bounded_by, deadline=deadline.now, now=now
             )
-            if self._take(generation, seed, end) and not is_over:
+            if generation.kept is not None:
+                end = TurnEnd("stop", None)
+            is_cut = end.finish_reason not in WHOLE_ANSWERS
+            stays_open = is_over or (is_cut and options.stays_open)
+            if self._take(generation, seed, end) and not stays_open:
                 with suppress(Exception):  # a parser must not hide what ended the wait
                     self._say()
         return self._say()
@@ -222,11 +214,11 @@ class Conversation:
         given: Worded | Given = messages
         if not self._unsettled:
             with self._settling_limits:
-                given = self._state.wording.observation_now(
+                given = self._wording.observation_now(
                     messages, self.transcript, self._log.last_turn
                 )
         if isinstance(given, Worded):
-            self._end_open_turn()
+            self.end_turn()
             self._log.observe(given)
         else:
             self._unsettled.append(given)
@@ -261,7 +253,13 @@ class Conversation:
         self._check_idle("settle", is_begun=False)
         await self._settle()
 
-    async def branch(self, position: int | None = None, *, purpose: str = BRANCH) -> Conversation:
+    async def branch(
+        self,
+        position: int | None = None,
+        *,
+        purpose: str = BRANCH,
+        messages: Given | None = None,
+    ) -> Self:
         """A conversation that continues this one otherwise, from its end or from an earlier place.
 
         Its transcript begins with this one's first tokens, which are context there: mask 0.
@@ -270,20 +268,40 @@ class Conversation:
             position: How many tokens; None: all there are. The end of a prompt, of a turn or of
                 what answered it, or a place within a turn, which the branch then continues.
             purpose: Of its segment.
+            messages: What the model is told there first, as by `answer`.
 
         Raises:
             AgentError: There is no such place.
+            LimitExceeded: The messages leave no room for one more token; nothing is opened.
         """
         check_purpose(purpose)
         identity = self._next_identity()
         if not self._is_generating:
             self._check_idle("branch")
             await self._settle()
-        at = len(self.transcript) if position is None else position
-        return self._open(self._log.fork(at, purpose), identity, self._group_id)
+        log = self._log.fork(len(self.transcript) if position is None else position, purpose)
+        opened = self._opened_with(log, identity, self._wording, self._group_id)
+        if messages is not None:
+            await opened.answer(messages)
+        self._opened.append(opened)
+        return opened
 
-    async def subagent(self, messages: Given, *, purpose: str = SUBAGENT) -> Conversation:
-        """A conversation of its own, which begins with these messages and the same tools.
+    async def subagent(
+        self,
+        messages: Given,
+        *,
+        purpose: str = SUBAGENT,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Self:
+        """A conversation of its own, which begins with these messages.
+
+        Where the model has spoken in them, they may be longer than a prompt. A "branch" or a
+        "compaction" departs from this one where their tokens do, all others from its end.
+
+        Args:
+            messages: At least one.
+            purpose: Of its segment.
+            tools: Schemas offered in place of the trajectory's tools; None: this one's.
 
         Raises:
             LimitExceeded: They are more than fits.
@@ -291,40 +309,28 @@ class Conversation:
         """
         check_purpose(purpose)
         identity = self._next_identity()
-        row = Row(Transcript(), purpose, self.rows[-1], len(self.transcript))
-        log = ConversationLog(row, MessageLog(self._state.reader))
-        try:
-            log.begin(await self._state.wording.prompt(messages))
-        except RejectedPrompt as error:
-            if error.reason == "bad_message":
-                raise AgentError(f"subagent: {error}") from error
-            source = {"prompt_length": "lengths.prompt"}.get(error.reason, "engine.context_length")
-            raise length_error(source, str(error)) from error
-        return self._open(log, identity, "")
+        wording = self._wording if tools is None else self._state.wording_of(tools)
+        worded = await begun(wording, messages)
+        log = opened_log(self.rows[-1], wording, worded, purpose)
+        opened = self._opened_with(log, identity, wording, "")
+        self._opened.append(opened)
+        return opened
 
-    async def check_tokens(self) -> Drift | None:
-        """How the transcript differs from its conversation rendered again.
-
-        None if nothing was said, and where that tells nothing: the history is rendered again in any
-        case, or ids were observed.
-
-        Raises:
-            TemplateError: The template refuses the conversation.
-        """
-        said = self._log.message_log.said
-        if not said or self._state.config.history != "append_only" or self._log.has_raw_ids:
-            return None
-        return await self._state.wording.drift(self.transcript, self.messages, said)
+    def end_turn(self) -> None:
+        """An open turn that nobody continues is what there is of it."""
+        if self._log.open_turn is not None:
+            self._say()
 
     def _next_identity(self) -> Identity:
         """Of the next conversation that is opened from here."""
         self._asked_for += 1
         return self._identity.opened(self._asked_for - 1)
 
-    def _open(self, log: ConversationLog, identity: Identity, group_id: str) -> Conversation:
-        opened = Conversation(self._state, log, self.sampling, identity, group_id=group_id)
-        opened._turn_deadline = self._turn_deadline
-        self._opened.append(opened)
+    def _opened_with(
+        self, log: ConversationLog, identity: Identity, wording: Wording, group_id: str
+    ) -> Self:
+        opened = type(self)(self._state, log, self.sampling, identity, wording, group_id=group_id)
+        opened.history, opened._turn_deadline = self.history, self._turn_deadline
         return opened
 
     def _check_idle(self, what: str, *, is_begun: bool = True) -> None:
@@ -342,18 +348,19 @@ class Conversation:
                 await self._observe(first)
 
     async def _observe(self, messages: Given) -> None:
-        self._end_open_turn()
-        state, log = self._state, self._log
+        self.end_turn()
+        log = self._log
         with self._settling_limits:
-            log.observe(await state.wording.observation(messages, log.transcript, log.last_turn))
+            wording = self._wording
+            log.observe(await wording.observation(messages, log.transcript, log.last_turn))
 
     def _observe_ids(self, ids: array[int]) -> None:
-        room, source = self._state.wording.room(self.transcript)
+        room, source = self._wording.room(self.transcript)
         with self._settling_limits:
             if len(ids) >= room:
                 raise no_room(source, str(len(ids)))
         if ids:
-            self._end_open_turn()
+            self.end_turn()
             text = self._state.services.template.decode(ids)
             self._log.observe_ids(ids, in_reasoning=opens_reasoning(text))
 
@@ -364,17 +371,17 @@ class Conversation:
             LimitExceeded: The new row would leave no room for a token; the old one stays.
         """
         log = self._log
-        is_kept = self._state.config.history == "append_only" or log.has_raw_ids
+        is_kept = self.history == "append_only" or log.has_raw_ids
         if is_kept or not log.message_log.messages.said or log.open_turn is not None:
             return
-        if log.render_again(await self._state.wording.row(log.message_log)):
+        if log.render_again(await self._wording.row(log.message_log)):
             self._known_tokens = 0
 
     def _take(self, generation: Generation, seed: int, end: TurnEnd) -> bool:
         """Append what arrived, whatever became of the wait for it; False where nothing did."""
         if not (generation.ids or generation.finish_reason):
             return False
-        self._log.take(generation, end.finish_reason, seed)
+        self._log.take(generation.kept_part(), end.finish_reason, seed)
         self._state.count_tokens(generation, self._known_tokens)
         self._known_tokens = len(self.transcript)
         self.assistant_turns += 1
@@ -387,12 +394,7 @@ class Conversation:
         ids = log.open_turn
         assert ids is not None
         try:
-            turn = self._state.reader.turn(ids, self.cut_by, in_reasoning=log.in_reasoning)
+            turn = self._wording.reader.turn(ids, self.cut_by, in_reasoning=log.in_reasoning)
         finally:
             log.say(turn)
         return turn
-
-    def _end_open_turn(self) -> None:
-        """A turn that a branch was to continue, and does not, is what there is of it."""
-        if self._log.open_turn is not None:
-            self._say()

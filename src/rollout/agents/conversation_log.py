@@ -64,9 +64,11 @@ class ConversationLog:
         start, stop = self._last_turn
         return self.transcript.prefix.slice(start) if stop == len(self.transcript) else None
 
-    def begin(self, worded: Worded) -> None:
-        """The prompt."""
-        self.transcript.append_prompt(worded.ids)
+    def begin(self, worded: Worded, prompt_room: int | None = None) -> None:
+        """The prompt; what of it is past `prompt_room` tokens is an observation."""
+        self.transcript.append_prompt(worded.ids[:prompt_room])
+        if prompt_room is not None:
+            self.transcript.append_observation(worded.ids[prompt_room:])
         self.message_log.begin(worded.messages, self.transcript.prefix)
         self.in_reasoning = worded.opens_reasoning
         self._mark()

@@ -9,6 +9,7 @@ import msgspec
 
 from rollout.agents.budget import generation_budget
 from rollout.agents.identity import Ending, Identity
+from rollout.agents.kept_messages import TurnReader
 from rollout.agents.wording import Wording
 from rollout.bridge import loop_clock
 from rollout.engine.core import WHOLE_ANSWERS
@@ -18,6 +19,7 @@ from rollout.supervision import UnresponsiveError
 from rollout.types import Outcome, Prompt
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
     from rollout.agents.services import Services
@@ -39,9 +41,8 @@ class TrajectoryState:
         config: The `agent` section of the configuration.
         prompt, identity, tools, extra, reward, turn_scores, tool_rewards, ending, generation_s,
             cached_tokens, resumes, restarts, discarded_tokens: As in `AgentContext`.
-        wording: Renders and encodes.
+        wording: Renders, encodes and reads where the trajectory's own tools are offered.
         clock: The loop's time.
-        reader: Decodes and parses what the model said.
         deadline: The trajectory's own.
         outermost: The deadline that nothing puts off.
     """
@@ -59,8 +60,7 @@ class TrajectoryState:
         self.services = services
         self.config: AgentConfig = services.config.agent
         self.clock = loop_clock()
-        self.reader = services.reader_of(tools)
-        self.wording = Wording(services, tools)
+        self.wording = Wording(services, services.reader_of(tools))
         self.outermost = outermost
         self.extra = extra
         self.reward: Any = None
@@ -77,6 +77,13 @@ class TrajectoryState:
         self.tools = tools
         self.deadline = PausableDeadline(deadline, outermost)
         self._calls_asked = 0
+
+    def wording_of(self, tools: Sequence[Mapping[str, Any]] | None) -> Wording:
+        """The wording where these tools are offered; None: the trajectory's own."""
+        if tools is None:
+            return self.wording
+        services = self.services
+        return Wording(services, TurnReader(services.template, services.parser, tuple(tools)))
 
     def end(self, outcome: Outcome, reason: str, *, limit_source: str | None = None) -> None:
         """Settle the outcome; return from `run` afterwards. The first call counts."""
@@ -166,8 +173,8 @@ class TrajectoryState:
         """Count what a generation took, and what the loss of replicas did to it."""
         self.generation_s += seconds
         self.resumes += generation.resumes
-        if generation.restarts:
-            self.restarts += generation.restarts
+        self.restarts += generation.restarts
+        if generation.restarts or generation.kept is not None:
             self.discarded_tokens += generation.discarded_tokens
 
 
@@ -177,15 +184,15 @@ class SettlingLimits:
     A context manager that keeps nothing of a block: one serves all blocks of a conversation.
 
     Args:
-        is_main: Whether the conversation is the main one; a length that another one runs into is
-            the agent's to judge.
+        settles_lengths: Whether a length that the conversation runs into ends the trajectory, as
+            that of a main one does as a rule; else it is the agent's to judge.
     """
 
-    __slots__ = ("_is_main", "_state")
+    __slots__ = ("_settles_lengths", "_state")
 
-    def __init__(self, state: TrajectoryState, *, is_main: bool) -> None:
+    def __init__(self, state: TrajectoryState, *, settles_lengths: bool) -> None:
         self._state = state
-        self._is_main = is_main
+        self._settles_lengths = settles_lengths
 
     def __enter__(self) -> None:
         pass
@@ -197,7 +204,7 @@ class SettlingLimits:
         traceback: TracebackType | None,
     ) -> None:
         if isinstance(error, LimitExceeded):
-            if self._is_main or error.outcome is not Outcome.LENGTH:
+            if self._settles_lengths or error.outcome is not Outcome.LENGTH:
                 self._state.end(error.outcome, error.reason, limit_source=error.source)
         elif isinstance(error, UnresponsiveError):
             self._state.end(Outcome.FAILED, UNRESPONSIVE)

@@ -11,7 +11,7 @@ from rollout.chat.transcript import Transcript
 from rollout.types import Cause, Message, Outcome, Prompt
 
 #: Purposes of segments that this library opens. Agents may give others.
-MAIN, BRANCH, SUBAGENT, COMPACTION = "main", "branch", "subagent", "compaction"
+MAIN, BRANCH, SUBAGENT, COMPACTION, SIDE = "main", "branch", "subagent", "compaction", "side"
 
 
 class Parent(NamedTuple):

@@ -6,6 +6,7 @@ import logging
 from array import array
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import cast
 
 import attrs
@@ -85,6 +86,8 @@ class Generation(msgspec.Struct, eq=False):
         expert_room: Tokens of the prompt whose experts are asked for: those that the caller does
             not know yet. Those of the generated tokens follow them.
         routed_experts: Of these tokens as far as they are known, int16.
+        kept: How many of its tokens the caller keeps, once it has decided; None keeps all.
+        is_seeded: Whether its seed was given and does not derive from the place of its turn.
         on_tokens: Readers, each called with it at each chunk that brings tokens or the end; one
             that raises is logged and not called again. After a restart the tokens are fewer.
     """
@@ -103,6 +106,8 @@ class Generation(msgspec.Struct, eq=False):
     expert_shape: tuple[int, int] | None = None
     expert_room: int = 0
     routed_experts: bytes = b""
+    kept: int | None = None
+    is_seeded: bool = False
     on_tokens: list[Callable[[Generation], object]] = []
 
     @property
@@ -117,8 +122,33 @@ class Generation(msgspec.Struct, eq=False):
 
     @property
     def discarded_tokens(self) -> int:
-        """Tokens that were taken and dropped when it restarted."""
-        return sum(part.count for part in self.parts if part.is_discarded)
+        """Tokens that were taken and dropped: when it restarted, or past those that are kept."""
+        dropped = 0 if self.kept is None else len(self.ids) - self.kept
+        return dropped + sum(part.count for part in self.parts if part.is_discarded)
+
+    def kept_part(self) -> Generation:
+        """What the caller keeps of it: itself, or a copy of its beginning."""
+        if self.kept is None:
+            return self
+        count, width = self.kept, 4 * self.kept * self.top_count
+        ends = list(accumulate(length for _, length in self.versions))
+        versions = [
+            [version, min(length, count - end + length)]
+            for (version, length), end in zip(self.versions, ends, strict=True)
+            if end - length < count
+        ]
+        experts = self.routed_experts
+        if self.expert_shape is not None:
+            experts = experts[: self._bytes_of_experts * (self.expert_room + count)]
+        return msgspec.structs.replace(
+            self,
+            ids=self.ids[:count],
+            log_probs=self.log_probs[:count],
+            versions=versions,
+            top_ids=self.top_ids[:width],
+            top_log_probs=self.top_log_probs[:width],
+            routed_experts=experts,
+        )
 
     def begin(self, request_id: str, replica: str) -> Part:
         """What is taken from now on comes from this request, after the tokens there are."""
