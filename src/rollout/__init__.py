@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         AgentConfig,
         ChannelConfig,
         CustomEngine,
+        GatewayConfig,
         HttpEngine,
         InProcessPlacement,
         LengthsConfig,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
         TemplateError,
         ToolError,
     )
+    from rollout.gateway.gateway import open_gateway
     from rollout.interactions import Interaction, InteractionTurn
     from rollout.runtime.blocking import BlockingRollout, open_rollout_blocking
     from rollout.runtime.opening import open_rollout
@@ -82,6 +84,7 @@ _HOMES = {
         "AgentConfig",
         "ChannelConfig",
         "CustomEngine",
+        "GatewayConfig",
         "HttpEngine",
         "InProcessPlacement",
         "LengthsConfig",
@@ -116,6 +119,7 @@ _HOMES = {
         "TemplateError",
         "ToolError",
     ),
+    "rollout.gateway.gateway": ("open_gateway",),
     "rollout.interactions": ("Interaction", "InteractionTurn"),
     "rollout.runtime.opening": ("open_rollout",),
     "rollout.runtime.runtime": ("RolloutRuntime",),

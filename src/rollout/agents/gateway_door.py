@@ -33,7 +33,7 @@ class GatewayDoor(Protocol):
     """Serves the conversation of trajectories over HTTP."""
 
     def open(self, context: Any) -> AbstractAsyncContextManager[GatewayAddress]:
-        """Serve the trajectory of this `AgentContext` while the block runs, in its task.
+        """Serve a trajectory, by its `AgentContext`, while the block runs, in the task entering it.
 
         What clients ask for runs in a task group of the block's, so that the trajectory's limits
         and its cancellation hold for it. When the block is left, what runs is cancelled, and later

@@ -148,10 +148,10 @@ class Exchange:
         if self._connection is not None and not await self._connection.flush(self._limits.write_s):
             raise ClientLeftError
 
-    def unless_reset(self, callback: Callable[[], object]) -> None:
-        """Call it where the client drops unread what it was sent."""
+    def if_unread(self, callback: Callable[[], object]) -> None:
+        """Call it where the client turns out to have left before it read the whole reply."""
         if self._connection is not None:
-            self._connection.unless_reset(callback)
+            self._connection.if_unread(callback)
 
     async def reply(self, data: bytes, headers: Headers = JSON, status: int = 200) -> None:
         """Send a whole reply.

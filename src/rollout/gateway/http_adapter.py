@@ -6,8 +6,11 @@ bounded here.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import socket
+import sys
+import termios
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,6 +34,8 @@ MAX_HEAD_BYTES = 64 * 1024
 DRAIN_S = 5.0
 #: A peer that is silent for this long is asked whether it is there, and given up after as much.
 PROBE_S = 30
+#: State of a connection that the peer has closed in order, in Linux's TCP_INFO.
+CLOSE_WAIT = 8
 
 
 @attrs.frozen(kw_only=True)
@@ -56,7 +61,7 @@ class Connection(HttpToolsProtocol):
         self._timer: Any = None
         self._is_head = True
         self._head_bytes = 0
-        self._on_reset: Callable[[], object] | None = None
+        self._on_unread: Callable[[], object] | None = None
         self.has_left = False
 
     def connection_made(self, transport: Any) -> None:
@@ -72,16 +77,19 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._forget_timer()
-        if exc is None:
-            return
-        self.has_left = True
-        # The peer has thrown away what it had not read.
-        on_reset, self._on_reset = self._on_reset, None
-        if on_reset is not None:
-            on_reset()
+        if exc is not None:
+            self.has_left = True
+            self._tell_unread()
 
     def eof_received(self) -> None:
         self.has_left = True
+        if not _has_read_all(self.transport.get_extra_info("socket")):
+            self._tell_unread()
+
+    def _tell_unread(self) -> None:
+        on_unread, self._on_unread = self._on_unread, None
+        if on_unread is not None:
+            on_unread()
 
     def data_received(self, data: bytes) -> None:
         if self._is_head:
@@ -94,7 +102,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._on_reset = None  # who asks again has read the answer
+        self._on_unread = None  # who asks again has read the answer
         self.scope["rollout.connection"] = self  # type: ignore[typeddict-unknown-key]
 
     def on_headers_complete(self) -> None:
@@ -124,9 +132,13 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
         return False
 
-    def unless_reset(self, callback: Callable[[], object]) -> None:
-        """Call it where the connection is reset before the client's next request."""
-        self._on_reset = callback
+    def if_unread(self, callback: Callable[[], object]) -> None:
+        """Call it where the client turns out to have closed before it read all of the reply.
+
+        A system resets a connection that is closed with bytes unread, and one that gets bytes when
+        it is closed already.
+        """
+        self._on_unread = callback
 
     def _allow(self, seconds: float, end: Callable[[], object]) -> None:
         self._forget_timer()
@@ -156,6 +168,18 @@ def _probe_peer(sock: Any) -> None:
     for name, value in (("TCP_KEEPIDLE", PROBE_S), ("TCP_KEEPINTVL", PROBE_S // 3)):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _has_read_all(sock: Any) -> bool:
+    """Whether a peer that has closed its end had received every byte before; True if unknown."""
+    if sys.platform != "linux" or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return True
+    try:
+        state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+        unreceived = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4)
+    except OSError:
+        return False
+    return state == CLOSE_WAIT and not any(unreceived)
 
 
 def router(routes: Iterable[tuple[str, Application]], default: Application) -> Application:

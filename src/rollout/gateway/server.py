@@ -258,7 +258,7 @@ async def _deliver(
         loop.post(session.left, completion.id)
         raise
     loop.post(session.delivered, completion.id)
-    exchange.unless_reset(lambda: loop.post(session.left, completion.id))
+    exchange.if_unread(lambda: loop.post(session.left, completion.id))
 
 
 async def _count(visit: _Visit) -> None:
