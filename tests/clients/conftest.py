@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from pathlib import Path
 
 import loopback
 import pytest
+
+pytest.register_assert_rewrite("script", "through_gateway")
 
 #: Why programs that call their vendors cannot be started here; "" where they can.
 NO_NETWORK_OF_ITS_OWN = loopback.enter()
@@ -33,7 +36,8 @@ for _name in [name for name in os.environ if name.lower().endswith("_proxy")]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("filterwarnings", "default")  # other people's code
+    config.addinivalue_line("filterwarnings", "ignore")  # it is other people's code that warns
+    warnings.simplefilter("ignore")  # what is collected after the last test
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterable
 from typing import Any, Literal
 
 import pytest
@@ -30,6 +31,11 @@ def model_of(task: AgentTask, api: Api) -> Any:
     return kind(task.model, provider=provider)
 
 
+async def read_all(context: Any, events: AsyncIterable[Any]) -> None:
+    async for _event in events:
+        pass
+
+
 async def converse(task: AgentTask, api: Api, streamed: bool) -> list[str]:
     """Two questions with one history; returns the answers."""
     tools, answers, history = script.Tools(), [], None
@@ -37,14 +43,11 @@ async def converse(task: AgentTask, api: Api, streamed: bool) -> list[str]:
         model_of(task, api), instructions=script.SYSTEM, tools=[tools.look_up, tools.add]
     )
     for question in (script.QUESTION, script.FOLLOWING):
-        if streamed:
-            async with agent.run_stream(question, message_history=history) as done:
-                answers.append(await done.get_output())
-                history = done.all_messages()
-        else:
-            done = await agent.run(question, message_history=history)
-            answers.append(done.output)
-            history = done.all_messages()
+        # With a handler its requests are streamed; `run_stream` would end at the first text.
+        handler = read_all if streamed else None
+        done = await agent.run(question, message_history=history, event_stream_handler=handler)
+        answers.append(done.output)
+        history = done.all_messages()
     tools.assert_called()
     return answers
 
