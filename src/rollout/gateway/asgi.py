@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -17,6 +18,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
+
+logger = logging.getLogger("rollout.gateway")
 
 JSON: Headers = [(b"content-type", b"application/json")]
 EVENTS: Headers = [
@@ -60,6 +63,25 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._limits = limits
+
+    async def answer(
+        self,
+        handle: Callable[[], Awaitable[None]],
+        refuse: Callable[[GatewayError], Awaitable[None]],
+    ) -> None:
+        """Have it handled; what is raised is refused."""
+        try:
+            try:
+                await handle()
+            except ClientLeftError:
+                raise
+            except GatewayError as error:
+                await refuse(error)
+            except Exception:
+                logger.exception("a %s request failed", self.method)
+                await refuse(GatewayError(500, "engine", "internal error"))
+        except ClientLeftError:
+            return
 
     def key(self) -> str:
         """What the client shows to be let in; "" where it shows nothing."""

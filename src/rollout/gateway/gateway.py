@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import attrs
 
 from rollout.agents.gateway_door import GatewayAddress
 from rollout.gateway.asgi import ExchangeLimits
@@ -13,7 +15,7 @@ from rollout.gateway.server import PREFIX, Service, not_found, routes
 from rollout.gateway.sessions import GatewaySettings, Sessions
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncIterator, Callable, Iterable
 
     from rollout.agents.context import AgentContext
     from rollout.agents.services import Services
@@ -30,20 +32,22 @@ class Gateway:
         url: Where it listens, without a path.
     """
 
-    def __init__(self, url: str, sessions: Sessions, model: str) -> None:
+    def __init__(self, url: str, sessions: Sessions, settings: GatewaySettings) -> None:
         self.url = url
         self._sessions = sessions
-        self._model = model
-
-    def open(self, context: AgentContext) -> AbstractAsyncContextManager[GatewayAddress]:
-        """As `GatewayDoor.open`."""
-        return self._open(context)
+        self._settings = settings
 
     @asynccontextmanager
-    async def _open(self, context: AgentContext) -> AsyncIterator[GatewayAddress]:
-        async with self._sessions.open(context) as session:
+    async def open(self, context: AgentContext, **limits: Any) -> AsyncIterator[GatewayAddress]:
+        """As `GatewayDoor.open`.
+
+        Args:
+            limits: Fields of `GatewaySettings`, for this trajectory.
+        """
+        settings = attrs.evolve(self._settings, **limits)
+        async with self._sessions.open(context, settings) as session:
             root_url = f"{self.url}{PREFIX}/{session.path}"
-            yield GatewayAddress(root_url=root_url, api_key=session.key, model=self._model)
+            yield GatewayAddress(root_url=root_url, api_key=session.key, model=self._settings.model)
 
 
 def open_gateway(runtime: RolloutRuntime) -> AbstractAsyncContextManager[Gateway]:
@@ -62,27 +66,36 @@ def open_gateway(runtime: RolloutRuntime) -> AbstractAsyncContextManager[Gateway
 @asynccontextmanager
 async def serve_trajectories(
     services: Services,
-    more_routes: Iterable[tuple[str, Application]] = (),
+    more_routes: Callable[[RuntimeLoop], Iterable[tuple[str, Application]]] | None = None,
 ) -> AsyncIterator[Gateway]:
     """`open_gateway`, of what the trajectories of a runtime share.
 
     Args:
-        more_routes: Paths that it serves beside those of trajectories.
+        more_routes: Of paths that it serves beside those of trajectories, given the loop on which
+            the runtime runs.
     """
     config = services.config.gateway
     host = await prepare(config, services.threads)
     with closing(host):
-        sessions = Sessions(_settings(config))
-        gateway = Gateway(host.url, sessions, config.model)
+        settings = _settings(config)
+        sessions = Sessions(settings)
+        gateway = Gateway(host.url, sessions, settings)
         async with open_runtime_loop() as loop:
             service = _service(services, sessions, loop)
-            table = [*more_routes, *routes(service)]
+            table = [*(more_routes(loop) if more_routes else ()), *routes(service)]
             async with host.serving(table, not_found(service)):
                 before, services.gateway.door = services.gateway.door, gateway
                 try:
                     yield gateway
                 finally:
                     services.gateway.door = before
+
+
+def exchange_limits(config: GatewayConfig) -> ExchangeLimits:
+    """The bounds on requests and replies that a configuration sets."""
+    return ExchangeLimits(
+        max_body_bytes=config.max_body_bytes, body_s=config.body_s, write_s=config.write_s
+    )
 
 
 def _settings(config: GatewayConfig) -> GatewaySettings:
@@ -101,9 +114,7 @@ def _service(services: Services, sessions: Sessions, loop: RuntimeLoop) -> Servi
     return Service(
         sessions=sessions,
         loop=loop,
-        limits=ExchangeLimits(
-            max_body_bytes=config.max_body_bytes, body_s=config.body_s, write_s=config.write_s
-        ),
+        limits=exchange_limits(config),
         models=(config.model, *config.model_aliases),
         decode=services.template.decode,
         keep_alive_s=config.keep_alive_s,

@@ -111,18 +111,7 @@ class _Route:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, self._service.limits)
         visit = _Visit(self._service, self._api, exchange)
-        try:
-            try:
-                await self._handle(visit)
-            except GatewayError as error:
-                await visit.refuse(error)
-            except (ClientLeftError, RecursionError):
-                raise
-            except Exception:
-                logger.exception("%s %s", scope["method"], scope["path"])
-                await visit.refuse(GatewayError(500, "engine", "internal error"))
-        except ClientLeftError:
-            pass
+        await exchange.answer(lambda: self._handle(visit), visit.refuse)
 
 
 class _Visit:

@@ -36,18 +36,23 @@ class Sessions:
         self._keys: dict[bytes, str] = {}
 
     @asynccontextmanager
-    async def open(self, context: AgentContext) -> AsyncIterator[GatewaySession]:
+    async def open(
+        self, context: AgentContext, settings: GatewaySettings | None = None
+    ) -> AsyncIterator[GatewaySession]:
         """Serve a trajectory while the block runs, in the task that enters it.
 
         Calls run in a task group of the block's. At its end they are cancelled, and later ones get
         a final error.
+
+        Args:
+            settings: In place of those of all.
 
         Raises:
             Exception: An engine failed, or something in here: in place of what the block makes of
                 that.
         """
         path, key = secrets.token_urlsafe(12), f"sk-{secrets.token_urlsafe(32)}"
-        session = GatewaySession(path, key, self._settings)
+        session = GatewaySession(path, key, settings or self._settings)
         self._keys[_digest(key)] = path
         self._running[path] = session
         try:
