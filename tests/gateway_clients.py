@@ -95,6 +95,7 @@ class Asked:
         self.batch = batch
         self.trajectory: Trajectory = batch.trajectories[0]
         self.recorder = recorder
+        self.balance = balance_of(recorder.runtimes[0])  # type: ignore[arg-type]
         self.purposes = [segment.purpose for segment in self.trajectory.segments]
         self.parents = [
             segment.parent and segment.parent[0] for segment in self.trajectory.segments
@@ -126,7 +127,7 @@ async def tried(
     recorder = Recorder()
     sections.setdefault("engine", SimulatedEngine(replicas=2))
     config = scenario.config(
-        agent=AgentConfig(name="through_gateway"),
+        agent=AgentConfig(name="through_gateway", tokenization_check="strict"),
         lengths=lengths or LengthsConfig(prompt=1500, response=3000),
         scheduling=SchedulingConfig(samples_per_prompt=samples, max_retries=0),
         **sections,
@@ -137,5 +138,5 @@ async def tried(
     SESSIONS.pop()
     if checks:
         assert recorder.anomalies() == []
-        assert balance_of(runtime).is_even
+        assert balance_of(runtime).is_even  # type: ignore[arg-type]
     return Asked(batch, recorder)

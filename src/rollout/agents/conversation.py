@@ -99,7 +99,7 @@ class Conversation(ConversationView):
             AgentError: They cannot be rendered, or it has begun.
         """
         wording = self._state.wording_of(tools)
-        worded = await begun(wording, messages)
+        worded = await begun("begin_with", wording, messages)
         if self.transcript:
             raise AgentError(f"begin_with: {self.session_id} has begun already")
         self._wording, self._log = wording, first_log(self.rows[0], wording, worded)
@@ -310,7 +310,7 @@ class Conversation(ConversationView):
         check_purpose(purpose)
         identity = self._next_identity()
         wording = self._wording if tools is None else self._state.wording_of(tools)
-        worded = await begun(wording, messages)
+        worded = await begun("subagent", wording, messages)
         log = opened_log(self.rows[-1], wording, worded, purpose)
         opened = self._opened_with(log, identity, wording, "")
         self._opened.append(opened)

@@ -19,10 +19,15 @@ if TYPE_CHECKING:
     from rollout.types import Message
 
 
-async def begun(wording: Wording, messages: Given) -> Worded:
+async def begun(what: str, wording: Wording, messages: Given) -> Worded:
     """The first messages of a conversation in tokens.
 
     Where the model has spoken in them, they may take the room of its answers too.
+
+    Args:
+        what: What is done with them, for messages.
+        wording: Of the conversation.
+        messages: At least one.
 
     Raises:
         LimitExceeded: They are more than fits.
@@ -31,13 +36,12 @@ async def begun(wording: Wording, messages: Given) -> Worded:
     try:
         return await wording.prompt(messages, is_continued=any(map(_is_said, messages)))
     except RejectedPrompt as error:
-        raise refusal(error) from error
+        raise _refusal(what, error) from error
 
 
-def refusal(error: RejectedPrompt) -> LimitExceeded | AgentError:
-    """What an agent is told of messages with which a conversation cannot begin."""
+def _refusal(what: str, error: RejectedPrompt) -> LimitExceeded | AgentError:
     if error.reason == "bad_message":
-        return AgentError(f"a conversation cannot begin so: {error}")
+        return AgentError(f"{what}: {error}")
     source = {"prompt_length": "lengths.prompt"}.get(error.reason, "engine.context_length")
     return length_error(source, str(error))
 

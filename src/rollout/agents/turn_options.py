@@ -96,9 +96,9 @@ class StopStrings:
 
     def __call__(self, generation: Generation) -> None:
         """Look at what is new."""
-        ids, seen = generation.ids, min(self._seen, len(generation.ids))
-        start = len(self._said) + seen - self._window
-        recent = (self._said + ids)[max(0, start) :] if start < len(self._said) else ids[start:]
+        ids, said = generation.ids, self._said
+        start = min(self._seen, len(ids)) - self._window
+        recent = ids[start:] if start >= 0 else said[max(0, len(said) + start) :] + ids
         self._seen = len(ids)
         if self.kept is None and self._first(self._decode(recent)) is not None:
             self._end(ids)

@@ -168,6 +168,11 @@ class Wording:
         return self._services.template
 
     @property
+    def turn_room(self) -> int | None:
+        """Tokens of a turn; None: as many as there is room for."""
+        return self._services.config.lengths.turn
+
+    @property
     def prompt_room(self) -> int:
         """Tokens of a row that may stand as its prompt."""
         context_length = self._services.engines.info.context_length

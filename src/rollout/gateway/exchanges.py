@@ -35,16 +35,20 @@ class Exchange:
 
     Attributes:
         digest: Of its body; equal bodies ask for the same.
-        ended: Set while nothing works on it.
+        owner: The call that it is answered for.
+        working: Held by the call that has it generated: one that was cut may still be ending.
+        completion: Its answer, once it is whole.
+        changed: Set, and replaced, when its state changes.
     """
 
     def __init__(self, request: Request, samples: list[Sample]) -> None:
         self.request = request
         self.samples = samples
         self.digest = request.call.digest
+        self.owner: object = None
         self.completion: Completion | None = None
         self.state = State.RUNNING
-        self.ended = anyio.Event()
+        self.working = anyio.Lock(fast_acquire=True)
         self.changed = anyio.Event()
 
     def become(self, state: State) -> None:
@@ -69,7 +73,6 @@ class Exchanges:
 
     def returned(self, exchange: Exchange, completion: Completion) -> None:
         """Its answer is on its way."""
-        exchange.completion = completion
         exchange.become(State.RETURNED)
         self._by_id[completion.id] = exchange
 

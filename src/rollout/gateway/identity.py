@@ -11,12 +11,15 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rollout.gateway.calls import GatewayError, GivenMessage
+import msgspec
+
+from rollout.gateway.calls import GatewayError, GivenCall, GivenMessage
 
 #: Integers beyond this are no longer exact in JavaScript, which writes 1.0 as 1, too.
 EXACT = 2**53
 #: Of calls without arguments, as clients write them.
 _NOTHING = (None, "")
+_write = msgspec.json.Encoder(order="sorted").encode
 
 
 class Key(NamedTuple):
@@ -39,7 +42,7 @@ class Placed(NamedTuple):
     """A message and, of a tool's answer, the position of its call in the turn that it answers."""
 
     message: GivenMessage
-    position: int = -1
+    position: int
 
 
 def placed(messages: Iterable[GivenMessage]) -> list[Placed]:
@@ -49,23 +52,27 @@ def placed(messages: Iterable[GivenMessage]) -> list[Placed]:
     by their ids stay in the order given, and are counted.
     """
     found: list[Placed] = []
-    calls: dict[str, int] = {}
+    calls: Sequence[GivenCall] = ()
     run: list[GivenMessage] = []
     for message in messages:
-        if message.role == "tool":
+        role = message.role
+        if role == "tool":
             run.append(message)
             continue
         if run:
             found += _in_order(run, calls)
             run = []
-        if message.role == "assistant":
-            calls = {call.id: at for at, call in enumerate(message.calls) if call.id}
-        found.append(Placed(message))
-    return found + _in_order(run, calls)
+        if role == "assistant":
+            calls = message.calls
+        found.append(Placed(message, -1))
+    return found + _in_order(run, calls) if run else found
 
 
-def _in_order(run: list[GivenMessage], calls: Mapping[str, int]) -> list[Placed]:
-    positions = [calls.get(message.call_id, -1) for message in run]
+def _in_order(run: list[GivenMessage], calls: Sequence[GivenCall]) -> list[Placed]:
+    if len(run) == 1 and len(calls) == 1:
+        return [Placed(run[0], 0)]
+    ids = {call.id: at for at, call in enumerate(calls) if call.id}
+    positions = [ids.get(message.call_id, -1) for message in run]
     if -1 in positions or len(set(positions)) < len(positions):
         return [Placed(message, at) for at, message in enumerate(run)]
     pairs = sorted(zip(positions, run, strict=True), key=lambda pair: pair[0])
@@ -73,53 +80,70 @@ def _in_order(run: list[GivenMessage], calls: Mapping[str, int]) -> list[Placed]
 
 
 def keys_of(messages: Iterable[Placed]) -> list[Key]:
-    """The key of each."""
+    """The key of each.
+
+    Raises:
+        GatewayError: Arguments are nested too deeply.
+    """
     return [_key(message, position) for message, position in messages]
 
 
 def _key(message: GivenMessage, position: int) -> Key:
-    if message.role == "assistant":
-        said = said_key(message.text, ((call.name, call.arguments) for call in message.calls))
+    role = message.role
+    if role == "assistant":
+        calls = message.calls
+        said = said_key(message.text, [(call.name, call.arguments) for call in calls])
         reasoning = reasoning_key(message.reasoning)
-        ids = (*message.ids, *(call.id for call in message.calls)) if message.calls else message.ids
-        return Key(_digest("assistant", said, reasoning), said, reasoning, ids)
-    if message.role == "tool":
-        given = _digest("tool", b"%d" % position, _bytes(message.text))
-        return Key(given, None, b"", (message.call_id,))
-    given = _digest(message.role, _bytes(message.name or ""), _bytes(message.text))
-    return Key(given, None, b"", ())
+        ids = (*message.ids, *[call.id for call in calls]) if calls else message.ids
+        return Key(said + reasoning, said, reasoning, ids)
+    if role == "tool":
+        return Key(_digest(b"tool %d:" % position, message.text), None, b"", (message.call_id,))
+    name = _bytes(message.name or "")
+    kind = b"%s %d:%s:" % (_bytes(role), len(name), name)
+    return Key(_digest(kind, message.text), None, b"", ())
 
 
-def said_key(text: str, calls: Iterable[tuple[str, Any]]) -> bytes:
+def said_key(text: str, calls: Sequence[tuple[str, Any]]) -> bytes:
     """Of a turn: its text without white space around it, its calls as names with JSON values."""
     values = [[name, canonical({} if value in _NOTHING else value)] for name, value in calls]
-    return _digest("said", _bytes(text.strip()), _json(values) if values else b"")
+    written = _json(values) if values else b""
+    return _digest(b"said %d:%s:" % (len(written), written), text.strip())
 
 
 def reasoning_key(reasoning: str | None) -> bytes:
     """Of what the model thought, without white space around it; empty where there is none."""
     text = (reasoning or "").strip()
-    return _digest("reasoning", _bytes(text)) if text else b""
+    return _digest(b"reasoning:", text) if text else b""
 
 
 def tools_key(tools: Sequence[Mapping[str, Any]]) -> bytes:
     """Of a set of tools, in whatever order."""
-    return _digest("tools", *sorted(_json(canonical(tool)) for tool in tools))
+    written = sorted(_json(canonical(tool)) for tool in tools)
+    return hashlib.blake2b(_json([each.hex() for each in written]), digest_size=16).digest()
 
 
 def canonical(value: Any) -> Any:
     """A JSON value whose numbers are equal wherever a client may write them so."""
+    try:
+        return _canonical(value)
+    except RecursionError:
+        raise _too_deep() from None
+
+
+def _canonical(value: Any) -> Any:
     kind = type(value)
     if kind is str or kind is bool or value is None:
         return value
-    if kind is float:
-        return int(value) if value.is_integer() and abs(value) <= EXACT else value
     if kind is int:
         return value if -EXACT <= value <= EXACT else _rounded(value)
-    if isinstance(value, Mapping):
-        return {name: canonical(each) for name, each in value.items()}
+    if kind is dict or isinstance(value, Mapping):
+        return {
+            name: each if type(each) is str else _canonical(each) for name, each in value.items()
+        }
+    if kind is float:
+        return int(value) if value.is_integer() and abs(value) <= EXACT else value
     if isinstance(value, list | tuple):
-        return [canonical(each) for each in value]
+        return [_canonical(each) for each in value]
     return value
 
 
@@ -132,17 +156,24 @@ def _rounded(value: int) -> int | float:
 
 def _json(value: Any) -> bytes:
     try:
+        return _write(value)
+    except (UnicodeEncodeError, TypeError, OverflowError):  # half of a character, a huge integer
+        pass
+    except RecursionError:
+        raise _too_deep() from None
+    try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
     except RecursionError:
-        raise GatewayError(400, "invalid_request", "JSON is nested too deeply") from None
+        raise _too_deep() from None
+
+
+def _too_deep() -> GatewayError:
+    return GatewayError(400, "invalid_request", "JSON is nested too deeply")
 
 
 def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def _digest(kind: str, *parts: bytes) -> bytes:
-    lengths = b",".join(b"%d" % len(part) for part in parts)
-    return hashlib.blake2b(
-        b"".join((kind.encode(), b":", lengths, b":", *parts)), digest_size=16
-    ).digest()
+def _digest(kind: bytes, text: str) -> bytes:
+    return hashlib.blake2b(kind + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import hashlib
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -10,7 +11,7 @@ from rollout.gateway.calls import GatewayError
 from rollout.gateway.identity import keys_of, placed, tools_key
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rollout.gateway.calls import GatewayCall, GivenMessage
     from rollout.gateway.identity import Key, Placed
@@ -44,14 +45,12 @@ class Request:
     """
 
     def __init__(
-        self, call: GatewayCall, messages: list[Placed], keys: Sequence[Key], found: Found
+        self, call: GatewayCall, messages: list[Placed], found: Found, shape: Shape
     ) -> None:
         self.call = call
         self.messages = messages
         self.found = found
-        head = sum(1 for _ in _head(messages))
-        given = [key.given for key in keys[: head + 1]]
-        self.shape = Shape(tools_key(call.tools), tuple(given[:head]), tuple(given))
+        self.shape = shape
 
     @property
     def rest(self) -> list[Placed]:
@@ -59,12 +58,42 @@ class Request:
         return self.messages[self.found.depth :]
 
 
-def matched(call: GatewayCall, tree: Tree, previous: Node | None = None) -> Request:
+class Shapes:
+    """Shapes of a trajectory's calls; clients send the same tools with each of them."""
+
+    def __init__(self) -> None:
+        self._tools: dict[bytes, bytes] = {}
+
+    def of(self, call: GatewayCall, messages: Sequence[Placed], keys: Sequence[Key]) -> Shape:
+        """That of a call."""
+        head = len(_head_of([message for message, _ in messages]))
+        given = tuple(key.given for key in keys[: head + 1])
+        return Shape(self._key(call.tools), given[:head], given)
+
+    def _key(self, tools: Sequence[Mapping[str, Any]]) -> bytes:
+        try:
+            written = hashlib.blake2b(msgspec.json.encode(tools), digest_size=16).digest()
+        except (UnicodeEncodeError, TypeError):
+            return tools_key(tools)
+        key = self._tools.get(written)
+        if key is None:
+            if len(self._tools) >= _MOST_TOOL_SETS:
+                self._tools.clear()
+            key = self._tools[written] = tools_key(tools)
+        return key
+
+
+#: Ways of writing tools of which the keys are remembered.
+_MOST_TOOL_SETS = 16
+
+
+def matched(call: GatewayCall, tree: Tree, shapes: Shapes, previous: Node | None = None) -> Request:
     """Find the place of a call.
 
     Args:
         call: What was asked.
         tree: Of its trajectory; the place is made there.
+        shapes: Of its trajectory, too.
         previous: The generated turn that its messages follow, where they do not begin anew.
 
     Raises:
@@ -75,10 +104,11 @@ def matched(call: GatewayCall, tree: Tree, previous: Node | None = None) -> Requ
         raise GatewayError(400, "invalid_request", "expected at least one message", "messages")
     messages = placed(given)
     keys = keys_of(messages)
-    found = tree.find(tree.root(tools_key(call.tools)), keys, call.agent_id)
+    shape = shapes.of(call, messages, keys)
+    found = tree.find(tree.root(shape.tools), keys, call.agent_id)
     if call.api == "responses":
         _keep(found.node, messages)
-    return Request(call, messages, keys, found)
+    return Request(call, messages, found, shape)
 
 
 def _joined(previous: Node, new: Sequence[GivenMessage]) -> list[GivenMessage]:
@@ -90,9 +120,9 @@ def _joined(previous: Node, new: Sequence[GivenMessage]) -> list[GivenMessage]:
             before.append(node.message)
         node = node.parent
     before.reverse()
-    head = list(_head_of(new))
+    head = _head_of(new)
     if head:
-        before = before[len(list(_head_of(before))) :]
+        before = before[len(_head_of(before)) :]
     return [*head, *before, *new[len(head) :]]
 
 
@@ -103,10 +133,6 @@ def _keep(node: Node | None, messages: Sequence[Placed]) -> None:
             return
         node.message = message
         node = node.parent
-
-
-def _head(messages: Sequence[Placed]) -> list[GivenMessage]:
-    return list(_head_of([message for message, _ in messages]))
 
 
 def _head_of(messages: Sequence[GivenMessage]) -> list[GivenMessage]:

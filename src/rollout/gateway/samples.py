@@ -66,7 +66,8 @@ class Sample:
 
     async def _generate(self, conversation: Conversation) -> AssistantTurn:
         said = conversation.open_turn or ()
-        most = self._sampling.max_new_tokens - len(said)
+        bounds = (self._sampling.max_new_tokens, conversation.wording.turn_room)
+        most = min(bound for bound in bounds if bound is not None) - len(said)
         stops = self._request.call.stop
         self._stop = (
             StopStrings(stops, conversation.wording.template.decode, said) if stops else None

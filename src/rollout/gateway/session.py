@@ -16,7 +16,7 @@ from rollout.gateway.calls import Completion, GatewayCall, GatewayError
 from rollout.gateway.counting import count_tokens
 from rollout.gateway.exchanges import Exchange, Exchanges
 from rollout.gateway.placing import Places
-from rollout.gateway.request import Request, matched
+from rollout.gateway.request import Request, Shapes, matched
 from rollout.gateway.samples import Sample
 from rollout.gateway.sampling import sampling_of_call
 from rollout.gateway.seeding import Seeding
@@ -58,6 +58,7 @@ class _Trajectory:
         self.context = context
         self.tasks = tasks
         self.tree = Tree(is_reasoning_needed=settings.dropped_reasoning == "fork")
+        self.shapes = Shapes()
         self.places = Places(context, settings)
         self.seeding = Seeding(context.identity)
         self.exchanges = Exchanges()
@@ -112,8 +113,7 @@ class GatewaySession:
         except BaseException:
             work.has_client = False
             work.scope.cancel()
-            if work.exchange is not None:
-                trajectory.exchanges.left(work.exchange)
+            _leave(trajectory, work)
             raise
         if work.completion is None:
             raise work.error or ended_error()
@@ -165,32 +165,25 @@ class GatewaySession:
             what = str(error) if isinstance(error, EngineError) else "internal error"
             work.error = GatewayError(400, "engine", what)
         finally:
-            exchange = work.exchange
-            if exchange is not None:
-                if work.error is not None:
-                    trajectory.exchanges.failed(exchange)
-                elif not work.has_client:
-                    trajectory.exchanges.left(exchange)
-                exchange.ended.set()
+            if work.exchange is not None and work.error is not None:
+                trajectory.exchanges.failed(work.exchange)
+            elif not work.has_client:
+                _leave(trajectory, work)
             work.done.set()
 
     async def _answer(self, trajectory: _Trajectory, work: _Work) -> None:
         exchange = await trajectory.exchanges.claim(work.call.digest) if work.call.digest else None
         if exchange is None:
             exchange = self._new(trajectory, work.call)
-            work.exchange = exchange
-        else:
-            work.exchange = exchange
-            await exchange.ended.wait()
-            exchange.ended = anyio.Event()
-        if exchange.completion is None:
-            with _counted(trajectory, exchange.request):
-                await self._sample(trajectory, exchange)
-            completion = self._completion(trajectory, exchange)
-        else:
-            completion = exchange.completion
-        trajectory.exchanges.returned(exchange, completion)
-        work.completion = completion
+        work.exchange, exchange.owner = exchange, work
+        async with exchange.working:
+            if exchange.completion is None:
+                with _counted(trajectory, exchange.request):
+                    await self._sample(trajectory, exchange)
+                exchange.completion = self._completion(trajectory, exchange)
+        if exchange.owner is work:
+            trajectory.exchanges.returned(exchange, exchange.completion)
+            work.completion = exchange.completion
 
     def _new(self, trajectory: _Trajectory, call: GatewayCall) -> Exchange:
         self._check_limits(trajectory)
@@ -209,7 +202,7 @@ class GatewaySession:
             if previous is None:
                 message = f"there is no answer {call.previous_id!r:.80}"
                 raise GatewayError(404, "not_found", message, "previous_response_id")
-        return matched(call, trajectory.tree, previous)
+        return matched(call, trajectory.tree, trajectory.shapes, previous)
 
     def _check_limits(self, trajectory: _Trajectory) -> None:
         settings = self._settings
@@ -274,6 +267,12 @@ def _limit_error(error: LimitExceeded) -> GatewayError:
     if error.outcome is Outcome.LENGTH:
         return GatewayError(400, "context_length", str(error), "messages")
     return ended_error(f"the trajectory has ended: {error}")
+
+
+def _leave(trajectory: _Trajectory, work: _Work) -> None:
+    """Its client is gone; unless another call has taken its exchange over."""
+    if work.exchange is not None and work.exchange.owner is work:
+        trajectory.exchanges.left(work.exchange)
 
 
 def _settle(trajectory: _Trajectory) -> None:

@@ -35,6 +35,11 @@ class Sessions:
         #: Digests of the keys of both.
         self._keys: dict[bytes, str] = {}
 
+    @property
+    def running(self) -> int:
+        """Trajectories that are served at the moment."""
+        return len(self._running)
+
     @asynccontextmanager
     async def open(
         self, context: AgentContext, settings: GatewaySettings | None = None

@@ -101,12 +101,18 @@ class Found(NamedTuple):
 
 
 class _Path(NamedTuple):
-    """A way down: where it is, the last generated turn on it, and how many ids speak for it."""
+    """A way down: where it is, the last generated turn on it, and how many ids speak for it.
+
+    Attributes:
+        depth: Messages up to that turn.
+        at: Messages up to where it is.
+    """
 
     node: Node
     said: Node
     depth: int
     evidence: int
+    at: int
 
 
 class Tree:
@@ -143,30 +149,51 @@ class Tree:
         return child
 
     def _deepest(self, root: Node, keys: Sequence[Key], agent_id: str | None) -> _Path:
-        paths = candidates = [_Path(root, root, 0, 0)]
-        for at, key in enumerate(keys):
+        alone = self._only_path(root, keys)
+        paths = candidates = [alone]
+        for at, key in enumerate(keys[alone.at :], alone.at):
             paths = [each for path in paths for each in self._steps(path, key, at + 1)]
             if not paths:
                 break
-            reached = [path for path in paths if path.depth == at + 1]
+            reached = [path for path in paths if path.depth == path.at]
             candidates = reached or candidates
         if len(candidates) == 1:
             return candidates[0]
         return max(candidates, key=lambda path: _preference(path, keys, agent_id))
 
+    def _only_path(self, root: Node, keys: Sequence[Key]) -> _Path:
+        """As far down as there is one way to go, and no choice."""
+        node = said = root
+        depth = at = 0
+        for key in keys:
+            given = node.given.get(key.given)
+            generated = node.said.get(key.said) if key.said is not None else None
+            if generated is None:
+                if given is None:
+                    break
+                node = given
+            elif given is None and len(generated) == 1 and self._agrees(generated[0], key):
+                node = said = generated[0]
+                depth = at + 1
+            else:
+                break
+            at += 1
+        return _Path(node, said, depth, 0, at)
+
     def _steps(self, path: _Path, key: Key, depth: int) -> Iterable[_Path]:
         node = path.node
         if key.said is not None:
             for child in node.said.get(key.said, ()):
-                turn = child.turn
-                if turn is not None and self._agrees(turn, key):
-                    evidence = path.evidence + _hits(turn, key.ids)
-                    yield _Path(child, child, depth, evidence)
+                if self._agrees(child, key):
+                    evidence = path.evidence + _hits(child.turn, key.ids)
+                    yield _Path(child, child, depth, evidence, depth)
         given = node.given.get(key.given)
         if given is not None:
-            yield path._replace(node=given)
+            yield _Path(given, path.said, path.depth, path.evidence, depth)
 
-    def _agrees(self, turn: Turn, key: Key) -> bool:
+    def _agrees(self, node: Node, key: Key) -> bool:
+        turn = node.turn
+        assert turn is not None
         if key.reasoning:
             return key.reasoning == turn.reasoning
         return not (turn.reasoning and self._is_reasoning_needed)
@@ -184,5 +211,7 @@ def _preference(path: _Path, keys: Sequence[Key], agent_id: str | None) -> tuple
     return evidence, turn.agent_id == agent_id, not turn.is_extended
 
 
-def _hits(turn: Turn, ids: Iterable[str]) -> int:
+def _hits(turn: Turn | None, ids: Iterable[str]) -> int:
+    if turn is None:
+        return 0
     return sum(each[-ID_LENGTH:] in turn.ids for each in ids)

@@ -57,7 +57,7 @@ def finished(
         extra=context.extra,
         prompt=member.prompt,
         messages=context.messages,
-        history=context.config.history,
+        history=context.main.history,
         segments=segments_of(context.main.all()),
     )
 
