@@ -83,6 +83,7 @@ WITH_PROCESSES = (
     "mcp",
     "mcp_servers",
     "model_files",
+    "program_agent",
     "ray_placement",
     "real_processes",
     "router",

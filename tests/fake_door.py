@@ -18,15 +18,14 @@ class FakeDoor:
     def __init__(self) -> None:
         self.contexts: dict[str, AgentContext] = {}
         self.closed = 0
+        self.root_url = "http://127.0.0.1:9/t/1"
 
     @asynccontextmanager
     async def open(self, context: AgentContext) -> AsyncIterator[GatewayAddress]:
         key = f"key-of-{context.identity.session_id}"
         self.contexts[key] = context
         try:
-            yield GatewayAddress(
-                root_url="http://127.0.0.1:9/t/1", api_key=key, model="served-model"
-            )
+            yield GatewayAddress(root_url=self.root_url, api_key=key, model="served-model")
         finally:
             del self.contexts[key]
             self.closed += 1

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         AgentLoop,
         AgentTask,
         Conversation,
+        ProgramAgent,
         agent,
         register_agent,
     )
@@ -74,6 +75,7 @@ _HOMES = {
         "AgentLoop",
         "AgentTask",
         "Conversation",
+        "ProgramAgent",
         "agent",
         "register_agent",
     ),

@@ -6,6 +6,7 @@ from rollout.agents.agent_loop import AgentLoop, agent_names, get_agent, registe
 from rollout.agents.context import AgentContext
 from rollout.agents.conversation import Conversation
 from rollout.agents.function_agent import AgentTask, agent
+from rollout.agents.program_agent import ProgramAgent
 from rollout.agents.single_turn import SingleTurnAgent
 from rollout.agents.tool_agent import ToolAgent
 from rollout.agents.turn import AssistantTurn
@@ -16,6 +17,7 @@ __all__ = [
     "AgentTask",
     "AssistantTurn",
     "Conversation",
+    "ProgramAgent",
     "SingleTurnAgent",
     "ToolAgent",
     "agent",
