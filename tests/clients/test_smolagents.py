@@ -67,8 +67,9 @@ async def test_code_agent_gives_a_row_a_turn() -> None:
         agent = smolagents.CodeAgent(tools=[LookUp()], model=model_of(task), verbosity_level=0)
         return agent.run(QUESTION)
 
-    first = "Thought: I look.\n<code>\nprint(look_up(city='Zürich'))\n</code>"
+    first = "Thought: I look.\n<code>\nprint(look_up(city='Zürich'))\n</code>\nObservation: 1"
     last = f"Thought: I know.\n<code>\nfinal_answer('{ANSWER}')\n</code>"
     done = await run(program, Scenario().reply(f"New task:\n{QUESTION}", first).then(last))
-    done.assert_exact("main", "branch")
+    done.assert_exact("main", "branch", stops=["</code>"])
     assert done.result == ANSWER
+    assert done.trajectory.metrics["discarded_tokens"] > 0

@@ -6,8 +6,10 @@ that the gateway or the driver counts is asked.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import attrs
@@ -16,7 +18,7 @@ import rollout
 from rollout import Prompt, Trajectory
 from rollout.agents import AgentTask
 from rollout.batch import RolloutBatch
-from rollout.config import AgentConfig, GatewayConfig, LengthsConfig, LimitsConfig, SchedulingConfig
+from rollout.config import AgentConfig, GatewayConfig, LengthsConfig
 from rollout.testing import Recorder, Scenario, decode_ids
 
 Program = Callable[[AgentTask], Any]
@@ -63,15 +65,20 @@ class Run:
     sampled: list[Sampled]
     anomalies: list[str]
 
-    def assert_exact(self, *purposes: str) -> None:
+    def assert_exact(self, *purposes: str, stops: Sequence[str] = ()) -> None:
         """Its rows are those, and hold what was sampled to the token.
 
         Every answer of an engine stands in one row and once, after the very tokens that its engine
         had read; nothing else is trained. Rows of side calls are not.
+
+        Args:
+            purposes: Of the rows.
+            stops: Strings of the client's that end turns: what follows was told to nobody.
         """
         assert self.anomalies == []
         assert [row.purpose for row in self.rows] == list(purposes), self.story()
-        assert Counter(turn for row in self.rows for turn in row.turns) == Counter(self.sampled)
+        told = Counter(Sampled(each.prompt, _cut(each.ids, stops)) for each in self.sampled)
+        assert Counter(turn for row in self.rows for turn in row.turns) == told
         for row in self.rows:
             assert row.is_trainable == (row.purpose != "side")
 
@@ -85,79 +92,96 @@ class Run:
 
 
 @rollout.agent("client")
-def run_sync(task: AgentTask) -> Any:
+def run_sync(task: AgentTask) -> None:
     """A client in a thread."""
     task.extra["result"] = _programs[task.extra["program"]](task)
 
 
 @rollout.agent("async_client")
-async def run_async(task: AgentTask) -> Any:
+async def run_async(task: AgentTask) -> None:
     """A client on an asyncio loop: that of the runtime, if it has one."""
     task.extra["result"] = await _programs[task.extra["program"]](task)
 
 
 @rollout.agent("native_client", backend="native")
-async def run_native(task: AgentTask) -> Any:
+async def run_native(task: AgentTask) -> None:
     """A client that knows trio too."""
     task.extra["result"] = await _programs[task.extra["program"]](task)
 
 
-async def run(
-    program: Program,
+class Gatewayed:
+    """A runtime with its recorder; see `opened`."""
+
+    def __init__(self, runtime: Any, recorder: Recorder) -> None:
+        self._runtime = runtime
+        self._recorder = recorder
+
+    async def roll(self, program: Program, members: int = 1) -> RolloutBatch:
+        """Run `program` as that many trajectories; what it raises is raised here."""
+        failures: list[BaseException] = []
+        name = f"{len(_programs)}"
+        _programs[name] = _keeping(program, failures)
+        prompt = Prompt(messages=[{"role": "user", "content": "-"}], extra={"program": name})
+        batch: RolloutBatch = await self._runtime.generate([prompt], samples=members, trim=True)
+        if failures:
+            raise failures[0]
+        return batch
+
+    def sampled(self) -> list[Sampled]:
+        """What the engines say that they sampled."""
+        (runtime,) = self._recorder.runtimes
+        sent = [each for core in runtime.cores for each in core.requests.values()]
+        return [
+            Sampled(each.request.prompt_ids, b"".join(chunk.ids for chunk in each.chunks))
+            for each in sent
+        ]
+
+
+@asynccontextmanager
+async def opened(
     scenario: Scenario,
     *,
     agent: str = "client",
+    recorder: Recorder | None = None,
     lengths: LengthsConfig = LENGTHS,
-    limits: LimitsConfig | None = None,
     **gateway: Any,
-) -> Run:
-    """Run `program` on one trajectory.
+) -> AsyncIterator[Gatewayed]:
+    """A runtime whose agents are clients.
 
     Args:
-        program: Gets the `AgentTask`; what it raises is raised here.
         scenario: What the model says.
-        agent: Which of the agents above runs it.
+        agent: Which of the agents above runs them.
+        recorder: Records it.
         lengths: Of the rows.
-        limits: Of the trajectory.
         gateway: Fields of the `gateway` section.
     """
-    config = scenario.capacity(context_length=CONTEXT).kv(tokens=2 * CONTEXT).timing(
-        base_s=0, slope_s=0, prefill_tokens_per_s=None
-    ).config(
-        agent=AgentConfig(name=agent),
-        gateway=GatewayConfig(**gateway),
-        lengths=lengths,
-        limits=limits or LimitsConfig(),
-        scheduling=SchedulingConfig(samples_per_prompt=1),
+    scenario = scenario.capacity(context_length=CONTEXT).kv(tokens=2 * CONTEXT)
+    config = scenario.timing(base_s=0, slope_s=0, prefill_tokens_per_s=None).config(
+        agent=AgentConfig(name=agent), gateway=GatewayConfig(**gateway), lengths=lengths
     )
-    name = f"{len(_programs)}"
-    failures: list[BaseException] = []
-    _programs[name] = _keeping(program, failures)
-    recorder = Recorder()
+    recorder = recorder or Recorder()
     async with recorder.open_rollout(config) as runtime:
-        prompt = Prompt(messages=[{"role": "user", "content": "-"}], extra={"program": name})
-        batch = await runtime.generate([prompt], trim=True)
-    if failures:
-        raise failures[0]
+        yield Gatewayed(runtime, recorder)
+
+
+async def run(program: Program, scenario: Scenario, **options: Any) -> Run:
+    """Run `program` on one trajectory; the options are those of `opened`."""
+    recorder = Recorder()
+    async with opened(scenario, recorder=recorder, **options) as gatewayed:
+        batch = await gatewayed.roll(program)
     (trajectory,) = batch.trajectories
     assert trajectory.cause is None, trajectory.cause
-    sent = [each for core in recorder.runtimes[0].cores for each in core.requests.values()]
     return Run(
         result=trajectory.extra["result"],
         trajectory=trajectory,
         rows=list(_rows(batch, trajectory)),
-        sampled=[
-            Sampled(each.request.prompt_ids, b"".join(chunk.ids for chunk in each.chunks))
-            for each in sent
-        ],
+        sampled=gatewayed.sampled(),
         anomalies=recorder.anomalies(),
     )
 
 
 def _keeping(program: Program, failures: list[BaseException]) -> Program:
     """The program; what it raises is kept, with its traceback."""
-    import inspect
-
     async def awaited(task: AgentTask) -> Any:
         try:
             return await program(task)
@@ -192,6 +216,13 @@ def _rows(batch: RolloutBatch, trajectory: Trajectory) -> Iterator[Row]:
                 for start, stop in _stretches(mask[real].tolist())
             ),
         )
+
+
+def _cut(ids: bytes, stops: Sequence[str]) -> bytes:
+    """Up to the end of the first stop string to be complete; tokens are bytes."""
+    text = decode_ids(ids)
+    ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
+    return ids[: 4 * len(text[: min(ends)].encode())] if ends else ids
 
 
 def _stretches(mask: Sequence[bool]) -> Iterator[tuple[int, int]]:
