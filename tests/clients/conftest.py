@@ -11,13 +11,10 @@ import tempfile
 import warnings
 from pathlib import Path
 
-import loopback
+import loopback  # noqa: F401  (the first of all)
 import pytest
 
 pytest.register_assert_rewrite("script", "through_gateway")
-
-#: Why programs that call their vendors cannot be started here; "" where they can.
-NO_NETWORK_OF_ITS_OWN = loopback.enter()
 
 # Of libraries, read as they are imported: nothing is looked up anywhere, and nobody's own
 # settings are found.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,9 +27,8 @@ ANSWER = "It says  “héllo”."
 
 
 @pytest.fixture(autouse=True)
-def it_starts() -> Iterator[None]:
+def it_starts() -> None:
     require("claude")
-    yield
 
 
 def claude(task: AgentTask, directory: Directory, *arguments: str) -> str:

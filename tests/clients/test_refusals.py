@@ -96,9 +96,7 @@ async def test_wrong_key_is_an_authentication_error(ask: Ask, streamed: bool) ->
 
 @ASKS
 @STREAMED
-async def test_key_of_another_trajectory_is_a_permission_error(
-    ask: Ask, streamed: bool
-) -> None:
+async def test_key_of_another_trajectory_is_a_permission_error(ask: Ask, streamed: bool) -> None:
     keys: list[str] = []
 
     def hand_over(task: AgentTask) -> None:
@@ -184,8 +182,7 @@ async def test_over_long_prompt_has_the_code_that_agents_compact_on(
 async def test_unknown_model_is_a_not_found_error(ask: Ask) -> None:
     def program(task: AgentTask) -> Any:
         with clients(task) as made:
-            error = refusal(made, ask, False)
-            return error
+            return refusal(made, ask, False)
 
     async with opened(Scenario(), model="another") as gatewayed:
         (trajectory,) = (await gatewayed.roll(program)).trajectories

@@ -40,9 +40,7 @@ class LookUp(smolagents.Tool):  # type: ignore[misc]
 
 
 def model_of(task: AgentTask) -> Any:
-    return smolagents.OpenAIModel(
-        model_id=task.model, api_base=task.base_url, api_key=task.api_key
-    )
+    return smolagents.OpenAIModel(model_id=task.model, api_base=task.base_url, api_key=task.api_key)
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])

@@ -49,6 +49,10 @@ class Row(NamedTuple):
     turns: tuple[Sampled, ...]
 
 
+class AgentFailed(Exception):
+    """The trajectory failed, for this reason."""
+
+
 @attrs.frozen(kw_only=True)
 class Run:
     """What came of a client's run.
@@ -122,9 +126,14 @@ class Gatewayed:
         name = f"{len(_programs)}"
         _programs[name] = _keeping(program, failures)
         prompt = Prompt(messages=[{"role": "user", "content": "-"}], extra={"program": name})
-        batch: RolloutBatch = await self._runtime.generate([prompt], samples=members, trim=True)
+        batch = await self.generate(prompt, members)
         if failures:
             raise failures[0]
+        return batch
+
+    async def generate(self, prompt: Prompt, members: int = 1) -> RolloutBatch:
+        """Run the agent on a prompt."""
+        batch: RolloutBatch = await self._runtime.generate([prompt], samples=members, trim=True)
         return batch
 
     def sampled(self) -> list[Sampled]:
@@ -164,15 +173,20 @@ async def opened(
         yield Gatewayed(runtime, recorder)
 
 
-async def run(program: Program, scenario: Scenario, **options: Any) -> Run:
-    """Run `program` on one trajectory; the options are those of `opened`."""
+async def run(work: Program | Prompt, scenario: Scenario, **options: Any) -> Run:
+    """Run a program, or the agent on a prompt, as one trajectory.
+
+    The options are those of `opened`.
+    """
     recorder = Recorder()
     async with opened(scenario, recorder=recorder, **options) as gatewayed:
-        batch = await gatewayed.roll(program)
+        is_prompt = isinstance(work, Prompt)
+        batch = await (gatewayed.generate(work) if is_prompt else gatewayed.roll(work))
     (trajectory,) = batch.trajectories
-    assert trajectory.cause is None, trajectory.cause
+    if trajectory.cause is not None:
+        raise AgentFailed(trajectory.cause.message)
     return Run(
-        result=trajectory.extra["result"],
+        result=trajectory.extra.get("result"),
         trajectory=trajectory,
         rows=list(_rows(batch, trajectory)),
         sampled=gatewayed.sampled(),
@@ -182,6 +196,7 @@ async def run(program: Program, scenario: Scenario, **options: Any) -> Run:
 
 def _keeping(program: Program, failures: list[BaseException]) -> Program:
     """The program; what it raises is kept, with its traceback."""
+
     async def awaited(task: AgentTask) -> Any:
         try:
             return await program(task)
