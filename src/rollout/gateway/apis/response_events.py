@@ -168,7 +168,9 @@ class ResponsesRequest:
             yield {
                 "type": "reasoning",
                 "id": f"{REASONING_ID}{answer.id}",
+                # Some clients show summaries only, others give back nothing but the thought itself.
                 "summary": [{"type": "summary_text", "text": answer.reasoning}],
+                "content": [{"type": "reasoning_text", "text": answer.reasoning}],
                 "encrypted_content": sealed(answer.id, answer.reasoning),
                 "status": "completed",
             }
@@ -197,6 +199,9 @@ class ResponsesRequest:
             yield self._event(f"{stem}_text.delta", **where, delta=part["text"])
             yield self._event(f"{stem}_text.done", **where, text=part["text"])
             yield self._event(f"{stem}_part.done", **where, part=part)
+            where = {**place, "content_index": 0}
+            yield self._event("response.reasoning_text.delta", **where, delta=part["text"])
+            yield self._event("response.reasoning_text.done", **where, text=part["text"])
         elif kind == "message":
             (part,) = item["content"]
             where = {**place, "content_index": 0}
@@ -223,7 +228,7 @@ def _opened(item: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 _EMPTY: Mapping[str, Mapping[str, Any]] = {
-    "reasoning": {"summary": []},
+    "reasoning": {"summary": [], "content": []},
     "message": {"content": []},
     "function_call": {"arguments": ""},
     "custom_tool_call": {"input": ""},
