@@ -64,7 +64,10 @@ class Sessions:
         try:
             async with open_task_group() as tasks:
                 session.begin(context, tasks)
-                yield session
+                try:
+                    yield session
+                finally:
+                    session.close()
         except BaseException as error:
             if passing_of(error) is not None:
                 raise
