@@ -1,10 +1,10 @@
 """What a turn costs through the gateway, beside the same agent natively.
 
 1000 trajectories of 4 generations of about 190 tokens, tools that answer at once with 100
-tokens, on an engine in another process that answers at once. Natively they are run by the tool agent; through
-the gateway by clients in another process, which send chat completions and run the tools. Both make
-the same tokens, which is checked (`equal_tokens`). Sides take turns in processes of their own; each
-figure is the median over the rounds; progress goes to stderr.
+tokens, on an engine in another process that answers at once. Natively they are run by the tool
+agent; through the gateway by clients in another process, which send chat completions and run the
+tools. Both make the same tokens, which is checked (`equal_tokens`). Sides take turns in processes
+of their own; each figure is the median over the rounds; progress goes to stderr.
 
     python benchmarks/gateway.py [--quick]
 

@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 
 from driver_cases.workload import SCHEMAS, tool_text
 
+#: Requests that are timed; the others do not wait for each other.
+PROBES = 500
 TOOL_TEXT = tool_text()
 
 
@@ -89,7 +91,7 @@ class Trajectories:
         print(number, flush=True)
 
     async def _asked(self, connection: Connection, body: dict[str, Any]) -> dict[str, Any]:
-        if self._limit is None:
+        if self._limit is None or len(self.latencies) >= PROBES:
             return await connection.chat(body)
         async with self._limit:
             began = time.perf_counter()

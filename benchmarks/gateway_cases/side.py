@@ -13,7 +13,7 @@ import json
 import math
 import sys
 import time  # noqa: TID251  (what is measured)
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +21,11 @@ import anyio
 import anyio.to_thread
 import attrs
 from driver_cases.measuring import Clocks
-from driver_cases.ours import Plan, Tools, config_of, contents, prompts_of
+from driver_cases.ours import HELD_S, Plan, Tools, config_of, contents, prompts_of
 from driver_cases.side_process import answers_on_stdout
 
 import rollout
+from gateway_cases.client import PROBES
 from rollout.config import AgentConfig, GatewayConfig
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class Clients:
                     self.latencies = json.loads(line)
                 else:
                     self._ended[int(line)].set()
+        for ended in self._ended:  # one that has failed has said why
+            ended.set()
 
     async def end(self) -> None:
         """Wait until it has said all."""
@@ -109,7 +112,7 @@ class TimedNatively(rollout.AgentLoop):
     async def run(self, context: rollout.AgentContext) -> None:
         """As the tool agent."""
         while True:
-            async with PROBE[-1]:
+            async with PROBE[-1] if len(LATENCIES) < PROBES else nullcontext():
                 began = time.perf_counter()
                 turn = await context.generate()
                 LATENCIES.append(time.perf_counter() - began)
@@ -154,7 +157,7 @@ async def round_of(runtime: Any, plan: Plan, way: str, probe: bool) -> dict[str,
         async with runtime.stream(prompts) as ended:
             trajectories = [each async for each in ended]
         figures: dict[str, Any] = clocks.per(plan.generations)
-    latencies = sorted(outside.latencies or LATENCIES)
+    latencies = sorted((outside.latencies or LATENCIES)[:PROBES])
     if latencies:
         at = [latencies[int(share * (len(latencies) - 1))] * 1e3 for share in (0.5, 0.99)]
         figures |= {"p50_ms": at[0], "p99_ms": at[1]}
@@ -166,7 +169,8 @@ async def serve(plan: Plan, way: str) -> None:
     config = attrs.evolve(
         config_of(plan),
         agent=AgentConfig(name=AGENTS[way]),
-        gateway=GatewayConfig(max_connections=plan.n * 2),
+        # Connections wait for their turn without a word.
+        gateway=GatewayConfig(max_connections=plan.n * 2, head_s=HELD_S),
     )
     with answers_on_stdout() as answer:
         async with rollout.open_rollout(config, Tools(plan.n).functions()) as runtime:

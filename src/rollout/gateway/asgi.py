@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import attrs
 
 from rollout.gateway.apis.writing import encode
 from rollout.gateway.calls import GatewayError
+from rollout.scopes import open_task_group
+
+T = TypeVar("T")
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -138,10 +141,31 @@ class Exchange:
         limit = f"gateway.max_body_bytes = {self._limits.max_body_bytes}"
         return GatewayError(413, "too_large", f"the body is longer than {limit}")
 
-    async def client_leaves(self) -> None:
-        """Wait until the client is gone."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+    async def while_there(self, function: Callable[..., Awaitable[T]], *args: object) -> T:
+        """``await function(*args)``, which a client that leaves cancels.
+
+        Raises:
+            ClientLeftError: It left.
+        """
+        if self._connection is None:
+            return await self._watched(function, *args)
+        with anyio.CancelScope() as scope:  # cheaper than a task that waits for the client
+            self._connection.on_leave(scope.cancel)
+            return await function(*args)
+        raise ClientLeftError
+
+    async def _watched(self, function: Callable[..., Awaitable[T]], *args: object) -> T:
+        """The same on any server of ASGI."""
+
+        async def watch() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            tasks.cancel_scope.cancel()
+
+        async with open_task_group() as tasks:
+            tasks.start_soon(watch)
+            return await function(*args)
+        raise ClientLeftError
 
     async def begin(self, status: int, headers: Headers) -> None:
         """Send the head of the reply."""

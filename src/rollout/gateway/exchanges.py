@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import anyio
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rollout.gateway.calls import Completion
-    from rollout.gateway.request import Request
     from rollout.gateway.samples import Sample
 
 #: How long a call waits to learn whether the client of an equal one got its answer, which is on
@@ -37,19 +38,25 @@ class Exchange:
         digest: Of its body; equal bodies ask for the same.
         owner: The call that it is answered for.
         working: Held by the call that has it generated: one that was cut may still be ending.
-        completion: Its answer, once it is whole.
+        completion: Makes its answer, once it is whole; the conversation is not kept for that.
+        completion_id: Names it then.
         changed: Set, and replaced, when its state changes.
     """
 
-    def __init__(self, request: Request, samples: list[Sample]) -> None:
-        self.request = request
+    def __init__(self, digest: bytes, samples: list[Sample]) -> None:
         self.samples = samples
-        self.digest = request.call.digest
+        self.digest = digest
         self.owner: object = None
-        self.completion: Completion | None = None
+        self.completion: Callable[[], Completion] | None = None
+        self.completion_id = ""
         self.state = State.RUNNING
         self.working = anyio.Lock(fast_acquire=True)
         self.changed = anyio.Event()
+
+    def finish(self, completion_id: str, completion: Callable[[], Completion]) -> None:
+        """Its answer is whole: what it was sampled for is not needed any more."""
+        self.completion_id, self.completion = completion_id, completion
+        self.samples = []
 
     def become(self, state: State) -> None:
         """Who waits for a change learns of it."""
@@ -71,10 +78,10 @@ class Exchanges:
         if exchange.digest:
             self._by_digest.setdefault(exchange.digest, []).append(exchange)
 
-    def returned(self, exchange: Exchange, completion: Completion) -> None:
+    def returned(self, exchange: Exchange) -> None:
         """Its answer is on its way."""
         exchange.become(State.RETURNED)
-        self._by_id[completion.id] = exchange
+        self._by_id[exchange.completion_id] = exchange
 
     def failed(self, exchange: Exchange) -> None:
         """It has no answer, and was told so."""
@@ -128,5 +135,4 @@ class Exchanges:
             equal.remove(exchange)
             if not equal:
                 del self._by_digest[exchange.digest]
-        if exchange.completion is not None:
-            self._by_id.pop(exchange.completion.id, None)
+        self._by_id.pop(exchange.completion_id, None)

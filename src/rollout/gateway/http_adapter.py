@@ -62,6 +62,7 @@ class Connection(HttpToolsProtocol):
         self._is_head = True
         self._head_bytes = 0
         self._on_unread: Callable[[], object] | None = None
+        self._on_leave: Callable[[], object] | None = None
         self.has_left = False
 
     def connection_made(self, transport: Any) -> None:
@@ -80,11 +81,18 @@ class Connection(HttpToolsProtocol):
         if exc is not None:
             self.has_left = True
             self._tell_unread()
+        self._tell_leave()
 
     def eof_received(self) -> None:
         self.has_left = True
+        self._tell_leave()
         if not _has_read_all(self.transport.get_extra_info("socket")):
             self._tell_unread()
+
+    def _tell_leave(self) -> None:
+        on_leave, self._on_leave = self._on_leave, None
+        if on_leave is not None:
+            on_leave()
 
     def _tell_unread(self) -> None:
         on_unread, self._on_unread = self._on_unread, None
@@ -118,6 +126,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._on_leave = None
         if not self._is_head:  # what the client still sends is dropped, for a while
             self._allow(DRAIN_S, self.transport.abort)
 
@@ -126,11 +135,20 @@ class Connection(HttpToolsProtocol):
 
         A client that does not read for so long is left.
         """
+        if not self.flow.write_paused:
+            return not self.has_left
         with anyio.move_on_after(seconds):
             await self.flow.drain()
             return not self.has_left
         self.transport.abort()
         return False
+
+    def on_leave(self, callback: Callable[[], object]) -> None:
+        """Call it once the client leaves, unless the reply is complete before."""
+        self._on_leave = callback
+        self.flow.resume_reading()  # a long body may have stopped it
+        if self.has_left:
+            self._tell_leave()
 
     def if_unread(self, callback: Callable[[], object]) -> None:
         """Call it where the client turns out to have closed before it read all of the reply.

@@ -22,6 +22,7 @@ class Sample:
     """A turn on its way.
 
     Attributes:
+        request: The call, matched.
         told: What the client is told; None until the turn is whole.
         conversation: Whose turn it is; None until it has its place.
         start: Where the turn begins.
@@ -35,7 +36,7 @@ class Sample:
         self.start = 0
         self.generations: list[Generation] = []
         self.cached_tokens = 0
-        self._request = request
+        self.request = request
         self._number = number
         self._sampling = sampling
         self._seed = 0
@@ -49,10 +50,10 @@ class Sample:
         """
         if self.told is None:
             if self.conversation is None:
-                self.conversation = await places.take(self._request)
+                self.conversation = await places.take(self.request)
                 self.start = len(self.conversation.transcript)
                 self._seed, self._answer_id = seeding.of(
-                    self.conversation, self._request.call, self._number
+                    self.conversation, self.request.call, self._number
                 )
             turn = self._whole(self.conversation) or await self._generate(self.conversation)
             self.told = self._tell(turn, self.conversation)
@@ -68,7 +69,7 @@ class Sample:
         said = conversation.open_turn or ()
         bounds = (self._sampling.max_new_tokens, conversation.wording.turn_room)
         most = min(bound for bound in bounds if bound is not None) - len(said)
-        stops = self._request.call.stop
+        stops = self.request.call.stop
         self._stop = (
             StopStrings(stops, conversation.wording.template.decode, said) if stops else None
         )
@@ -93,7 +94,7 @@ class Sample:
             )
         found = told(
             turn,
-            self._request.call,
+            self.request.call,
             conversation,
             self.generations,
             answer_id=self._answer_id,

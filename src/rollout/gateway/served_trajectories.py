@@ -47,15 +47,12 @@ class AskedLimits(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
 
 
 class AskedPrompt(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """As `rollout.Prompt`."""
+    """What of a `rollout.Prompt` counts where its reward is given from outside."""
 
     messages: Sequence[Mapping[str, Any]]
     uid: str | None = None
     sampling: Mapping[str, Any] = {}
-    ground_truth: Any = None
-    data_source: str | None = None
     priority: int = 0
-    extra: Mapping[str, Any] = {}
 
 
 class Opening(msgspec.Struct, forbid_unknown_fields=True):
@@ -233,8 +230,6 @@ def _prompt(served: Served, asked: AskedPrompt) -> Prompt:
         uid=served.id,
         agent_name=AGENT,
         sampling=asked.sampling,
-        ground_truth=asked.ground_truth,
-        data_source=asked.data_source,
         priority=asked.priority,
         extra={"served": served},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
@@ -12,9 +13,10 @@ import attrs
 from rollout.clocks import wall
 from rollout.gateway.apis import chat, messages, responses
 from rollout.gateway.apis.writing import ApiRequest, Teller, openai_error
-from rollout.gateway.asgi import EVENTS, ClientLeftError, Exchange, ExchangeLimits
+from rollout.gateway.asgi import EVENTS, Exchange, ExchangeLimits
 from rollout.gateway.calls import Completion, GatewayCall, GatewayError
 from rollout.gateway.runtime_loop import RuntimeLoop
+from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
@@ -193,42 +195,21 @@ async def _generate(visit: _Visit) -> None:
 
 async def _completed(visit: _Visit, session: Session, request: ApiRequest) -> Completion:
     """What the session answers; a client that leaves meanwhile cancels it."""
-    completion: Completion | None = None
-    failure: GatewayError | None = None
-    async with anyio.create_task_group() as tasks:
-
-        async def watch() -> None:
-            await visit.exchange.client_leaves()
-            tasks.cancel_scope.cancel()
-
-        tasks.start_soon(watch)
-        if request.is_streamed:
-            tasks.start_soon(_show_life, visit, request, tasks.cancel_scope)
-        try:
-            completion = await visit.service.loop.run(session.complete, request.call)
-        except GatewayError as error:
-            failure = error
-        except Exception:
-            logger.exception("a call of the %s API failed", request.call.api)
-            failure = GatewayError(500, "engine", "internal error")
-        tasks.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
-    if completion is None:
-        raise ClientLeftError
-    return completion
+    complete = partial(visit.service.loop.run, session.complete, request.call)
+    if not request.is_streamed:
+        return await visit.exchange.while_there(complete)
+    async with open_task_group() as tasks:
+        tasks.start_soon(_show_life, visit, request)
+        return await visit.exchange.while_there(complete)
 
 
-async def _show_life(visit: _Visit, request: ApiRequest, scope: anyio.CancelScope) -> None:
+async def _show_life(visit: _Visit, request: ApiRequest) -> None:
     """Send events of no content while the model generates."""
-    try:
-        while True:
-            await anyio.sleep(visit.service.keep_alive_s)
-            if not visit.exchange.has_begun:
-                await visit.exchange.begin(200, EVENTS)
-            await visit.exchange.write(request.keep_alive)
-    except ClientLeftError:
-        scope.cancel()
+    while True:
+        await anyio.sleep(visit.service.keep_alive_s)
+        if not visit.exchange.has_begun:
+            await visit.exchange.begin(200, EVENTS)
+        await visit.exchange.write(request.keep_alive)
 
 
 async def _deliver(

@@ -80,6 +80,7 @@ class GatewaySession:
         self.path = path
         self.key = key
         self.failure: Exception | None = None
+        self._is_closing = False
         self._settings = settings
         self._trajectory: _Trajectory | None = None
 
@@ -87,6 +88,10 @@ class GatewaySession:
         """Answer calls, each in a task of this group."""
         context.main.history = "append_only"  # clients render nothing
         self._trajectory = _Trajectory(context, self._settings, tasks)
+
+    def close(self) -> None:
+        """Begin no more; what runs is about to be cancelled."""
+        self._is_closing = True
 
     def end(self) -> Exception | None:
         """Answer no more; returns and forgets `failure`."""
@@ -144,7 +149,7 @@ class GatewaySession:
 
     def _running(self) -> _Trajectory:
         trajectory = self._trajectory
-        if trajectory is None or self.failure is not None:
+        if trajectory is None or self._is_closing or self.failure is not None:
             raise ended_error()
         ending = trajectory.context.ending
         if ending is not None:
@@ -178,12 +183,12 @@ class GatewaySession:
         work.exchange, exchange.owner = exchange, work
         async with exchange.working:
             if exchange.completion is None:
-                with _counted(trajectory, exchange.request):
+                with _counted(trajectory, exchange.samples[0].request):
                     await self._sample(trajectory, exchange)
-                exchange.completion = self._completion(trajectory, exchange)
-        if exchange.owner is work:
-            trajectory.exchanges.returned(exchange, exchange.completion)
-            work.completion = exchange.completion
+                self._finish(trajectory, exchange)
+        if exchange.owner is work and exchange.completion is not None:
+            trajectory.exchanges.returned(exchange)
+            work.completion = exchange.completion()
 
     def _new(self, trajectory: _Trajectory, call: GatewayCall) -> Exchange:
         self._check_limits(trajectory)
@@ -191,7 +196,7 @@ class GatewaySession:
         sampling = sampling_of_call(trajectory.context, call)
         trajectory.calls += 1
         samples = [Sample(request, number, sampling) for number in range(call.n)]
-        exchange = Exchange(request, samples)
+        exchange = Exchange(call.digest, samples)
         trajectory.exchanges.add(exchange)
         return exchange
 
@@ -228,9 +233,10 @@ class GatewaySession:
         except BaseExceptionGroup as group:
             raise leaf_of(group) from None
 
-    def _completion(self, trajectory: _Trajectory, exchange: Exchange) -> Completion:
-        """The answers, which are turns of the tree from now on."""
-        request = exchange.request
+    def _finish(self, trajectory: _Trajectory, exchange: Exchange) -> None:
+        """Its answers are turns of the tree from now on."""
+        first = exchange.samples[0]
+        request = first.request
         told = [sample.told for sample in exchange.samples if sample.told is not None]
         trajectory.heard.update(each.turn.conversation for each in told)
         nodes = [trajectory.tree.add(request.found.node, each.said, each.turn) for each in told]
@@ -239,13 +245,17 @@ class GatewaySession:
             trajectory.answered[completion_id] = nodes[0]
             for node, each in zip(nodes, told, strict=True):
                 node.message = given_back(each.answer)
-        first = exchange.samples[0]
         assert first.conversation is not None
-        return Completion(
-            id=completion_id,
-            answers=tuple(each.answer for each in told),
-            prompt_ids=first.conversation.transcript.prefix.slice(0, first.start),
-            cached_tokens=first.cached_tokens,
+        prefix, start = first.conversation.transcript.prefix, first.start
+        answers, cached_tokens = tuple(each.answer for each in told), first.cached_tokens
+        exchange.finish(
+            completion_id,
+            lambda: Completion(
+                id=completion_id,
+                answers=answers,
+                prompt_ids=prefix.slice(0, start),
+                cached_tokens=cached_tokens,
+            ),
         )
 
 

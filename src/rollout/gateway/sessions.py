@@ -63,7 +63,10 @@ class Sessions:
         try:
             async with open_task_group() as tasks:
                 session.begin(context, tasks)
-                yield session
+                try:
+                    yield session
+                finally:
+                    session.close()
         except BaseException as error:
             if session.failure is None or passing_of(error) is not None:
                 raise
