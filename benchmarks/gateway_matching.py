@@ -14,7 +14,7 @@ import msgspec
 
 from rollout.gateway.calls import GatewayCall, GivenCall, GivenMessage
 from rollout.gateway.identity import reasoning_key, said_key
-from rollout.gateway.request import Shapes, matched
+from rollout.gateway.request import matched
 from rollout.gateway.tree import Tree, Turn
 
 #: As recorded of a coding agent: 171 messages of 205 KB after 85 turns, 60 KB of tools.
@@ -44,7 +44,7 @@ def recorded(turns: int, size: int) -> tuple[Tree, GatewayCall]:
     messages = [GivenMessage(role="user", text="Work.")]
     for at in range(turns):
         call = GatewayCall(api="chat", messages=tuple(messages), tools=tools)
-        request = matched(call, tree, Shapes())
+        request = matched(call, tree)
         calls = [("edit", {"path": f"src/file_{at}.py", "old": text[:200], "line": at})]
         turn = Turn(object(), at, reasoning=reasoning_key("Hm."), ids=frozenset())
         tree.add(request.found.node, [said_key(text, calls)], turn)
@@ -63,11 +63,11 @@ def match_us(turns: int = TURNS, size: int = BYTES, repeats: int = 50) -> float:
     """
     tree, call = recorded(turns, size)
     body, decoder = msgspec.json.encode(call), msgspec.json.Decoder(GatewayCall)
-    shapes, took = Shapes(), []
+    took: list[float] = []
     for _ in range(repeats):
         fresh = decoder.decode(body)
         started = time.perf_counter()
-        request = matched(fresh, tree, shapes)
+        request = matched(fresh, tree)
         took.append(time.perf_counter() - started)
         assert request.found.depth == 2 * turns
     return statistics.median(took) * 1e6

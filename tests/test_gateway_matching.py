@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway_clients import ADD, LOOK, ask, asked, echo, result, system, tried, user
@@ -188,6 +188,9 @@ def as_javascript(value: Any) -> Any:
     return int(double) if double.is_integer() and abs(double) < 2**53 else double
 
 
+@example(2**53)
+@example(2**53 + 1)
+@example(float(2**53))
 @given(JSON)
 def test_values_are_equal_after_any_client(value: Any) -> None:
     sent = json.loads(json.dumps(as_javascript(value)))

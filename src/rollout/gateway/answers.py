@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rollout.gateway.calls import Answer, GivenCall, GivenMessage, told_text
-from rollout.gateway.identity import reasoning_key, said_key
+from rollout.gateway.identity import Digest, reasoning_key, said_key
 from rollout.gateway.tree import ID_LENGTH, Turn
 from rollout.types import InvalidToolCall, ToolCall
 
@@ -29,7 +29,7 @@ class Told(msgspec.Struct, frozen=True):
     """
 
     answer: Answer
-    said: tuple[bytes, ...]
+    said: tuple[Digest, ...]
     turn: Turn
 
 

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from rollout.gateway.calls import GatewayError, GivenCall, GivenMessage
 
-#: Integers beyond this are no longer exact in JavaScript, which writes 1.0 as 1, too.
+#: Integers from this on are no longer exact in JavaScript, which writes 1.0 as 1, too.
 EXACT = 2**53
 #: Of calls without arguments, as clients write them.
 _NOTHING = (None, "")
 _write = msgspec.json.Encoder(order="sorted").encode
+
+
+#: What stands for a text: its length and Python's keyed hash of 64 bits. It is compared within one
+#: trajectory only, and never leaves the process; no seed and no id derives from it.
+Digest = tuple[Hashable, ...]
 
 
 class Key(NamedTuple):
@@ -28,13 +33,13 @@ class Key(NamedTuple):
     Attributes:
         given: Of what the client says, in this place.
         said: Of an assistant's turn: of its text and calls. None of other messages.
-        reasoning: Of an assistant's turn; empty where there is none.
+        reasoning: Of an assistant's turn; None where there is none.
         ids: Whatever names it, or the call that it answers.
     """
 
-    given: bytes
-    said: bytes | None
-    reasoning: bytes
+    given: Digest
+    said: Digest | None
+    reasoning: Digest | None
     ids: tuple[str, ...]
 
 
@@ -89,37 +94,59 @@ def keys_of(messages: Iterable[Placed]) -> list[Key]:
 
 
 def _key(message: GivenMessage, position: int) -> Key:
-    role = message.role
+    role, text = message.role, message.text
     if role == "assistant":
         calls = message.calls
-        said = said_key(message.text, [(call.name, call.arguments) for call in calls])
+        said = said_key(text, [(call.name, call.arguments) for call in calls])
         reasoning = reasoning_key(message.reasoning)
         ids = (*message.ids, *[call.id for call in calls]) if calls else message.ids
-        return Key(said + reasoning, said, reasoning, ids)
+        return Key((said, reasoning), said, reasoning, ids)
     if role == "tool":
-        return Key(_digest(b"tool %d:" % position, message.text), None, b"", (message.call_id,))
-    name = _bytes(message.name or "")
-    kind = b"%s %d:%s:" % (_bytes(role), len(name), name)
-    return Key(_digest(kind, message.text), None, b"", ())
+        return Key((role, position, len(text), hash(text)), None, None, (message.call_id,))
+    return Key((role, message.name or "", len(text), hash(text)), None, None, ())
 
 
-def said_key(text: str, calls: Sequence[tuple[str, Any]]) -> bytes:
+def said_key(text: str, calls: Sequence[tuple[str, Any]]) -> Digest:
     """Of a turn: its text without white space around it, its calls as names with JSON values."""
+    text = text.strip()
+    if not calls:
+        return len(text), hash(text)
     values = [[name, canonical({} if value in _NOTHING else value)] for name, value in calls]
-    written = _json(values) if values else b""
-    return _digest(b"said %d:%s:" % (len(written), written), text.strip())
+    written = _json(values)
+    return len(text), hash(text), len(written), hash(written)
 
 
-def reasoning_key(reasoning: str | None) -> bytes:
-    """Of what the model thought, without white space around it; empty where there is none."""
+def reasoning_key(reasoning: str | None) -> Digest | None:
+    """Of what the model thought, without white space around it; None where there is none."""
     text = (reasoning or "").strip()
-    return _digest(b"reasoning:", text) if text else b""
+    return (len(text), hash(text)) if text else None
 
 
 def tools_key(tools: Sequence[Mapping[str, Any]]) -> bytes:
     """Of a set of tools, in whatever order."""
     written = sorted(_json(canonical(tool)) for tool in tools)
     return hashlib.blake2b(_json([each.hex() for each in written]), digest_size=16).digest()
+
+
+class ToolSets:
+    """Keys of sets of tools; clients send the same bytes with each call."""
+
+    def __init__(self) -> None:
+        self._keys: dict[bytes, bytes] = {}
+
+    def key(self, tools: Sequence[Mapping[str, Any]]) -> bytes:
+        """As `tools_key`."""
+        written = hashlib.blake2b(_json(tools), digest_size=16).digest()
+        key = self._keys.get(written)
+        if key is None:
+            if len(self._keys) >= _MOST_TOOL_SETS:
+                self._keys.clear()
+            key = self._keys[written] = tools_key(tools)
+        return key
+
+
+#: Ways of writing tools of which the keys are remembered.
+_MOST_TOOL_SETS = 16
 
 
 def canonical(value: Any) -> Any:
@@ -135,13 +162,13 @@ def _canonical(value: Any) -> Any:
     if kind is str or kind is bool or value is None:
         return value
     if kind is int:
-        return value if -EXACT <= value <= EXACT else _rounded(value)
+        return value if -EXACT < value < EXACT else _rounded(value)
     if kind is dict or isinstance(value, Mapping):
         return {
             name: each if type(each) is str else _canonical(each) for name, each in value.items()
         }
     if kind is float:
-        return int(value) if value.is_integer() and abs(value) <= EXACT else value
+        return int(value) if value.is_integer() and abs(value) < EXACT else value
     if isinstance(value, list | tuple):
         return [_canonical(each) for each in value]
     return value
@@ -169,11 +196,3 @@ def _json(value: Any) -> bytes:
 
 def _too_deep() -> GatewayError:
     return GatewayError(400, "invalid_request", "JSON is nested too deeply")
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _digest(kind: bytes, text: str) -> bytes:
-    return hashlib.blake2b(kind + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from rollout.gateway.calls import GatewayError
-from rollout.gateway.identity import keys_of, placed, tools_key
+from rollout.gateway.identity import Digest, keys_of, placed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from rollout.gateway.calls import GatewayCall, GivenMessage
-    from rollout.gateway.identity import Key, Placed
+    from rollout.gateway.identity import Placed
     from rollout.gateway.tree import Found, Node, Tree
 
 ORDERS = ("system", "developer")
@@ -30,8 +29,8 @@ class Shape(msgspec.Struct, frozen=True):
     """
 
     tools: bytes
-    system: tuple[bytes, ...]
-    opening: tuple[bytes, ...]
+    system: tuple[Digest, ...]
+    opening: tuple[Digest, ...]
 
 
 class Request:
@@ -58,42 +57,12 @@ class Request:
         return self.messages[self.found.depth :]
 
 
-class Shapes:
-    """Shapes of a trajectory's calls; clients send the same tools with each of them."""
-
-    def __init__(self) -> None:
-        self._tools: dict[bytes, bytes] = {}
-
-    def of(self, call: GatewayCall, messages: Sequence[Placed], keys: Sequence[Key]) -> Shape:
-        """That of a call."""
-        head = len(_head_of([message for message, _ in messages]))
-        given = tuple(key.given for key in keys[: head + 1])
-        return Shape(self._key(call.tools), given[:head], given)
-
-    def _key(self, tools: Sequence[Mapping[str, Any]]) -> bytes:
-        try:
-            written = hashlib.blake2b(msgspec.json.encode(tools), digest_size=16).digest()
-        except (UnicodeEncodeError, TypeError):
-            return tools_key(tools)
-        key = self._tools.get(written)
-        if key is None:
-            if len(self._tools) >= _MOST_TOOL_SETS:
-                self._tools.clear()
-            key = self._tools[written] = tools_key(tools)
-        return key
-
-
-#: Ways of writing tools of which the keys are remembered.
-_MOST_TOOL_SETS = 16
-
-
-def matched(call: GatewayCall, tree: Tree, shapes: Shapes, previous: Node | None = None) -> Request:
+def matched(call: GatewayCall, tree: Tree, previous: Node | None = None) -> Request:
     """Find the place of a call.
 
     Args:
         call: What was asked.
         tree: Of its trajectory; the place is made there.
-        shapes: Of its trajectory, too.
         previous: The generated turn that its messages follow, where they do not begin anew.
 
     Raises:
@@ -104,7 +73,9 @@ def matched(call: GatewayCall, tree: Tree, shapes: Shapes, previous: Node | None
         raise GatewayError(400, "invalid_request", "expected at least one message", "messages")
     messages = placed(given)
     keys = keys_of(messages)
-    shape = shapes.of(call, messages, keys)
+    head = len(_head_of([message for message, _ in messages]))
+    opening = tuple(key.given for key in keys[: head + 1])
+    shape = Shape(tree.tool_sets.key(call.tools), opening[:head], opening)
     found = tree.find(tree.root(shape.tools), keys, call.agent_id)
     if call.api == "responses":
         _keep(found.node, messages)

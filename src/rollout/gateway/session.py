@@ -16,7 +16,7 @@ from rollout.gateway.calls import Completion, GatewayCall, GatewayError
 from rollout.gateway.counting import count_tokens
 from rollout.gateway.exchanges import Exchange, Exchanges
 from rollout.gateway.placing import Places
-from rollout.gateway.request import Request, Shapes, matched
+from rollout.gateway.request import Request, matched
 from rollout.gateway.samples import Sample
 from rollout.gateway.sampling import sampling_of_call
 from rollout.gateway.seeding import Seeding
@@ -58,7 +58,6 @@ class _Trajectory:
         self.context = context
         self.tasks = tasks
         self.tree = Tree(is_reasoning_needed=settings.dropped_reasoning == "fork")
-        self.shapes = Shapes()
         self.places = Places(context, settings)
         self.seeding = Seeding(context.identity)
         self.exchanges = Exchanges()
@@ -207,7 +206,7 @@ class GatewaySession:
             if previous is None:
                 message = f"there is no answer {call.previous_id!r:.80}"
                 raise GatewayError(404, "not_found", message, "previous_response_id")
-        return matched(call, trajectory.tree, trajectory.shapes, previous)
+        return matched(call, trajectory.tree, previous)
 
     def _check_limits(self, trajectory: _Trajectory) -> None:
         settings = self._settings

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rollout.gateway.identity import ToolSets
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from rollout.gateway.calls import GivenMessage
-    from rollout.gateway.identity import Key
+    from rollout.gateway.identity import Digest, Key
 
 #: Ids that are minted here end with so many characters, whatever an API puts before them.
 ID_LENGTH = 24
@@ -25,7 +27,7 @@ class Turn:
     Attributes:
         conversation: Whose transcript has the tokens.
         stop: Where they end there.
-        reasoning: Key of its reasoning; empty where there is none.
+        reasoning: Key of its reasoning; None where there is none.
         ids: Minted for it: the answer's, its calls'.
         calls: Of each call its name and the id that the model gave it, "" where it gave none.
         told: How many of these calls the client was told.
@@ -49,7 +51,7 @@ class Turn:
         conversation: Any,
         stop: int,
         *,
-        reasoning: bytes = b"",
+        reasoning: Digest | None = None,
         ids: frozenset[str] = frozenset(),
         calls: Sequence[tuple[str, str]] = (),
         told: int = 0,
@@ -82,8 +84,8 @@ class Node:
         self.turn = turn
         self.message: GivenMessage | None = None
         self.place: Any = None
-        self.given: dict[bytes, Node] = {}
-        self.said: dict[bytes, list[Node]] = {}
+        self.given: dict[Digest, Node] = {}
+        self.said: dict[Digest, list[Node]] = {}
 
 
 class Found(NamedTuple):
@@ -120,10 +122,14 @@ class Tree:
 
     Args:
         is_reasoning_needed: Whether a turn that comes back without its reasoning is another one.
+
+    Attributes:
+        tool_sets: Gives the keys of roots.
     """
 
     def __init__(self, *, is_reasoning_needed: bool) -> None:
         self._is_reasoning_needed = is_reasoning_needed
+        self.tool_sets = ToolSets()
         self._roots: dict[bytes, Node] = {}
 
     def root(self, tools: bytes) -> Node:
@@ -141,7 +147,7 @@ class Tree:
             node = child
         return Found(best.said, best.depth, node)
 
-    def add(self, node: Node, said: Iterable[bytes], turn: Turn) -> Node:
+    def add(self, node: Node, said: Iterable[Digest], turn: Turn) -> Node:
         """A turn was generated here; `said` are the keys of the forms in which it may come back."""
         child = Node(node, turn)
         for key in dict.fromkeys(said):
@@ -194,9 +200,9 @@ class Tree:
     def _agrees(self, node: Node, key: Key) -> bool:
         turn = node.turn
         assert turn is not None
-        if key.reasoning:
+        if key.reasoning is not None:
             return key.reasoning == turn.reasoning
-        return not (turn.reasoning and self._is_reasoning_needed)
+        return turn.reasoning is None or not self._is_reasoning_needed
 
 
 def _preference(path: _Path, keys: Sequence[Key], agent_id: str | None) -> tuple[int, bool, bool]:
