@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from array import array
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
-from rollout.agents.conversation_view import ConversationView
+from rollout.agents.conversation_listening import ListeningConversation
 from rollout.agents.openings import begun, first_log, opened_log
-from rollout.agents.places import check_ids, check_purpose
+from rollout.agents.places import check_purpose
 from rollout.agents.trajectory_state import SettlingLimits
 from rollout.agents.turn import AssistantTurn, answer
 from rollout.agents.turn_end import TurnEnd
 from rollout.agents.turn_options import AS_EVER, TurnOptions
-from rollout.agents.wording import Worded, no_room
-from rollout.chat.reasoning import opens_reasoning
-from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT
+from rollout.chat.trajectory import BRANCH, SUBAGENT
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.generation import Generation
 from rollout.errors import AgentError
@@ -27,13 +24,13 @@ if TYPE_CHECKING:
     from rollout.agents.conversation_log import ConversationLog
     from rollout.agents.identity import Identity
     from rollout.agents.trajectory_state import TrajectoryState
-    from rollout.agents.wording import Given, Wording
+    from rollout.agents.wording import Given, Worded, Wording
     from rollout.engine.core import SamplingParams
     from rollout.tools import ToolResult
     from rollout.types import InvalidToolCall, ToolCall
 
 
-class Conversation(ConversationView):
+class Conversation(ListeningConversation):
     """A conversation with the model; it becomes a segment of the trajectory.
 
     `AgentContext.main` is the first; `branch` and `subagent` open others. Several may be used at
@@ -60,23 +57,16 @@ class Conversation(ConversationView):
         *,
         group_id: str = "",
     ) -> None:
-        super().__init__(log, identity, wording, history=state.config.history)
+        super().__init__(state, log, identity, wording)
         self.sampling = sampling
         self.trainable: bool | None = None
         self.reward: float | None = None
         self.on_tokens: list[Callable[[Generation], object]] = []
         self.assistant_turns = 0
-        self.user_turns = 0
-        self.cut_by: str | None = None
-        self._state = state
         self._group_id = group_id
         self._turn_deadline = state.deadline.now
         self._asked_for = 0
         self._errors_in_a_row = 0
-        self._known_tokens = 0
-        self._is_generating = False
-        self._unsettled: list[Given | array[int]] = []
-        self._settling_limits = SettlingLimits(state, settles_lengths=self.purpose == MAIN)
 
     def begin(self, worded: Worded) -> None:
         """The prompt."""
@@ -139,7 +129,8 @@ class Conversation(ConversationView):
             with self._settling_limits, deadline, stop or nullcontext():
                 await self._render_again()
                 transcript = self.transcript
-                budget, bounded_by = state.budget(transcript, self.sampling)
+                kept = self._wording.kept_tokens
+                budget, bounded_by = state.budget(transcript, self.sampling, kept)
                 await state.services.engines.generate(
                     generation,
                     session_id=self.session_id,
@@ -176,82 +167,28 @@ class Conversation(ConversationView):
         Raises:
             LimitExceeded: A deadline fired, or the answers leave no room for another token.
         """
-        self._check_idle("call_tools")
+        results = await self.run_tools(calls)
+        await self.answer([answer(call, r) for call, r in zip(calls, results, strict=True)])
+        return results
+
+    async def run_tools(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
+        """Run the calls side by side; nothing is appended. Results in the order of calls.
+
+        Raises:
+            LimitExceeded: A deadline fired.
+        """
+        self._check_idle("run_tools")
         await self._settle()
         state = self._state
         with self._settling_limits:
             state.count_calls(len(calls))
-            results = await state.tools.run(calls, turn_deadline=self._turn_deadline)
+            results = await state.tools.run(
+                calls, turn_deadline=self._turn_deadline, offered=self._offered
+            )
             state.tool_rewards += [r.reward for r in results if r.reward is not None]
             state.services.tally.tool_calls += len(calls)
             self._errors_in_a_row = state.count_errors(results, self._errors_in_a_row)
-        await self.answer([answer(call, r) for call, r in zip(calls, results, strict=True)])
         return results
-
-    async def answer(self, messages: Given) -> None:
-        """Append what tools or a user answer to the model's turn; it counts as a turn of theirs.
-
-        Raises:
-            LimitExceeded: It would leave no room for one more token; nothing is appended.
-        """
-        self._check_idle("answer")
-        await self._settle()
-        self.user_turns += 1
-        await self._observe(messages)
-
-    def observe(self, messages: Given) -> None:
-        """Append messages that the model reads and did not write.
-
-        Give all that come before the next turn at once: where nothing was generated since the last
-        ones, a turn without words stands between. A text of more than 16,000 characters is encoded
-        beside the event loop: `settle` and whatever else of the conversation is awaited append it.
-
-        Raises:
-            LimitExceeded: They would leave no room for one more token; nothing is appended. Of a
-                long text `settle` may find that out.
-        """
-        self._check_idle("observe")
-        given: Worded | Given = messages
-        if not self._unsettled:
-            with self._settling_limits:
-                given = self._wording.observation_now(
-                    messages, self.transcript, self._log.last_turn
-                )
-        if isinstance(given, Worded):
-            self.end_turn()
-            self._log.observe(given)
-        else:
-            self._unsettled.append(given)
-
-    def observe_ids(self, ids: Sequence[int]) -> None:
-        """Append tokens that the model reads and did not sample, as they are.
-
-        Nothing is added to them: the end of the model's turn and the opening of the next are yours.
-        They are in no message, so that from then on the history is not rendered again, nor
-        compared with a full rendering.
-
-        Args:
-            ids: In the engines' vocabulary; none at all changes nothing.
-
-        Raises:
-            LimitExceeded: They would leave no room for one more token; nothing is appended.
-            AgentError: They are no such ids.
-        """
-        self._check_idle("observe_ids")
-        packed = check_ids(ids, self._state.services.engines.info.vocab_size)
-        if self._unsettled:
-            self._unsettled.append(packed)
-        else:
-            self._observe_ids(packed)
-
-    async def settle(self) -> None:
-        """Append what `observe` has left to be encoded.
-
-        Raises:
-            LimitExceeded: It would leave no room for one more token, and is dropped.
-        """
-        self._check_idle("settle", is_begun=False)
-        await self._settle()
 
     async def branch(
         self,
@@ -316,10 +253,12 @@ class Conversation(ConversationView):
         self._opened.append(opened)
         return opened
 
-    def end_turn(self) -> None:
-        """An open turn that nobody continues is what there is of it."""
-        if self._log.open_turn is not None:
-            self._say()
+    @property
+    def _offered(self) -> set[str] | None:
+        """Names of its tools, where they are not all of the trajectory's."""
+        if self._wording.reader is self._state.wording.reader:
+            return None
+        return {str(schema["function"]["name"]) for schema in self._wording.reader.schemas}
 
     def _next_identity(self) -> Identity:
         """Of the next conversation that is opened from here."""
@@ -332,37 +271,6 @@ class Conversation(ConversationView):
         opened = type(self)(self._state, log, self.sampling, identity, wording, group_id=group_id)
         opened.history, opened._turn_deadline = self.history, self._turn_deadline
         return opened
-
-    def _check_idle(self, what: str, *, is_begun: bool = True) -> None:
-        if self._is_generating:
-            raise AgentError(f"{what}: {self.session_id} is generating; wait for its turn")
-        if is_begun and not self.transcript:
-            raise AgentError(f"{what}: {self.session_id} has not begun")
-
-    async def _settle(self) -> None:
-        while self._unsettled:
-            first = self._unsettled.pop(0)
-            if isinstance(first, array):
-                self._observe_ids(first)
-            else:
-                await self._observe(first)
-
-    async def _observe(self, messages: Given) -> None:
-        self.end_turn()
-        log = self._log
-        with self._settling_limits:
-            wording = self._wording
-            log.observe(await wording.observation(messages, log.transcript, log.last_turn))
-
-    def _observe_ids(self, ids: array[int]) -> None:
-        room, source = self._wording.room(self.transcript)
-        with self._settling_limits:
-            if len(ids) >= room:
-                raise no_room(source, str(len(ids)))
-        if ids:
-            self.end_turn()
-            text = self._state.services.template.decode(ids)
-            self._log.observe_ids(ids, in_reasoning=opens_reasoning(text))
 
     async def _render_again(self) -> None:
         """Open another row where the template writes the history otherwise than the row has it.
@@ -387,14 +295,3 @@ class Conversation(ConversationView):
         self.assistant_turns += 1
         self.cut_by = end.cut_by
         return True
-
-    def _say(self) -> AssistantTurn:
-        """Parse and record the open turn."""
-        turn, log = None, self._log
-        ids = log.open_turn
-        assert ids is not None
-        try:
-            turn = self._wording.reader.turn(ids, self.cut_by, in_reasoning=log.in_reasoning)
-        finally:
-            log.say(turn)
-        return turn

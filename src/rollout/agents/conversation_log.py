@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rollout.agents.message_log import MessageLog
 from rollout.agents.places import Mark, Marks, Row, mark_at
 from rollout.chat.trajectory import COMPACTION
-from rollout.chat.transcript import common_length
+from rollout.chat.transcript import Transcript, common_length
 
 if TYPE_CHECKING:
     from array import array
 
-    from rollout.agents.message_log import MessageLog
+    from rollout.agents.kept_messages import TurnReader
     from rollout.agents.turn import AssistantTurn
     from rollout.agents.wording import Worded
-    from rollout.chat.transcript import Transcript
     from rollout.engine.driver.generation import Generation
 
 
@@ -123,6 +123,25 @@ class ConversationLog:
         self.rows.append(Row(transcript, purpose, self.rows[-1], shared))
         self._marks, self._last_turn = Marks(), (0, -1)
         self._mark()
+        return True
+
+    def begin_again(self, worded: Worded, reader: TurnReader, prompt_room: int) -> None:
+        """Open another row that begins with these messages, in place of all that was said."""
+        last = self.rows[-1]
+        last.messages = self.message_log.messages
+        shared = common_length(worded.ids, self.transcript.prefix.ids)
+        self.rows.append(Row(Transcript(), COMPACTION, last, shared))
+        self.message_log = MessageLog(reader)
+        self._marks, self._last_turn, self.has_raw_ids = Marks(), (0, -1), False
+        self.begin(worded, prompt_room)
+
+    def reward_turn(self, value: float) -> bool:
+        """Add to the reward of the last turn's last token; False where the row has no turn."""
+        row, (start, stop) = self.rows[-1], self._last_turn
+        if not row.seeds:
+            return False
+        if start < stop:  # else the turn has no token
+            row.token_rewards[stop - 1] = row.token_rewards.get(stop - 1, 0.0) + value
         return True
 
     def fork(self, position: int, purpose: str) -> ConversationLog:

@@ -105,8 +105,11 @@ class FunctionAgent(AgentLoop):
 
     async def _call(self, context: AgentContext, task: AgentTask) -> Any:
         if not is_async(self.function):
-            value = await context.threads.run_beside(
-                self._what, self.function, task, patience_s=context.limits.cleanup_s * _PATIENCE
+            value = await context.services.threads.run_beside(
+                self._what,
+                self.function,
+                task,
+                patience_s=context.services.config.limits.cleanup_s * _PATIENCE,
             )
             # An async function in a sync wrapper: the wrapper ran in the thread.
             if not inspect.isawaitable(value):
@@ -119,7 +122,7 @@ class FunctionAgent(AgentLoop):
             return await call()
         # How long it may take to end is watched by whoever supervises the trajectory.
         job = call if runs_on_trio() else partial(self._supervised, call)
-        return await context.threads.run_asyncio(self._what, job, cleanup_s=math.inf)
+        return await context.services.threads.run_asyncio(self._what, job, cleanup_s=math.inf)
 
     async def _supervised(self, call: Callable[[], Awaitable[Any]]) -> Any:
         """For a task of its own on the runtime's loop: it can be given up like the agent's own."""

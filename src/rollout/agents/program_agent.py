@@ -133,7 +133,7 @@ class ProgramAgent(AgentLoop):
         async with context.door.open(context) as address:
             spec, inside = _through_door(spec, address)
             task = AgentTask.of(context, inside)
-            program = await context.threads.run("files of a program", self._program, task)
+            program = await context.services.threads.run("files of a program", self._program, task)
             sandbox = await SandboxProcess.start(spec)
             try:
                 answer = await sandbox.run_program(program)

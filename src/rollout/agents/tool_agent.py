@@ -11,6 +11,8 @@ from rollout.types import Outcome
 if TYPE_CHECKING:
     from rollout.agents.context import AgentContext
     from rollout.agents.turn import AssistantTurn
+    from rollout.interactions import InteractionTurn
+    from rollout.tools import ToolResult
 
 
 class State(enum.Enum):
@@ -55,28 +57,40 @@ class ToolAgent(AgentLoop):
         return State.GENERATING
 
     async def _generating(self, context: AgentContext) -> State:
-        self._turn = await context.generate()
+        self._turn = await self.generate(context)
         if self._turn.cut_by is not None:
             return State.TERMINATED
         if not self._turn.calls and not context.has_interaction:
             return State.TERMINATED
-        if _has_reached_turn_limit(context):
+        if has_reached_turn_limit(context):
             return State.TERMINATED
         return State.PROCESSING_TOOLS if self._turn.calls else State.INTERACTING
+
+    async def generate(self, context: AgentContext) -> AssistantTurn:
+        """The model's next turn."""
+        return await context.generate()
 
     async def _processing_tools(self, context: AgentContext) -> State:
         turn, self._turn = self._turn, None  # while it generates, nobody needs its last turn
         assert turn is not None
-        results = await context.call_tools(turn.calls)
+        results = await self.call_tools(context, turn)
         is_over = any(result.end_trajectory for result in results)
         return State.TERMINATED if is_over else State.GENERATING
 
+    async def call_tools(self, context: AgentContext, turn: AssistantTurn) -> list[ToolResult]:
+        """Run a turn's calls and append their answers."""
+        return await context.call_tools(turn.calls)
+
+    async def ask_user(self, context: AgentContext) -> InteractionTurn:
+        """Let the simulated user answer."""
+        return await context.ask_user()
+
     async def _interacting(self, context: AgentContext) -> State:
-        turn = await context.ask_user()
+        turn = await self.ask_user(context)
         return State.TERMINATED if turn.is_done else State.GENERATING
 
 
-def _has_reached_turn_limit(context: AgentContext) -> bool:
+def has_reached_turn_limit(context: AgentContext) -> bool:
     """Settle the outcome where the turns are used up and the model wanted to continue."""
     config = context.config
     counts = (

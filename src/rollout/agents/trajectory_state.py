@@ -138,13 +138,16 @@ class TrajectoryState:
         turn_deadline = PausableDeadline(turn, self.outermost, self.deadline)
         return turn_deadline, PausableDeadline(generation, self.outermost, turn_deadline)
 
-    def budget(self, transcript: Transcript, sampling: SamplingParams) -> tuple[int, str]:
+    def budget(
+        self, transcript: Transcript, sampling: SamplingParams, kept_tokens: int
+    ) -> tuple[int, str]:
         """As `generation_budget`."""
         return generation_budget(
             transcript,
             self.services.config.lengths,
             self.services.engines.info.context_length,
             sampling.max_new_tokens,
+            kept_tokens,
         )
 
     def sampling_of_turn(self, sampling: SamplingParams, budget: int, seed: int) -> SamplingParams:

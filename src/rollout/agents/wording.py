@@ -54,11 +54,19 @@ class Wording:
 
     Attributes:
         reader: Decodes and parses what the model says where these tools are offered.
+        kept_tokens: Room that is kept free.
     """
 
     def __init__(self, services: Services, reader: TurnReader) -> None:
         self._services = services
         self.reader = reader
+        self.kept_tokens = 0
+
+    def keeping(self, tokens: int) -> Wording:
+        """The same where so many tokens are kept free."""
+        other = Wording(self._services, self.reader)
+        other.kept_tokens = tokens
+        return other
 
     async def prompt(self, messages: Given, *, is_continued: bool = False) -> Worded:
         """The prompt's ids and messages.
@@ -160,7 +168,8 @@ class Wording:
     def room(self, transcript: Transcript) -> tuple[int, str]:
         """Tokens that may still be appended, and the path of the length that bounds them."""
         context_length = self._services.engines.info.context_length
-        return remaining(transcript, self._services.config.lengths, context_length)
+        lengths = self._services.config.lengths
+        return remaining(transcript, lengths, context_length, self.kept_tokens)
 
     @property
     def template(self) -> ChatTemplate:

@@ -77,7 +77,7 @@ async def serve_trajectories(
     config = services.config.gateway
     host = await prepare(config, services.threads)
     with closing(host):
-        settings = _settings(config)
+        settings = GatewaySettings.of(config)
         sessions = Sessions(settings)
         gateway = Gateway(host.url, sessions, settings)
         async with open_runtime_loop() as loop:
@@ -95,17 +95,6 @@ def exchange_limits(config: GatewayConfig) -> ExchangeLimits:
     """The bounds on requests and replies that a configuration sets."""
     return ExchangeLimits(
         max_body_bytes=config.max_body_bytes, body_s=config.body_s, write_s=config.write_s
-    )
-
-
-def _settings(config: GatewayConfig) -> GatewaySettings:
-    return GatewaySettings(
-        model=config.model,
-        max_calls=config.max_calls,
-        max_branches=config.max_branches,
-        max_concurrent_calls=config.max_concurrent_calls,
-        dropped_reasoning=config.dropped_reasoning,
-        train_side_calls=config.train_side_calls,
     )
 
 

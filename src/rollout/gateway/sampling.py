@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from rollout.agents.prompt_sampling import sampling_of, top_log_probs_fault
 from rollout.errors import ConfigError
 from rollout.gateway.calls import GatewayError
-from rollout.scheduling.prompt_sampling import sampling_of, top_log_probs_fault
 
 if TYPE_CHECKING:
     from rollout.agents import AgentContext
@@ -24,10 +24,12 @@ def sampling_of_call(context: AgentContext, call: GatewayCall) -> SamplingParams
     Raises:
         GatewayError: A value is none that the engines have.
     """
-    own, services = context.sampling, context.services
+    services, validate = context.services, context.identity.validate
+    # Not `context.sampling`: that of the main conversation is what its last call asked for.
+    own = sampling_of(services.config, context.prompt.sampling, validate=validate)
     overrides = {**context.prompt.sampling, **call.sampling}
     try:
-        asked = sampling_of(services.config, overrides, validate=context.identity.validate)
+        asked = sampling_of(services.config, overrides, validate=validate)
     except ConfigError as error:
         field = next((name for name in call.sampling if f".{name}" in str(error)), None)
         raise GatewayError(400, "invalid_request", str(error), field) from error

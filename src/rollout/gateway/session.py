@@ -73,12 +73,15 @@ class GatewaySession:
     Attributes:
         path, key: What names and opens it; random.
         failure: What ended it that was not its client's fault: its trajectory fails with it.
+        length: What the last call was refused for where that is a length: its trajectory ends with
+            it where the client does not know how to continue.
     """
 
     def __init__(self, path: str, key: str, settings: GatewaySettings) -> None:
         self.path = path
         self.key = key
         self.failure: Exception | None = None
+        self.length: LimitExceeded | None = None
         self._is_closing = False
         self._settings = settings
         self._trajectory: _Trajectory | None = None
@@ -164,6 +167,8 @@ class GatewaySession:
             work.error = error
         except LimitExceeded as error:
             work.error = _limit_error(error)
+            if error.outcome is Outcome.LENGTH:
+                self.length = work.error.__cause__ = error
         except Exception as error:
             self.failure = self.failure or error
             what = str(error) if isinstance(error, EngineError) else "internal error"
@@ -185,6 +190,7 @@ class GatewaySession:
                 with _counted(trajectory, exchange.samples[0].request):
                     await self._sample(trajectory, exchange)
                 self._finish(trajectory, exchange)
+        self.length = None
         if exchange.owner is work and exchange.completion is not None:
             trajectory.exchanges.returned(exchange)
             work.completion = exchange.completion()

@@ -55,6 +55,7 @@ class Sessions:
         Raises:
             Exception: An engine failed, or something in here: in place of what the block makes of
                 that.
+            LimitExceeded: The block raised after its last call was refused for a length.
         """
         path, key = secrets.token_urlsafe(12), f"sk-{secrets.token_urlsafe(32)}"
         session = GatewaySession(path, key, settings or self._settings)
@@ -68,7 +69,11 @@ class Sessions:
                 finally:
                     session.close()
         except BaseException as error:
-            if session.failure is None or passing_of(error) is not None:
+            if passing_of(error) is not None:
+                raise
+            if session.failure is None and session.length is not None:
+                raise session.length from error
+            if session.failure is None:
                 raise
         finally:
             failure = session.end()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import attrs
+
+if TYPE_CHECKING:
+    from rollout.config import GatewayConfig
 
 
 @attrs.frozen(kw_only=True)
@@ -24,3 +27,15 @@ class GatewaySettings:
     dropped_reasoning: Literal["accept", "fork"] = "accept"
     #: Whether side calls are trained on.
     train_side_calls: bool = False
+
+    @classmethod
+    def of(cls, config: GatewayConfig) -> GatewaySettings:
+        """The part that a section of the configuration has."""
+        return cls(
+            model=config.model,
+            max_calls=config.max_calls,
+            max_branches=config.max_branches,
+            max_concurrent_calls=config.max_concurrent_calls,
+            dropped_reasoning=config.dropped_reasoning,
+            train_side_calls=config.train_side_calls,
+        )

@@ -16,6 +16,8 @@ import msgspec
 from rollout.agents.agent_loop import AgentLoop, get_agent
 from rollout.agents.context import AgentContext
 from rollout.agents.identity import Ending, RejectedPrompt
+from rollout.agents.kept_messages import KeptMessages
+from rollout.agents.prompt_sampling import sampling_of, top_log_probs_fault
 from rollout.agents.services import Services
 from rollout.agents.trajectory_state import UNRESPONSIVE
 from rollout.agents.turn_end import natural_ending
@@ -31,7 +33,6 @@ from rollout.limits import Deadline, PausableDeadline
 from rollout.reward_values import BadRewardError
 from rollout.scheduling.finished import end_without_reward, exclude, finished, rejected
 from rollout.scheduling.intact import restore
-from rollout.scheduling.prompt_sampling import sampling_of, top_log_probs_fault
 from rollout.scheduling.rewards import RewardFunction, apply_reward, compute_reward, reward_of
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
 from rollout.scopes import leaf_of, passing_of
@@ -113,8 +114,9 @@ class TrajectoryRunner:
             else:  # no time is left to learn its reward
                 exclude(trajectory)
         trajectory.metrics["total_s"] = anyio.current_time() - started
-        for conversation in context.main.all():
-            conversation.messages.settle()
+        for segment in trajectory.segments:
+            if isinstance(segment.messages, KeptMessages):
+                segment.messages.settle()
         return trajectory
 
     def _prepare(

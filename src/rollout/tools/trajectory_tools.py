@@ -29,7 +29,7 @@ from rollout.types import InvalidToolCall, ToolCall
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Collection, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from rollout.tools.gate import ToolGate
@@ -125,13 +125,22 @@ class TrajectoryTools:
         return [tool.schema for tool in self._tools.values()]
 
     async def run(
-        self, calls: Sequence[ToolCall | InvalidToolCall], *, turn_deadline: Deadline
+        self,
+        calls: Sequence[ToolCall | InvalidToolCall],
+        *,
+        turn_deadline: Deadline,
+        offered: Collection[str] | None = None,
     ) -> list[ToolResult]:
         """The results of one turn's calls, which run at the same time: result i answers call i.
 
         Every fault is an error result: an invalid call, an unknown tool, wrong arguments, an
         exception, a call past ``limits.tool_s`` or beyond ``agent.max_parallel_calls``. Texts are
         truncated. Cancellation ends the calls and leaves the sessions open, for `close`.
+
+        Args:
+            calls: In the order in which the model wrote them.
+            turn_deadline: By when all must have been answered.
+            offered: Names of the tools that could be called; None: all.
 
         Raises:
             LimitExceeded: `turn_deadline` passed; every call was cancelled and has ended.
@@ -141,7 +150,7 @@ class TrajectoryTools:
             raise ToolError("the tools of this trajectory are closed")
         turn = _Turn(len(calls), turn_deadline)
         for position, call in enumerate(calls):
-            self._admit(turn, position, call)
+            self._admit(turn, position, call, self._tools if offered is None else offered)
         if self._unopened(turn):
             await self._open_tools(turn)
         if len(turn.pending) == 1 and self._is_on_trio:
@@ -171,7 +180,13 @@ class TrajectoryTools:
         """
         await self._sessions.close()
 
-    def _admit(self, turn: _Turn, position: int, call: ToolCall | InvalidToolCall) -> None:
+    def _admit(
+        self,
+        turn: _Turn,
+        position: int,
+        call: ToolCall | InvalidToolCall,
+        offered: Collection[str],
+    ) -> None:
         """Let a call run, or answer it; an invalid one counts, one too many does not."""
         limit = self._limits.max_parallel_calls
         if isinstance(call, InvalidToolCall):
@@ -181,7 +196,7 @@ class TrajectoryTools:
                 f"not executed: at most {limit} calls per turn (agent.max_parallel_calls); "
                 f"call it again"
             )
-        elif (fault := self._fault(call)) is not None:
+        elif (fault := self._fault(call, offered)) is not None:
             self._refuse(turn, position, fault)
         else:
             self.invalid_in_a_row = 0
@@ -191,10 +206,10 @@ class TrajectoryTools:
         self.invalid_in_a_row += 1
         turn.results[position] = error_result(fault)
 
-    def _fault(self, call: ToolCall) -> str | None:
+    def _fault(self, call: ToolCall, offered: Collection[str]) -> str | None:
         """Why this call cannot be run as it is."""
-        if call.name not in self._tools:
-            known = ", ".join(repr(name) for name in self._tools) or "none"
+        if call.name not in self._tools or call.name not in offered:
+            known = ", ".join(repr(name) for name in self._tools if name in offered) or "none"
             return f"unknown tool {call.name!r}; known tools: {known}"
         try:
             self._checks[call.name](call.arguments, self._contexts[call.name].kwargs)
