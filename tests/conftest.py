@@ -111,8 +111,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
             group = item.path.name
         if group is not None and is_parallel:
             item.add_marker(pytest.mark.xdist_group(name=group))
-        is_outside = item.path.parent.name in ("clients", "sglang")  # all of them
-        if is_outside or item.path.stem.removeprefix("test_") in WITH_PROCESSES:
+        has_own_packages = item.path.parent.name in ("sglang", "clients")  # all of them
+        if has_own_packages or item.path.stem.removeprefix("test_") in WITH_PROCESSES:
             item.add_marker("processes")
 
 

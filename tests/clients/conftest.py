@@ -6,7 +6,9 @@ All runs in a network of its own, in which there is nothing but the loopback dev
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 import warnings
 from pathlib import Path
@@ -19,6 +21,7 @@ pytest.register_assert_rewrite("script", "through_gateway")
 # Of libraries, read as they are imported: nothing is looked up anywhere, and nobody's own
 # settings are found.
 _HOME = tempfile.mkdtemp(prefix="rollout-clients-")
+atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
 os.environ |= {
     "HOME": _HOME,
     "LANGSMITH_TRACING": "false",

@@ -6,11 +6,13 @@ from functools import partial
 from typing import Any
 
 import anthropic
+import httpx
 import pytest
 import script
 from through_gateway import run
 
 from rollout.agents import AgentTask
+from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
 
@@ -113,3 +115,14 @@ async def test_async_client_conversation_is_one_exact_row(agent: str) -> None:
     done = await run(converse_async, script.scenario(), agent=agent)
     done.assert_exact("main")
     assert done.result == script.ANSWER
+
+
+async def test_address_is_there_before_anything_is_asked() -> None:
+    """As programs look for it: with HEAD, and without a key."""
+    done = await run(_look, Scenario())
+    assert done.result == 200
+    assert done.sampled == []
+
+
+def _look(task: AgentTask) -> int:
+    return httpx.head(task.root_url).status_code

@@ -92,3 +92,12 @@ async def test_prebuilt_agent_on_a_loop_is_one_exact_row(anyio_backend: str) -> 
     done = await run(program, script.scenario(), agent="async_client")
     done.assert_exact("main")
     assert done.result == [script.ANSWER, script.LAST]
+
+
+async def test_dropped_reasoning_forks_where_that_is_asked_for() -> None:
+    """Its model for chat completions drops what the model thought, in the first turn here."""
+    program = partial(converse, api="chat", streamed=False)
+    done = await run(program, script.scenario(), dropped_reasoning="fork")
+    done.assert_exact("main", "branch")
+    assert [len(row.turns) for row in done.rows] == [1, 3]
+    assert done.result == [script.ANSWER, script.LAST]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import script
 from through_gateway import run
 
 from rollout.agents import AgentTask
-from rollout.testing import Scenario
+from rollout.testing import Scenario, decode_ids
 
 pytestmark = pytest.mark.anyio
 
@@ -184,3 +185,49 @@ async def test_several_samples_are_rows_of_one_question() -> None:
     done.assert_exact("main", "branch", "branch")
     assert len(set(done.result)) == 4
     assert [len(row.turns) for row in done.rows] == [1, 2, 1]
+
+
+async def test_ids_and_log_probs_that_a_client_gets_are_those_of_its_row() -> None:
+    def program(task: AgentTask) -> Any:
+        with openai.OpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+            return client.chat.completions.create(
+                model=task.model,
+                messages=[{"role": "user", "content": script.QUESTION}],
+                tools=CHAT_TOOLS,
+                logprobs=True,
+                extra_body={"return_token_ids": True},
+            )
+
+    done = await run(program, script.scenario())
+    done.assert_exact("main")
+    (choice,) = done.result.choices
+    (turn,) = done.rows[0].turns
+    assert array("i", choice.token_ids).tobytes() == turn.ids
+    assert array("i", done.result.prompt_token_ids).tobytes() == turn.prompt
+    (span,) = done.trajectory.transcript.generated_spans()
+    told = [each.logprob for each in choice.logprobs.content]
+    assert told == done.trajectory.transcript.log_probs()[span.start : span.stop].tolist()
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+async def test_client_that_gives_up_waiting_and_asks_again_gets_one_turn(streamed: bool) -> None:
+    """Its own retries, after its own timeout: the turn is continued, and sampled once."""
+
+    def program(task: AgentTask) -> str:
+        with openai.OpenAI(
+            base_url=task.base_url, api_key=task.api_key, timeout=0.4, max_retries=20
+        ) as client:
+            options: Any = {"model": task.model, "messages": [{"role": "user", "content": "Go."}]}
+            if streamed:
+                chunks = client.chat.completions.create(stream=True, **options)
+                return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            return client.chat.completions.create(**options).choices[0].message.content or ""
+
+    done = await run(program, Scenario(stream_interval=4).reply("Go.", filler=80), base_s=0.01)
+    assert done.anomalies == []
+    ((turn,),) = [row.turns for row in done.rows]
+    whole = turn.prompt + turn.ids
+    assert len(done.sampled) > 1
+    for each in done.sampled:
+        assert whole.startswith(each.prompt + each.ids)
+    assert done.result == decode_ids(turn.ids).removesuffix("<|im_end|>").strip()

@@ -153,6 +153,7 @@ async def opened(
     agent: str = "client",
     recorder: Recorder | None = None,
     lengths: LengthsConfig = LENGTHS,
+    base_s: float = 0,
     **gateway: Any,
 ) -> AsyncIterator[Gatewayed]:
     """A runtime whose agents are clients.
@@ -162,10 +163,11 @@ async def opened(
         agent: Which of the agents above runs them.
         recorder: Records it.
         lengths: Of the rows.
+        base_s: Real seconds that the engine takes for a token.
         gateway: Fields of the `gateway` section.
     """
     scenario = scenario.capacity(context_length=CONTEXT).kv(tokens=2 * CONTEXT)
-    config = scenario.timing(base_s=0, slope_s=0, prefill_tokens_per_s=None).config(
+    config = scenario.timing(base_s=base_s, slope_s=0, prefill_tokens_per_s=None).config(
         agent=AgentConfig(name=agent), gateway=GatewayConfig(**gateway), lengths=lengths
     )
     recorder = recorder or Recorder()
