@@ -88,7 +88,25 @@ class Clients:
 
 CLIENTS: list[Clients] = []
 LATENCIES: list[float] = []
-PROBE: list[anyio.Semaphore] = []
+
+
+class Probe:
+    """Has agents begin together, and then act one at a time."""
+
+    def __init__(self, awaited: int) -> None:
+        self.one_at_a_time = anyio.Semaphore(1)
+        self._awaited = awaited
+        self._all = anyio.Event()
+
+    async def all_begun(self) -> None:
+        """Wait until as many do."""
+        self._awaited -= 1
+        if not self._awaited:
+            self._all.set()
+        await self._all.wait()
+
+
+PROBE: list[Probe] = []
 
 
 @rollout.register_agent("by_http")
@@ -110,9 +128,11 @@ class TimedNatively(rollout.AgentLoop):
     """The same agent within, one turn of all at once, each generation timed."""
 
     async def run(self, context: rollout.AgentContext) -> None:
-        """As the tool agent."""
+        """As the tool agent, once all have begun."""
+        probe = PROBE[-1]
+        await probe.all_begun()
         while True:
-            async with PROBE[-1] if len(LATENCIES) < PROBES else nullcontext():
+            async with probe.one_at_a_time if len(LATENCIES) < PROBES else nullcontext():
                 began = time.perf_counter()
                 turn = await context.generate()
                 LATENCIES.append(time.perf_counter() - began)
@@ -149,7 +169,7 @@ async def round_of(runtime: Any, plan: Plan, way: str, probe: bool) -> dict[str,
     ]
     gc.collect()
     LATENCIES.clear()
-    PROBE.append(anyio.Semaphore(1))
+    PROBE.append(Probe(plan.n))
     async with clients() as outside:
         if probe:
             outside.tell(probe=plan.n)

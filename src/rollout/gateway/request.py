@@ -63,7 +63,7 @@ def matched(call: GatewayCall, tree: Tree, previous: Node | None = None) -> Requ
     Args:
         call: What was asked.
         tree: Of its trajectory; the place is made there.
-        previous: The generated turn that its messages follow, where they do not begin anew.
+        previous: The generated turn that its messages follow, where they are only what is new.
 
     Raises:
         GatewayError: It has no messages, or arguments that nobody can compare.
