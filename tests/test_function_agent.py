@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio  # noqa: TID251
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -13,14 +15,16 @@ import pytest
 import rollout
 from fake_door import FakeDoor, fake_door
 from rollout import AgentError, AgentTask, Outcome, Prompt, Reward, RolloutBatch
+from rollout.agents import AgentContext
+from rollout.agents.gateway_door import GatewayAddress
 from rollout.bridge import runs_on_trio
 from rollout.config import LimitsConfig, ToolsConfig
+from rollout.gateway.calls import GatewayCall, GatewayError, GivenMessage
+from rollout.gateway.sessions import GatewaySettings, Sessions
 from rollout.testing import Recorder, Scenario
 
 pytestmark = pytest.mark.anyio
 
-ON_ASYNCIO = pytest.mark.parametrize("anyio_backend", ["asyncio"])
-ON_REAL_TRIO = pytest.mark.parametrize("anyio_backend", ["trio"])
 ON_BOTH = pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
 LIMITS = LimitsConfig(
     generation_s=20, tool_s=10, turn_s=40, trajectory_s=60, batch_s=500, cleanup_s=2
@@ -171,6 +175,36 @@ async def test_function_agent_error_after_a_limit_has_the_limits_outcome(door: F
     (trajectory,) = (await tried(trial)).trajectories
     assert (trajectory.outcome, trajectory.reason) == (Outcome.LIMIT, "turns")
     assert trajectory.cause is None
+
+
+async def test_function_agent_refused_for_a_length_ends_by_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    door = fake_door(monkeypatch)
+    sessions = Sessions(GatewaySettings())
+
+    @asynccontextmanager
+    async def serve(context: AgentContext) -> AsyncIterator[GatewayAddress]:
+        async with sessions.open(context) as session:
+            TRIALS["session"] = session
+            yield GatewayAddress(root_url="http://127.0.0.1:9", api_key="key", model="m")
+
+    monkeypatch.setattr(door, "open", serve)
+
+    async def trial(task: AgentTask) -> None:
+        async def ask(text: str) -> None:
+            call = GatewayCall(api="chat", messages=(GivenMessage(role="user", text=text),))
+            await TRIALS["session"].complete(call)
+
+        await ask("go")
+        try:
+            await ask("x" * 5000)
+        except GatewayError as error:
+            raise RuntimeError(f"Error code: 400 - {error}") from error
+
+    (trajectory,) = (await tried(trial)).trajectories
+    assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LENGTH, "lengths.prompt")
+    assert trajectory.transcript.generated_length > 0
 
 
 async def test_function_agent_at_its_deadline_is_cancelled_and_closes_its_door(
