@@ -12,7 +12,7 @@ from driver_cases.workload import SCHEMAS, said_texts, tool_text
 
 from rollout.gateway.apis import chat
 from rollout.gateway.identity import reasoning_key, said_key
-from rollout.gateway.request import Shapes, matched
+from rollout.gateway.request import matched
 from rollout.gateway.tree import Tree, Turn
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ class Recognised:
 
     def __init__(self, messages: Messages) -> None:
         self.tree = Tree(is_reasoning_needed=False)
-        self.shapes = Shapes()
         turns = [at for at, each in enumerate(messages) if each["role"] == "assistant"]
         for at in turns:
             said = messages[at]
@@ -66,7 +65,7 @@ class Recognised:
 
     def find(self, body: bytes) -> Any:
         """The request of a body, in its place."""
-        return matched(chat.read(body, {}).call, self.tree, self.shapes)
+        return matched(chat.read(body, {}).call, self.tree)
 
 
 def body_of(messages: Messages) -> bytes:
@@ -83,7 +82,7 @@ def match_us(rounds: int) -> dict[str, float]:
         began = time.process_time()
         call = chat.read(body, {}).call
         read = time.process_time()
-        found = matched(call, known.tree, known.shapes)
+        found = matched(call, known.tree)
         matching.append(time.process_time() - read)
         reading.append(read - began)
         if found.found.depth != known.depth:

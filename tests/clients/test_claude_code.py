@@ -17,10 +17,11 @@ pytestmark = pytest.mark.anyio
 
 #: Nothing in its own prompts says this.
 QUESTION = "Tell me about a.txt, dear robot"
-#: Arguments as no serialiser writes them.
+#: Arguments as no serialiser writes them: it gives them back in another order, with an integer.
 READ = (
     "<think>A file.\nI read it.</think>\n\nReading.\n"
-    '<tool_call>\n{ "arguments" : {"description":"r\\u00e9ad" ,\n "command": "cat a.txt"},'
+    '<tool_call>\n{ "arguments" : {"timeout":60000.0,"description":"r\\u00e9ad" ,\n'
+    ' "command": "cat a.txt"},'
     '"name":"Bash"}\n</tool_call>'
 )
 ANSWER = "It says  “héllo”."
