@@ -149,8 +149,10 @@ class Conversation:
         bounded_by, is_over = "", False
         seed = self._identity.seed_of_turn(self.assistant_turns)
         try:
-            with self._settling_limits, deadline:
-                await self._render_again()
+            with self._settling_limits:
+                if state.renders_again and self._log.may_be_rendered_again:
+                    with deadline:
+                        await self._render_again()
                 transcript = self.transcript
                 budget, bounded_by = state.budget(transcript, self.sampling)
                 await state.services.engines.generate(
@@ -363,11 +365,7 @@ class Conversation:
         Raises:
             LimitExceeded: The new row would leave no room for a token; the old one stays.
         """
-        log = self._log
-        is_kept = self._state.config.history == "append_only" or log.has_raw_ids
-        if is_kept or not log.message_log.messages.said or log.open_turn is not None:
-            return
-        if log.render_again(await self._state.wording.row(log.message_log)):
+        if self._log.render_again(await self._state.wording.row(self._log.message_log)):
             self._known_tokens = 0
 
     def _take(self, generation: Generation, seed: int, end: TurnEnd) -> bool:

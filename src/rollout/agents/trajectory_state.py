@@ -37,6 +37,7 @@ class TrajectoryState:
     Attributes:
         services: What all trajectories share.
         config: The `agent` section of the configuration.
+        renders_again: Whether the history may be rendered again at each turn.
         prompt, identity, tools, extra, turn_scores, tool_rewards, ending, generation_s,
             cached_tokens, resumes, restarts, discarded_tokens: As in `AgentContext`.
         wording: Renders and encodes.
@@ -58,6 +59,7 @@ class TrajectoryState:
     ) -> None:
         self.services = services
         self.config: AgentConfig = services.config.agent
+        self.renders_again = self.config.history != "append_only"
         self.clock = loop_clock()
         self.reader = services.reader_of(tools)
         self.wording = Wording(services, tools)
