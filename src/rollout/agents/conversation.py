@@ -71,6 +71,7 @@ class Conversation:
         self._state = state
         self._log = log
         self._identity = identity
+        self._session_id = identity.session_id
         self._group_id = group_id
         self._turn_deadline = state.deadline.now
         self._asked_for = 0
@@ -103,7 +104,7 @@ class Conversation:
     @property
     def session_id(self) -> str:
         """Names it to the router and the engines."""
-        return self._identity.session_id
+        return self._session_id
 
     @property
     def opened(self) -> tuple[Conversation, ...]:
@@ -157,7 +158,7 @@ class Conversation:
                 budget, bounded_by = state.budget(transcript, self.sampling)
                 await state.services.engines.generate(
                     generation,
-                    session_id=self.session_id,
+                    session_id=self._session_id,
                     prompt_ids=transcript.prefix,
                     sampling=state.sampling_of_turn(self.sampling, budget, seed),
                     priority=state.prompt.priority,
