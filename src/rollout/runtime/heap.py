@@ -28,9 +28,10 @@ logger = logging.getLogger("rollout")
 
 #: The thresholds that Python begins with, in one version or another. Others are a caller's.
 PYTHONS_OWN = ((700, 10, 10), (2000, 10, 10), (2000, 10, 0))
-#: So many more objects are made than freed, while a batch runs, before the youngest are looked at:
-#: those of a turn have ended by then. To look at them takes some milliseconds.
-YOUNG = 10_000
+#: So many more objects are made than freed, while a batch runs, before the youngest are looked at.
+#: Where thousands of trajectories take turns, about as many older ones are freed as are made: at
+#: Python's own 700 the youngest gather unseen, and one look at them takes a tenth of a second.
+YOUNG = 100
 #: So many collections of the younger generation come before one of an older.
 NEVER = 1_000_000_000
 #: Memory asks for a collection once a process has grown by this share of what was free before, but
