@@ -62,6 +62,8 @@ def runs_on_trio() -> bool:
     The loop itself is asked: while another thread imports trio, its module can be found and is
     not whole yet.
     """
+    if sniffio.thread_local.name == "trio":  # which it would look at first
+        return True
     try:
         return sniffio.current_async_library() == "trio"
     except sniffio.AsyncLibraryNotFoundError:  # a callback of asyncio, in no task

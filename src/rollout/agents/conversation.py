@@ -126,14 +126,16 @@ class Conversation(ListeningConversation):
         if seed is None:
             seed = self._identity.seed_of_turn(self.assistant_turns)
         try:
-            with self._settling_limits, deadline, stop or nullcontext():
-                await self._render_again()
+            with self._settling_limits, stop or nullcontext():
+                if self.history != "append_only" and self._log.may_be_rendered_again:
+                    with deadline:
+                        await self._render_again()
                 transcript = self.transcript
                 kept = self._wording.kept_tokens
                 budget, bounded_by = state.budget(transcript, self.sampling, kept)
                 await state.services.engines.generate(
                     generation,
-                    session_id=self.session_id,
+                    session_id=self._session_id,
                     prompt_ids=transcript.prefix,
                     sampling=state.sampling_of_turn(self.sampling, budget, seed),
                     priority=state.prompt.priority,
@@ -278,11 +280,7 @@ class Conversation(ListeningConversation):
         Raises:
             LimitExceeded: The new row would leave no room for a token; the old one stays.
         """
-        log = self._log
-        is_kept = self.history == "append_only" or log.has_raw_ids
-        if is_kept or not log.message_log.messages.said or log.open_turn is not None:
-            return
-        if log.render_again(await self._wording.row(log.message_log)):
+        if self._log.render_again(await self._wording.row(self._log.message_log)):
             self._known_tokens = 0
 
     def _take(self, generation: Generation, seed: int, end: TurnEnd) -> bool:

@@ -24,6 +24,7 @@ class ConversationLog:
     Attributes:
         rows: Its rows; the last one is written, those before it are where the history was
             rendered again since.
+        transcript: The tokens of the last row.
         message_log: Its messages.
         in_reasoning: Whether the next turn begins inside reasoning.
         has_raw_ids: Whether tokens were observed that are in no message.
@@ -37,21 +38,18 @@ class ConversationLog:
         "in_reasoning",
         "message_log",
         "rows",
+        "transcript",
     )
 
     def __init__(self, row: Row, message_log: MessageLog) -> None:
         self.rows = [row]
+        self.transcript = row.transcript
         self.message_log = message_log
         self.in_reasoning = False
         self.has_raw_ids = False
         self._marks = Marks()
         self._open_from: int | None = None
         self._last_turn = (0, -1)  # where it begins and ends
-
-    @property
-    def transcript(self) -> Transcript:
-        """The tokens of the last row."""
-        return self.rows[-1].transcript
 
     @property
     def open_turn(self) -> array[int] | None:
@@ -63,6 +61,12 @@ class ConversationLog:
         """The ids of the model's turn that nothing has answered yet; None where there is none."""
         start, stop = self._last_turn
         return self.transcript.prefix.slice(start) if stop == len(self.transcript) else None
+
+    @property
+    def may_be_rendered_again(self) -> bool:
+        """Whether all of it is in messages, and the model has said something."""
+        is_whole = self._open_from is None and not self.has_raw_ids
+        return is_whole and bool(self.message_log.messages.said)
 
     def begin(self, worded: Worded, prompt_room: int | None = None) -> None:
         """The prompt; what of it is past `prompt_room` tokens is an observation."""
@@ -121,6 +125,7 @@ class ConversationLog:
             return False
         shared = common_length(transcript.prefix.ids, self.transcript.prefix.ids)
         self.rows.append(Row(transcript, purpose, self.rows[-1], shared))
+        self.transcript = transcript
         self._marks, self._last_turn = Marks(), (0, -1)
         self._mark()
         return True

@@ -32,6 +32,7 @@ class ConversationView:
         self.history = history
         self._log = log
         self._identity = identity
+        self._session_id = identity.session_id
         self._wording = wording
         self._opened: list[Self] = []
         self._turn_deadline: Deadline
@@ -59,7 +60,7 @@ class ConversationView:
     @property
     def session_id(self) -> str:
         """Names it to the router and the engines."""
-        return self._identity.session_id
+        return self._session_id
 
     @property
     def opened(self) -> tuple[Self, ...]:

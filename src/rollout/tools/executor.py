@@ -55,7 +55,7 @@ class ToolExecutor:
     ) -> None:
         self._tools = _by_name([_as_tool(tool) for tool in tools])
         self._checks = {name: _check_of(tool) for name, tool in self._tools.items()}
-        self._gates = {name: ToolGate(name, tool.policy) for name, tool in self._tools.items()}
+        self._gates = {name: _gate_of(tool) for name, tool in self._tools.items()}
         self._warned: set[tuple[str, object]] = set()
         self._threads = threads
         self._processes = ToolProcesses(max_processes=max_processes, cleanup_s=cleanup_s)
@@ -175,6 +175,11 @@ def _as_tool(tool: Tool | Callable[..., Any]) -> Tool:
     if not isinstance(tool.policy, ToolPolicy):
         raise ToolError(f"tool {name!r}: policy = {tool.policy!r:.80}; expected a ToolPolicy")
     return tool
+
+
+def _gate_of(tool: Tool) -> ToolGate:
+    never_waits = isinstance(tool, FunctionTool) and tool.never_waits
+    return ToolGate(tool.name, tool.policy, never_waits=never_waits)
 
 
 def _check_of(tool: Tool) -> ArgumentCheck:

@@ -16,7 +16,7 @@ from rollout.bridge import loop_clock, runs_on_trio
 from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import Deadline, fail_at_deadline
 from rollout.tools.argument_checks import ArgumentsError
-from rollout.tools.attempt import CallError, attempt, run_side_by_side
+from rollout.tools.attempt import CallError, attempt, attempt_at_once, run_side_by_side
 from rollout.tools.open_sessions import OpenFailure, OpenSessions, timed_out
 from rollout.tools.results import (
     ToolResult,
@@ -287,7 +287,7 @@ class TrajectoryTools:
         self, turn: _Turn, call: ToolCall, kwargs: Mapping[str, Any]
     ) -> ToolResult:
         gate = self._gates[call.name]
-        key = gate.key(call.arguments, kwargs)
+        key = gate.key(call.arguments, kwargs) if gate.policy.cache_size else None
         if key is not None and (result := gate.kept(key)) is not None:
             return result
         refusal = gate.breaker.refusal(self._clock())
@@ -336,6 +336,8 @@ class TrajectoryTools:
         turn: _Turn,
         gate: ToolGate,
     ) -> ToolResult:
+        if gate.never_waits:
+            return await attempt_at_once(_answer, session, call)
         try:
             return await attempt(
                 _answer,

@@ -9,6 +9,7 @@ import anyio
 
 from rollout.bridge import loop_clock
 from rollout.engine.core import WHOLE_ANSWERS
+from rollout.engine.driver.deadline_watch import DeadlineWatch
 from rollout.engine.driver.recovery import NO_ENGINE
 from rollout.engine.wire.protocol import Submit
 from rollout.limits import cleanup_scope
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from rollout.engine.driver.wait_queue import Notifier, WaitQueue
     from rollout.engine.routing import Dispatch, Router
     from rollout.token_prefix import TokenPrefix
+    from rollout.wake_budget import WakeBudget
 
 #: Seconds before a request that a full engine refused is placed again; doubled up to the second.
 REFUSED_BACKOFF_S = 0.05
@@ -47,12 +49,14 @@ class RequestRunner:
     Args:
         wait_queue: Attempts that wait for a place.
         changes: Notified when a request is known to be gone.
+        wakes: What may be woken in a round of the loop.
         last_answer_s: How long a cancelled request waits for the tokens that it has not got yet.
 
     Attributes:
         is_open: Whether there is a pool; requests that wait for a place after that learn so.
         is_admission_blocked: Whether none may be made for now.
         active: Attempts that have not ended, also those that wait for a place.
+        deadlines: Ends them at theirs; runs in a task of its own.
         last_failure: Why a replica was lost or did not start, the last time.
     """
 
@@ -62,6 +66,7 @@ class RequestRunner:
         replicas: Mapping[str, Replica],
         wait_queue: WaitQueue,
         changes: Notifier,
+        wakes: WakeBudget,
         last_answer_s: float,
     ) -> None:
         self.is_open = False
@@ -74,6 +79,7 @@ class RequestRunner:
         self._wait_queue = wait_queue
         self._changes = changes
         self._last_answer_s = last_answer_s
+        self.deadlines = DeadlineWatch(wakes, last_answer_s)
         self._ids = RequestIds()
         self._now = loop_clock()
         self._placed: dict[str, Dispatch] = {}
@@ -104,6 +110,7 @@ class RequestRunner:
         if not self._pauses:
             for attempt in self.active:
                 attempt.resume_deadlines()
+                self.deadlines.look_at(attempt.deadline)
 
     async def finish(self, replica: Replica) -> None:
         """Return when nothing is in flight there, or when it is lost; give it nothing new."""
@@ -133,7 +140,8 @@ class RequestRunner:
             avoid = dispatch.replica.name if len(self._router.replicas) > 1 else None
             if pending.is_lost or pending.is_garbled:
                 if pending.is_lost:
-                    await self._replicas[dispatch.replica.name].loss_classified.wait()
+                    with attempt.in_time():
+                        await self._replicas[dispatch.replica.name].loss_classified.wait()
                 if not attempt.recover(pending.error, is_garbled=pending.is_garbled):
                     return
             elif generation.finish_reason == "abort" and _has_more_to_come(attempt):
@@ -141,7 +149,8 @@ class RequestRunner:
                 if not attempt.resume_interrupted():
                     return
             elif generation.finish_reason == "rejected":
-                await anyio.sleep(backoff_s)
+                with attempt.in_time():
+                    await anyio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_REFUSED_BACKOFF_S)
             elif generation.finish_reason == "error":
                 raise attempt.failed(pending.error or f"{dispatch.replica.name}: the engine failed")
@@ -160,7 +169,9 @@ class RequestRunner:
         while dispatch is None:
             if not self.is_open:
                 raise attempt.failed("the engines are closed", reason=NO_ENGINE)
-            if not await self._wait_queue.wait(attempt.priority):
+            with attempt.in_time():
+                has_turn = await self._wait_queue.wait(attempt.priority)
+            if not has_turn:
                 raise attempt.failed(f"no engine is left: {self.last_failure}", reason=NO_ENGINE)
             dispatch = self._ask(attempt, group_id, avoid)
         self._wait_queue.wake_next()  # there may be room for the next one too
@@ -199,7 +210,8 @@ class RequestRunner:
         replica.begin_request(attempt)
         try:
             if channel.is_full:
-                await self._wait_for_room(channel, dispatch, request, prefix)
+                with attempt.in_time():
+                    await self._wait_for_room(channel, dispatch, request, prefix)
             self._placed[request.request_id] = dispatch
             pending = channel.submit_nowait(
                 request,
@@ -208,7 +220,7 @@ class RequestRunner:
                 prefix=prefix,
                 deadline=attempt.deadline,
             )
-            await self._wait(channel, pending)
+            await self._wait(channel, pending, attempt)
         finally:
             attempt.end_request()
             replica.end_request(attempt)
@@ -223,12 +235,13 @@ class RequestRunner:
             self._release(dispatch, generated=None)
             raise
 
-    async def _wait(self, channel: Channel, pending: PendingRequest) -> None:
+    async def _wait(self, channel: Channel, pending: PendingRequest, attempt: Attempt) -> None:
         """Wait for the end of a request.
 
-        Cancelled, it has the engine end the request, and waits a moment for the tokens that the
-        last answer brings: they have been sampled already.
+        Cancelled, or at the deadline, it has the engine end the request, and waits a moment for the
+        tokens that the last answer brings: they have been sampled already.
         """
+        self.deadlines.begin(pending, channel, attempt)
         try:
             await pending.done.wait()
         except anyio.get_cancelled_exc_class():
@@ -241,6 +254,9 @@ class RequestRunner:
             raise
         finally:
             pending.generation = None
+            self.deadlines.end(pending)
+        if pending.given_up_at is not None:
+            raise attempt.overdue()
 
     async def _send_alone(self, attempt: Attempt, dispatch: Dispatch) -> PendingRequest:
         """`_send` for a suspect, which has its replica to itself until it is none any more."""
