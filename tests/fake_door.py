@@ -18,7 +18,7 @@ class FakeDoor:
     def __init__(self) -> None:
         self.contexts: dict[str, AgentContext] = {}
         self.closed = 0
-        self.root_url = "http://127.0.0.1:9/t/1"
+        self.root_url = "http://127.0.0.1:9999/t/1"
 
     @asynccontextmanager
     async def open(self, context: AgentContext) -> AsyncIterator[GatewayAddress]:

@@ -95,8 +95,8 @@ async def test_function_agent_is_told_address_key_model_prompt_and_extra(door: F
     prompt = user("go", uid="p", extra={"level": 3})
     (trajectory,) = (await tried(trial, prompt=prompt)).trajectories
     (task,) = seen
-    assert task.base_url == "http://127.0.0.1:9/t/1/v1"
-    assert task.root_url == "http://127.0.0.1:9/t/1"
+    assert task.base_url == "http://127.0.0.1:9999/t/1/v1"
+    assert task.root_url == "http://127.0.0.1:9999/t/1"
     assert (task.api_key, task.model) == ("key-of-1/p/0", "served-model")
     assert (task.uid, task.member, task.prompt.uid) == ("p", 0, "p")
     assert task.messages == [{"role": "user", "content": "go"}]
@@ -187,7 +187,7 @@ async def test_function_agent_refused_for_a_length_ends_by_it(
     async def serve(context: AgentContext) -> AsyncIterator[GatewayAddress]:
         async with sessions.open(context) as session:
             TRIALS["session"] = session
-            yield GatewayAddress(root_url="http://127.0.0.1:9", api_key="key", model="m")
+            yield GatewayAddress(root_url="http://127.0.0.1:9999", api_key="key", model="m")
 
     monkeypatch.setattr(door, "open", serve)
 

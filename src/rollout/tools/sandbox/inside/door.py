@@ -29,10 +29,17 @@ def raise_loopback() -> None:
 
 
 def listen_inside(port: int) -> socket.socket:
-    """A socket that programs in this network namespace find at 127.0.0.1 and `port`."""
+    """A socket that programs in this network namespace find at 127.0.0.1 and `port`.
+
+    Raises:
+        OSError: The port is taken, or below 1024 where this process has no powers.
+    """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((_LOOPBACK, port))
+    try:
+        listener.bind((_LOOPBACK, port))
+    except OSError as error:
+        raise OSError(error.errno, f"the door at port {port}: {error.strerror}") from error
     listener.listen(_MAX_CONNECTIONS)
     return listener
 
