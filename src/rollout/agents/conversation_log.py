@@ -124,9 +124,7 @@ class ConversationLog:
         if transcript.ids_bytes() == self.transcript.ids_bytes():
             return False
         shared = common_length(transcript.prefix.ids, self.transcript.prefix.ids)
-        self.rows.append(Row(transcript, purpose, self.rows[-1], shared))
-        self.transcript = transcript
-        self._marks, self._last_turn = Marks(), (0, -1)
+        self._add(Row(transcript, purpose, self.rows[-1], shared))
         self._mark()
         return True
 
@@ -135,10 +133,14 @@ class ConversationLog:
         last = self.rows[-1]
         last.messages = self.message_log.messages
         shared = common_length(worded.ids, self.transcript.prefix.ids)
-        self.rows.append(Row(Transcript(), COMPACTION, last, shared))
-        self.message_log = MessageLog(reader)
-        self._marks, self._last_turn, self.has_raw_ids = Marks(), (0, -1), False
+        self._add(Row(Transcript(), COMPACTION, last, shared))
+        self.message_log, self.has_raw_ids = MessageLog(reader), False
         self.begin(worded, prompt_room)
+
+    def _add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.transcript = row.transcript
+        self._marks, self._last_turn = Marks(), (0, -1)
 
     def reward_turn(self, value: float) -> bool:
         """Add to the reward of the last turn's last token; False where the row has no turn."""

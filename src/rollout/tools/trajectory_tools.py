@@ -18,12 +18,7 @@ from rollout.limits import Deadline, fail_at_deadline
 from rollout.tools.argument_checks import ArgumentsError
 from rollout.tools.attempt import CallError, attempt, attempt_at_once, run_side_by_side
 from rollout.tools.open_sessions import OpenFailure, OpenSessions, timed_out
-from rollout.tools.results import (
-    ToolResult,
-    add_metrics,
-    error_result,
-    normalise_result,
-)
+from rollout.tools.results import ToolResult, add_metrics, error_result, normalise_result
 from rollout.tools.truncate import TruncateSide, truncate_text
 from rollout.types import InvalidToolCall, ToolCall
 from rollout.utf8 import encodable
