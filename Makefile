@@ -25,10 +25,14 @@ SGLANG_NEEDS := accelerate aiohttp anyio apache-tvm-ffi attrs compressed-tensors
 	sentencepiece setproctitle soundfile tiktoken tokenizers transformers trio triton uvicorn uvloop \
 	watchfiles xgrammar xxhash zstandard
 
-.PHONY: demo test test-virtual test-full test-sglang test-gpu sglang-cpu lint format docs bench bench-full bench-verl clean
+.PHONY: demo train test test-virtual test-full test-sglang test-gpu sglang-cpu lint format docs bench bench-full bench-verl clean
 
 demo: $(READY)
 	$(BIN)/rollout demo
+
+# A policy that learns on this CPU; curves go to build/train.
+train: $(READY)
+	$(BIN)/python examples/grpo/make_train.py
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not full" $(PARALLEL)
