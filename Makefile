@@ -33,10 +33,14 @@ CLIENTS_READY := $(CLIENTS_VENV)/.ready
 CLIENTS := anthropic langchain-anthropic langchain-openai langgraph litellm mini-swe-agent openai \
 	openai-agents pydantic-ai-slim[anthropic,openai] smolagents
 
-.PHONY: demo test test-virtual test-full test-sglang test-clients test-gpu sglang-cpu lint format docs bench bench-full bench-verl clean
+.PHONY: demo train test test-virtual test-full test-sglang test-clients test-gpu sglang-cpu lint format docs bench bench-full bench-verl clean
 
 demo: $(READY)
 	$(BIN)/rollout demo
+
+# A policy that learns on this CPU; curves go to build/train.
+train: $(READY)
+	$(BIN)/python examples/grpo/make_train.py
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not full" $(PARALLEL)
