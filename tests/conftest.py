@@ -100,6 +100,7 @@ WITH_PROCESSES = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist's own reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     """Tests that share a fixture of their file, or what `ALONE` says, run in one process."""
     is_parallel = config.pluginmanager.hasplugin("xdist")  # the engines' environment has none
