@@ -28,16 +28,17 @@ async def spec_of(method: Isolation, limits: SandboxLimits = PATIENT) -> Sandbox
 
 def processes_with(token: str) -> list[psutil.Process]:
     """Processes anywhere on this machine, reparented ones too, with this in their command line."""
+    # Not `process_iter`, which keeps the record of a process whose id another one has by now.
     return [
-        process
-        for process in psutil.process_iter()
-        if process.pid != os.getpid() and token in " ".join(_command_line(process))
+        psutil.Process(pid)
+        for pid in psutil.pids()
+        if pid != os.getpid() and token in " ".join(_command_line(pid))
     ]
 
 
-def _command_line(process: psutil.Process) -> list[str]:
+def _command_line(pid: int) -> list[str]:
     try:
-        return process.cmdline()
+        return psutil.Process(pid).cmdline()
     except psutil.Error:
         return []
 
