@@ -22,9 +22,8 @@ _NOTHING = (None, "")
 _write = msgspec.json.Encoder(order="sorted").encode
 
 
-#: What stands for a text: its length and Python's keyed hash of 64 bits. It is compared within one
-#: trajectory only, and never leaves the process; no seed and no id derives from it.
-Digest = tuple[Hashable, ...]
+#: What stands for a text, and for a turn of several.
+Digest = bytes | tuple[Hashable, ...]
 
 
 class Key(NamedTuple):
@@ -39,7 +38,7 @@ class Key(NamedTuple):
 
     given: Digest
     said: Digest | None
-    reasoning: Digest | None
+    reasoning: bytes | None
     ids: tuple[str, ...]
 
 
@@ -102,30 +101,34 @@ def _key(message: GivenMessage, position: int) -> Key:
         ids = (*message.ids, *[call.id for call in calls]) if calls else message.ids
         return Key((said, reasoning), said, reasoning, ids)
     if role == "tool":
-        return Key((role, position, len(text), hash(text)), None, None, (message.call_id,))
-    return Key((role, message.name or "", len(text), hash(text)), None, None, ())
+        return Key((role, position, _digest(text)), None, None, (message.call_id,))
+    return Key((role, message.name or "", _digest(text)), None, None, ())
 
 
 def said_key(text: str, calls: Sequence[tuple[str, Any]]) -> Digest:
     """Of a turn: its text without white space around it, its calls as names with JSON values."""
     text = text.strip()
     if not calls:
-        return len(text), hash(text)
+        return _digest(text)
     values = [[name, canonical({} if value in _NOTHING else value)] for name, value in calls]
-    written = _json(values)
-    return len(text), hash(text), len(written), hash(written)
+    return ("calls", _digest(_json([text, values])))
 
 
-def reasoning_key(reasoning: str | None) -> Digest | None:
+def reasoning_key(reasoning: str | None) -> bytes | None:
     """Of what the model thought, without white space around it; None where there is none."""
     text = (reasoning or "").strip()
-    return (len(text), hash(text)) if text else None
+    return _digest(text) if text else None
+
+
+def _digest(text: str | bytes) -> bytes:
+    written = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(written, digest_size=16).digest()
 
 
 def tools_key(tools: Sequence[Mapping[str, Any]]) -> bytes:
     """Of a set of tools, in whatever order."""
     written = sorted(_json(canonical(tool)) for tool in tools)
-    return hashlib.blake2b(_json([each.hex() for each in written]), digest_size=16).digest()
+    return _digest(_json([each.hex() for each in written]))
 
 
 class ToolSets:
@@ -136,7 +139,7 @@ class ToolSets:
 
     def key(self, tools: Sequence[Mapping[str, Any]]) -> bytes:
         """As `tools_key`."""
-        written = hashlib.blake2b(_json(tools), digest_size=16).digest()
+        written = _digest(_json(tools))
         key = self._keys.get(written)
         if key is None:
             if len(self._keys) >= _MOST_TOOL_SETS:
