@@ -69,34 +69,15 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class _Format(msgspec.Struct):
-    type: str = "text"
-
-
-class _Body(reading.Refused):
+class _Body(reading.OpenAIBody):
     messages: list[_Message] = msgspec.field(default_factory=list)
-    model: str | None = None
     tools: list[_Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    temperature: reading.Temperature | None = None
-    top_p: reading.TopP | None = None
-    top_k: reading.TopK | None = None
-    min_p: reading.Share | None = None
-    presence_penalty: reading.Penalty | None = None
-    frequency_penalty: reading.Penalty | None = None
-    repetition_penalty: reading.Repetition | None = None
     max_tokens: reading.Tokens | None = None
     max_completion_tokens: reading.Tokens | None = None
-    stop: str | list[str] | None = None
     stop_token_ids: list[reading.TokenId] | None = None
-    seed: reading.Seed | None = None
     n: reading.Samples | None = None
     logprobs: bool | None = None
-    top_logprobs: reading.TopLogProbs | None = None
-    return_token_ids: bool | None = None
     modalities: list[str] | None = None
     functions: list[Any] | None = None
 
@@ -122,7 +103,7 @@ def read(body: bytes, headers: Mapping[str, str]) -> ChatRequest:
         api="chat",
         messages=messages,
         tools=tools,
-        tool_choice=_tool_choice(asked.tool_choice, tools),
+        tool_choice=_tool_choice(asked, tools),
         parallel_calls=asked.parallel_tool_calls is not False,
         sampling=_sampling(asked),
         seed=reading.seed_of(asked.seed),
@@ -153,31 +134,18 @@ def _refuse_impossible(asked: _Body) -> None:
 
 
 def _sampling(asked: _Body) -> dict[str, Any]:
-    return reading.sampling_of(
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
-        min_p=asked.min_p,
-        presence_penalty=asked.presence_penalty,
-        frequency_penalty=asked.frequency_penalty,
-        repetition_penalty=asked.repetition_penalty,
+    return asked.sampling(
         max_new_tokens=asked.max_completion_tokens or asked.max_tokens,
         stop_token_ids=tuple(asked.stop_token_ids) if asked.stop_token_ids else None,
         top_log_probs=asked.top_logprobs if asked.logprobs else None,
     )
 
 
-def _tool_choice(choice: str | dict[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> str:
-    if choice is None:
-        return "auto"
-    if isinstance(choice, str):
-        if choice not in ("auto", "none", "required"):
-            refuse("tool_choice", f"{choice!r}; expected 'auto', 'none', 'required' or a function")
-        return choice
-    function = choice.get("function")
-    if isinstance(function, dict) and isinstance(function.get("name"), str):
-        return reading.chosen(function["name"], tools, "tool_choice.function.name")
-    return "auto"
+def _tool_choice(asked: _Body, tools: Sequence[Mapping[str, Any]]) -> str:
+    choice = asked.tool_choice
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return asked.choice(tools, name, "tool_choice.function.name")
 
 
 def _messages(given: Sequence[_Message]) -> tuple[GivenMessage, ...]:

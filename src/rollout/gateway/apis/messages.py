@@ -83,21 +83,13 @@ class _OutputConfig(msgspec.Struct):
     format: _Format | None = None
 
 
-class _Body(reading.Refused):
+class _Body(reading.Body):
     messages: list[_Message] = msgspec.field(default_factory=list)
-    model: str | None = None
     system: str | list[_Block] | None = None
     tools: list[_Tool] | None = None
     tool_choice: _ToolChoice | None = None
-    stream: bool | None = None
     max_tokens: reading.Tokens | None = None
-    temperature: reading.Temperature | None = None
-    top_p: reading.TopP | None = None
-    top_k: reading.TopK | None = None
-    min_p: reading.Share | None = None
-    seed: reading.Seed | None = None
     stop_sequences: list[str] | None = None
-    return_token_ids: bool | None = None
     output_config: _OutputConfig | None = None
     output_format: _Format | None = None
 
@@ -122,13 +114,7 @@ def read(body: bytes, headers: Mapping[str, str]) -> MessagesRequest:
         tools=tools,
         tool_choice=_tool_choice(choice, tools),
         parallel_calls=not choice.disable_parallel_tool_use,
-        sampling=reading.sampling_of(
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=asked.top_k,
-            min_p=asked.min_p,
-            max_new_tokens=asked.max_tokens,
-        ),
+        sampling=asked.sampling(max_new_tokens=asked.max_tokens),
         seed=reading.seed_of(asked.seed),
         stop=reading.stops_of(asked.stop_sequences, "stop_sequences"),
         agent_id=headers.get("x-claude-code-agent-id"),

@@ -175,13 +175,6 @@ def stops_of(stop: str | list[str] | None, field: str) -> tuple[str, ...]:
     return stops
 
 
-def sampling_of(**values: Any) -> dict[str, Any]:
-    """The fields of `SamplingConfig` that the client sets."""
-    if values.get("top_k") == 0:  # as elsewhere: all of them
-        values["top_k"] = -1
-    return {name: value for name, value in values.items() if value is not None}
-
-
 def seed_of(seed: int | None) -> int | None:
     """A seed that engines take."""
     return None if seed is None else seed % 2**63
@@ -209,18 +202,72 @@ def checked(call: GatewayCall) -> GatewayCall:
     return call
 
 
-class Refused(msgspec.Struct):
-    """Fields of bodies that no engine here can honour."""
+class Body(msgspec.Struct):
+    """Fields that bodies of every API have, and those that no engine here can honour."""
 
+    model: str | None = None
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    seed: Seed | None = None
+    return_token_ids: bool | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
 
     def refuse_impossible(self) -> None:
-        """Raise for those that are set."""
+        """Raise for those that cannot be honoured and are set."""
         for name, why in _IMPOSSIBLE.items():
             if getattr(self, name):
                 refuse(name, why)
+
+    def sampling(self, **more: Any) -> dict[str, Any]:
+        """The fields of `SamplingConfig` that the client sets; `more` are the API's own."""
+        top_k = -1 if self.top_k == 0 else self.top_k  # as elsewhere: all of them
+        values = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": top_k,
+            "min_p": self.min_p,
+            **more,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class OpenAIBody(Body):
+    """Fields that OpenAI's APIs share beside these."""
+
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
+    stop: str | list[str] | None = None
+    top_logprobs: TopLogProbs | None = None
+
+    def sampling(self, **more: Any) -> dict[str, Any]:
+        """As every API's, and the penalties."""
+        return super().sampling(
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            **more,
+        )
+
+    def choice(self, tools: Sequence[Mapping[str, Any]], name: Any, field: str) -> str:
+        """The choice among tools; `name` is that of the one at `field`, where it names one.
+
+        Raises:
+            GatewayError: It is none, or there is no such tool.
+        """
+        if isinstance(self.tool_choice, str):
+            if self.tool_choice not in ("auto", "none", "required"):
+                expected = "expected 'auto', 'none', 'required' or a function"
+                refuse("tool_choice", f"{self.tool_choice!r}; {expected}")
+            return self.tool_choice
+        return chosen(name, tools, field) if isinstance(name, str) else "auto"
 
 
 _IMPOSSIBLE: Mapping[Literal["min_tokens", "ignore_eos", "logit_bias"], str] = {

@@ -29,34 +29,15 @@ class _Tool(msgspec.Struct):
     tools: list[_Tool] | None = None
 
 
-class _Format(msgspec.Struct):
-    type: str = "text"
-
-
-class _Body(reading.Refused):
+class _Body(reading.OpenAIBody):
     input: str | list[Item] = ""
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     conversation: Any = None
     background: bool | None = None
     tools: list[_Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    stream: bool | None = None
     include: list[str] | None = None
-    temperature: reading.Temperature | None = None
-    top_p: reading.TopP | None = None
-    top_k: reading.TopK | None = None
-    min_p: reading.Share | None = None
-    presence_penalty: reading.Penalty | None = None
-    frequency_penalty: reading.Penalty | None = None
-    repetition_penalty: reading.Repetition | None = None
     max_output_tokens: reading.Tokens | None = None
-    stop: str | list[str] | None = None
-    seed: reading.Seed | None = None
-    top_logprobs: reading.TopLogProbs | None = None
-    return_token_ids: bool | None = None
     metadata: dict[str, Any] | None = None
 
 
@@ -77,9 +58,11 @@ def read(body: bytes, headers: Mapping[str, str]) -> ResponsesRequest:
         api="responses",
         messages=messages,
         tools=tuple(tools.schemas),
-        tool_choice=_tool_choice(asked.tool_choice, tools.schemas),
+        tool_choice=_tool_choice(asked, tools.schemas),
         parallel_calls=asked.parallel_tool_calls is not False,
-        sampling=_sampling(asked),
+        sampling=asked.sampling(
+            max_new_tokens=asked.max_output_tokens, top_log_probs=asked.top_logprobs
+        ),
         seed=reading.seed_of(asked.seed),
         stop=reading.stops_of(asked.stop, "stop"),
         previous_id=asked.previous_response_id,
@@ -119,20 +102,6 @@ def _messages(asked: _Body, tools: Tools) -> tuple[GivenMessage, ...]:
     return (GivenMessage(role="system", text=asked.instructions), *given)
 
 
-def _sampling(asked: _Body) -> dict[str, Any]:
-    return reading.sampling_of(
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
-        min_p=asked.min_p,
-        presence_penalty=asked.presence_penalty,
-        frequency_penalty=asked.frequency_penalty,
-        repetition_penalty=asked.repetition_penalty,
-        max_new_tokens=asked.max_output_tokens,
-        top_log_probs=asked.top_logprobs,
-    )
-
-
 def _tools(given: Sequence[_Tool], space: str = "", within: str = "tools") -> Tools:
     """Functions, tools of free text and namespaces of both; others are run by servers."""
     tools = Tools()
@@ -150,16 +119,12 @@ def _tools(given: Sequence[_Tool], space: str = "", within: str = "tools") -> To
     return tools
 
 
-def _tool_choice(choice: str | dict[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> str:
-    if choice is None:
-        return "auto"
-    if isinstance(choice, str):
-        if choice not in ("auto", "none", "required"):
-            refuse("tool_choice", f"{choice!r}; expected 'auto', 'none', 'required' or a function")
-        return choice
-    if choice.get("type") in ("function", "custom") and isinstance(choice.get("name"), str):
-        return reading.chosen(choice["name"], tools, "tool_choice.name")
-    return "auto"
+def _tool_choice(asked: _Body, tools: Sequence[Mapping[str, Any]]) -> str:
+    choice = asked.tool_choice
+    name = None
+    if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
+        name = choice.get("name")
+    return asked.choice(tools, name, "tool_choice.name")
 
 
 def _echoed(asked: _Body) -> dict[str, Any]:
