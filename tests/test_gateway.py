@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,13 @@ import pytest
 from http_agents import Client, config_of, prompt_of, tried, user
 from rollout import (
     AgentError,
+    AgentTask,
     ConfigError,
     GatewayConfig,
     Outcome,
+    Prompt,
     RolloutConfig,
+    agent,
     open_gateway,
     open_rollout,
 )
@@ -128,6 +132,47 @@ async def test_always_starts_the_server_with_the_runtime(taken: int) -> None:
     config = config_of(CHAT, GatewayConfig(port=free, start="always", host="127.0.0.1"))
     async with open_rollout(config), httpx.AsyncClient(trust_env=False) as client:
         assert (await client.head(f"http://127.0.0.1:{free}/")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [("0.0.0.0", "http://127.0.0.1:"), ("::", "http://[::1]:"), ("127.0.0.2", "http://127.0.0.2:")],
+)
+async def test_agents_are_told_an_address_that_they_can_reach(host: str, told: str) -> None:
+    def ask(client: Client) -> str:
+        assert said(client.chat(user("One")))["content"] == "First."
+        return client.address.base_url
+
+    trajectory = await tried(open_rollout, ask, CHAT, host=host)
+    assert trajectory.outcome == Outcome.COMPLETED
+    assert trajectory.extra["result"].startswith(told)
+
+
+async def test_agents_of_a_proxy_are_told_its_url() -> None:
+    config = config_of(CHAT, GatewayConfig(public_url="https://proxy.example/models/"))
+    addresses: list[Any] = []
+
+    @agent("by_a_proxy", backend="native")
+    async def by_a_proxy(task: AgentTask) -> None:
+        addresses.append((task.root_url, task.base_url))
+
+    asked = Prompt(messages=[user("One")], agent_name="by_a_proxy")
+    async with open_rollout(config) as runtime:
+        await runtime.generate([asked])
+    ((root_url, base_url),) = addresses
+    assert root_url.startswith("https://proxy.example/models/t/")
+    assert base_url == f"{root_url}/v1"
+
+
+async def test_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "rollout.gateway.http_adapter", raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(ConfigError) as caught:
+        async with open_rollout(config_of(CHAT, GatewayConfig(start="always"))):
+            pytest.fail("it opened")
+    assert str(caught.value) == (
+        "the gateway needs the package uvicorn: pip install 'rollout-rl[gateway]'"
+    )
 
 
 async def test_model_and_aliases_are_what_clients_may_ask_for() -> None:

@@ -183,7 +183,8 @@ def _probe_peer(sock: Any) -> None:
     if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", PROBE_S), ("TCP_KEEPINTVL", PROBE_S // 3)):
+    probes = {"TCP_KEEPIDLE": PROBE_S, "TCP_KEEPINTVL": max(1, PROBE_S // 3), "TCP_KEEPCNT": 3}
+    for name, value in probes.items():
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 

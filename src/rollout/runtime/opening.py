@@ -129,6 +129,7 @@ async def _open_runtime(
     tally = Tally()
     try:
         await executor.prepare()
+        await check_agent(config.agent.name)
         async with open_task_group() as tasks:
             loading = tasks.start_soon(load_driver_model, config, threads)  # while engines start
 
@@ -170,6 +171,21 @@ async def _open_runtime(
     finally:
         await executor.close()
         threads.close()
+
+
+async def check_agent(name: str) -> None:
+    """The agent of prompts that name none must be able to run here.
+
+    Raises:
+        ConfigError: It says that it cannot.
+    """
+    agent = get_agent(name)
+    if isinstance(agent, type):  # has no settings to look at yet
+        return
+    try:
+        await agent.check()
+    except AgentError as error:
+        raise ConfigError(f"agent.name = {name!r}: {error}") from error
 
 
 def check_abilities(config: RolloutConfig, info: EngineInfo) -> None:
