@@ -82,5 +82,6 @@ class WakeBudget:
         """Have the first ones return in the next round; the first of them renews the budget."""
         for _ in range(min(most, len(self._waiting))):
             turn = self._waiting.popleft()
-            self._renewer = self._renewer or turn
+            if self._renewer is None:
+                self._renewer = turn
             turn.set()

@@ -8,13 +8,17 @@ import anyio
 
 from rollout.agents.identity import Ending
 from rollout.errors import LimitExceeded, RolloutError
+from rollout.scheduling.agent_run import AgentRun
 from rollout.scheduling.endings import LISTED_CAUSES, BadEndings
 from rollout.scheduling.trajectory_runner import ended_before_start
 from rollout.scopes import leaf_of
+from rollout.supervision import open_supervision
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
+
+    from anyio.abc import TaskGroup
 
     from rollout.chat.trajectory import Trajectory
     from rollout.config import SchedulingConfig
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
     from rollout.observe.tally import Tally
     from rollout.scheduling.prompts import Member
     from rollout.scheduling.trajectory_runner import TrajectoryRunner
+    from rollout.supervision import Supervision
 
     #: Takes a finished trajectory and its row; may wait, and holds the trajectory's place.
     Deliver = Callable[[int, Trajectory], Awaitable[None]]
@@ -34,7 +39,8 @@ class BatchRun:
     """Members of one call, run under the runtime's limit on trajectories in flight.
 
     A member's task exists only while it holds a place, so a batch of any size costs the memory
-    of `scheduling.max_in_flight` trajectories plus its results.
+    of `scheduling.max_in_flight` trajectories plus its results. It is the agent's; what comes after
+    that has another one.
     """
 
     def __init__(
@@ -56,6 +62,10 @@ class BatchRun:
         self._bad = BadEndings()
         self._met_deadline = False
         self._is_closed = False
+        self._deliver: Deliver
+        self._running = 0
+        self._has_left = anyio.Event()
+        self._tasks: TaskGroup | None = None  # of what concludes trajectories
 
     def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
         """Cancel the members that match, also those not started yet; how many there were."""
@@ -87,14 +97,11 @@ class BatchRun:
             RolloutError: `close` was called; every member has been delivered.
         """
         self._tally.admitted += len(self.members)
+        self._deliver = deliver
         error: BaseException | None = None
         try:
-            async with anyio.create_task_group() as tasks:
-                for row, member in _by_priority(self.members):
-                    if await self._take_place(member):
-                        tasks.start_soon(self._run_member, row, member, deliver)
-                    else:
-                        await self._finish(row, member, self._unstarted(member), deliver)
+            async with open_supervision(self._runner.cleanup_s) as supervision:
+                await self._run_all(supervision)
         except BaseExceptionGroup as group:
             error = leaf_of(group)
             error.__cause__ = error.__cause__ or group
@@ -105,6 +112,25 @@ class BatchRun:
         error = error or self._final_error()
         if error is not None:
             raise error
+
+    async def _run_all(self, supervision: Supervision) -> None:
+        conclude = self._conclude_soon
+        async with anyio.create_task_group() as tasks:
+            self._tasks = tasks
+            try:
+                for row, member in _by_priority(self.members):
+                    if await self._take_place(member):
+                        self._running += 1
+                        self._tally.running += 1
+                        run = AgentRun(supervision, member, row, self._deadline, conclude)
+                        self._runner.start(run)
+                    else:
+                        await self._finish(row, member, self._unstarted(member), self._deliver)
+                while self._running:
+                    self._has_left = anyio.Event()
+                    await self._has_left.wait()
+            finally:
+                self._tasks = None
 
     async def _take_place(self, member: Member) -> bool:
         """Wait for a place; False where the member was cancelled or the batch's time is over."""
@@ -129,14 +155,34 @@ class BatchRun:
             ending = Ending(outcome=over.outcome, reason=over.reason, limit_source=over.source)
         return ended_before_start(member, ending)
 
-    async def _run_member(self, row: int, member: Member, deliver: Deliver) -> None:
-        self._tally.running += 1
+    def _conclude_soon(self, run: AgentRun) -> None:
+        """An agent has ended; the rest of its trajectory is for a task of its own."""
+        if self._tasks is not None:
+            self._tasks.start_soon(self._conclude, run)
+        else:  # the call was cancelled
+            self._runner.note(run)
+            self._leave(run)
+
+    async def _conclude(self, run: AgentRun) -> None:
+        runs_again = False
         try:
-            trajectory = await self._runner.run(member, self._deadline)
-            await self._finish(row, member, trajectory, deliver)
+            trajectory = await self._runner.conclude(run)
+            if trajectory is None:
+                runs_again = True
+            else:
+                await self._finish(run.row, run.member, trajectory, self._deliver)
         finally:
-            self._tally.running -= 1
-            self._limiter.release_on_behalf_of(member)
+            if not runs_again:
+                self._leave(run)
+
+    def _leave(self, run: AgentRun) -> None:
+        """Give the member's place back."""
+        run.forget()
+        self._running -= 1
+        self._tally.running -= 1
+        self._limiter.release_on_behalf_of(run.member)
+        if not self._running:
+            self._has_left.set()
 
     async def _finish(
         self, row: int, member: Member, trajectory: Trajectory, deliver: Deliver

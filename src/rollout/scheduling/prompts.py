@@ -36,6 +36,12 @@ class Member:
     scope: Cancellable | None = None
     is_finished: bool = False
 
+    def give_scope(self, scope: Cancellable) -> None:
+        """This ends it from now on."""
+        self.scope = scope
+        if self.cancel_reason is not None:
+            scope.cancel()
+
     def cancel(self, reason: str) -> None:
         """End it as `cancelled`, whether it runs or still waits. The first reason counts."""
         if self.cancel_reason is None:
