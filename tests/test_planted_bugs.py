@@ -138,13 +138,12 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
     async def conclude(self: TrajectoryRunner, run: AgentRun) -> Any:
         trajectory = await real(self, run)
-        if id(run.member) in retried or run.rejection is not None or trajectory is None:
+        if id(run.member) in retried or run.rejection or isinstance(trajectory, AgentRun):
             return trajectory
         retried.add(id(run.member))
         again = run.again()
         again.attempt, again.discarded = run.attempt, 0
-        self.start(again)
-        return None
+        return again
 
     patch.setattr(TrajectoryRunner, "conclude", conclude)
 
@@ -236,8 +235,8 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     real = BatchRun._leave
 
-    def leave(self: BatchRun, run: AgentRun) -> None:
-        real(self, run)
+    def leave(self: BatchRun, run: AgentRun, last: Any) -> None:
+        real(self, run, last)
         if run.member.identity.member == 2:
             self._limiter.acquire_on_behalf_of_nowait(object())
 

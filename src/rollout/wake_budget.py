@@ -25,8 +25,8 @@ class WakeBudget:
 
     An event loop runs every task that is ready before it looks at its clock and its sockets again,
     and one read can bring answers for hundreds of tasks. What wakes tasks by the dozen shares a
-    budget with all others that do, says what it spends, and awaits `renewed` where `is_spent`.
-    Those who wait take turns.
+    budget with all others that do: it says what it spends, and where the budget `is_spent` it
+    awaits `renewed`. Those who wait take turns.
 
     A wake-up stands for the work that it sets off. Its cost is the time between two renewals by
     the wake-ups between them, on the loop's own clock: in virtual time nothing costs anything, and
@@ -49,6 +49,12 @@ class WakeBudget:
 
     def spend(self, wakes: float = 1.0) -> None:
         """A task is woken; fractions of one count too."""
+        self._left -= wakes
+
+    async def take(self, wakes: float = 1.0) -> None:
+        """Spend it, in a later round where this one's budget is spent."""
+        if self._left <= 0:
+            await self.renewed()
         self._left -= wakes
 
     async def renewed(self) -> None:

@@ -296,6 +296,7 @@ class RolloutRuntime:
             deadline=deadline,
             config=scheduling,
             tally=self._tally,
+            wakes=services.engines.wakes,
         )
 
     def _tell(self, trajectory: Trajectory) -> None:

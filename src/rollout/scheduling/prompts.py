@@ -42,13 +42,6 @@ class Member:
         if self.cancel_reason is not None:
             scope.cancel()
 
-    def cancel(self, reason: str) -> None:
-        """End it as `cancelled`, whether it runs or still waits. The first reason counts."""
-        if self.cancel_reason is None:
-            self.cancel_reason = reason
-            if self.scope is not None:
-                self.scope.cancel()
-
 
 def check_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
     """The prompts, each with a uid.

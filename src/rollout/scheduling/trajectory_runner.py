@@ -74,11 +74,11 @@ class TrajectoryRunner:
         else:
             run.begin(loop, context)
 
-    async def conclude(self, run: AgentRun) -> Trajectory | None:
+    async def conclude(self, run: AgentRun) -> Trajectory | AgentRun:
         """The trajectory of an attempt that has ended; whatever happened to it is in its outcome.
 
-        None where the member runs again: from its start, alone, where its engine failed a request.
-        Of a lost replica, whose requests resume elsewhere, it learns nothing.
+        Or another attempt, from the start, for a member whose engine failed a request. Of a lost
+        replica, whose requests resume elsewhere, it learns nothing.
         """
         if run.rejection is not None:
             return rejected(run.member, run.rejection)
@@ -86,8 +86,7 @@ class TrajectoryRunner:
         context, scheduling = run.context, self.services.config.scheduling
         ending, cause = _judged(run)
         if ending.reason == ENGINE and run.attempt <= scheduling.max_retries:
-            self.start(run.again())
-            return None
+            return run.again()
         drift = None
         if ending.outcome in COMPARED:
             drift, fault = await self.tokens.check(context)

@@ -336,22 +336,23 @@ class EnginePool:
             EngineError: The request is refused for good, the engine failed it, replicas died of
                 it, or no engine is left; `reason` says which.
         """
-        check_ids(prompt_ids, self.info.vocab_size)
+        info = self.info
+        check_ids(prompt_ids, info.vocab_size)
         generation.top_count = sampling.top_log_probs
-        generation.expert_shape = self.info.expert_shape
+        generation.expert_shape = info.expert_shape
         is_packed = isinstance(prompt_ids, bytes)
         generation.expert_room = len(prompt_ids) // (4 if is_packed else 1) - known_experts
         attempt = Attempt(
-            generation,
+            generation=generation,
             session_id=session_id,
             prompt_ids=prompt_ids,
-            deadline=deadline,
             sampling=sampling,
-            info=self.info,
+            info=info,
             policy=self._policy,
             counts=self.recoveries,
             priority=priority,
             known_experts=known_experts,
+            deadline=deadline,
         )
         await self._requests.run(attempt, group_id=group_id)
 

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Literal
 import attrs
 import msgspec
 
+from rollout.engine.core import EngineInfo, SamplingParams
+from rollout.engine.driver.generation import Generation
 from rollout.errors import EngineError
+from rollout.limits import PausableDeadline
+from rollout.token_prefix import TokenPrefix
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from rollout.engine.core import EngineInfo, SamplingParams
-    from rollout.engine.driver.generation import Generation
-    from rollout.limits import PausableDeadline
-    from rollout.token_prefix import TokenPrefix
 
 RecoveryPolicy = Literal["resume", "restart", "fail"]
 
@@ -57,57 +57,44 @@ class RecoveryCounts:
     quarantined: int = 0
 
 
+@attrs.define(eq=False, kw_only=True)
 class Attempt:
     """One generation and what has happened to its requests so far.
 
     Args:
-        generation: Filled by one request after the other.
-        session_id: The trajectory, for errors.
         prompt_ids: int32 little-endian, packed, or the trajectory's prefix.
-        priority: Larger is served first.
         known_experts: Tokens of the prompt whose routed experts are known.
         deadline: Its own; None never ends it.
 
     Attributes:
+        generation: Filled by one request after the other.
+        session_id: The trajectory, for errors.
+        priority: Larger is served first.
         deaths: Why replicas died while it was in flight there.
         is_interrupted: Its request is cut off, to resume later from the tokens that it has.
         is_running: It has a request in flight.
         was_paused: The runtime has paused its deadlines: engines may know an earlier deadline.
     """
 
-    def __init__(
-        self,
-        generation: Generation,
-        *,
-        session_id: str,
-        prompt_ids: bytes | TokenPrefix,
-        deadline: PausableDeadline | None = None,
-        sampling: SamplingParams,
-        info: EngineInfo,
-        policy: RecoveryPolicy,
-        counts: RecoveryCounts,
-        priority: int = 0,
-        known_experts: int = 0,
-    ) -> None:
-        self.generation = generation
-        self.session_id = session_id
-        self._deadline = deadline
-        self.priority = priority
-        self._known_experts = known_experts
-        self.deaths: list[str] = []
-        self.is_interrupted = False
-        self.is_running = False
-        self.was_paused = False
-        self._is_paused = False
-        self._prompt_ids = prompt_ids
-        self._sampling = sampling
-        self._info = info
-        self._policy = policy
-        self._counts = counts
-        self._tokens_at_death = 0
-        self._was_silent = False
-        self._garbled = 0
-        self._is_poisonous = False
+    generation: Generation
+    session_id: str
+    _prompt_ids: bytes | TokenPrefix
+    _sampling: SamplingParams
+    _info: EngineInfo
+    _policy: RecoveryPolicy
+    _counts: RecoveryCounts
+    priority: int = 0
+    _known_experts: int = 0
+    _deadline: PausableDeadline | None = None
+    deaths: list[str] = attrs.field(init=False, factory=list)
+    is_interrupted: bool = attrs.field(init=False, default=False)
+    is_running: bool = attrs.field(init=False, default=False)
+    was_paused: bool = attrs.field(init=False, default=False)
+    _is_paused: bool = attrs.field(init=False, default=False)
+    _tokens_at_death: int = attrs.field(init=False, default=0)
+    _was_silent: bool = attrs.field(init=False, default=False)
+    _garbled: int = attrs.field(init=False, default=0)
+    _is_poisonous: bool = attrs.field(init=False, default=False)
 
     @property
     def deadline(self) -> float:
