@@ -116,7 +116,8 @@ def cancel_scope(deadline: float = math.inf, *, shield: bool = False) -> anyio.C
         return anyio.CancelScope(deadline=deadline, shield=shield)
     import trio
 
-    return cast("anyio.CancelScope", trio.CancelScope(deadline=deadline, shield=shield))
+    scope: Any = trio.CancelScope(deadline=deadline, shield=shield)
+    return scope  # type: ignore[no-any-return]
 
 
 def native_cancellations() -> int:

@@ -41,10 +41,12 @@ def remaining(
     transcript: Transcript, lengths: LengthsConfig, context_length: int
 ) -> tuple[int, str]:
     """Tokens that may still be appended, and the path of the length that bounds them."""
-    return min(
-        (lengths.response - transcript.response_length, "lengths.response"),
-        (context_length - len(transcript), "engine.context_length"),
-    )
+    length = len(transcript)
+    context = context_length - length
+    response = lengths.response - (length - transcript.prompt_length)
+    if context <= response:
+        return context, "engine.context_length"
+    return response, "lengths.response"
 
 
 def generation_budget(
@@ -61,9 +63,9 @@ def generation_budget(
     room, source = remaining(transcript, lengths, context_length)
     if room < 1:
         raise length_error(source, "there is no room for another token")
-    bounds = [(room, source)]
+    budget = room, source
     if lengths.turn is not None:
-        bounds.append((lengths.turn, "lengths.turn"))
+        budget = min(budget, (lengths.turn, "lengths.turn"))
     if max_new_tokens is not None:
-        bounds.append((max_new_tokens, "sampling.max_new_tokens"))
-    return min(bounds)
+        budget = min(budget, (max_new_tokens, "sampling.max_new_tokens"))
+    return budget

@@ -196,7 +196,7 @@ class AgentContext:
         Args:
             messages: In place of the prompt's own.
         """
-        if len(self.transcript):
+        if self.transcript:
             raise AgentError("begin: the trajectory has begun already")
         given = self.prompt.messages if messages is None else messages
         worded = await self._state.wording.prompt(given)
@@ -207,7 +207,7 @@ class AgentContext:
 
     async def generate(self) -> AssistantTurn:
         """As `Conversation.generate`; begins the trajectory where nobody has."""
-        if not len(self.transcript):
+        if not self.transcript:
             await self.begin()
         return await self._main.generate()
 
@@ -254,7 +254,7 @@ class AgentContext:
 
     async def branch(self, position: int | None = None, *, purpose: str = BRANCH) -> Conversation:
         """As `Conversation.branch`; begins the trajectory where nobody has."""
-        if not len(self.transcript):
+        if not self.transcript:
             await self.begin()
         return await self._main.branch(position, purpose=purpose)
 

@@ -6,8 +6,6 @@ from array import array
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import anyio
-
 from rollout.agents.budget import length_error
 from rollout.agents.conversation_log import ConversationLog
 from rollout.agents.identity import Identity, RejectedPrompt
@@ -144,7 +142,8 @@ class Conversation:
             self._is_generating = False
 
     async def _generate(self) -> AssistantTurn:
-        state, started = self._state, anyio.current_time()
+        state = self._state
+        started = state.clock()
         turn_deadline, deadline = state.deadlines_of_turn(started)
         generation = Generation(on_tokens=[*self.on_tokens])
         bounded_by, is_over = "", False
@@ -168,7 +167,7 @@ class Conversation:
                     raise state.abort_error(self.session_id, deadline.now)
             is_over = True
         finally:
-            now = anyio.current_time()
+            now = state.clock()
             self._turn_deadline = turn_deadline.now
             state.note_generation(generation, now - started)
             end = TurnEnd.of(
@@ -331,7 +330,7 @@ class Conversation:
     def _check_idle(self, what: str, *, is_begun: bool = True) -> None:
         if self._is_generating:
             raise AgentError(f"{what}: {self.session_id} is generating; wait for its turn")
-        if is_begun and not len(self.transcript):
+        if is_begun and not self.transcript:
             raise AgentError(f"{what}: {self.session_id} has not begun")
 
     async def _settle(self) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import attrs
+import msgspec
 
 from rollout.seeds import derive_seed
 from rollout.types import Outcome
 
 
-@attrs.frozen(kw_only=True)
-class Identity:
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """Which trajectory this is, and which conversation of it.
 
     Attributes:
@@ -42,7 +42,8 @@ class Identity:
 
     def opened(self, number: int) -> Identity:
         """Of the conversation that is opened from this one as its `number`-th, counted from 0."""
-        return attrs.evolve(self, path=f"{self.path}.{number}" if self.path else str(number))
+        path = f"{self.path}.{number}" if self.path else str(number)
+        return msgspec.structs.replace(self, path=path)
 
     def seed_of_turn(self, turn: int) -> int:
         """The seed of the conversation's generation number `turn`, the same in every run."""

@@ -13,6 +13,7 @@ from rollout.agents.text_batches import TextBatches
 from rollout.bridge import has_virtual_clock
 from rollout.chat.encoding import NOTHING_READY, Ready, TextEncoder, WrittenText
 from rollout.chat.ids import LONG
+from rollout.chat.messages import is_mere_words
 from rollout.worker_threads import WorkerThreads
 
 T = TypeVar("T")
@@ -85,6 +86,8 @@ class LongTexts:
 
 def is_long(value: object, room: int = LONG) -> bool:
     """Whether the texts in `value` have more than `room` characters; looks at no more of them."""
+    if type(value) is list and len(value) == 1 and is_mere_words(value[0]):  # mostly it is so
+        return len(value[0].content or "") > room
     return _room_beside(value, room) < 0
 
 

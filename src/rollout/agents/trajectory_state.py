@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import anyio
 import msgspec
 
 from rollout.agents.budget import generation_budget
 from rollout.agents.identity import Ending, Identity
 from rollout.agents.wording import Wording
+from rollout.bridge import loop_clock
 from rollout.drives import UnresponsiveError
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.errors import EngineError, LimitExceeded
@@ -36,9 +36,11 @@ class TrajectoryState:
 
     Attributes:
         services: What all trajectories share.
+        config: The `agent` section of the configuration.
         prompt, identity, tools, extra, turn_scores, tool_rewards, ending, generation_s,
             cached_tokens, resumes, restarts, discarded_tokens: As in `AgentContext`.
         wording: Renders and encodes.
+        clock: The loop's time.
         reader: Decodes and parses what the model said.
         deadline: The trajectory's own.
         outermost: The deadline that nothing puts off.
@@ -55,6 +57,8 @@ class TrajectoryState:
         outermost: Deadline,
     ) -> None:
         self.services = services
+        self.config: AgentConfig = services.config.agent
+        self.clock = loop_clock()
         self.reader = services.reader_of(tools)
         self.wording = Wording(services, tools)
         self.outermost = outermost
@@ -72,11 +76,6 @@ class TrajectoryState:
         self.tools = tools
         self.deadline = PausableDeadline(deadline, outermost)
         self._calls_asked = 0
-
-    @property
-    def config(self) -> AgentConfig:
-        """The `agent` section of the configuration."""
-        return self.services.config.agent
 
     def end(self, outcome: Outcome, reason: str, *, limit_source: str | None = None) -> None:
         """Settle the outcome; return from `run` afterwards. The first call counts."""
@@ -105,10 +104,8 @@ class TrajectoryState:
             LimitExceeded: They are as many as `agent.max_consecutive_errors`, or those that could
                 not be run as `agent.max_consecutive_invalid_calls`.
         """
-        invalid, errors = (
-            self.config.max_consecutive_invalid_calls,
-            self.config.max_consecutive_errors,
-        )
+        config = self.config
+        invalid, errors = config.max_consecutive_invalid_calls, config.max_consecutive_errors
         if invalid is not None and self.tools.invalid_in_a_row >= invalid:
             raise LimitExceeded(
                 f"agent.max_consecutive_invalid_calls = {invalid} is reached",
@@ -151,7 +148,7 @@ class TrajectoryState:
 
     def abort_error(self, session_id: str, deadline: Deadline) -> Exception:
         """Why a generation was aborted that we had not ended."""
-        if anyio.current_time() >= deadline.at:
+        if self.clock() >= deadline.at:
             return deadline.error()  # the engine kept the deadline before we could
         return EngineError(f"{session_id}: the engine aborted the generation")
 
@@ -168,8 +165,9 @@ class TrajectoryState:
         """Count what a generation took, and what the loss of replicas did to it."""
         self.generation_s += seconds
         self.resumes += generation.resumes
-        self.restarts += generation.restarts
-        self.discarded_tokens += generation.discarded_tokens
+        if generation.restarts:
+            self.restarts += generation.restarts
+            self.discarded_tokens += generation.discarded_tokens
 
 
 class SettlingLimits:

@@ -176,8 +176,10 @@ class Wording:
     ) -> Worded:
         return self._observation_of(*self._drawn(messages, room), room, after)
 
-    def _drawn(self, messages: Given, room: tuple[int, str]) -> tuple[list[Any], WrittenText, str]:
-        """The messages as the template takes them, the text of them, and the turn end in it."""
+    def _drawn(
+        self, messages: Given, room: tuple[int, str]
+    ) -> tuple[list[Any], WrittenText, str, bool]:
+        """The messages as the template takes them, and `ChatTemplate.observation_text` of them."""
         plain = template_messages(messages)
         try:
             return plain, *self._services.template.observation_text(plain, room[0] - 1)
@@ -189,6 +191,7 @@ class Wording:
         plain: list[Any],
         written: WrittenText,
         turn_end: str,
+        opens_reasoning: bool,
         room: tuple[int, str],
         after: Sequence[int] | None,
         ready: Ready = NOTHING_READY,
@@ -205,8 +208,7 @@ class Wording:
             raise no_room(source, str(len(ids)))
         own = as_messages(plain)
         text = written.text if template.spells(written.text) else template.decode(ids)
-        found = find_texts(own, text)
-        return Worded(ids, own, template.opens_reasoning_after(plain), found)
+        return Worded(ids, own, opens_reasoning, find_texts(own, text))
 
 
 def no_room(source: str, count: str) -> LimitExceeded:

@@ -106,8 +106,8 @@ class ContinuationRenderer:
 
     def render(
         self, messages: Sequence[TemplateMessage], most: int | None = None
-    ) -> tuple[WrittenText, str]:
-        """The text after the assistant's content, and the turn end that it starts with.
+    ) -> tuple[WrittenText, Continuation]:
+        """The text after the assistant's content, and its form.
 
         Args:
             messages: As they follow a turn.
@@ -129,7 +129,7 @@ class ContinuationRenderer:
                 None,
                 most,
             )
-        return joined, form.turn_end
+        return joined, form
 
     def refuse_beyond(self, most: int, messages: Sequence[TemplateMessage]) -> None:
         """Raise where the lengths of contents, which are not rendered, say that there is no room.

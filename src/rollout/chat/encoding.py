@@ -11,6 +11,7 @@ before it is encoded, or once its beginning was.
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import weakref
 from array import array
@@ -182,6 +183,11 @@ class TextEncoder:
     def is_plain(self, text: str) -> bool:
         """Whether nothing in `text` looks like a special token."""
         return self._pattern is None or self._pattern.search(text) is None
+
+    @cached_property
+    def is_spelled_in_json(self) -> bool:
+        """Whether special tokens look in strings of JSON as they look in the strings themselves."""
+        return all(json.dumps(name, ensure_ascii=False)[1:-1] == name for name in self.specials)
 
     def special_token_spellings(self, text: str, start: int = 0) -> list[Place]:
         """Where `text` would be read as special tokens, moved by `start`."""

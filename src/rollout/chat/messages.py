@@ -61,7 +61,7 @@ def template_messages(messages: Iterable[Message | Mapping[str, Any]]) -> Templa
         raise TemplateError(f"messages must be a sequence of messages, not {_kind(messages)}")
     converted = TemplateMessages()
     for index, message in enumerate(messages):
-        if type(message) is Message and _is_mere_words(message):
+        if is_mere_words(message):
             converted.add(_words(message), message.extra, message)
         else:
             converted.add(*_template_message(f"messages[{index}]", message))
@@ -70,10 +70,11 @@ def template_messages(messages: Iterable[Message | Mapping[str, Any]]) -> Templa
     return converted
 
 
-def _is_mere_words(message: Message) -> bool:
-    """Whether a message is a text and nothing else, as those of users and tools mostly are."""
+def is_mere_words(message: object) -> TypeGuard[Message]:
+    """Whether it is a record of a text and nothing else, as those of users and tools mostly are."""
     return (
-        type(message.content) is str
+        type(message) is Message
+        and type(message.content) is str
         and message.role in ROLES
         and type(message.extra) is dict
         and type(message.tool_calls) is tuple
@@ -283,6 +284,9 @@ def as_messages(messages: Iterable[Message | Mapping[str, Any]]) -> list[Message
         TemplateError: As `template_messages`.
     """
     plain = template_messages(messages)
+    records = [record for record in plain.records if record is not None]
+    if len(records) == len(plain):
+        return records
     return [
         _record(fields, extra) if record is None else record
         for fields, extra, record in zip(plain, plain.extras, plain.records, strict=True)

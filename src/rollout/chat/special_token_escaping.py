@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from rollout.chat.encoding import Place, WrittenText
 from rollout.errors import TemplateError
 
@@ -51,7 +53,7 @@ def render_escaped(
     """
     text = render(messages, tools)
     encoder.refuse_beyond(most, text)
-    if _are_plain(encoder, [messages, tools]):
+    if _are_plain(encoder, messages) and (not tools or _are_plain_tools(encoder, tools)):
         return WrittenText(text)
     word = "rolloutSpecialToken"  # letters, which templates leave as they are
     while word in text:
@@ -66,14 +68,23 @@ def render_escaped(
     return kept if kept.text == text else replaced
 
 
+def _are_plain_tools(encoder: TextEncoder, tools: object) -> bool:
+    """`_are_plain`; the many short strings of tools are looked at as one text, if that tells."""
+    try:
+        text = msgspec.json.encode(tools).decode()
+    except (TypeError, ValueError):  # values that JSON has no word for
+        return _are_plain(encoder, tools)
+    return (encoder.is_spelled_in_json and encoder.is_plain(text)) or _are_plain(encoder, tools)
+
+
 def _are_plain(encoder: TextEncoder, value: object) -> bool:
     if isinstance(value, str):
         return encoder.is_plain(value)
-    if isinstance(value, Mapping):
+    if type(value) is dict or isinstance(value, Mapping):
         return all(
             _are_plain(encoder, key) and _are_plain(encoder, item) for key, item in value.items()
         )
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return all(_are_plain(encoder, item) for item in value)
     return True
 

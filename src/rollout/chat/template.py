@@ -157,14 +157,15 @@ class ChatTemplate:
                 used append-only.
             TooManyTokens: They certainly have more than `most`.
         """
-        observation = self.observation_text(messages, most)
-        return self.observation_ids_of(*observation, after=after, most=most)
+        written, turn_end, _ = self.observation_text(messages, most)
+        return self.observation_ids_of(written, turn_end, after=after, most=most)
 
     def observation_text(
         self, messages: Iterable[Message | Mapping[str, Any]], most: int | None = None
-    ) -> tuple[WrittenText, str]:
-        """What follows a turn, as text, and the end of the turn that it starts with."""
-        return self._continuations.render(self._adapted(messages), most)
+    ) -> tuple[WrittenText, str, bool]:
+        """What follows a turn, the end of the turn that it starts with, `opens_reasoning_after`."""
+        written, form = self._continuations.render(self._adapted(messages), most)
+        return written, form.turn_end, form.opens_reasoning
 
     def observation_ids_of(
         self,

@@ -306,4 +306,6 @@ class BatchRun:
 
 def _by_priority(members: Sequence[Member]) -> list[tuple[int, Member]]:
     """The members with their rows, those of the highest priority first, else in their order."""
+    if all(member.prompt.priority == members[0].prompt.priority for member in members):
+        return list(enumerate(members))
     return sorted(enumerate(members), key=lambda pair: -pair[1].prompt.priority)

@@ -83,6 +83,11 @@ _FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "tools": (list, tuple, type(None)),
     "messages": (list, tuple),
 }
+#: What they mostly are: a look at the type alone is several times as fast.
+_USUAL_TYPES = {
+    field: frozenset(dict if kind is Mapping else kind for kind in kinds)
+    for field, kinds in _FIELD_TYPES.items()
+}
 _SPOKEN = {str: "a string", Mapping: "a mapping", list: "a list", type(None): "None"}
 
 
@@ -103,16 +108,18 @@ def _faults_of(prompt: Prompt, path: str) -> list[str]:
         f"{path}.{field} = {value!r:.80}: expected "
         + " or ".join(_SPOKEN[t] for t in types if t is not tuple)
         for field, types in _FIELD_TYPES.items()
-        if not isinstance(value := getattr(prompt, field), types)
+        if type(value := getattr(prompt, field)) not in _USUAL_TYPES[field]
+        and not isinstance(value, types)
     ]
     if not is_priority(prompt.priority):
         faults.append(f"{path}.priority = {prompt.priority!r:.80}: expected {PRIORITY}")
-    tools = prompt.tools if isinstance(prompt.tools, list | tuple) else ()
-    return faults + [
-        f"{path}.tools[{index}] = {name!r:.80}: expected a string"
-        for index, name in enumerate(tools)
-        if not isinstance(name, str)
-    ]
+    if isinstance(prompt.tools, list | tuple):
+        faults += [
+            f"{path}.tools[{index}] = {name!r:.80}: expected a string"
+            for index, name in enumerate(prompt.tools)
+            if not isinstance(name, str)
+        ]
+    return faults
 
 
 def _check_uids(prompts: list[Prompt]) -> None:

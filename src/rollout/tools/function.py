@@ -119,7 +119,7 @@ class FunctionTool(Tool, Generic[P, R]):
         """
         if type(arguments) is not dict and not isinstance(arguments, Mapping):
             SchemaCheck(self.name, None).check(arguments)
-        fixed = self.fixed(kwargs)
+        fixed = self.fixed(kwargs) if kwargs else {}
         if self._schema_check is not None:
             shown = {name: fixed[name] for name in self._schema_check.names if name in fixed}
             self._schema_check.check({**arguments, **shown})
@@ -127,8 +127,6 @@ class FunctionTool(Tool, Generic[P, R]):
 
     def fixed(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments that a prompt's kwargs give; `**kwargs` of the function take the others."""
-        if not kwargs:
-            return {}
         if self.parameters.takes_others:
             return {n: v for n, v in kwargs.items() if n in self._known or n not in METHOD_KWARGS}
         return {name: value for name, value in kwargs.items() if name in self._known}
@@ -182,7 +180,9 @@ class _FunctionSession(ToolSession):
         self._context = context
 
     async def execute(self, call: ToolCall) -> Any:
-        arguments = {**call.arguments, **self._tool.fixed(self._context.kwargs)}
+        arguments = dict(call.arguments)
+        if self._context.kwargs:
+            arguments.update(self._tool.fixed(self._context.kwargs))
         if self._tool.function_ref is not None:
             return await self._run_in_process(self._tool.function_ref, arguments)
         return await self._tool.run(self._tool.parameters.check(arguments), self._context)

@@ -155,16 +155,16 @@ class ToolGate:
         except Exception:  # kwargs may hold any object
             return None
 
-    def kept(self, key: bytes | None) -> ToolResult | None:
+    def kept(self, key: bytes) -> ToolResult | None:
         """The result of an earlier call like this one."""
-        if key is None or key not in self._cache:
+        if key not in self._cache:
             return None
         self._cache.move_to_end(key)
         return self._cache[key]
 
-    def keep(self, key: bytes | None, result: ToolResult) -> None:
+    def keep(self, key: bytes, result: ToolResult) -> None:
         """Keep a result for later calls; the one used longest ago makes room."""
-        if key is None or result.is_error:
+        if result.is_error:
             return
         self._cache[key] = result
         self._cache.move_to_end(key)

@@ -54,24 +54,25 @@ class CallLimits(msgspec.Struct, frozen=True, kw_only=True):
     cleanup_s: float
 
 
+#: A call and its position among those of its turn.
+_Placed = tuple[int, ToolCall]
+
+
 class _Turn:
-    """The calls of one turn on their way; a call whose result is set does not run."""
+    """The calls of one turn on their way: their results, and those of them that are to run."""
 
-    __slots__ = ("calls", "deadline", "limit", "results")
+    __slots__ = ("deadline", "limit", "pending", "results")
 
-    def __init__(self, calls: Sequence[ToolCall | InvalidToolCall], deadline: Deadline) -> None:
-        self.calls = calls
-        self.results: list[ToolResult | None] = [None] * len(calls)
+    def __init__(self, count: int, deadline: Deadline) -> None:
+        self.results: list[ToolResult | None] = [None] * count
+        self.pending: list[_Placed] = []
         self.deadline = deadline
         self.limit: LimitExceeded | None = None
 
-    def pending(self) -> list[tuple[int, ToolCall]]:
-        """The calls that still have to run, and their positions."""
-        return [
-            (position, call)
-            for position, call in enumerate(self.calls)
-            if self.results[position] is None and isinstance(call, ToolCall)
-        ]
+    def answer(self, position: int, result: ToolResult) -> None:
+        """Answer a call that is not going to run."""
+        self.results[position] = result
+        self.pending = [placed for placed in self.pending if placed[0] != position]
 
 
 class TrajectoryTools:
@@ -101,6 +102,7 @@ class TrajectoryTools:
         self.invalid_in_a_row = 0
         self._identity = object()
         self._clock = loop_clock()
+        self._is_on_trio = runs_on_trio()
         self._opening = anyio.Lock(fast_acquire=True)
         self._serial: dict[int, anyio.Lock] = {}
         self._tools = tools
@@ -137,11 +139,15 @@ class TrajectoryTools:
         """
         if self._sessions.is_closed:
             raise ToolError("the tools of this trajectory are closed")
-        turn = _Turn(calls, turn_deadline)
+        turn = _Turn(len(calls), turn_deadline)
         for position, call in enumerate(calls):
-            self._refuse(turn, position, call)
-        await self._open_tools(turn)
-        await self._run_calls(turn)
+            self._admit(turn, position, call)
+        if self._unopened(turn):
+            await self._open_tools(turn)
+        if len(turn.pending) == 1 and self._is_on_trio:
+            await self._run_call(turn, *turn.pending[0])
+        elif turn.pending:
+            await self._run_lanes(turn)
         if turn.limit is not None:
             raise turn.limit
         results = [self._finished(result) for result in turn.results if result is not None]
@@ -165,24 +171,28 @@ class TrajectoryTools:
         """
         await self._sessions.close()
 
-    def _refuse(self, turn: _Turn, position: int, call: ToolCall | InvalidToolCall) -> None:
-        """Answer a call that does not run; an invalid one counts, one too many does not."""
+    def _admit(self, turn: _Turn, position: int, call: ToolCall | InvalidToolCall) -> None:
+        """Let a call run, or answer it; an invalid one counts, one too many does not."""
         limit = self._limits.max_parallel_calls
-        if position >= limit and not isinstance(call, InvalidToolCall):
+        if isinstance(call, InvalidToolCall):
+            self._refuse(turn, position, f"invalid tool call: {call.reason}")
+        elif position >= limit:
             turn.results[position] = error_result(
                 f"not executed: at most {limit} calls per turn (agent.max_parallel_calls); "
                 f"call it again"
             )
-            return
-        fault = self._fault(call)
-        self.invalid_in_a_row = self.invalid_in_a_row + 1 if fault else 0
-        if fault:
-            turn.results[position] = error_result(fault)
+        elif (fault := self._fault(call)) is not None:
+            self._refuse(turn, position, fault)
+        else:
+            self.invalid_in_a_row = 0
+            turn.pending.append((position, call))
 
-    def _fault(self, call: ToolCall | InvalidToolCall) -> str | None:
+    def _refuse(self, turn: _Turn, position: int, fault: str) -> None:
+        self.invalid_in_a_row += 1
+        turn.results[position] = error_result(fault)
+
+    def _fault(self, call: ToolCall) -> str | None:
         """Why this call cannot be run as it is."""
-        if isinstance(call, InvalidToolCall):
-            return f"invalid tool call: {call.reason}"
         if call.name not in self._tools:
             known = ", ".join(repr(name) for name in self._tools) or "none"
             return f"unknown tool {call.name!r}; known tools: {known}"
@@ -192,18 +202,20 @@ class TrajectoryTools:
             return str(error)
         return None
 
-    def _unopened(self, turn: _Turn) -> list[tuple[int, ToolCall]]:
-        return [pair for pair in turn.pending() if pair[1].name not in self._sessions]
+    def _unopened(self, turn: _Turn) -> list[_Placed]:
+        return [placed for placed in turn.pending if placed[1].name not in self._sessions]
 
     async def _open_tools(self, turn: _Turn) -> None:
         """Open the tools that are used for the first time; where one fails, so do its calls."""
-        if self._unopened(turn):
-            async with _alone(self._opening, turn.deadline):  # for other conversations open them
-                await self._open_unopened(turn)
+        await _acquire(self._opening, turn.deadline)
+        try:
+            await self._open_unopened(turn)  # other conversations may have opened some meanwhile
+        finally:
+            self._opening.release()
 
     async def _open_unopened(self, turn: _Turn) -> None:
-        pending = self._unopened(turn)
-        for name in dict.fromkeys(call.name for _, call in pending):
+        unopened = self._unopened(turn)
+        for name in dict.fromkeys(call.name for _, call in unopened):
             breaker = self._gates[name].breaker
             failure = breaker.refusal(self._clock())
             if failure is None:
@@ -215,39 +227,39 @@ class TrajectoryTools:
                 finally:
                     breaker.forget()
             if failure is not None:
-                for position, call in pending:
+                for position, call in unopened:
                     if call.name == name:
-                        turn.results[position] = error_result(failure)
+                        turn.answer(position, error_result(failure))
 
-    async def _run_calls(self, turn: _Turn) -> None:
-        lanes: dict[int, list[int]] = {}
-        for position, call in turn.pending():
+    async def _run_lanes(self, turn: _Turn) -> None:
+        lanes: dict[int, list[_Placed]] = {}
+        for placed in turn.pending:
+            position, call = placed
             serial = self._sessions[call.name].serial
-            lanes.setdefault(-1 - position if serial is None else id(serial), []).append(position)
+            lanes.setdefault(-1 - position if serial is None else id(serial), []).append(placed)
         if len(lanes) > 1:
             await run_side_by_side([partial(self._run_lane, turn, lane) for lane in lanes.values()])
-        elif lanes:
+        else:
             await self._run_lane(turn, *lanes.values(), is_in_task=False)
 
-    async def _run_lane(self, turn: _Turn, lane: list[int], *, is_in_task: bool = True) -> None:
+    async def _run_lane(self, turn: _Turn, lane: list[_Placed], *, is_in_task: bool = True) -> None:
         """Run calls that must not run at once, until the turn's deadline passes.
 
         A task more would cost as much as all the rest, so that on trio the calls share the
         caller's. On asyncio each has its own: a cancel scope that it leaves open would otherwise
         break the caller's. Trio mends that.
         """
-        shares_task = runs_on_trio() or (is_in_task and len(lane) == 1)
-        for position in lane:
+        shares_task = self._is_on_trio or (is_in_task and len(lane) == 1)
+        for placed in lane:
             if turn.limit is not None:
                 return
             if shares_task:
-                await self._run_call(turn, position)
+                await self._run_call(turn, *placed)
             else:
-                await run_side_by_side([partial(self._run_call, turn, position)])
+                await run_side_by_side([partial(self._run_call, turn, *placed)])
 
-    async def _run_call(self, turn: _Turn, position: int) -> None:
-        call, started = turn.calls[position], self._clock()
-        assert isinstance(call, ToolCall)
+    async def _run_call(self, turn: _Turn, position: int, call: ToolCall) -> None:
+        started = self._clock()
         owner = self._contexts[call.name]
         activity = f"tool {call.name!r} of trajectory {owner.uid}/{owner.member}"  # noqa: F841
         self.calls += 1
@@ -261,8 +273,7 @@ class TrajectoryTools:
     ) -> ToolResult:
         gate = self._gates[call.name]
         key = gate.key(call.arguments, kwargs)
-        result = gate.kept(key)
-        if result is not None:
+        if key is not None and (result := gate.kept(key)) is not None:
             return result
         refusal = gate.breaker.refusal(self._clock())
         if refusal is not None:
@@ -281,7 +292,8 @@ class TrajectoryTools:
             gate.breaker.forget()
             raise
         gate.breaker.succeed()
-        gate.keep(key, result)
+        if key is not None:
+            gate.keep(key, result)
         return result
 
     async def _attempts(self, turn: _Turn, call: ToolCall, gate: ToolGate) -> ToolResult:
@@ -292,7 +304,7 @@ class TrajectoryTools:
             try:
                 async with self._place(session, gate, turn.deadline):
                     deadline = deadline or self._call_deadline(call.name, policy, turn)
-                    return await _execute(session, call, deadline, turn, gate)
+                    return await self._execute(session, call, deadline, turn, gate)
             except CallError as error:
                 pause_s = policy.backoff_s * 2 ** (tries - 1)
                 is_last = tries > policy.retries or not policy.is_transient(error.root)
@@ -300,6 +312,28 @@ class TrajectoryTools:
                     raise error if tries == 1 else error.after(tries) from error.__cause__
             await anyio.sleep(pause_s)
         raise AssertionError("unreachable")
+
+    async def _execute(
+        self,
+        session: ToolSession,
+        call: ToolCall,
+        deadline: Deadline,
+        turn: _Turn,
+        gate: ToolGate,
+    ) -> ToolResult:
+        try:
+            return await attempt(
+                _answer,
+                session,
+                call,
+                deadline=deadline,
+                what=gate.what,
+                owns_task=not self._is_on_trio,
+            )
+        except LimitExceeded:
+            if deadline is turn.deadline:
+                raise
+            raise CallError(timed_out(deadline)) from None
 
     def _place(
         self, session: ToolSession, gate: ToolGate, deadline: Deadline
@@ -315,8 +349,12 @@ class TrajectoryTools:
     ) -> AsyncIterator[None]:
         """Calls that must not run at once may come from several conversations."""
         lock = self._serial.setdefault(id(serial), anyio.Lock(fast_acquire=True))
-        async with _alone(lock, deadline), gate.place(deadline):
-            yield
+        await _acquire(lock, deadline)
+        try:
+            async with gate.place(deadline):
+                yield
+        finally:
+            lock.release()
 
     def _call_deadline(self, name: str, policy: ToolPolicy, turn: _Turn) -> Deadline:
         now = self._clock()
@@ -334,35 +372,12 @@ class TrajectoryTools:
         return result if text is result.text else msgspec.structs.replace(result, text=text)
 
 
-@contextlib.asynccontextmanager
-async def _alone(lock: anyio.Lock, deadline: Deadline) -> AsyncIterator[None]:
-    if lock.locked():
-        with fail_at_deadline(deadline):
-            await lock.acquire()
-    else:
+async def _acquire(lock: anyio.Lock, deadline: Deadline) -> None:
+    if not lock.locked():
         lock.acquire_nowait()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-async def _execute(
-    session: ToolSession, call: ToolCall, deadline: Deadline, turn: _Turn, gate: ToolGate
-) -> ToolResult:
-    try:
-        return await attempt(
-            _answer,
-            session,
-            call,
-            deadline=deadline,
-            what=gate.what,
-            owns_task=not runs_on_trio(),
-        )
-    except LimitExceeded:
-        if deadline is turn.deadline:
-            raise
-        raise CallError(timed_out(deadline)) from None
+        return
+    with fail_at_deadline(deadline):
+        await lock.acquire()
 
 
 async def _answer(session: ToolSession, call: ToolCall) -> ToolResult:
