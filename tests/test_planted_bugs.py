@@ -23,6 +23,7 @@ from rollout.engine.process import client_session as host_module
 from rollout.engine.process.client_session import ClientSession
 from rollout.limits import Deadline
 from rollout.scheduling import trajectory_runner as trajectory_module
+from rollout.scheduling.agent_run import AgentRun
 from rollout.scheduling.batch_run import BatchRun
 from rollout.scheduling.trajectory_runner import TrajectoryRunner
 from rollout.seeds import derive_seed
@@ -126,26 +127,24 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("swallowed cancellation of an agent", "though its last generation was cancelled")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = trajectory_module._run_guarded
-
-    async def run_guarded(loop: Any, context: Any) -> Any:
-        try:
-            return await real(loop, context)
-        except anyio.get_cancelled_exc_class():
-            return None
-
-    patch.setattr(trajectory_module, "_run_guarded", run_guarded)
+    patch.setattr(AgentRun, "was_cancelled", property(lambda self: False, lambda self, value: None))
 
 
 @bug("retry of a finished member", "answers of engines are not in its transcript")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = TrajectoryRunner.run
+    real = TrajectoryRunner.conclude
+    retried: set[int] = set()
 
-    async def run(self: TrajectoryRunner, member: Any, deadline: Deadline) -> Any:
-        await real(self, member, deadline)
-        return await real(self, member, deadline)
+    async def conclude(self: TrajectoryRunner, run: AgentRun) -> Any:
+        trajectory = await real(self, run)
+        if id(run.member) in retried or run.rejection or isinstance(trajectory, AgentRun):
+            return trajectory
+        retried.add(id(run.member))
+        again = run.again()
+        again.attempt, again.discarded = run.attempt, 0
+        return again
 
-    patch.setattr(TrajectoryRunner, "run", run)
+    patch.setattr(TrajectoryRunner, "conclude", conclude)
 
 
 @bug("deadline not clipped", r"limits\.\w+ = ")
@@ -233,14 +232,14 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("place not given back", r"[1-9]\d* places are held|hangs")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = BatchRun._run_member
+    real = BatchRun._leave
 
-    async def run_member(self: BatchRun, row: int, member: Any, deliver: Any) -> None:
-        await real(self, row, member, deliver)
-        if member.identity.member == 2:
+    def leave(self: BatchRun, run: AgentRun, last: Any) -> None:
+        real(self, run, last)
+        if run.member.identity.member == 2:
             self._limiter.acquire_on_behalf_of_nowait(object())
 
-    patch.setattr(BatchRun, "_run_member", run_member)
+    patch.setattr(BatchRun, "_leave", leave)
 
 
 @bug("prompt that lacks its last token", "other prompt ids than the agent sent")

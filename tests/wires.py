@@ -22,6 +22,7 @@ from rollout.engine.process.server import EngineServer
 from rollout.engine.wire.protocol import DriverFacts, Role, Submit, Terms
 from rollout.scopes import open_task_group
 from rollout.token_prefix import TokenPrefix
+from rollout.wake_budget import WakeBudget
 
 SECRET = b"s" * 32
 TERMS = Terms()
@@ -36,8 +37,9 @@ class Wire:
         sent: Messages of the client by role, where a test listens.
     """
 
-    def __init__(self, core: Any, **options: Any) -> None:
+    def __init__(self, core: Any, *, wakes: WakeBudget | None = None, **options: Any) -> None:
         self.core = core
+        self._wakes = wakes
         self.streams: list[MemoryByteStream] = []
         self.is_down = False
         self.latency_s = 0.0
@@ -80,7 +82,9 @@ class Wire:
     ) -> AsyncIterator[Channel]:
         """A channel beside the one of `channel`."""
         async with (
-            connect_channel("engine-0", self.connect, SECRET, terms=terms, facts=facts) as channel,
+            connect_channel(
+                "engine-0", self.connect, SECRET, terms=terms, facts=facts, wakes=self._wakes
+            ) as channel,
             open_task_group() as tasks,
         ):
             tasks.start_soon(channel.run)

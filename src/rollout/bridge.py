@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio  # noqa: TID251  (this is the module that may)
 import math
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
-from contextvars import copy_context
-from functools import cache
-from typing import Any, NoReturn, TypeVar, cast
+from contextvars import Context
+from functools import cache, partial
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import anyio
 import sniffio
@@ -25,7 +25,25 @@ from rollout.errors import ToolError
 
 T = TypeVar("T")
 Post = Callable[[Callable[[], object]], None]
-StartTask = Callable[[Callable[[], Coroutine[Any, Any, object]]], object]
+
+
+class TaskCode(Protocol):
+    """What a task runs in place of a coroutine."""
+
+    def send(self, value: Any) -> Any:
+        """Resume it."""
+
+    def throw(self, *error: Any) -> Any:
+        """Resume it with an error."""
+
+    def __await__(self) -> Any: ...
+
+    def runs_in(self, task: Any) -> None:
+        """This task of the event loop runs it."""
+
+
+#: Starts a task, given its code, its name and its context variables.
+StartTask = Callable[[TaskCode, str, Context], object]
 
 
 def loop_poster() -> Post:
@@ -117,50 +135,64 @@ def open_apart() -> AbstractAsyncContextManager[StartTask]:
     """Gives what starts a task that need not be waited for; it has to contain its exceptions.
 
     On trio nothing waits for it, since it may wait for what cannot be interrupted. On asyncio,
-    where everything can, it belongs to the block.
+    where everything can, it belongs to the block. What it runs is told which task that is.
     """
     return nullcontext(_start_on_trio) if runs_on_trio() else _apart_on_asyncio()
 
 
-def _start_on_trio(function: Callable[[], Coroutine[Any, Any, object]]) -> None:
+def _start_on_trio(code: TaskCode, name: str, context: Context) -> None:
     import trio
 
-    trio.lowlevel.spawn_system_task(_unprotected(), function, context=copy_context())
+    _let_ctrl_c_through(type(code))
+    task = trio.lowlevel.spawn_system_task(lambda: code, name=name, context=context)
+    code.runs_in(task)
 
 
 @cache
-def _unprotected() -> Callable[[Callable[[], Coroutine[Any, Any, object]]], Awaitable[None]]:
-    """`_call`, which Ctrl-C is to reach like any other task."""
+def _let_ctrl_c_through(kind: type[TaskCode]) -> None:
+    """Ctrl-C is to reach such code as it reaches the code of any other task."""
     import trio
 
-    return trio.lowlevel.disable_ki_protection(_call)
+    for method in (kind.send, kind.throw):
+        trio.lowlevel.disable_ki_protection(method)
 
 
 @asynccontextmanager
 async def _apart_on_asyncio() -> AsyncIterator[StartTask]:
-    failure: BaseException | None = None
-    # What is in a group besides is anyio's word on scopes that the task did not leave.
+    async with anyio.create_task_group() as tasks:
+
+        def start(code: TaskCode, name: str, context: Context) -> None:
+            context.run(partial(tasks.start_soon, _contain, code, name))
+
+        yield start
+
+
+async def _contain(code: TaskCode, name: str) -> None:
+    """Keep what a task does to its own group from all others."""
+    # What is in the group is anyio's word on scopes that the task did not leave.
     with suppress(BaseExceptionGroup):
         async with anyio.create_task_group() as tasks:
-            try:
-                yield tasks.start_soon
-            except BaseException as error:
-                failure = error
-    if failure is not None:
-        raise failure
+            tasks.start_soon(_run_on_asyncio, code, name=name)
 
 
-async def _call(function: Callable[[], Coroutine[Any, Any, object]]) -> None:
-    await function()
+async def _run_on_asyncio(code: TaskCode) -> None:
+    code.runs_in(asyncio.current_task())
+    await code
 
 
 class Interruptible:
     """A task that can be made to run, whatever it waits for."""
 
+    __slots__ = ("_task",)
+
     def __init__(self) -> None:
         self._task: Any = None
 
-    def is_this(self) -> None:
+    def runs_in(self, task: Any) -> None:
+        """It is this one."""
+        self._task = task
+
+    def runs_here(self) -> None:
         """It is the one that calls."""
         if runs_on_trio():
             import trio

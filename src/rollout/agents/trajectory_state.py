@@ -11,10 +11,10 @@ from rollout.agents.budget import generation_budget
 from rollout.agents.identity import Ending, Identity
 from rollout.agents.wording import Wording
 from rollout.bridge import loop_clock
+from rollout.drives import UnresponsiveError
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.errors import EngineError, LimitExceeded
 from rollout.limits import Deadline, PausableDeadline
-from rollout.supervision import UnresponsiveError
 from rollout.types import Outcome, Prompt
 
 if TYPE_CHECKING:
