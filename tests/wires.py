@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from array import array
 from collections.abc import AsyncIterator, Callable
@@ -131,7 +132,7 @@ class Asker:
 
     async def ask(self, prompt: list[int] | TokenPrefix, count: int = 4, **options: Any) -> Any:
         generation, pending = self.submit(prompt, count, **options)
-        await pending.done.wait()
+        await pending.done
         assert not pending.error, pending.error
         return generation
 
@@ -153,7 +154,7 @@ def messages_of(channel: Channel, role: Role) -> list[msgspec.Struct]:
     real = frames.send_nowait
 
     def send_nowait(message: msgspec.Struct) -> None:
-        sent.append(message)
+        sent.append(copy.copy(message))
         real(message)
 
     frames.send_nowait = send_nowait  # type: ignore[method-assign]

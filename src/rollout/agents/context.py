@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from rollout.agents.conversation import Conversation
@@ -85,6 +85,8 @@ class AgentContext:
     resumes = _Shared[int]()
     restarts = _Shared[list[str]]()
     discarded_tokens = _Shared[int]()
+
+    __slots__ = ("__dict__", "_interaction", "_main", "_services", "_state")
 
     def __init__(
         self,
@@ -205,10 +207,12 @@ class AgentContext:
         if self._interaction is not None:
             await self._interaction.start(self._interaction_context())
 
-    async def generate(self) -> AssistantTurn:
-        """As `Conversation.generate`; begins the trajectory where nobody has."""
-        if not self.transcript:
-            await self.begin()
+    def generate(self) -> Coroutine[Any, Any, AssistantTurn]:
+        """As `Conversation.generate`, awaited; begins the trajectory where nobody has."""
+        return self._main.generate() if self.transcript else self._begin_and_generate()
+
+    async def _begin_and_generate(self) -> AssistantTurn:
+        await self.begin()
         return await self._main.generate()
 
     async def call_tools(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
@@ -227,7 +231,7 @@ class AgentContext:
         deadline = self._main.turn_deadline
         with (
             SettlingLimits(self._state, is_main=True),
-            Duty("respond of the interaction", deadline.at),
+            Duty("respond of the interaction", deadline.fires_at),
             fail_at_deadline(deadline),
         ):
             turn = await self._interaction.respond(list(template_messages(self.messages)))

@@ -18,8 +18,9 @@ from rollout.agents.wording import Worded, no_room
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT
 from rollout.chat.transcript import Transcript
+from rollout.drives import UnresponsiveError
 from rollout.engine.driver.generation import Generation
-from rollout.errors import AgentError
+from rollout.errors import AgentError, LimitExceeded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -45,11 +46,32 @@ class Conversation:
             is lowered to what the lengths leave, its `seed` set for each turn.
         trainable: Whether a trainer may learn from it; None: as the trajectory.
         reward: Its own; None: the trajectory's.
-        on_tokens: Called on the loop with the `Generation` under way at each of its chunks. They
-            must return at once; one that raises is logged and left out until the next generation.
         assistant_turns, user_turns: Generations so far; answers of tools or users so far.
         cut_by: As `AssistantTurn.cut_by`, of the last generation.
     """
+
+    __slots__ = (
+        "__dict__",
+        "_asked_for",
+        "_errors_in_a_row",
+        "_group_id",
+        "_identity",
+        "_is_generating",
+        "_known_tokens",
+        "_log",
+        "_on_tokens",
+        "_opened",
+        "_session_id",
+        "_state",
+        "_turn_deadline",
+        "_unsettled",
+        "assistant_turns",
+        "cut_by",
+        "reward",
+        "sampling",
+        "trainable",
+        "user_turns",
+    )
 
     def __init__(
         self,
@@ -63,22 +85,36 @@ class Conversation:
         self.sampling = sampling
         self.trainable: bool | None = None
         self.reward: float | None = None
-        self.on_tokens: list[Callable[[Generation], object]] = []
+        self._on_tokens: list[Callable[[Generation], object]] | None = None
         self.assistant_turns = 0
         self.user_turns = 0
         self.cut_by: str | None = None
-        self._opened: list[Conversation] = []
+        self._opened: tuple[Conversation, ...] = ()
         self._state = state
         self._log = log
         self._identity = identity
+        self._session_id = identity.session_id
         self._group_id = group_id
         self._turn_deadline = state.deadline.now
         self._asked_for = 0
         self._errors_in_a_row = 0
         self._known_tokens = 0
         self._is_generating = False
-        self._unsettled: list[Given | array[int]] = []
-        self._settling_limits = SettlingLimits(state, is_main=self.purpose == MAIN)
+        self._unsettled: tuple[Given | array[int], ...] = ()
+
+    @property
+    def on_tokens(self) -> list[Callable[[Generation], object]]:
+        """Called on the loop with the `Generation` under way at each of its chunks.
+
+        They must return at once; one that raises is logged and left out until the next generation.
+        """
+        if self._on_tokens is None:
+            self._on_tokens = []
+        return self._on_tokens
+
+    @on_tokens.setter
+    def on_tokens(self, readers: list[Callable[[Generation], object]]) -> None:
+        self._on_tokens = readers
 
     @property
     def transcript(self) -> Transcript:
@@ -86,7 +122,7 @@ class Conversation:
         return self._log.transcript
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> Sequence[Row]:
         """Its rows in order; one, unless its history was rendered again."""
         return self._log.rows
 
@@ -103,12 +139,12 @@ class Conversation:
     @property
     def session_id(self) -> str:
         """Names it to the router and the engines."""
-        return self._identity.session_id
+        return self._session_id
 
     @property
     def opened(self) -> tuple[Conversation, ...]:
         """The conversations opened from it, in their order."""
-        return tuple(self._opened)
+        return self._opened
 
     @property
     def turn_deadline(self) -> Deadline:
@@ -136,47 +172,61 @@ class Conversation:
         self._check_idle("generate")
         self._is_generating = True
         try:
-            await self._settle()
-            return await self._generate()
+            if self._unsettled:
+                await self._settle()
+            state, is_over, bounded_by = self._state, False, ""
+            started = state.clock()
+            deadline = state.deadline_of_generation(started)
+            generation = Generation(self._on_tokens or ())
+            seed = self._identity.seed_of_turn(self.assistant_turns)
+            try:
+                with deadline:
+                    if self._may_be_written_otherwise():
+                        await self._render_again()
+                    budget, bounded_by = state.budget(self.transcript, self.sampling)
+                    sampling = state.sampling_of_turn(self.sampling, budget, seed)
+                    # Not in a coroutine of its own: every trajectory waits here.
+                    await state.services.engines.generate(
+                        generation,
+                        session_id=self.session_id,
+                        prompt_ids=self.transcript.prefix,
+                        sampling=sampling,
+                        priority=state.prompt.priority,
+                        known_experts=self.transcript.routed_length,
+                        group_id=self._group_id,
+                        deadline=deadline,
+                    )
+                    if generation.finish_reason == "abort":
+                        raise state.abort_error(self.session_id, deadline.now)
+                is_over = True
+            except (LimitExceeded, UnresponsiveError) as error:
+                self._settling_limits.settle(error)
+                raise
+            finally:
+                self._turn_deadline = deadline.outer or deadline.now
+                self._arrived(generation, seed, bounded_by, deadline.now, started, is_over=is_over)
+            return self._say()
         finally:
             self._is_generating = False
 
-    async def _generate(self) -> AssistantTurn:
-        state = self._state
-        started = state.clock()
-        turn_deadline, deadline = state.deadlines_of_turn(started)
-        generation = Generation(on_tokens=[*self.on_tokens])
-        bounded_by, is_over = "", False
-        seed = self._identity.seed_of_turn(self.assistant_turns)
-        try:
-            with self._settling_limits, deadline:
-                await self._render_again()
-                transcript = self.transcript
-                budget, bounded_by = state.budget(transcript, self.sampling)
-                await state.services.engines.generate(
-                    generation,
-                    session_id=self.session_id,
-                    prompt_ids=transcript.prefix,
-                    sampling=state.sampling_of_turn(self.sampling, budget, seed),
-                    priority=state.prompt.priority,
-                    known_experts=transcript.routed_length,
-                    group_id=self._group_id,
-                    deadline=deadline,
-                )
-                if generation.finish_reason == "abort":
-                    raise state.abort_error(self.session_id, deadline.now)
-            is_over = True
-        finally:
-            now = state.clock()
-            self._turn_deadline = turn_deadline.now
-            state.note_generation(generation, now - started)
-            end = TurnEnd.of(
-                generation.finish_reason, bounded_by=bounded_by, deadline=deadline.now, now=now
-            )
-            if self._take(generation, seed, end) and not is_over:
-                with suppress(Exception):  # a parser must not hide what ended the wait
-                    self._say()
-        return self._say()
+    def _arrived(
+        self,
+        generation: Generation,
+        seed: int,
+        bounded_by: str,
+        deadline: Deadline,
+        started: float,
+        *,
+        is_over: bool,
+    ) -> None:
+        """Append what came of a generation, whatever became of the wait for it."""
+        state, said = self._state, generation.finish_reason
+        now = state.clock()
+        state.note_generation(generation, now - started)
+        end = TurnEnd.of(said, bounded_by=bounded_by, deadline=deadline, now=now)
+        if self._take(generation, seed, end) and not is_over:
+            with suppress(Exception):  # a parser must not hide what ended the wait
+                self._say()
 
     async def call_tools(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
         """Run the calls side by side and append what they answer; results in the order of calls.
@@ -229,7 +279,7 @@ class Conversation:
             self._end_open_turn()
             self._log.observe(given)
         else:
-            self._unsettled.append(given)
+            self._unsettled += (given,)
 
     def observe_ids(self, ids: Sequence[int]) -> None:
         """Append tokens that the model reads and did not sample, as they are.
@@ -248,7 +298,7 @@ class Conversation:
         self._check_idle("observe_ids")
         packed = check_ids(ids, self._state.services.engines.info.vocab_size)
         if self._unsettled:
-            self._unsettled.append(packed)
+            self._unsettled += (packed,)
         else:
             self._observe_ids(packed)
 
@@ -324,7 +374,7 @@ class Conversation:
     def _open(self, log: ConversationLog, identity: Identity, group_id: str) -> Conversation:
         opened = Conversation(self._state, log, self.sampling, identity, group_id=group_id)
         opened._turn_deadline = self._turn_deadline
-        self._opened.append(opened)
+        self._opened += (opened,)
         return opened
 
     def _check_idle(self, what: str, *, is_begun: bool = True) -> None:
@@ -333,9 +383,14 @@ class Conversation:
         if is_begun and not self.transcript:
             raise AgentError(f"{what}: {self.session_id} has not begun")
 
+    @property
+    def _settling_limits(self) -> SettlingLimits:
+        return SettlingLimits(self._state, is_main=self.purpose == MAIN)
+
     async def _settle(self) -> None:
         while self._unsettled:
-            first = self._unsettled.pop(0)
+            first, *rest = self._unsettled
+            self._unsettled = tuple(rest)
             if isinstance(first, array):
                 self._observe_ids(first)
             else:
@@ -363,12 +418,13 @@ class Conversation:
         Raises:
             LimitExceeded: The new row would leave no room for a token; the old one stays.
         """
+        if self._log.render_again(await self._state.wording.row(self._log.message_log)):
+            self._known_tokens = 0
+
+    def _may_be_written_otherwise(self) -> bool:
         log = self._log
         is_kept = self._state.config.history == "append_only" or log.has_raw_ids
-        if is_kept or not log.message_log.messages.said or log.open_turn is not None:
-            return
-        if log.render_again(await self._state.wording.row(log.message_log)):
-            self._known_tokens = 0
+        return not is_kept and log.open_turn is None and bool(log.message_log.messages.said)
 
     def _take(self, generation: Generation, seed: int, end: TurnEnd) -> bool:
         """Append what arrived, whatever became of the wait for it; False where nothing did."""

@@ -40,7 +40,7 @@ class ConversationLog:
     )
 
     def __init__(self, row: Row, message_log: MessageLog) -> None:
-        self.rows = [row]
+        self.rows: tuple[Row, ...] = (row,)
         self.message_log = message_log
         self.in_reasoning = False
         self.has_raw_ids = False
@@ -66,7 +66,7 @@ class ConversationLog:
 
     def begin(self, worded: Worded) -> None:
         """The prompt."""
-        self.transcript.append_prompt(worded.ids)
+        self.transcript.append_prompt(worded.ids, pieces=worded.pieces)
         self.message_log.begin(worded.messages, self.transcript.prefix)
         self.in_reasoning = worded.opens_reasoning
         self._mark()
@@ -85,7 +85,7 @@ class ConversationLog:
         experts = generation.experts()
         if experts is not None:
             self.transcript.append_routed_experts(experts)
-        self.rows[-1].seeds.append(seed)
+        self.rows[-1].seeds += (seed,)
 
     def say(self, turn: AssistantTurn | None) -> None:
         """The open turn is over; None: it could not be parsed and is in no message."""
@@ -118,7 +118,7 @@ class ConversationLog:
         if transcript.ids_bytes() == self.transcript.ids_bytes():
             return False
         shared = common_length(transcript.prefix.ids, self.transcript.prefix.ids)
-        self.rows.append(Row(transcript, purpose, self.rows[-1], shared))
+        self.rows = (*self.rows, Row(transcript, purpose, self.rows[-1], shared))
         self._marks, self._last_turn = Marks(), (0, -1)
         self._mark()
         return True

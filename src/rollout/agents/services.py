@@ -7,6 +7,7 @@ import attrs
 from rollout.agents.kept_messages import TurnReader
 from rollout.agents.long_texts import LongTexts
 from rollout.chat import ChatTemplate, ToolParser
+from rollout.chat.shared_beginnings import SharedBeginnings
 from rollout.config import RolloutConfig
 from rollout.engine.driver.pool import EnginePool
 from rollout.interactions import InteractionRegistry
@@ -32,6 +33,7 @@ class Services:
     tally: Tally
     threads: WorkerThreads
     texts: LongTexts
+    beginnings: SharedBeginnings = attrs.field(init=False, factory=SharedBeginnings)
     _readers: dict[tuple[str, ...], TurnReader] = attrs.field(init=False, factory=dict)
 
     def reader_of(self, tools: TrajectoryTools) -> TurnReader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from typing import TYPE_CHECKING
 
 from rollout.agents.agent_loop import AgentLoop, register_agent
@@ -10,70 +9,36 @@ from rollout.types import Outcome
 
 if TYPE_CHECKING:
     from rollout.agents.context import AgentContext
-    from rollout.agents.turn import AssistantTurn
-
-
-class State(enum.Enum):
-    """Where a tool agent stands."""
-
-    PENDING = "pending"
-    GENERATING = "generating"
-    PROCESSING_TOOLS = "processing_tools"
-    INTERACTING = "interacting"
-    TERMINATED = "terminated"
 
 
 @register_agent("tool_agent")
 class ToolAgent(AgentLoop):
-    """A state machine::
+    """Lets the model generate, and then::
 
-        PENDING -> GENERATING -> PROCESSING_TOOLS -> GENERATING   the model called tools
-                              -> INTERACTING      -> GENERATING   it did not, and a user answers
-                              -> TERMINATED                       it did not, and no user answers
+        calls its tools, and lets it generate again   where it called any
+        asks the user, and lets it generate again     where it did not, and a user takes part
+        ends                                          where none does
 
-    It also terminates where a generation was cut, a turn limit is reached, a tool or the user
+    It also ends where a generation was cut, a turn limit is reached, a tool or the user
     ends the trajectory, or a length or deadline leaves no room (which arrives as an exception).
     """
 
-    def __init__(self) -> None:
-        self.state = State.PENDING
-        self._turn: AssistantTurn | None = None
-
     async def run(self, context: AgentContext) -> None:
-        """Run the machine until it terminates."""
-        steps = {
-            State.PENDING: self._pending,
-            State.GENERATING: self._generating,
-            State.PROCESSING_TOOLS: self._processing_tools,
-            State.INTERACTING: self._interacting,
-        }
-        while self.state is not State.TERMINATED:
-            self.state = await steps[self.state](context)
-
-    async def _pending(self, context: AgentContext) -> State:
+        """Run it until it ends; between two of its steps it holds nothing of the conversation."""
         await context.begin()
-        return State.GENERATING
-
-    async def _generating(self, context: AgentContext) -> State:
-        self._turn = await context.generate()
-        if self._turn.cut_by is not None:
-            return State.TERMINATED
-        if not self._turn.calls and not context.has_interaction:
-            return State.TERMINATED
-        if _has_reached_turn_limit(context):
-            return State.TERMINATED
-        return State.PROCESSING_TOOLS if self._turn.calls else State.INTERACTING
-
-    async def _processing_tools(self, context: AgentContext) -> State:
-        turn, self._turn = self._turn, None  # while it generates, nobody needs its last turn
-        assert turn is not None
-        results = await context.call_tools(turn.calls)
-        is_over = any(result.end_trajectory for result in results)
-        return State.TERMINATED if is_over else State.GENERATING
-
-    async def _interacting(self, context: AgentContext) -> State:
-        turn = await context.ask_user()
-        return State.TERMINATED if turn.is_done else State.GENERATING
+        is_over = False
+        while not is_over:
+            turn = await context.generate()
+            calls, is_cut = turn.calls, turn.cut_by is not None
+            del turn
+            if is_cut or not (calls or context.has_interaction) or _has_reached_turn_limit(context):
+                return
+            if calls:
+                results = await context.call_tools(calls)
+                is_over = any(result.end_trajectory for result in results)
+                del calls, results
+            else:
+                is_over = (await context.ask_user()).is_done
 
 
 def _has_reached_turn_limit(context: AgentContext) -> bool:

@@ -38,6 +38,7 @@ class Worded(NamedTuple):
         ids: What they add to a transcript.
         messages: The messages themselves, in the form in which a conversation keeps them.
         opens_reasoning: Whether the turn after them begins inside reasoning.
+        pieces: Of a prompt: the ids, in pieces that others may hold too.
         found: Of an observation: how far from its end the text of each message begins in the text
             of the ids; -1 where it does not stand there exactly.
     """
@@ -45,11 +46,14 @@ class Worded(NamedTuple):
     ids: array[int]
     messages: list[Message]
     opens_reasoning: bool
+    pieces: Sequence[bytes] = ()
     found: Sequence[int] = ()
 
 
 class Wording:
     """Renders and encodes for one trajectory: short texts at once, long ones beside the loop."""
+
+    __slots__ = ("_services", "_tools")
 
     def __init__(self, services: Services, tools: TrajectoryTools) -> None:
         self._services = services
@@ -169,7 +173,8 @@ class Wording:
     ) -> Worded:
         template = self._services.template
         ids = template.prompt_ids_of(written, plain, longest, ready)
-        return Worded(ids, as_messages(plain), template.opens_reasoning)
+        pieces = self._services.beginnings.pieces(ids.tobytes())
+        return Worded(ids, as_messages(plain), template.opens_reasoning, pieces)
 
     def _observation(
         self, messages: Given, room: tuple[int, str], after: Sequence[int] | None
@@ -208,7 +213,7 @@ class Wording:
             raise no_room(source, str(len(ids)))
         own = as_messages(plain)
         text = written.text if template.spells(written.text) else template.decode(ids)
-        return Worded(ids, own, opens_reasoning, find_texts(own, text))
+        return Worded(ids, own, opens_reasoning, found=find_texts(own, text))
 
 
 def no_room(source: str, count: str) -> LimitExceeded:

@@ -258,9 +258,8 @@ class BatchRun:
         places = max(1, int(self._limiter.total_tokens))
         late_s = self._started % places // TOGETHER * STAGGER_S
         self._started += 1
-        at = self._deadline.at + late_s
-        if at != self._last_deadline.at:  # else they share one
-            self._last_deadline = msgspec.structs.replace(self._deadline, at=at)
+        if late_s != self._last_deadline.late_s:  # else they share one
+            self._last_deadline = msgspec.structs.replace(self._deadline, late_s=late_s)
         return self._last_deadline
 
     async def _finish(

@@ -168,7 +168,7 @@ class TrajectoryRunner:
         limit_s = self.services.config.limits.reward_s
         deadline = Deadline.after(limit_s, "limits.reward_s", run.batch_deadline)
         work = SupervisedCall[Reward](run.supervision, "the reward function")
-        work.deadline = deadline.at
+        work.deadline = deadline.fires_at
         # What is assigned to its fields, and to those of its segments, is nobody else's.
         seen = msgspec.structs.replace(
             trajectory, segments=list(map(copy.copy, trajectory.segments))

@@ -75,8 +75,8 @@ async def attempt(
         grace_s = math.inf if shield else 0.0
     try:
         with (
-            Duty(what, deadline.at, grace_s=grace_s),
-            cancel_scope(deadline.at, shield=shield) as scope,
+            Duty(what, deadline.fires_at, grace_s=grace_s),
+            cancel_scope(deadline.fires_at, shield=shield) as scope,
         ):
             return await action(*args)
     except BaseException as error:

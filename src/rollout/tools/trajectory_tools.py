@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,35 +23,23 @@ from rollout.tools.results import (
     error_result,
     normalise_result,
 )
-from rollout.tools.truncate import TruncateSide, truncate_text
+from rollout.tools.tool import ToolContext, ToolContexts
+from rollout.tools.truncate import truncate_text
 from rollout.types import InvalidToolCall, ToolCall
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from rollout.tools.gate import ToolGate
     from rollout.tools.policy import ToolPolicy
-    from rollout.tools.tool import Tool, ToolContext, ToolSession
+    from rollout.tools.tool import Tool, ToolSession
+    from rollout.tools.toolkit import Toolkit
 
 logger = logging.getLogger("rollout")
 
 _AT_ONCE = contextlib.nullcontext()
-
-#: Lets a call's arguments pass, given the prompt's kwargs for its tool, or raises ArgumentsError.
-ArgumentCheck = Callable[[Any, Mapping[str, Any]], None]
-
-
-class CallLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The bounds on a trajectory's calls; see the fields of the configuration by these names."""
-
-    max_parallel_calls: int
-    max_response_length: int
-    truncate_side: TruncateSide
-    tool_s: float | None
-    cleanup_s: float
-
 
 #: A call and its position among those of its turn.
 _Placed = tuple[int, ToolCall]
@@ -82,37 +69,90 @@ class TrajectoryTools:
         seconds: Time in calls, on the loop's clock; calls at the same time add up.
         calls: Calls that reached a tool.
         errors: Results that are errors, whatever their cause.
-        metrics: Sums of the numbers that tools measured, as ``tools/TOOL/NAME``.
+        is_closed: Whether they were closed.
         invalid_in_a_row: Latest calls in a row that could not be run as asked: not parsed, of an
             unknown tool, or with wrong arguments.
     """
 
+    __slots__ = (
+        "_breaker_key",
+        "_clock",
+        "_contexts",
+        "_extra",
+        "_is_on_trio",
+        "_kit",
+        "_kwargs",
+        "_member",
+        "_metrics",
+        "_opening",
+        "_serial",
+        "_sessions",
+        "_tools",
+        "_uid",
+        "calls",
+        "errors",
+        "invalid_in_a_row",
+        "is_closed",
+        "seconds",
+    )
+
     def __init__(
         self,
+        kit: Toolkit,
         tools: Mapping[str, Tool],
-        contexts: Mapping[str, ToolContext],
-        checks: Mapping[str, ArgumentCheck],
-        gates: Mapping[str, ToolGate],
-        limits: CallLimits,
+        *,
+        uid: str,
+        member: int,
+        kwargs: Mapping[str, Mapping[str, Any]],
+        extra: dict[str, Any],
     ) -> None:
         self.seconds = 0.0
         self.calls = 0
         self.errors = 0
-        self.metrics: dict[str, float] = {}
         self.invalid_in_a_row = 0
-        self._identity = object()
+        self.is_closed = False
         self._clock = loop_clock()
         self._is_on_trio = runs_on_trio()
-        self._opening = anyio.Lock(fast_acquire=True)
-        self._serial: dict[int, anyio.Lock] = {}
+        self._kit = kit
         self._tools = tools
-        self._contexts = contexts
-        self._checks = checks
-        self._gates = gates
-        self._limits = limits
-        self._sessions = OpenSessions(
-            tools, contexts, tool_s=limits.tool_s, cleanup_s=limits.cleanup_s
-        )
+        self._uid, self._member = uid, member
+        self._kwargs, self._extra = kwargs, extra
+        # Made when they are needed: many trajectories wait long before their first call.
+        self._metrics: dict[str, float] | None = None
+        self._breaker_key: object | None = None
+        self._opening: anyio.Lock | None = None
+        self._serial: dict[int, anyio.Lock] | None = None
+        self._contexts: ToolContexts | None = None
+        self._sessions: OpenSessions | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Sums of the numbers that tools measured, as ``tools/TOOL/NAME``."""
+        return self._metrics or {}
+
+    @property
+    def contexts(self) -> ToolContexts:
+        """What each tool is opened for."""
+        if self._contexts is None:
+            context = ToolContext(
+                uid=self._uid,
+                member=self._member,
+                threads=self._kit.threads,
+                processes=self._kit.processes,
+                extra=self._extra,
+            )
+            self._contexts = ToolContexts(context, self._kwargs)
+        return self._contexts
+
+    @property
+    def sessions(self) -> OpenSessions:
+        """The tools that are open."""
+        if self._sessions is None:
+            limits = self._kit.limits
+            self._sessions = OpenSessions(
+                self._tools, self.contexts, tool_s=limits.tool_s, cleanup_s=limits.cleanup_s
+            )
+        return self._sessions
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -137,7 +177,7 @@ class TrajectoryTools:
             LimitExceeded: `turn_deadline` passed; every call was cancelled and has ended.
             ToolError: The trajectory's tools are closed.
         """
-        if self._sessions.is_closed:
+        if self.is_closed:
             raise ToolError("the tools of this trajectory are closed")
         turn = _Turn(len(calls), turn_deadline)
         for position, call in enumerate(calls):
@@ -153,7 +193,8 @@ class TrajectoryTools:
         results = [self._finished(result) for result in turn.results if result is not None]
         for call, result in zip(calls, results, strict=True):
             if result.metrics and isinstance(call, ToolCall):
-                add_metrics(self.metrics, call.name, result.metrics)
+                self._metrics = self._metrics or {}
+                add_metrics(self._metrics, call.name, result.metrics)
         return results
 
     async def calc_rewards(self) -> list[float]:
@@ -162,18 +203,20 @@ class TrajectoryTools:
         A tool without a reward has no entry, nor has one whose `calc_reward` fails or takes longer
         than ``limits.tool_s``: that is logged.
         """
-        return await self._sessions.calc_rewards()
+        return [] if self._sessions is None else await self._sessions.calc_rewards()
 
     async def close(self) -> None:
         """Close every session once, the last opened first, each within ``limits.cleanup_s``.
 
         Shielded from cancellation; errors and overruns are logged, never raised.
         """
-        await self._sessions.close()
+        self.is_closed = True
+        if self._sessions is not None:
+            await self._sessions.close()
 
     def _admit(self, turn: _Turn, position: int, call: ToolCall | InvalidToolCall) -> None:
         """Let a call run, or answer it; an invalid one counts, one too many does not."""
-        limit = self._limits.max_parallel_calls
+        limit = self._kit.limits.max_parallel_calls
         if isinstance(call, InvalidToolCall):
             self._refuse(turn, position, f"invalid tool call: {call.reason}")
         elif position >= limit:
@@ -197,16 +240,17 @@ class TrajectoryTools:
             known = ", ".join(repr(name) for name in self._tools) or "none"
             return f"unknown tool {call.name!r}; known tools: {known}"
         try:
-            self._checks[call.name](call.arguments, self._contexts[call.name].kwargs)
+            self._kit.checks[call.name](call.arguments, self.contexts[call.name].kwargs)
         except ArgumentsError as error:
             return str(error)
         return None
 
     def _unopened(self, turn: _Turn) -> list[_Placed]:
-        return [placed for placed in turn.pending if placed[1].name not in self._sessions]
+        return [placed for placed in turn.pending if placed[1].name not in self.sessions]
 
     async def _open_tools(self, turn: _Turn) -> None:
         """Open the tools that are used for the first time; where one fails, so do its calls."""
+        self._opening = self._opening or anyio.Lock(fast_acquire=True)
         await _acquire(self._opening, turn.deadline)
         try:
             await self._open_unopened(turn)  # other conversations may have opened some meanwhile
@@ -216,14 +260,14 @@ class TrajectoryTools:
     async def _open_unopened(self, turn: _Turn) -> None:
         unopened = self._unopened(turn)
         for name in dict.fromkeys(call.name for _, call in unopened):
-            breaker = self._gates[name].breaker
+            breaker = self._kit.gates[name].breaker
             failure = breaker.refusal(self._clock())
             if failure is None:
                 try:
-                    await self._sessions.open(name, turn.deadline)
+                    await self.sessions.open(name, turn.deadline)
                 except OpenFailure as error:
                     failure = str(error)
-                    breaker.fail(failure, error.root, self._identity, self._clock())
+                    breaker.fail(failure, error.root, self._breaker_identity(), self._clock())
                 finally:
                     breaker.forget()
             if failure is not None:
@@ -235,7 +279,7 @@ class TrajectoryTools:
         lanes: dict[int, list[_Placed]] = {}
         for placed in turn.pending:
             position, call = placed
-            serial = self._sessions[call.name].serial
+            serial = self.sessions[call.name].serial
             lanes.setdefault(-1 - position if serial is None else id(serial), []).append(placed)
         if len(lanes) > 1:
             await run_side_by_side([partial(self._run_lane, turn, lane) for lane in lanes.values()])
@@ -260,7 +304,7 @@ class TrajectoryTools:
 
     async def _run_call(self, turn: _Turn, position: int, call: ToolCall) -> None:
         started = self._clock()
-        owner = self._contexts[call.name]
+        owner = self.contexts[call.name]
         activity = f"tool {call.name!r} of trajectory {owner.uid}/{owner.member}"  # noqa: F841
         self.calls += 1
         try:
@@ -271,7 +315,7 @@ class TrajectoryTools:
     async def _result_of(
         self, turn: _Turn, call: ToolCall, kwargs: Mapping[str, Any]
     ) -> ToolResult:
-        gate = self._gates[call.name]
+        gate = self._kit.gates[call.name]
         key = gate.key(call.arguments, kwargs)
         if key is not None and (result := gate.kept(key)) is not None:
             return result
@@ -282,7 +326,7 @@ class TrajectoryTools:
             result = await self._attempts(turn, call, gate)
         except CallError as error:
             logger.debug("tool %r failed: %s", call.name, error, exc_info=error.__cause__)
-            gate.breaker.fail(str(error), error.root, self._identity, self._clock())
+            gate.breaker.fail(str(error), error.root, self._breaker_identity(), self._clock())
             return error_result(str(error))
         except LimitExceeded as limit:
             turn.limit = limit
@@ -298,7 +342,7 @@ class TrajectoryTools:
 
     async def _attempts(self, turn: _Turn, call: ToolCall, gate: ToolGate) -> ToolResult:
         """The result of the first attempt that does not fail with a transient error."""
-        session, policy = self._sessions[call.name], gate.policy
+        session, policy = self.sessions[call.name], gate.policy
         deadline: Deadline | None = None
         for tries in itertools.count(1):
             try:
@@ -348,6 +392,7 @@ class TrajectoryTools:
         self, serial: object, gate: ToolGate, deadline: Deadline
     ) -> AsyncIterator[None]:
         """Calls that must not run at once may come from several conversations."""
+        self._serial = self._serial or {}
         lock = self._serial.setdefault(id(serial), anyio.Lock(fast_acquire=True))
         await _acquire(lock, deadline)
         try:
@@ -356,16 +401,21 @@ class TrajectoryTools:
         finally:
             lock.release()
 
+    def _breaker_identity(self) -> object:
+        """Which trajectory it is, to breakers; they may remember it for longer than it lives."""
+        self._breaker_key = self._breaker_key or object()
+        return self._breaker_key
+
     def _call_deadline(self, name: str, policy: ToolPolicy, turn: _Turn) -> Deadline:
         now = self._clock()
         if policy.timeout_s is not None:
             source = f"timeout_s of {name!r}"
             return Deadline.after(policy.timeout_s, source, turn.deadline, now=now)
-        return Deadline.after(self._limits.tool_s, "limits.tool_s", turn.deadline, now=now)
+        return Deadline.after(self._kit.limits.tool_s, "limits.tool_s", turn.deadline, now=now)
 
     def _finished(self, result: ToolResult) -> ToolResult:
         self.errors += result.is_error
-        text, limits = result.text, self._limits
+        text, limits = result.text, self._kit.limits
         if len(text) > limits.max_response_length:
             text = truncate_text(text, limits.max_response_length, limits.truncate_side)
         text = encodable(text)
