@@ -9,13 +9,10 @@ from __future__ import annotations
 import asyncio  # noqa: TID251  (this is the module that may)
 import math
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
-from contextvars import Context
-from functools import cache, partial
-from typing import Any, NoReturn, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import anyio
 import sniffio
@@ -25,25 +22,6 @@ from rollout.errors import ToolError
 
 T = TypeVar("T")
 Post = Callable[[Callable[[], object]], None]
-
-
-class TaskCode(Protocol):
-    """What a task runs in place of a coroutine."""
-
-    def send(self, value: Any) -> Any:
-        """Resume it."""
-
-    def throw(self, *error: Any) -> Any:
-        """Resume it with an error."""
-
-    def __await__(self) -> Any: ...
-
-    def runs_in(self, task: Any) -> None:
-        """This task of the event loop runs it."""
-
-
-#: Starts a task, given its code, its name and its context variables.
-StartTask = Callable[[TaskCode, str, Context], object]
 
 
 def loop_poster() -> Post:
@@ -107,93 +85,6 @@ def event_type() -> type[anyio.Event]:
     return cast("type[anyio.Event]", trio.Event)
 
 
-class Latch(Protocol):
-    """An event that one task awaits, as in ``await latch``; it costs little memory meanwhile."""
-
-    def set(self) -> None:
-        """Let the task resume; at once where it comes later."""
-
-    def is_set(self) -> bool:
-        """Whether it was set."""
-
-    def __await__(self) -> Any: ...
-
-
-def latch_type() -> type[Latch]:
-    """The class of this event loop's latches; of no use in another one."""
-    return _trio_latch() if runs_on_trio() else _AsyncioLatch
-
-
-class _AsyncioLatch:
-    __slots__ = ("_event",)
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    def set(self) -> None:
-        self._event.set()
-
-    def is_set(self) -> bool:
-        return self._event.is_set()
-
-    def __await__(self) -> Any:
-        return self._event.wait().__await__()
-
-
-@cache
-def _trio_latch() -> type[Latch]:
-    import trio
-
-    lowlevel = trio.lowlevel
-    # What a task of trio yields to sleep. Nothing in it depends on the task, so that one serves all
-    # of them; who abandons a wait learns by its exception, as `custom_sleep_data` says to `set`.
-    sleeping = lowlevel.wait_task_rescheduled(lambda _: lowlevel.Abort.SUCCEEDED)
-    sleep = sleeping.send(None)
-    sleeping.close()
-
-    class TrioLatch:
-        """It is its own iterator: no coroutine waits in `trio.Event` or in trio's traps."""
-
-        __slots__ = ("_is_set", "_task")
-
-        def __init__(self) -> None:
-            self._is_set = False
-            self._task: Any = None
-
-        def set(self) -> None:
-            self._is_set = True
-            # trio clears it of a task that is about to resume for another reason.
-            if self._task is not None and self._task.custom_sleep_data is self:
-                lowlevel.reschedule(self._task)
-
-        def is_set(self) -> bool:
-            return self._is_set
-
-        def __await__(self) -> Any:
-            if self._is_set:
-                return lowlevel.checkpoint().__await__()
-            self._task = lowlevel.current_task()
-            self._task.custom_sleep_data = self
-            return self
-
-        def __iter__(self) -> Any:
-            return self
-
-        def __next__(self) -> Any:
-            return sleep
-
-        def send(self, outcome: Any) -> None:
-            self._task = None
-            outcome.unwrap()
-            raise StopIteration
-
-        def throw(self, *error: Any) -> None:
-            self._task = None
-            raise error[0]
-
-    return TrioLatch
-
-
 def cancel_scope(deadline: float = math.inf, *, shield: bool = False) -> anyio.CancelScope:
     """A cancel scope of this event loop, for code that opens one at every wait.
 
@@ -216,123 +107,6 @@ def native_cancellations() -> int:
         return 0
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()
-
-
-def open_apart() -> AbstractAsyncContextManager[StartTask]:
-    """Gives what starts a task that need not be waited for; it has to contain its exceptions.
-
-    On trio nothing waits for it, since it may wait for what cannot be interrupted. On asyncio,
-    where everything can, it belongs to the block. What it runs is told which task that is.
-    """
-    return nullcontext(_start_on_trio) if runs_on_trio() else _apart_on_asyncio()
-
-
-def _start_on_trio(code: TaskCode, name: str, context: Context) -> None:
-    import trio
-
-    _let_ctrl_c_through(type(code))
-    task = trio.lowlevel.spawn_system_task(lambda: code, name=name, context=context)
-    code.runs_in(task)
-
-
-@cache
-def _let_ctrl_c_through(kind: type[TaskCode]) -> None:
-    """Ctrl-C is to reach such code as it reaches the code of any other task."""
-    import trio
-
-    for method in (kind.send, kind.throw):
-        trio.lowlevel.disable_ki_protection(method)
-
-
-@asynccontextmanager
-async def _apart_on_asyncio() -> AsyncIterator[StartTask]:
-    async with anyio.create_task_group() as tasks:
-
-        def start(code: TaskCode, name: str, context: Context) -> None:
-            context.run(partial(tasks.start_soon, _contain, code, name))
-
-        yield start
-
-
-async def _contain(code: TaskCode, name: str) -> None:
-    """Keep what a task does to its own group from all others."""
-    # What is in the group is anyio's word on scopes that the task did not leave.
-    with suppress(BaseExceptionGroup):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_run_on_asyncio, code, name=name)
-
-
-async def _run_on_asyncio(code: TaskCode) -> None:
-    code.runs_in(asyncio.current_task())
-    await code
-
-
-class Interruptible:
-    """A task that can be made to run, whatever it waits for."""
-
-    __slots__ = ("_task",)
-
-    def __init__(self) -> None:
-        self._task: Any = None
-
-    def runs_in(self, task: Any) -> None:
-        """It is this one."""
-        self._task = task
-
-    def runs_here(self) -> None:
-        """It is the one that calls."""
-        if runs_on_trio():
-            import trio
-
-            self._task = trio.lowlevel.current_task()
-        else:
-            self._task = asyncio.current_task()
-
-    def forget(self) -> None:
-        """It has ended; a task whose context refers to it is then freed without the collector."""
-        self._task = None
-
-    def interrupt(self, error: BaseException, replace: Callable[[Any], Any]) -> None:
-        """Have it run soon, whatever shields it; nothing is lost where it is about to run.
-
-        A task of trio that waits for what cannot be aborted, such as a thread, stays as it is.
-
-        Args:
-            error: What is delivered on trio; asyncio knows its CancelledError only.
-            replace: What trio resumes in place of the coroutine of each task that it has started.
-        """
-        if isinstance(self._task, asyncio.Task):
-            self._task.cancel()
-        elif self._task is not None:
-            for nursery in self._task.child_nurseries:
-                for child in nursery.child_tasks:
-                    _interrupt_on_trio(child, error, replace)
-            _wake_on_trio(self._task, error)
-
-    def disown_children(self) -> None:
-        """Cancel the nurseries that it leaves open, so that trio lets it end."""
-        if self._task is not None and not isinstance(self._task, asyncio.Task):
-            for nursery in self._task.child_nurseries:
-                nursery.cancel_scope.cancel()
-                nursery._closed = True  # as trio does, before it complains
-            self._task._child_nurseries.clear()
-
-
-def _interrupt_on_trio(task: Any, error: BaseException, replace: Callable[[Any], Any]) -> None:
-    for nursery in task.child_nurseries:
-        for child in nursery.child_tasks:
-            _interrupt_on_trio(child, error, replace)
-    task.coro = replace(task.coro)
-    _wake_on_trio(task, error)
-
-
-def _wake_on_trio(task: Any, error: BaseException) -> None:
-    def raise_error() -> NoReturn:
-        raise error
-
-    # No public name leads there: a scope could be cancelled, but not one that shields itself.
-    if task._abort_func is not None:
-        task._attempt_abort(raise_error)
 
 
 async def wait_future(future: Future[T]) -> T:

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from rollout.bridge import Interruptible
+from rollout.loop_tasks import Interruptible
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

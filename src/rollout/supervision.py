@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
 
-from rollout.bridge import cancel_scope, open_apart
+from rollout.bridge import cancel_scope
 from rollout.drives import Drive, MainDrive, UnresponsiveError
+from rollout.loop_tasks import open_apart
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
     from types import TracebackType
 
-    from rollout.bridge import StartTask
+    from rollout.loop_tasks import StartTask
 
 T = TypeVar("T")
 

@@ -86,8 +86,6 @@ class AgentContext:
     restarts = _Shared[list[str]]()
     discarded_tokens = _Shared[int]()
 
-    __slots__ = ("__dict__", "_interaction", "_main", "_services", "_state")
-
     def __init__(
         self,
         services: Services,

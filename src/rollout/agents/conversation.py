@@ -46,32 +46,11 @@ class Conversation:
             is lowered to what the lengths leave, its `seed` set for each turn.
         trainable: Whether a trainer may learn from it; None: as the trajectory.
         reward: Its own; None: the trajectory's.
+        on_tokens: Called on the loop with the `Generation` under way at each of its chunks. They
+            must return at once; one that raises is logged and left out until the next generation.
         assistant_turns, user_turns: Generations so far; answers of tools or users so far.
         cut_by: As `AssistantTurn.cut_by`, of the last generation.
     """
-
-    __slots__ = (
-        "__dict__",
-        "_asked_for",
-        "_errors_in_a_row",
-        "_group_id",
-        "_identity",
-        "_is_generating",
-        "_known_tokens",
-        "_log",
-        "_on_tokens",
-        "_opened",
-        "_session_id",
-        "_state",
-        "_turn_deadline",
-        "_unsettled",
-        "assistant_turns",
-        "cut_by",
-        "reward",
-        "sampling",
-        "trainable",
-        "user_turns",
-    )
 
     def __init__(
         self,
@@ -85,7 +64,7 @@ class Conversation:
         self.sampling = sampling
         self.trainable: bool | None = None
         self.reward: float | None = None
-        self._on_tokens: list[Callable[[Generation], object]] | None = None
+        self.on_tokens: list[Callable[[Generation], object]] = []
         self.assistant_turns = 0
         self.user_turns = 0
         self.cut_by: str | None = None
@@ -101,20 +80,6 @@ class Conversation:
         self._known_tokens = 0
         self._is_generating = False
         self._unsettled: tuple[Given | array[int], ...] = ()
-
-    @property
-    def on_tokens(self) -> list[Callable[[Generation], object]]:
-        """Called on the loop with the `Generation` under way at each of its chunks.
-
-        They must return at once; one that raises is logged and left out until the next generation.
-        """
-        if self._on_tokens is None:
-            self._on_tokens = []
-        return self._on_tokens
-
-    @on_tokens.setter
-    def on_tokens(self, readers: list[Callable[[Generation], object]]) -> None:
-        self._on_tokens = readers
 
     @property
     def transcript(self) -> Transcript:
@@ -177,7 +142,7 @@ class Conversation:
             state, is_over, bounded_by = self._state, False, ""
             started = state.clock()
             deadline = state.deadline_of_generation(started)
-            generation = Generation(self._on_tokens or ())
+            generation = Generation(tuple(self.on_tokens))
             seed = self._identity.seed_of_turn(self.assistant_turns)
             try:
                 with deadline:
@@ -204,27 +169,27 @@ class Conversation:
                 raise
             finally:
                 self._turn_deadline = deadline.outer or deadline.now
-                self._arrived(generation, seed, bounded_by, deadline.now, started, is_over=is_over)
+                said, now = generation.finish_reason, state.clock()
+                end = TurnEnd.of(said, bounded_by=bounded_by, deadline=deadline.now, now=now)
+                self._arrived(generation, seed, end, started, is_over=is_over)
             return self._say()
         finally:
             self._is_generating = False
 
     def _arrived(
-        self,
-        generation: Generation,
-        seed: int,
-        bounded_by: str,
-        deadline: Deadline,
-        started: float,
-        *,
-        is_over: bool,
+        self, generation: Generation, seed: int, end: TurnEnd, started: float, *, is_over: bool
     ) -> None:
         """Append what came of a generation, whatever became of the wait for it."""
-        state, said = self._state, generation.finish_reason
-        now = state.clock()
-        state.note_generation(generation, now - started)
-        end = TurnEnd.of(said, bounded_by=bounded_by, deadline=deadline, now=now)
-        if self._take(generation, seed, end) and not is_over:
+        state = self._state
+        state.note_generation(generation, state.clock() - started)
+        if not (generation.ids or generation.finish_reason):
+            return
+        self._log.take(generation, end.finish_reason, seed)
+        state.count_tokens(generation, self._known_tokens)
+        self._known_tokens = len(self.transcript)
+        self.assistant_turns += 1
+        self.cut_by = end.cut_by
+        if not is_over:
             with suppress(Exception):  # a parser must not hide what ended the wait
                 self._say()
 
@@ -426,27 +391,8 @@ class Conversation:
         is_kept = self._state.config.history == "append_only" or log.has_raw_ids
         return not is_kept and log.open_turn is None and bool(log.message_log.messages.said)
 
-    def _take(self, generation: Generation, seed: int, end: TurnEnd) -> bool:
-        """Append what arrived, whatever became of the wait for it; False where nothing did."""
-        if not (generation.ids or generation.finish_reason):
-            return False
-        self._log.take(generation, end.finish_reason, seed)
-        self._state.count_tokens(generation, self._known_tokens)
-        self._known_tokens = len(self.transcript)
-        self.assistant_turns += 1
-        self.cut_by = end.cut_by
-        return True
-
     def _say(self) -> AssistantTurn:
-        """Parse and record the open turn."""
-        turn, log = None, self._log
-        ids = log.open_turn
-        assert ids is not None
-        try:
-            turn = self._state.reader.turn(ids, self.cut_by, in_reasoning=log.in_reasoning)
-        finally:
-            log.say(turn)
-        return turn
+        return self._log.end_turn(self._state.reader, self.cut_by)
 
     def _end_open_turn(self) -> None:
         """A turn that a branch was to continue, and does not, is what there is of it."""

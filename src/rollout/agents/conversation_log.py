@@ -11,6 +11,7 @@ from rollout.chat.transcript import common_length
 if TYPE_CHECKING:
     from array import array
 
+    from rollout.agents.kept_messages import TurnReader
     from rollout.agents.message_log import MessageLog
     from rollout.agents.turn import AssistantTurn
     from rollout.agents.wording import Worded
@@ -87,7 +88,17 @@ class ConversationLog:
             self.transcript.append_routed_experts(experts)
         self.rows[-1].seeds += (seed,)
 
-    def say(self, turn: AssistantTurn | None) -> None:
+    def end_turn(self, reader: TurnReader, cut_by: str | None) -> AssistantTurn:
+        """Parse the open turn and record it."""
+        turn, ids = None, self.open_turn
+        assert ids is not None
+        try:
+            turn = reader.turn(ids, cut_by, in_reasoning=self.in_reasoning)
+        finally:
+            self._say(turn)
+        return turn
+
+    def _say(self, turn: AssistantTurn | None) -> None:
         """The open turn is over; None: it could not be parsed and is in no message."""
         assert self._open_from is not None
         start, self._open_from = self._open_from, None

@@ -13,16 +13,12 @@ import msgspec
 
 from rollout.bridge import loop_clock, runs_on_trio
 from rollout.errors import LimitExceeded, ToolError
-from rollout.limits import Deadline, fail_at_deadline
+from rollout.limits import Deadline
 from rollout.tools.argument_checks import ArgumentsError
 from rollout.tools.attempt import CallError, attempt, run_side_by_side
+from rollout.tools.call_turn import CallTurn, PlacedCall, acquire
 from rollout.tools.open_sessions import OpenFailure, OpenSessions, timed_out
-from rollout.tools.results import (
-    ToolResult,
-    add_metrics,
-    error_result,
-    normalise_result,
-)
+from rollout.tools.results import ToolResult, add_metrics, error_result, normalise_result
 from rollout.tools.tool import ToolContext, ToolContexts
 from rollout.tools.truncate import truncate_text
 from rollout.types import InvalidToolCall, ToolCall
@@ -40,26 +36,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rollout")
 
 _AT_ONCE = contextlib.nullcontext()
-
-#: A call and its position among those of its turn.
-_Placed = tuple[int, ToolCall]
-
-
-class _Turn:
-    """The calls of one turn on their way: their results, and those of them that are to run."""
-
-    __slots__ = ("deadline", "limit", "pending", "results")
-
-    def __init__(self, count: int, deadline: Deadline) -> None:
-        self.results: list[ToolResult | None] = [None] * count
-        self.pending: list[_Placed] = []
-        self.deadline = deadline
-        self.limit: LimitExceeded | None = None
-
-    def answer(self, position: int, result: ToolResult) -> None:
-        """Answer a call that is not going to run."""
-        self.results[position] = result
-        self.pending = [placed for placed in self.pending if placed[0] != position]
 
 
 class TrajectoryTools:
@@ -107,14 +83,11 @@ class TrajectoryTools:
         extra: dict[str, Any],
     ) -> None:
         self.seconds = 0.0
-        self.calls = 0
-        self.errors = 0
-        self.invalid_in_a_row = 0
+        self.calls = self.errors = self.invalid_in_a_row = 0
         self.is_closed = False
         self._clock = loop_clock()
         self._is_on_trio = runs_on_trio()
-        self._kit = kit
-        self._tools = tools
+        self._kit, self._tools = kit, tools
         self._uid, self._member = uid, member
         self._kwargs, self._extra = kwargs, extra
         # Made when they are needed: many trajectories wait long before their first call.
@@ -179,7 +152,7 @@ class TrajectoryTools:
         """
         if self.is_closed:
             raise ToolError("the tools of this trajectory are closed")
-        turn = _Turn(len(calls), turn_deadline)
+        turn = CallTurn(len(calls), turn_deadline)
         for position, call in enumerate(calls):
             self._admit(turn, position, call)
         if self._unopened(turn):
@@ -214,7 +187,7 @@ class TrajectoryTools:
         if self._sessions is not None:
             await self._sessions.close()
 
-    def _admit(self, turn: _Turn, position: int, call: ToolCall | InvalidToolCall) -> None:
+    def _admit(self, turn: CallTurn, position: int, call: ToolCall | InvalidToolCall) -> None:
         """Let a call run, or answer it; an invalid one counts, one too many does not."""
         limit = self._kit.limits.max_parallel_calls
         if isinstance(call, InvalidToolCall):
@@ -230,7 +203,7 @@ class TrajectoryTools:
             self.invalid_in_a_row = 0
             turn.pending.append((position, call))
 
-    def _refuse(self, turn: _Turn, position: int, fault: str) -> None:
+    def _refuse(self, turn: CallTurn, position: int, fault: str) -> None:
         self.invalid_in_a_row += 1
         turn.results[position] = error_result(fault)
 
@@ -245,19 +218,19 @@ class TrajectoryTools:
             return str(error)
         return None
 
-    def _unopened(self, turn: _Turn) -> list[_Placed]:
+    def _unopened(self, turn: CallTurn) -> list[PlacedCall]:
         return [placed for placed in turn.pending if placed[1].name not in self.sessions]
 
-    async def _open_tools(self, turn: _Turn) -> None:
+    async def _open_tools(self, turn: CallTurn) -> None:
         """Open the tools that are used for the first time; where one fails, so do its calls."""
         self._opening = self._opening or anyio.Lock(fast_acquire=True)
-        await _acquire(self._opening, turn.deadline)
+        await acquire(self._opening, turn.deadline)
         try:
             await self._open_unopened(turn)  # other conversations may have opened some meanwhile
         finally:
             self._opening.release()
 
-    async def _open_unopened(self, turn: _Turn) -> None:
+    async def _open_unopened(self, turn: CallTurn) -> None:
         unopened = self._unopened(turn)
         for name in dict.fromkeys(call.name for _, call in unopened):
             breaker = self._kit.gates[name].breaker
@@ -275,8 +248,8 @@ class TrajectoryTools:
                     if call.name == name:
                         turn.answer(position, error_result(failure))
 
-    async def _run_lanes(self, turn: _Turn) -> None:
-        lanes: dict[int, list[_Placed]] = {}
+    async def _run_lanes(self, turn: CallTurn) -> None:
+        lanes: dict[int, list[PlacedCall]] = {}
         for placed in turn.pending:
             position, call = placed
             serial = self.sessions[call.name].serial
@@ -286,7 +259,9 @@ class TrajectoryTools:
         else:
             await self._run_lane(turn, *lanes.values(), is_in_task=False)
 
-    async def _run_lane(self, turn: _Turn, lane: list[_Placed], *, is_in_task: bool = True) -> None:
+    async def _run_lane(
+        self, turn: CallTurn, lane: list[PlacedCall], *, is_in_task: bool = True
+    ) -> None:
         """Run calls that must not run at once, until the turn's deadline passes.
 
         A task more would cost as much as all the rest, so that on trio the calls share the
@@ -302,7 +277,7 @@ class TrajectoryTools:
             else:
                 await run_side_by_side([partial(self._run_call, turn, *placed)])
 
-    async def _run_call(self, turn: _Turn, position: int, call: ToolCall) -> None:
+    async def _run_call(self, turn: CallTurn, position: int, call: ToolCall) -> None:
         started = self._clock()
         owner = self.contexts[call.name]
         activity = f"tool {call.name!r} of trajectory {owner.uid}/{owner.member}"  # noqa: F841
@@ -313,7 +288,7 @@ class TrajectoryTools:
             self.seconds += self._clock() - started
 
     async def _result_of(
-        self, turn: _Turn, call: ToolCall, kwargs: Mapping[str, Any]
+        self, turn: CallTurn, call: ToolCall, kwargs: Mapping[str, Any]
     ) -> ToolResult:
         gate = self._kit.gates[call.name]
         key = gate.key(call.arguments, kwargs)
@@ -340,7 +315,7 @@ class TrajectoryTools:
             gate.keep(key, result)
         return result
 
-    async def _attempts(self, turn: _Turn, call: ToolCall, gate: ToolGate) -> ToolResult:
+    async def _attempts(self, turn: CallTurn, call: ToolCall, gate: ToolGate) -> ToolResult:
         """The result of the first attempt that does not fail with a transient error."""
         session, policy = self.sessions[call.name], gate.policy
         deadline: Deadline | None = None
@@ -362,7 +337,7 @@ class TrajectoryTools:
         session: ToolSession,
         call: ToolCall,
         deadline: Deadline,
-        turn: _Turn,
+        turn: CallTurn,
         gate: ToolGate,
     ) -> ToolResult:
         try:
@@ -394,7 +369,7 @@ class TrajectoryTools:
         """Calls that must not run at once may come from several conversations."""
         self._serial = self._serial or {}
         lock = self._serial.setdefault(id(serial), anyio.Lock(fast_acquire=True))
-        await _acquire(lock, deadline)
+        await acquire(lock, deadline)
         try:
             async with gate.place(deadline):
                 yield
@@ -406,7 +381,7 @@ class TrajectoryTools:
         self._breaker_key = self._breaker_key or object()
         return self._breaker_key
 
-    def _call_deadline(self, name: str, policy: ToolPolicy, turn: _Turn) -> Deadline:
+    def _call_deadline(self, name: str, policy: ToolPolicy, turn: CallTurn) -> Deadline:
         now = self._clock()
         if policy.timeout_s is not None:
             source = f"timeout_s of {name!r}"
@@ -420,14 +395,6 @@ class TrajectoryTools:
             text = truncate_text(text, limits.max_response_length, limits.truncate_side)
         text = encodable(text)
         return result if text is result.text else msgspec.structs.replace(result, text=text)
-
-
-async def _acquire(lock: anyio.Lock, deadline: Deadline) -> None:
-    if not lock.locked():
-        lock.acquire_nowait()
-        return
-    with fail_at_deadline(deadline):
-        await lock.acquire()
 
 
 async def _answer(session: ToolSession, call: ToolCall) -> ToolResult:

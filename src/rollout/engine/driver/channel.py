@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.bridge import latch_type, loop_clock
+from rollout.bridge import loop_clock
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad
 from rollout.engine.driver.generation import ChunkFault, Generation, TokenCounts
 from rollout.engine.driver.heartbeat import Heartbeat
@@ -36,6 +36,7 @@ from rollout.engine.wire.protocol import (
     decode_from_server,
 )
 from rollout.errors import ChannelError, EngineError
+from rollout.latches import latch_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,21 +77,15 @@ class Channel:
         tokens: TokenCounts,
         wakes: WakeBudget,
     ) -> None:
-        self.name = name
-        self.info = info
-        self.load = EngineLoad()
+        self.name, self.info, self.load = name, info, EngineLoad()
         self.lost = anyio.Event()
-        self.lost_reason = ""
-        self.is_link_fault = False
+        self.lost_reason, self.is_link_fault = "", False
         self.on_lost: Callable[[], None] = lambda: None
         self.on_load: Callable[[EngineLoad], None] = lambda _: None
         self.tokens = tokens
-        self._wakes = wakes
-        self._vocab_size = info.vocab_size
-        self._greeter = greeter
-        self._frames = frames
-        self._data = frames["data"]
-        self._control = frames["control"]
+        self._wakes, self._vocab_size = wakes, info.vocab_size
+        self._greeter, self._frames = greeter, frames
+        self._data, self._control = frames["data"], frames["control"]
         self._pending: dict[str, PendingRequest] = {}
         self._zombies: dict[str, PendingRequest] = {}
         self._commands = PendingCommands()

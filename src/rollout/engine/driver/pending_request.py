@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from rollout.bridge import Latch
 from rollout.engine.core import FinishReason
 from rollout.engine.driver.generation import Generation, Part
 from rollout.engine.routing import Dispatch
 from rollout.engine.wire.protocol import Submit
+from rollout.latches import Latch
 from rollout.token_prefix import TokenPrefix
 
 
