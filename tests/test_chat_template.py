@@ -312,7 +312,12 @@ def test_template_content_that_the_template_looks_for_is_rendered_anew() -> None
 
 @pytest.mark.parametrize(
     "test",
-    ["'!?' in message.content", "message.content[:2] == '!?'", "message.content == ''"],
+    [
+        "'!?' in message.content",
+        "message.content[:2] == '!?'",
+        "message.content == ''",
+        "message['content'] == '!?'",
+    ],
 )
 def test_template_condition_on_contents_is_obeyed_after_other_contents(test: str) -> None:
     source = CHATML.replace(
@@ -320,9 +325,11 @@ def test_template_condition_on_contents_is_obeyed_after_other_contents(test: str
     )
     source = source.replace("TEST", test)
     probe = "" if "== ''" in test else "!?"
-    assert "odd" not in added(source, [{"role": "user", "content": "plain"}], "x")
-    assert "odd" in added(source, [{"role": "user", "content": probe}], "x")
-    assert "odd" not in added(source, [{"role": "user", "content": "plain"}], "x")
+    chat = template(source)
+    for content, is_odd in (("plain", False), (probe, True), ("plain", False)):
+        messages = [{"role": "user", "content": content}]
+        assert ("odd" in added(source, messages, "x")) == is_odd
+        assert ("odd" in chat.decode(chat.prompt_ids(messages))) == is_odd
 
 
 @pytest.mark.parametrize("source", [CHATML, QWEN, REASONING], ids=["chatml", "qwen", "reasoning"])
@@ -334,6 +341,46 @@ def test_template_known_pattern_of_messages_is_not_rendered_again(
         ids = chat.observation_ids([Message(role="tool", content=content)], after=None)
         assert content in chat.decode(ids)
         monkeypatch.setattr(chat.tokenizer, "apply_chat_template", pytest.fail)
+
+
+@pytest.mark.parametrize("source", [CHATML, QWEN, REASONING], ids=["chatml", "qwen", "reasoning"])
+def test_template_known_pattern_of_prompts_is_not_rendered_again(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = ChatTemplate(byte_tokenizer(eos_token="<|im_end|>"), chat_template=source)
+    for content in ("first", "second, <|im_end|> quite different:\n<b>"):
+        messages = [{"role": "system", "content": "be"}, {"role": "user", "content": content}]
+        text = render(source, messages)
+        assert chat.decode(chat.prompt_ids(messages)) == text
+        assert chat.written(messages, add_generation_prompt=True).text == text
+        with monkeypatch.context() as patch:
+            patch.setattr(chat.tokenizer, "apply_chat_template", pytest.fail)
+            assert chat.decode(chat.prompt_ids(messages)) == text
+
+
+def test_template_that_tells_the_date_is_asked_for_each_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = CHATML + "{{ strftime_now('%Y') }}"
+    chat = ChatTemplate(byte_tokenizer(eos_token="<|im_end|>"), chat_template=source)
+    messages = [{"role": "user", "content": "q"}]
+    chat.prompt_ids(messages)
+    monkeypatch.setattr(chat.tokenizer, "apply_chat_template", lambda *_, **__: "another year")
+    assert chat.decode(chat.prompt_ids(messages)) == "another year"
+
+
+def test_template_prompt_with_other_tools_is_written_with_those() -> None:
+    chat = template("{% for t in tools %}{{ t|tojson }}{% endfor %}" + CHATML)
+    messages = [{"role": "user", "content": "q"}]
+    for tools in ([{"a": 1, "b": 2}], [{"b": 2, "a": 1}], [{"a": 1}, {"b": 2}], [{"a": "</s>"}]):
+        text = chat.tokenizer.apply_chat_template(
+            messages,
+            chat_template=chat._renderer.source,
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        assert chat.written(messages, tools, add_generation_prompt=True).text == text
 
 
 def test_template_names_of_messages_are_never_remembered() -> None:

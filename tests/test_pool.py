@@ -21,7 +21,8 @@ from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.process.client_session import ClientSession
 from rollout.engine.routing import Router
-from rollout.errors import EngineError
+from rollout.errors import EngineError, LimitExceeded
+from rollout.limits import Deadline, PausableDeadline
 
 pytestmark = pytest.mark.anyio
 
@@ -346,3 +347,55 @@ async def test_core_raises_request_fails_with_its_words_and_others_go_on(
         with pytest.raises(EngineError, match=r"^RuntimeError: bad luck$"):
             await ask(pool, 1, 13)
         assert list((await ask(pool, 1, 2)).ids) == [2, 3]
+
+
+def until(seconds: float) -> PausableDeadline:
+    outermost = Deadline.after(100, "limits.batch_s")
+    return PausableDeadline(Deadline.after(seconds, "limits.generation_s"), outermost)
+
+
+async def ask_until(
+    pool: EnginePool, generation: Generation, deadline: PausableDeadline, session: str = "s"
+) -> None:
+    await pool.generate(
+        generation,
+        session_id=session,
+        prompt_ids=array("i", [7]).tobytes(),
+        sampling=SamplingParams(max_new_tokens=100),
+        deadline=deadline,
+    )
+
+
+async def test_generate_deadline_keeps_tokens_and_the_engine_confirms(cores: list[Any]) -> None:
+    async with open_pool(pool_of(token_s=1.0)) as pool:
+        start, generation = anyio.current_time(), Generation()
+        with pytest.raises(LimitExceeded, match=r"^limits\.generation_s = 3\.5 s is over$"):
+            await ask_until(pool, generation, until(3.5))
+        assert anyio.current_time() - start == pytest.approx(3.5)
+        assert list(generation.ids) == [8, 9, 10]
+        assert in_flight(pool) == [(0, 0)]
+
+
+async def test_generate_deadlines_end_each_request_at_its_own(cores: list[Any]) -> None:
+    ended: dict[float, float] = {}
+
+    async def ask_for(pool: EnginePool, seconds: float) -> None:
+        with pytest.raises(LimitExceeded):
+            await ask_until(pool, Generation(), until(seconds), session=str(seconds))
+        ended[seconds] = anyio.current_time() - start
+
+    async with open_pool(pool_of(token_s=1.0)) as pool, anyio.create_task_group() as tasks:
+        start = anyio.current_time()
+        for seconds in (6.5, 2.5, 4.5):
+            tasks.start_soon(ask_for, pool, seconds)
+    assert ended == {seconds: pytest.approx(seconds) for seconds in (2.5, 4.5, 6.5)}
+
+
+async def test_generate_deadline_passes_while_waiting_for_a_place(cores: list[Any]) -> None:
+    async with open_pool(pool_of(token_s=1.0)) as pool:
+        pool.drain("engine-0")
+        start = anyio.current_time()
+        with pytest.raises(LimitExceeded):
+            await ask_until(pool, Generation(), until(2.5))
+        assert anyio.current_time() - start == pytest.approx(2.5)
+        assert in_flight(pool) == [(0, 0)]

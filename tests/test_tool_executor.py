@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import pytest
+import trio
 import trio.testing
 
 from executors import call, executor_of, run
@@ -906,3 +907,51 @@ async def test_run_on_both_backends_answers_alike(executor: Open) -> None:
     assert log == ["a.open", "a.execute", "a.close"]
     with pytest.raises(LimitExceeded, match=r"^limits\.turn_s = 0.02 s is over$"):
         await opened(executor(forever)).run([call("forever")], turn_deadline=turn(0.02))
+
+
+@function_tool
+async def divide(a: int, b: int) -> int:
+    """Divide.
+
+    Args:
+        a: By this number it is divided.
+        b: This one is.
+    """
+    return b // a
+
+
+@pytest.mark.anyio
+async def test_run_function_without_await_answers_and_fails_as_others_do(executor: Open) -> None:
+    assert (divide.never_waits, wait.never_waits) == (True, False)
+    tools = opened(executor(divide, wait))
+    assert await run(tools, call("divide", a=2, b=6)) == [ToolResult("3")]
+    fault = "ZeroDivisionError: integer division or modulo by zero"
+    assert await run(tools, call("divide", a=0, b=6)) == [failed(fault)]
+    both = await run(tools, call("wait", seconds=1), call("divide", a=1, b=6))
+    assert both == [ToolResult("done"), ToolResult("6")]
+
+
+@pytest.mark.anyio
+async def test_run_function_without_await_opens_no_scope_for_its_deadline(executor: Open) -> None:
+    scopes: list[object] = []
+
+    @function_tool
+    async def look() -> str:
+        """Look."""
+        scopes.append(trio.lowlevel.current_task()._cancel_status)
+        return "seen"
+
+    tools = opened(executor(look))
+    await run(tools, call("look"))
+    assert scopes == [trio.lowlevel.current_task()._cancel_status]
+
+
+@pytest.mark.anyio
+async def test_run_function_without_await_lets_ctrl_c_pass(executor: Open) -> None:
+    @function_tool
+    async def interrupted() -> str:
+        """Stop."""
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        await run(opened(executor(interrupted)), call("interrupted"))

@@ -43,6 +43,7 @@ AWKWARD = st.sampled_from(
 )
 TEXTS = st.lists(AWKWARD, max_size=30).map("".join) | st.text(max_size=200)
 ASCII = st.text(st.characters(max_codepoint=127), max_size=200)
+BLANKS = st.lists(AWKWARD | st.text(st.characters(max_codepoint=127), max_size=6)).map(" ".join)
 SOURCES = sorted(Path(rollout.__file__).parent.rglob("*.py"))
 
 
@@ -69,7 +70,7 @@ def byte_level(pattern: str | None, **parts: Any) -> Tokenizer:
 
 
 @each_vocabulary
-@given(text=TEXTS | ASCII)
+@given(text=TEXTS | ASCII | BLANKS)
 @settings(deadline=None, max_examples=60)
 def test_encode_any_text_is_what_the_library_makes_of_it(vocabulary: str, text: str) -> None:
     text = text.encode("utf-8", "ignore").decode()
@@ -92,7 +93,7 @@ def test_word_ids_of_real_vocabularies_are_known(vocabulary: str) -> None:
 
 
 @pytest.mark.parametrize("name", DIVIDERS)
-@given(text=ASCII | TEXTS)
+@given(text=ASCII | TEXTS | BLANKS)
 @settings(deadline=None, max_examples=60)
 def test_encode_text_of_any_divider_is_what_the_library_makes_of_it(name: str, text: str) -> None:
     text = text.encode("utf-8", "ignore").decode()

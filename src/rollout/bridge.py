@@ -12,6 +12,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import anyio
@@ -73,7 +74,14 @@ def loop_clock() -> Callable[[], float]:
         return anyio.current_time
     import trio
 
-    return trio.lowlevel.current_clock().current_time
+    return _time_of(trio.lowlevel.current_clock())
+
+
+@lru_cache(4)
+def _time_of(clock: Any) -> Callable[[], float]:
+    """Its method, which thousands share."""
+    method: Callable[[], float] = clock.current_time
+    return method
 
 
 def event_type() -> type[anyio.Event]:

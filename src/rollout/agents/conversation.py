@@ -145,24 +145,24 @@ class Conversation:
             generation = Generation(tuple(self.on_tokens))
             seed = self._identity.seed_of_turn(self.assistant_turns)
             try:
-                with deadline:
-                    if self._may_be_written_otherwise():
+                if state.renders_again and self._log.may_be_rendered_again:
+                    with deadline:
                         await self._render_again()
-                    budget, bounded_by = state.budget(self.transcript, self.sampling)
-                    sampling = state.sampling_of_turn(self.sampling, budget, seed)
-                    # Not in a coroutine of its own: every trajectory waits here.
-                    await state.services.engines.generate(
-                        generation,
-                        session_id=self.session_id,
-                        prompt_ids=self.transcript.prefix,
-                        sampling=sampling,
-                        priority=state.prompt.priority,
-                        known_experts=self.transcript.routed_length,
-                        group_id=self._group_id,
-                        deadline=deadline,
-                    )
-                    if generation.finish_reason == "abort":
-                        raise state.abort_error(self.session_id, deadline.now)
+                budget, bounded_by = state.budget(self.transcript, self.sampling)
+                sampling = state.sampling_of_turn(self.sampling, budget, seed)
+                # Not in a coroutine of its own: every trajectory waits here.
+                await state.services.engines.generate(
+                    generation,
+                    session_id=self.session_id,
+                    prompt_ids=self.transcript.prefix,
+                    sampling=sampling,
+                    priority=state.prompt.priority,
+                    known_experts=self.transcript.routed_length,
+                    group_id=self._group_id,
+                    deadline=deadline,
+                )
+                if generation.finish_reason == "abort":
+                    raise state.abort_error(self.session_id, deadline.now)
                 is_over = True
             except (LimitExceeded, UnresponsiveError) as error:
                 self._settling_limits.settle(error)
@@ -385,11 +385,6 @@ class Conversation:
         """
         if self._log.render_again(await self._state.wording.row(self._log.message_log)):
             self._known_tokens = 0
-
-    def _may_be_written_otherwise(self) -> bool:
-        log = self._log
-        is_kept = self._state.config.history == "append_only" or log.has_raw_ids
-        return not is_kept and log.open_turn is None and bool(log.message_log.messages.said)
 
     def _say(self) -> AssistantTurn:
         return self._log.end_turn(self._state.reader, self.cut_by)

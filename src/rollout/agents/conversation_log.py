@@ -65,6 +65,12 @@ class ConversationLog:
         start, stop = self._last_turn
         return self.transcript.prefix.slice(start) if stop == len(self.transcript) else None
 
+    @property
+    def may_be_rendered_again(self) -> bool:
+        """Whether all of it is in messages, and the model has said something."""
+        is_whole = self._open_from is None and not self.has_raw_ids
+        return is_whole and bool(self.message_log.messages.said)
+
     def begin(self, worded: Worded) -> None:
         """The prompt."""
         self.transcript.append_prompt(worded.ids, pieces=worded.pieces)

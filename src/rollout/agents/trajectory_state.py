@@ -123,6 +123,11 @@ class TrajectoryState:
         self.deadline = PausableDeadline(deadline, outermost)
         self._calls_asked = 0
 
+    @property
+    def renders_again(self) -> bool:
+        """Whether the history may be rendered again at each turn."""
+        return self.config.history != "append_only"
+
     def end(self, outcome: Outcome, reason: str, *, limit_source: str | None = None) -> None:
         """Settle the outcome; return from `run` afterwards. The first call counts."""
         if self.ending is None:

@@ -17,9 +17,10 @@ _GENERATION_TAGS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 def content_tests(source: str) -> tuple[str, ...] | None:
     """Strings whose presence in a content may change what the template does with it.
 
-    These are the literals of ``'…' in x``, of ``x[:3] == '…'``, of method calls such as
-    ``x.startswith('…')``, and of the filter ``replace``. Literals of white space only are left
-    out: trimming is found by probing. None where the template cannot be read: nothing is known.
+    These are the literals of ``'…' in x``, ``content == '…'``, ``x[:3] == '…'`` and the like, of
+    method calls such as ``x.startswith('…')``, and of the filter ``replace``. Literals of white
+    space only are left out: trimming is found by probing. None where the template cannot be read:
+    nothing is known.
     """
     from jinja2 import Environment, TemplateSyntaxError
 
@@ -47,10 +48,21 @@ def _arguments(node: nodes.Node) -> list[nodes.Expr]:
     if isinstance(node, nodes.Compare):
         if any(operand.op in ("in", "notin") for operand in node.ops):
             return [node.expr]
-        if isinstance(node.expr, nodes.Getitem) and isinstance(node.expr.arg, nodes.Slice):
+        is_slice = isinstance(node.expr, nodes.Getitem) and isinstance(node.expr.arg, nodes.Slice)
+        if is_slice or _is_content(node.expr):
             return [operand.expr for operand in node.ops]
     elif isinstance(node, nodes.Call):
         return node.args if isinstance(node.node, nodes.Getattr) else []
     elif isinstance(node, nodes.Filter):
         return node.args if node.name == "replace" else []
     return []
+
+
+def _is_content(node: nodes.Expr) -> bool:
+    """``content``, ``message.content`` or ``message['content']``."""
+    from jinja2 import nodes
+
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    name = getattr(node, "attr", None) or getattr(node, "name", None)
+    return isinstance(node, nodes.Getattr | nodes.Name) and name == "content"

@@ -10,16 +10,14 @@ found once for each pattern of messages, and from then on a turn costs a string 
 
 from __future__ import annotations
 
-import itertools
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from rollout.chat.content_tests import content_tests
-from rollout.chat.encoding import Place, TextEncoder, WrittenText
 from rollout.chat.messages import TemplateMessage
 from rollout.chat.placeholder_exchange import (
     ASSISTANT_MARKER,
@@ -31,28 +29,17 @@ from rollout.chat.placeholder_exchange import (
     with_contents,
 )
 from rollout.chat.reasoning import opens_reasoning
+from rollout.chat.slotted_text import SlottedText, find_slots, pattern_of
 from rollout.chat.special_token_escaping import render_escaped
 from rollout.errors import TemplateError
+
+if TYPE_CHECKING:
+    from rollout.chat.encoding import TextEncoder, WrittenText
 
 #: `render(messages, add_generation_prompt)`: what the template makes of a conversation.
 Render = Callable[[Sequence[TemplateMessage], bool], str]
 
-#: Put around a marker, all that templates are known to treat specially: white space in either
-#: order, quotes, escapes, markup, other alphabets.
-PROBES = (("\n \t", " \\n\"'{}<>&\\ é漢\n\n  x\t\n "), (" \n", "\r\n"))
-#: Stand for contents, names and ids: nine letters or digits, which Mistral's templates ask of ids.
-SLOT = re.compile("(zqSlot[0-9]{3})")
-NAME_PROBE = "zqName{:03d}"
 _TAG = re.compile(r"</?\w+>")
-
-#: How templates write a content down.
-WAYS: Mapping[str, Callable[[str], str]] = MappingProxyType(
-    {
-        "verbatim": lambda text: text,
-        "stripped": str.strip,
-        "json": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
-    }
-)
 
 
 class TurnEnds(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,18 +61,13 @@ class Continuation(msgspec.Struct, frozen=True, kw_only=True):
         turn_end: What ends the assistant's turn, e.g. ``<|im_end|>\\n``; may be empty.
         opens_reasoning: Whether the next turn's opening ends inside reasoning.
         answer: What the placeholder assistant says before the messages.
-        literals: The text around the slots, one more than there are of them; None where
-            the template does more with contents than one of `WAYS`.
-        slots: What stands between the literals: position and key of a message.
-        way: How contents are written.
+        slotted: The text; None where the template does more with contents than it knows.
     """
 
     turn_end: str
     opens_reasoning: bool
     answer: Answer
-    literals: tuple[str, ...] | None = None
-    slots: tuple[tuple[int, str], ...] = ()
-    way: str = "verbatim"
+    slotted: SlottedText | None = None
 
 
 class ContinuationRenderer:
@@ -139,9 +121,10 @@ class ContinuationRenderer:
             TooManyTokens: They certainly have more than `most`.
         """
         form = self.form(messages)
-        if form.way == "json":  # which only makes them longer
-            form = msgspec.structs.replace(form, way="verbatim")
-        contents = self._contents(form, messages)
+        if form.slotted is None or self._tests is None:
+            return
+        way = "verbatim" if form.slotted.way == "json" else ""  # which only makes them longer
+        contents = form.slotted.contents(messages, self._tests, way)
         if contents is not None:
             self._encoder.refuse_beyond(most + len(form.turn_end.encode()), "".join(contents))
 
@@ -151,7 +134,7 @@ class ContinuationRenderer:
         Raises:
             TemplateError: The template refuses such messages or cannot be used append-only.
         """
-        pattern = tuple((message["role"], *sorted(message)) for message in messages)
+        pattern = pattern_of(messages)
         form = self._forms.get(pattern)
         if form is None:
             form = self._forms[pattern] = self._find(messages)
@@ -184,32 +167,10 @@ class ContinuationRenderer:
         self, form: Continuation, messages: Sequence[TemplateMessage], most: int | None
     ) -> WrittenText | None:
         """The text without rendering; None where a content might be treated specially."""
-        contents = self._contents(form, messages)
-        if contents is None or form.literals is None:
+        if form.slotted is None or self._tests is None:
             return None
-        joined = _interleave(form.literals, contents)
-        self._encoder.refuse_beyond(most, joined)
-        if all(map(self._encoder.is_plain, contents)):
-            return WrittenText(joined)
-        plain, length = list[Place](), len(form.literals[0])
-        for text, literal in zip(contents, form.literals[1:], strict=True):
-            plain += self._encoder.special_token_spellings(text, length)
-            length += len(text) + len(literal)
-        return WrittenText(joined, tuple(plain))
-
-    def _contents(
-        self, form: Continuation, messages: Sequence[TemplateMessage]
-    ) -> list[str] | None:
-        """What stands in the slots; None where it might be treated specially."""
-        if form.literals is None or self._tests is None:
-            return None
-        contents, way = [], WAYS[form.way]
-        for at, key in form.slots:
-            text = str(messages[at][key])
-            if not text or any(test in text for test in self._tests):
-                return None
-            contents.append(way(text) if key == "content" else text)
-        return contents
+        contents = form.slotted.contents(messages, self._tests)
+        return None if contents is None else form.slotted.written(contents, self._encoder, most)
 
     def _rendered(self, answer: Answer, messages: Sequence[TemplateMessage]) -> tuple[str, str]:
         """The text after the assistant's content, and the turn end that it starts with."""
@@ -262,41 +223,18 @@ class ContinuationRenderer:
             opens_reasoning=opens_reasoning(literals[-1]),
             answer=answer,
         )
-        return self._remembered(form, messages) or form
-
-    def _remembered(
-        self, form: Continuation, messages: Sequence[TemplateMessage]
-    ) -> Continuation | None:
-        """The form with its literals; None where the template must be asked every time."""
-        if any(not _KNOWN.issuperset(message) for message in messages):
-            return None
-        slots = [
-            (at, key)
-            for at, message in enumerate(messages)
-            for key in ("content", *_NAMES)
-            if key in message
-        ]
-        markers = {f"zqSlot{at:03d}": slot for at, slot in enumerate(slots)}
-        marked = [dict(message) for message in messages]
-        for marker, (at, key) in markers.items():
-            marked[at][key] = marker
         try:
-            text, turn_end = self._rendered(form.answer, marked)
+            slotted = find_slots(partial(self._after_turn_end, form), messages)
         except TemplateError:  # it looks at names
-            return None
-        pieces = SLOT.split(text)
-        if turn_end != form.turn_end or not set(pieces[1::2]) <= set(markers):
-            return None
-        form = msgspec.structs.replace(
-            form,
-            literals=tuple(pieces[::2]),
-            slots=tuple(markers[marker] for marker in pieces[1::2]),
-        )
-        for way in WAYS:
-            known = msgspec.structs.replace(form, way=way)
-            if all(self._is_foretold(known, messages, probe) for probe in PROBES):
-                return known
-        return None
+            return form
+        return msgspec.structs.replace(form, slotted=slotted)
+
+    def _after_turn_end(
+        self, form: Continuation, messages: Sequence[TemplateMessage]
+    ) -> str | None:
+        """What is written of the messages; None where the turn before them ends otherwise."""
+        text, turn_end = self._rendered(form.answer, messages)
+        return text if turn_end == form.turn_end else None
 
     def _refuse_rewriting(self, exchange: Sequence[TemplateMessage]) -> None:
         """Refuse a template under which new messages change what stands before them.
@@ -319,34 +257,6 @@ class ContinuationRenderer:
         if head != self._render(conversation(), False).partition(USER_MARKER)[0]:
             raise unusable("new messages change the text before the first message")
 
-    def _is_foretold(
-        self, form: Continuation, messages: Sequence[TemplateMessage], probe: tuple[str, str]
-    ) -> bool:
-        """Whether the literals give what the template renders for awkward contents."""
-        assert form.literals is not None
-        probed = [
-            {
-                **message,
-                "content": f"{probe[0]}rolloutProbe{at}{probe[1]}",
-                **{key: NAME_PROBE.format(at) for key in _NAMES if key in message},
-            }
-            for at, message in enumerate(messages)
-        ]
-        way = WAYS[form.way]
-        texts = [
-            way(probed[at][key]) if key == "content" else probed[at][key] for at, key in form.slots
-        ]
-        try:
-            text, _ = self._rendered(form.answer, probed)
-        except TemplateError:
-            return False
-        return text == _interleave(form.literals, texts)
-
-
-#: What of a message other than its content may be written down, and all that may be known of one.
-_NAMES = ("name", "tool_call_id")
-_KNOWN = frozenset(("role", "content", *_NAMES))
-
 
 def _split(
     text: str, markers: Sequence[str], messages: Sequence[TemplateMessage]
@@ -359,11 +269,6 @@ def _split(
             raise unusable(f"it writes the content of {message['role']!r} messages {times}")
         literals.append(literal)
     return (*literals, text)
-
-
-def _interleave(literals: Sequence[str], contents: Sequence[str]) -> str:
-    pieces = itertools.chain.from_iterable(zip(literals, contents, strict=False))
-    return "".join(pieces) + literals[-1]
 
 
 def common_prefix(left: str, right: str, encoder: TextEncoder) -> str:

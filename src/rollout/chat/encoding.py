@@ -14,20 +14,21 @@ import itertools
 import re
 import weakref
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rollout.chat.framing import Framing, framing_of
 from rollout.chat.ids import LONG, FastIds, Ids, SlowIds
 from rollout.chat.token_bounds import TokenBound, TooManyTokens, token_bound
 from rollout.chat.tokenizer_copies import own_copy
 from rollout.chat.word_ids import WordIds, word_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from rollout.chat.fast_tokenizer import AnyTokenizer
 
@@ -54,10 +55,14 @@ class WrittenText(msgspec.Struct, frozen=True):
     Attributes:
         text: As the template wrote it.
         plain: Places that stay plain text, in order, none overlapping another.
+        literals, contents: What the text is made of by turns, where that is known: what the
+            template wrote, one more of them, and what messages say, in which all is plain.
     """
 
     text: str
     plain: tuple[Place, ...] = ()
+    literals: tuple[str, ...] = ()
+    contents: Sequence[str] = ()
 
 
 class TextEncoder:
@@ -94,6 +99,8 @@ class TextEncoder:
             self._words = word_ids(backend, self._bounded.encode_plain)
 
         self._remembered = lru_cache(_MOST_PIECES)(partial(_packed, self._words))
+        self._remembered_words = lru_cache(_MOST_PIECES)(self._packed_words)
+        self._framing = lru_cache(_MOST_PIECES)(self._find_framing)
 
     @property
     def keeps_ascii(self) -> bool:
@@ -139,6 +146,39 @@ class TextEncoder:
         if self._bounded is None or BOUNDARY in written.text:
             return self._piecewise(pieces, tokens, self._encode_plain, most)
         return self._bounded.encode(pieces, [self._added[token] for token in tokens], most)
+
+    def packed(
+        self,
+        written: WrittenText,
+        most: int | None = None,
+        *,
+        is_prompt: bool = False,
+        ready: Ready = NOTHING_READY,
+    ) -> array[int]:
+        """As `encode_written`; of a text around contents only these are looked at."""
+        framing = self._framing(written.literals) if self._is_framed(written) else None
+        if framing is not None:
+            self.refuse_beyond(most, written.text)
+            encode = self._remembered_words if is_prompt else self._packed_words
+            ids = framing.packed(written.contents, encode)
+            if ids is not None:
+                return array("i", ids)
+        return array("i", self.encode_written(written, most, is_prompt=is_prompt, ready=ready))
+
+    def _is_framed(self, written: WrittenText) -> bool:
+        text = written.text
+        if not written.literals or self._words is None or len(text) > LONG or not text.isascii():
+            return False
+        return self._others is None or self._others.search(text) is None
+
+    def _find_framing(self, literals: tuple[str, ...]) -> Framing | None:
+        if self._words is None or self._pattern is None:
+            return None
+        return framing_of(literals, self.specials, self._pattern, self._simple, self._words)
+
+    def _packed_words(self, text: str) -> bytes:
+        assert self._words is not None
+        return self._words.packed(text)
 
     def batch_texts(self, written: WrittenText) -> list[str]:
         """What of it the library must encode, and may do in a batch; nothing of most texts."""

@@ -53,7 +53,7 @@ def render_escaped(
     """
     text = render(messages, tools)
     encoder.refuse_beyond(most, text)
-    if _are_plain(encoder, messages) and _tools_are_plain(encoder, tools):
+    if _are_plain(encoder, messages) and are_plain_tools(encoder, tools):
         return WrittenText(text)
     word = "rolloutSpecialToken"  # letters, which templates leave as they are
     while word in text:
@@ -72,7 +72,8 @@ def render_escaped(
 _PLAIN_TOOLS: weakref.WeakKeyDictionary[TextEncoder, Tools] = weakref.WeakKeyDictionary()
 
 
-def _tools_are_plain(encoder: TextEncoder, tools: Tools) -> bool:
+def are_plain_tools(encoder: TextEncoder, tools: Tools) -> bool:
+    """Whether no text in these tools looks like a special token."""
     if tools is None or tools == _PLAIN_TOOLS.get(encoder):
         return True
     if not _are_plain(encoder, tools):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from array import array
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from rollout.chat.encoding import NOTHING_READY, WrittenText, encoder_of
 from rollout.chat.full_rendering import FullRenderer, FullRendering
 from rollout.chat.messages import TemplateMessage, template_messages
 from rollout.chat.placeholder_exchange import USER_MARKER
+from rollout.chat.prompt_forms import PromptForms
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.rendering import Renderer, around, own_template
 from rollout.chat.special_token_escaping import render_escaped
@@ -23,6 +23,7 @@ from rollout.chat.token_text import token_text
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from rollout.chat.encoding import Ready
@@ -68,6 +69,7 @@ class ChatTemplate:
         source = chat_template if chat_template is not None else own_template(tokenizer)
         self._renderer = Renderer(tokenizer, source, chat_template_kwargs or {})
         self.encoder = encoder_of(tokenizer)
+        self._prompt_forms = PromptForms(self._renderer, self.encoder)
         self._specials = frozenset(self.encoder.specials.values())
         self._continuations = ContinuationRenderer(self._renderer.render, self.encoder, source)
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -106,11 +108,11 @@ class ChatTemplate:
         ready: Ready = NOTHING_READY,
     ) -> array[int]:
         """The same of what `written` gave, some of it encoded already."""
-        ids = self.encoder.encode_written(written, most, is_prompt=True, ready=ready)
+        ids = self.encoder.packed(written, most, is_prompt=True, ready=ready)
         if not ids:
             roles = ", ".join(message["role"] for message in messages)
             raise TemplateError(f"the chat template makes no text of [{roles}]")
-        return array("i", ids)
+        return ids
 
     def written(
         self,
@@ -126,12 +128,10 @@ class ChatTemplate:
             TemplateError: The template refuses the messages.
             TooManyTokens: They certainly have more than `most`.
         """
-        return render_escaped(
+        known = self._prompt_forms.written(messages, tools, most) if add_generation_prompt else None
+        return known or render_escaped(
             lambda given, offered: self._renderer.render(given, add_generation_prompt, offered),
-            self.encoder,
-            messages,
-            tools,
-            most,
+            *(self.encoder, messages, tools, most),
         )
 
     def observation_ids(
@@ -179,9 +179,9 @@ class ChatTemplate:
         """`observation_ids` of what `observation_text` gave, some of it encoded already."""
         if most is not None:
             most += len(turn_end.encode())  # which may have been sampled
-        ids = self.encoder.encode_written(written, most, ready=ready)
+        ids = self.encoder.packed(written, most, ready=ready)
         past = self._past(ids, turn_end, after) if after is not None and len(after) else 0
-        return array("i", ids[past:] if past else ids)
+        return ids[past:] if past else ids
 
     def refuse_beyond(self, most: int, messages: Iterable[Message | Mapping[str, Any]]) -> None:
         """Raise where messages are so long that an observation of them has more than `most` tokens.
@@ -367,7 +367,7 @@ class ChatTemplate:
     def _specials_of(self, text: str) -> list[int]:
         return [token for token in self.encoder.encode(text) if token in self._specials]
 
-    def _past(self, ids: list[int], turn_end: str, after: Sequence[int]) -> int:
+    def _past(self, ids: Sequence[int], turn_end: str, after: Sequence[int]) -> int:
         """How many of the first `ids` need not follow `after`, because they end it already.
 
         Only a special token tells that a turn is over; text before it (a space, in some
@@ -381,7 +381,7 @@ class ChatTemplate:
         # The model may end a turn by another token than a template that continues (harmony).
         return special + 1 if turn_end and int(after[-1]) in self._turn_ends else 0
 
-    def _end_ids(self, turn_end: str, ids: list[int]) -> tuple[int, ...]:
+    def _end_ids(self, turn_end: str, ids: Sequence[int]) -> tuple[int, ...]:
         """The ids of `turn_end` as far as `ids` start with them, at least one of them."""
         end = self._turn_end_ids.get(turn_end)
         if end is None:

@@ -8,8 +8,8 @@ a tenth of the cost. Other texts, and tokenizers that do anything else, are left
 
 from __future__ import annotations
 
-import itertools
 import re
+from array import array
 from typing import TYPE_CHECKING, Any
 
 from rollout.chat.ids import LONG
@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 
 #: What GPT-2's byte-level pre-tokenizer divides by, where it does so itself.
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+#: Expressions of which no match goes on past a blank that stands alone between other characters: it
+#: can begin a match, and be within one of white space only. As there is no looking back either,
+#: such a text is divided at its blanks, and each part by itself.
+_DIVIDING_AT_BLANKS = (_GPT2, _QWEN, _QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|"))
 #: Normalizers that leave ASCII as it is.
 _LEAVING = ("NFC", "NFD", "NFKC", "NFKD")
 #: Unicode's classes within ASCII, as they are written in a class of characters.
@@ -59,37 +67,86 @@ _PROBES = (
 )
 
 
-class WordIds(dict[str, tuple[int, ...]]):
+class WordIds(dict[str, bytes]):
     """Ids of texts of a tokenizer that `word_ids` has looked at; the words seen so far with theirs.
 
     Args:
         model: The tokenizer's.
         patterns: By which texts, and then the pieces of texts, are divided.
         library: The ids of a text in which no added token is to be found.
+        is_divided_at_blanks: Whether the patterns divide at each blank that stands alone.
     """
 
-    def __init__(self, model: Any, patterns: Sequence[re.Pattern[str]], library: Ids) -> None:
+    def __init__(
+        self,
+        model: Any,
+        patterns: Sequence[re.Pattern[str]],
+        library: Ids,
+        *,
+        is_divided_at_blanks: bool = False,
+    ) -> None:
         self._model = model
         self._patterns = patterns
         self._library = library
         self._letters = dict(enumerate(byte_letters()))
+        self._parts = _PartIds(self) if is_divided_at_blanks else None
 
     def __call__(self, text: str, most: int | None = None) -> list[int]:
         """See `Ids`; of a text in which no added token occurs."""
         if len(text) > LONG or not text.isascii():
             return self._library(text, most)
+        return array("i", self.packed(text)).tolist()
+
+    def packed(self, text: str) -> bytes:
+        """The ids of an ASCII text in which no added token occurs, int32."""
+        if self._parts is not None:
+            head, _, tail = text.partition(" ")
+            if tail and not head[-1:].isspace():
+                try:
+                    return self.by_patterns(head) + b"".join(
+                        map(self._parts.__getitem__, tail.split(" "))
+                    )
+                except _NotAlone:
+                    pass
+        return self.by_patterns(text)
+
+    def by_patterns(self, text: str) -> bytes:
+        """The same, without a look at the blanks."""
         words = [text] if text else []
         for pattern in self._patterns:
             words = _divided(pattern, words)
-        return list(itertools.chain.from_iterable(map(self.__getitem__, words)))
+        return b"".join(map(self.__getitem__, words))
 
-    def __missing__(self, word: str) -> tuple[int, ...]:
-        ids = tuple([token.id for token in self._model.tokenize(word.translate(self._letters))])
-        if len(word) <= _LONGEST:
-            if len(self) >= _MOST_WORDS:
-                self.clear()
-            self[word] = ids
+    def __missing__(self, word: str) -> bytes:
+        tokens = self._model.tokenize(word.translate(self._letters))
+        ids = array("i", [token.id for token in tokens]).tobytes()
+        _keep(self, word, ids)
         return ids
+
+
+class _NotAlone(Exception):
+    """A blank stands beside other white space."""
+
+
+class _PartIds(dict[str, bytes]):
+    """Ids of what stands between two blanks, or the last one and the end, the first included."""
+
+    def __init__(self, words: WordIds) -> None:
+        self._words = words
+
+    def __missing__(self, part: str) -> bytes:
+        if not part or part[0].isspace() or part[-1].isspace():
+            raise _NotAlone
+        ids = self._words.by_patterns(" " + part)
+        _keep(self, part, ids)
+        return ids
+
+
+def _keep(known: dict[str, bytes], word: str, ids: bytes) -> None:
+    if len(word) <= _LONGEST:
+        if len(known) >= _MOST_WORDS:
+            known.clear()
+        known[word] = ids
 
 
 def word_ids(backend: Any, library: Ids) -> WordIds | None:
@@ -100,15 +157,19 @@ def word_ids(backend: Any, library: Ids) -> WordIds | None:
         library: The ids of a text in which no added token is to be found.
     """
     normalizers = parts_of(state_of(backend.normalizer))
-    patterns = _patterns(parts_of(state_of(backend.pre_tokenizer)))
+    expressions = _expressions(parts_of(state_of(backend.pre_tokenizer)))
+    patterns = None if expressions is None else _patterns(expressions)
     is_foreign = type(backend.model).__name__ != "BPE" or backend.model.dropout
     if is_foreign or patterns is None or any(n["type"] not in _LEAVING for n in normalizers):
         return None
-    ids = WordIds(backend.model, patterns, library)
+    is_divided_at_blanks = expressions is not None and any(
+        expressions == [each] for each in _DIVIDING_AT_BLANKS
+    )
+    ids = WordIds(backend.model, patterns, library, is_divided_at_blanks=is_divided_at_blanks)
     return ids if all(ids(text) == library(text, None) for text in _PROBES) else None
 
 
-def _patterns(dividers: Sequence[Mapping[str, Any]]) -> list[re.Pattern[str]] | None:
+def _expressions(dividers: Sequence[Mapping[str, Any]]) -> list[str] | None:
     """What each part divides by; None where that cannot be said of all of them."""
     expressions: list[str] = []
     is_byte_level = False
@@ -125,8 +186,13 @@ def _patterns(dividers: Sequence[Mapping[str, Any]]) -> list[re.Pattern[str]] | 
                 expressions += [_GPT2] if divides else []
             case _:
                 return None
+    return expressions if is_byte_level else None
+
+
+def _patterns(expressions: Sequence[str]) -> list[re.Pattern[str]] | None:
+    """The same in Python's dialect; None where one cannot be said in it."""
     try:
-        return [_in_ascii(each) for each in expressions] if is_byte_level else None
+        return [_in_ascii(each) for each in expressions]
     except (ValueError, re.error):
         return None
 

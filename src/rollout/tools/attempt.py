@@ -80,15 +80,32 @@ async def attempt(
         ):
             return await action(*args)
     except BaseException as error:
-        is_unasked = owns_task or native_cancellations() == cancellations
-        passing = error if is_given_up() else passing_of(error, is_unasked=is_unasked)
-        if passing is error:
-            raise
-        if passing is not None:
-            raise passing from None
+        _let_pass(error, is_unasked=owns_task or native_cancellations() == cancellations)
         if not (scope.cancel_called and anyio.current_time() >= deadline.at):
             raise CallError(describe(error)) from error
     raise deadline.error()
+
+
+async def attempt_at_once(action: Callable[..., Awaitable[T]], *args: object) -> T:
+    """`attempt` of what ends in the step in which it begins: no deadline could reach it.
+
+    Raises:
+        CallError: As in `attempt`.
+    """
+    try:
+        return await action(*args)
+    except BaseException as error:
+        _let_pass(error, is_unasked=True)
+        raise CallError(describe(error)) from error
+
+
+def _let_pass(error: BaseException, *, is_unasked: bool) -> None:
+    """Raise what of an action's error is not its own; see `passing_of`."""
+    passing = error if is_given_up() else passing_of(error, is_unasked=is_unasked)
+    if passing is error:
+        raise error
+    if passing is not None:
+        raise passing from None
 
 
 async def attempt_unhurried(

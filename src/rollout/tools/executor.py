@@ -62,7 +62,7 @@ class ToolExecutor:
         self._processes = ToolProcesses(max_processes=max_processes, cleanup_s=cleanup_s)
         self._kit = Toolkit(
             checks={name: _check_of(tool) for name, tool in self._tools.items()},
-            gates={name: ToolGate(name, tool.policy) for name, tool in self._tools.items()},
+            gates={name: _gate_of(tool) for name, tool in self._tools.items()},
             limits=CallLimits(
                 max_parallel_calls=max_parallel_calls,
                 max_response_length=max_response_length,
@@ -181,6 +181,11 @@ def _as_tool(tool: Tool | Callable[..., Any]) -> Tool:
     if not isinstance(tool.policy, ToolPolicy):
         raise ToolError(f"tool {name!r}: policy = {tool.policy!r:.80}; expected a ToolPolicy")
     return tool
+
+
+def _gate_of(tool: Tool) -> ToolGate:
+    never_waits = isinstance(tool, FunctionTool) and tool.never_waits
+    return ToolGate(tool.name, tool.policy, never_waits=never_waits)
 
 
 def _check_of(tool: Tool) -> ArgumentCheck:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 from collections.abc import Mapping
@@ -43,6 +44,9 @@ class FunctionTool(Tool, Generic[P, R]):
             interpreter can be stopped. The function must be importable; arguments and results
             cross as plain data.
 
+    Attributes:
+        never_waits: Whether a call ends in the step of the event loop in which it begins.
+
     Raises:
         ToolError: It lists everything that must be written for a model to use the function.
     """
@@ -66,9 +70,11 @@ class FunctionTool(Tool, Generic[P, R]):
         self.function = function
         self._is_async = inspect.iscoroutinefunction(function)
         self._backend = _checked_choice(self.name, "backend", backend, ("native", "asyncio"))
+        self.never_waits = self._backend == "native" and _never_waits(function)
         self.parameters = inspect_parameters(function, self.name, is_documented=schema is None)
         self.function_ref: FunctionRef | None = None
         if _checked_choice(self.name, "isolation", isolation, ("none", "process")) == "process":
+            self.never_waits = False
             self.function_ref = function_ref(function, self.name)
             if self.parameters.context_name is not None:
                 raise ToolError(
@@ -203,6 +209,14 @@ def _checked_choice(tool: str, option: str, value: Any, choices: tuple[str, ...]
         known = " or ".join(map(repr, choices))
         raise ToolError(f"function tool {tool!r}: {option} = {value!r}; expected {known}")
     return str(value)
+
+
+def _never_waits(function: Any) -> bool:
+    """Whether it is an async function with no ``await`` in it: then there is none to suspend it."""
+    code = getattr(function, "__code__", None)
+    if code is None or not code.co_flags & inspect.CO_COROUTINE:
+        return False
+    return all(not each.opname.startswith("YIELD") for each in dis.get_instructions(code))
 
 
 def _checked_function(function: Any) -> Callable[..., Any]:

@@ -115,10 +115,12 @@ class ToolGate:
         what: The tool, for messages.
         breaker: Refuses calls while the tool keeps failing.
         has_queue: Whether calls may have to wait for their `place`.
+        never_waits: Whether a call, once it has its place, ends in the step in which it begins.
     """
 
-    def __init__(self, name: str, policy: ToolPolicy) -> None:
+    def __init__(self, name: str, policy: ToolPolicy, *, never_waits: bool = False) -> None:
         self.policy = policy
+        self.never_waits = never_waits
         self.what = f"tool {name!r}"
         self.breaker = Breaker(name, policy.breaker_failures, policy.breaker_s)
         most = policy.max_concurrency

@@ -15,7 +15,7 @@ from rollout.bridge import loop_clock, runs_on_trio
 from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import Deadline
 from rollout.tools.argument_checks import ArgumentsError
-from rollout.tools.attempt import CallError, attempt, run_side_by_side
+from rollout.tools.attempt import CallError, attempt, attempt_at_once, run_side_by_side
 from rollout.tools.call_turn import CallTurn, PlacedCall, acquire
 from rollout.tools.open_sessions import OpenFailure, OpenSessions, timed_out
 from rollout.tools.results import ToolResult, add_metrics, error_result, normalise_result
@@ -82,17 +82,14 @@ class TrajectoryTools:
         kwargs: Mapping[str, Mapping[str, Any]],
         extra: dict[str, Any],
     ) -> None:
-        self.seconds = 0.0
+        self.seconds, self.is_closed = 0.0, False
         self.calls = self.errors = self.invalid_in_a_row = 0
-        self.is_closed = False
-        self._clock = loop_clock()
-        self._is_on_trio = runs_on_trio()
+        self._clock, self._is_on_trio = loop_clock(), runs_on_trio()
         self._kit, self._tools = kit, tools
-        self._uid, self._member = uid, member
-        self._kwargs, self._extra = kwargs, extra
+        self._uid, self._member, self._kwargs, self._extra = uid, member, kwargs, extra
         # Made when they are needed: many trajectories wait long before their first call.
         self._metrics: dict[str, float] | None = None
-        self._breaker_key: object | None = None
+        self._breaker_key: object = None
         self._opening: anyio.Lock | None = None
         self._serial: dict[int, anyio.Lock] | None = None
         self._contexts: ToolContexts | None = None
@@ -291,7 +288,7 @@ class TrajectoryTools:
         self, turn: CallTurn, call: ToolCall, kwargs: Mapping[str, Any]
     ) -> ToolResult:
         gate = self._kit.gates[call.name]
-        key = gate.key(call.arguments, kwargs)
+        key = gate.key(call.arguments, kwargs) if gate.policy.cache_size else None
         if key is not None and (result := gate.kept(key)) is not None:
             return result
         refusal = gate.breaker.refusal(self._clock())
@@ -340,6 +337,8 @@ class TrajectoryTools:
         turn: CallTurn,
         gate: ToolGate,
     ) -> ToolResult:
+        if gate.never_waits:
+            return await attempt_at_once(_answer, session, call)
         try:
             return await attempt(
                 _answer,

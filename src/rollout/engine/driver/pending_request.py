@@ -29,6 +29,7 @@ class PendingRequest(msgspec.Struct, eq=False, gc=False):
         error: Why the engine refused or failed it; empty otherwise.
         is_lost: The channel was lost under it.
         is_garbled: The engine's answer contradicted itself; what came before stays.
+        given_up_at: Of one past its deadline: when its last answer is not waited for any more.
     """
 
     message: Submit
@@ -44,6 +45,7 @@ class PendingRequest(msgspec.Struct, eq=False, gc=False):
     error: str = ""
     is_lost: bool = False
     is_garbled: bool = False
+    given_up_at: float | None = None
 
     @property
     def request_id(self) -> str:

@@ -95,7 +95,7 @@ class EnginePool:
         self._changes = Notifier()
         self.wakes = WakeBudget()
         self._requests = RequestRunner(
-            router, self._replicas, self._wait_queue, self._changes, last_answer_s
+            router, self._replicas, self._wait_queue, self._changes, self.wakes, last_answer_s
         )
         self._maintenance = MaintenanceQueue()
         self._weight_updater = WeightUpdater(
@@ -329,10 +329,10 @@ class EnginePool:
             known_experts: Tokens of the prompt whose routed experts the caller has; those of the
                 others are asked for where the engines tell them.
             group_id: Trajectories that begin with the same prompt; "" for one on its own.
-            deadline: When the engine ends the request by itself; paused while the runtime lets the
-                request wait. None never does.
+            deadline: When it ends; paused while the runtime lets it wait. None never ends it.
 
         Raises:
+            LimitExceeded: The deadline passed.
             EngineError: The request is refused for good, the engine failed it, replicas died of
                 it, or no engine is left; `reason` says which.
         """
@@ -340,8 +340,6 @@ class EnginePool:
         check_ids(prompt_ids, info.vocab_size)
         generation.top_count = sampling.top_log_probs
         generation.expert_shape = info.expert_shape
-        is_packed = isinstance(prompt_ids, bytes)
-        generation.expert_room = len(prompt_ids) // (4 if is_packed else 1) - known_experts
         attempt = Attempt(
             generation=generation,
             session_id=session_id,
@@ -354,6 +352,7 @@ class EnginePool:
             known_experts=known_experts,
             deadline=deadline,
         )
+        generation.expert_room = attempt.prompt_tokens - known_experts
         return self._requests.run(attempt, group_id=group_id)
 
     def forget(self, session_id: str) -> None:
@@ -371,6 +370,7 @@ class EnginePool:
             async with open_task_group() as tasks:
                 self._tasks, self._requests.is_open = tasks, True
                 self._maintenance.open(tasks)
+                tasks.start_soon(self._requests.deadlines.run)
                 try:
                     await self._start_all(tasks)
                     yield

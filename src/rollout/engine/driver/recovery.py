@@ -8,6 +8,7 @@ rule.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal
 
 import attrs
@@ -15,12 +16,13 @@ import msgspec
 
 from rollout.engine.core import EngineInfo, SamplingParams
 from rollout.engine.driver.generation import Generation
-from rollout.errors import EngineError
+from rollout.errors import EngineError, LimitExceeded
 from rollout.limits import PausableDeadline
 from rollout.token_prefix import TokenPrefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
+    from contextlib import AbstractContextManager
 
 
 RecoveryPolicy = Literal["resume", "restart", "fail"]
@@ -40,6 +42,7 @@ QUARANTINED, NO_ENGINE = "quarantined", "no_engine"
 #: Fields of the sampling whose state is not in the tokens: a request that resumes elsewhere would
 #: be sampled by other rules than before.
 STATEFUL_SAMPLING = ("presence_penalty", "frequency_penalty")
+_UNLIMITED = nullcontext()
 
 
 @attrs.define
@@ -104,6 +107,15 @@ class Attempt:
     def deadline(self) -> float:
         """Clock time at which an engine ends it by itself, as things stand."""
         return math.inf if self._deadline is None else self._deadline.now.at
+
+    def in_time(self) -> AbstractContextManager[object]:
+        """Around a wait: ends it at the deadline, with what `overdue` says."""
+        return self._deadline or _UNLIMITED
+
+    def overdue(self) -> LimitExceeded:
+        """What it ends with at its deadline."""
+        assert self._deadline is not None
+        return self._deadline.now.error()
 
     @property
     def experts_start(self) -> int:

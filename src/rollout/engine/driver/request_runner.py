@@ -9,6 +9,7 @@ import anyio
 
 from rollout.bridge import loop_clock
 from rollout.engine.core import WHOLE_ANSWERS
+from rollout.engine.driver.deadline_watch import DeadlineWatch
 from rollout.engine.driver.recovery import NO_ENGINE, Isolation
 from rollout.engine.wire.protocol import Submit
 from rollout.limits import cleanup_scope
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from rollout.engine.driver.wait_queue import Notifier, WaitQueue
     from rollout.engine.routing import Dispatch, Router
     from rollout.token_prefix import TokenPrefix
+    from rollout.wake_budget import WakeBudget
 
 #: Seconds before a request that a full engine refused is placed again; doubled up to the second.
 REFUSED_BACKOFF_S = 0.05
@@ -46,12 +48,14 @@ class RequestRunner:
     Args:
         wait_queue: Attempts that wait for a place.
         changes: Notified when a request is known to be gone.
+        wakes: What may be woken in a round of the loop.
         last_answer_s: How long a cancelled request waits for the tokens that it has not got yet.
 
     Attributes:
         is_open: Whether there is a pool; requests that wait for a place after that learn so.
         is_admission_blocked: Whether none may be made for now.
         active: Attempts that have not ended, also those that wait for a place.
+        deadlines: Ends them at theirs; runs in a task of its own.
         last_failure: Why a replica was lost or did not start, the last time.
     """
 
@@ -61,6 +65,7 @@ class RequestRunner:
         replicas: Mapping[str, Replica],
         wait_queue: WaitQueue,
         changes: Notifier,
+        wakes: WakeBudget,
         last_answer_s: float,
     ) -> None:
         self.is_open = False
@@ -73,14 +78,16 @@ class RequestRunner:
         self._wait_queue = wait_queue
         self._changes = changes
         self._last_answer_s = last_answer_s
+        self.deadlines = DeadlineWatch(wakes, last_answer_s)
         self._ids = RequestIds()
         self._now = loop_clock()
+        self._on_gone = self._released  # one for all requests
 
     async def run(self, attempt: Attempt, *, group_id: str) -> None:
         """Make requests until the attempt has its answer; see `EnginePool.generate`.
 
-        Cancelled, it has the engine end the request, and waits a moment for the tokens that the
-        last answer brings: they have been sampled already.
+        Cancelled, or at the deadline, it has the engine end the request, and waits a moment for the
+        tokens that the last answer brings: they have been sampled already.
         """
         avoid: str | None = None
         self.active[attempt] = None
@@ -93,8 +100,10 @@ class RequestRunner:
                 try:
                     request = self._request_of(attempt)
                     if channel.is_full:
-                        await self._wait_for_room(channel, dispatch, request, attempt.prefix)
+                        with attempt.in_time():
+                            await self._wait_for_room(channel, dispatch, request, attempt.prefix)
                     pending = self._submit(channel, dispatch, request, attempt)
+                    self.deadlines.begin(pending, channel, attempt)
                     try:  # right here: each coroutine around this wait is one for each trajectory
                         await pending.done
                     except BaseException as error:
@@ -105,6 +114,9 @@ class RequestRunner:
                         raise  # else it is closed by force, which may not be awaited in
                     finally:
                         pending.generation = None
+                        self.deadlines.end(pending)
+                    if pending.given_up_at is not None:
+                        raise attempt.overdue()
                 finally:
                     self._end(replica, attempt)
                 if pending.finish_reason in WHOLE_ANSWERS or await self._is_over(attempt, pending):
@@ -132,6 +144,7 @@ class RequestRunner:
         if not self._pauses:
             for attempt in self.active:
                 attempt.resume_deadlines()
+                self.deadlines.look_at(attempt.deadline)
 
     async def finish(self, replica: Replica) -> None:
         """Return when nothing is in flight there, or when it is lost; give it nothing new."""
@@ -156,14 +169,16 @@ class RequestRunner:
         generation = attempt.generation
         if pending.is_lost or pending.is_garbled:
             if pending.is_lost:
-                await self._replicas[generation.replica].loss_classified.wait()
+                with attempt.in_time():
+                    await self._replicas[generation.replica].loss_classified.wait()
             return not attempt.recover(pending.error, is_garbled=pending.is_garbled)
         if generation.finish_reason == "abort" and _has_more_to_come(attempt):
             return not attempt.resume_interrupted()
         if generation.finish_reason == "rejected":
             backoff_s = REFUSED_BACKOFF_S * 2**attempt.refusals
             attempt.refusals += 1
-            await anyio.sleep(min(backoff_s, MAX_REFUSED_BACKOFF_S))
+            with attempt.in_time():
+                await anyio.sleep(min(backoff_s, MAX_REFUSED_BACKOFF_S))
             return False
         if generation.finish_reason == "error":
             raise attempt.failed(pending.error or f"{generation.replica}: the engine failed")
@@ -188,7 +203,9 @@ class RequestRunner:
         while dispatch is None:
             if not self.is_open:
                 raise attempt.failed("the engines are closed", reason=NO_ENGINE)
-            if not await self._wait_queue.wait(attempt.priority):
+            with attempt.in_time():
+                has_turn = await self._wait_queue.wait(attempt.priority)
+            if not has_turn:
                 raise attempt.failed(f"no engine is left: {self.last_failure}", reason=NO_ENGINE)
             dispatch = self._ask(attempt, group_id, avoid)
         self._wait_queue.wake_next()
@@ -254,7 +271,7 @@ class RequestRunner:
         return channel.submit_nowait(
             request,
             attempt.generation,
-            self._released,
+            self._on_gone,
             prefix=attempt.prefix,
             deadline=attempt.deadline,
             dispatch=dispatch,
