@@ -294,9 +294,11 @@ class Supervision:
     def end(self, work: Supervised[Any]) -> None:
         """Nobody waits for a piece of code any longer."""
         del self._running[work]
-        work.ended()  # which may start another one
-        if self._all_ended is not None and not self._running:
-            self._all_ended.set()
+        try:
+            work.ended()  # which may start another one
+        finally:
+            if self._all_ended is not None and not self._running:
+                self._all_ended.set()
 
     def look_at(self, at: float) -> None:
         """Something is to end at that time."""
