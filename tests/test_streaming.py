@@ -301,7 +301,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     ("step_s", "chunks"),
     [
         (0.001, 5),  # by number: 64 at once
-        (0.01, 18),
+        (0.01, 16),
         (0.06, 100),
         (0.15, 300),  # each step by itself
         (1.0, 300),
@@ -314,6 +314,22 @@ def test_gatherer_chunks_follow_the_measured_speed(
     longest = steps(Gatherer(64, INTERVAL_S), reqs, clock, [step_s] * 300)
     assert longest <= INTERVAL_S
     assert [req.sent for req in reqs] == pytest.approx([chunks] * 3, abs=2)
+
+
+def test_gatherer_requests_that_began_one_after_another_leave_together(clock: list[float]) -> None:
+    gatherer, reqs = Gatherer(64, INTERVAL_S), [Req() for _ in range(8)]
+    for count in range(1, 8):
+        steps(gatherer, reqs[:count], clock, [0.01])
+    messages: list[list[Req]] = []
+
+    def stream_output(streamer: Any, reqs: list[Req]) -> None:
+        leaving = [req for req in reqs if req.sampling_params.stream_interval == 1]
+        messages.extend([leaving] if leaving else [])
+
+    for _ in range(100):
+        clock[0] += 0.01
+        gatherer.stream_output(stream_output, object(), reqs)
+    assert messages == [reqs] * len(messages), "each message holds tokens of all"
 
 
 def test_gatherer_engine_becomes_slow_tokens_leave_in_time(clock: list[float]) -> None:

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 #: How tokens are gathered in engines of ours: how many at most, and for how many seconds.
 STREAM_VARIABLE = "ROLLOUT_SGLANG_STREAM"
 STREAMER = "sglang.srt.managers.scheduler_components.output_streamer"
-#: On a request of SGLang's: when its tokens left last, and when they could have.
+#: On a request of SGLang's: since when its tokens wait, and when they could have left.
 TIMES = "rollout_times"
+#: Of the longest wait: requests that have waited for this share less leave with it, in one message.
+TOGETHER = 0.5
 
 
 def register() -> None:
@@ -55,6 +57,7 @@ class Gatherer:
     def __init__(self, most: int, interval_s: float) -> None:
         self._most = most
         self._pacer = StreamPacer(interval_s)
+        self._is_measured = False
 
     def stream_output(
         self,
@@ -70,14 +73,20 @@ class Gatherer:
         return stream_output(streamer, reqs, *args, **options)
 
     def _choose(self, reqs: Sequence[Any], now: float) -> None:
-        before = next((getattr(req, TIMES) for req in reqs if hasattr(req, TIMES)), None)
+        """Those that wait longest say when tokens leave; most others leave with them."""
+        times = [getattr(req, TIMES, None) for req in reqs]
+        before = next((each for each in times if each is not None), None)
         if before is not None:
             self._pacer.note_step(now - before[1])
-        for req in reqs:
-            left_at = getattr(req, TIMES, (None,))[0]
-            is_due = left_at is None or self._pacer.is_due(now - left_at)
-            req.sampling_params.stream_interval = 1 if is_due else self._most
-            setattr(req, TIMES, (now if is_due else left_at, now))
+            self._is_measured = True
+        since = [now if each is None else each[0] for each in times]
+        longest = now - min(since, default=now)
+        # How long the next step may take is not known before one was measured.
+        is_due = not self._is_measured or self._pacer.is_due(longest)
+        for req, waits_since in zip(reqs, since, strict=True):
+            leaves = is_due and now - waits_since >= TOGETHER * longest
+            req.sampling_params.stream_interval = 1 if leaves else self._most
+            setattr(req, TIMES, (now if leaves else waits_since, now))
 
 
 def name_versions(accept: Callable[..., Any], accumulator: Any, *args: Any, **options: Any) -> Any:
