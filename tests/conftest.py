@@ -71,6 +71,9 @@ WITH_PROCESSES = (
     "faults",
     "foreign_tools",
     "full_disk",
+    "gateway",
+    "gateway_clients",
+    "gateway_hostile",
     "imports",
     "isolated_tools",
     "live_weights",
@@ -80,11 +83,13 @@ WITH_PROCESSES = (
     "mcp",
     "mcp_servers",
     "model_files",
+    "program_agent",
     "ray_placement",
     "real_processes",
     "router",
     "sandbox_attacks",
     "sandbox_tools",
+    "serve_gateway",
     "simulated_engine",
     "soak",
     "unauthenticated",
@@ -95,6 +100,7 @@ WITH_PROCESSES = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist's own reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     """Tests that share a fixture of their file, or what `ALONE` says, run in one process."""
     is_parallel = config.pluginmanager.hasplugin("xdist")  # the engines' environment has none
@@ -106,8 +112,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
             group = item.path.name
         if group is not None and is_parallel:
             item.add_marker(pytest.mark.xdist_group(name=group))
-        is_sglang = item.path.parent.name == "sglang"  # all of them
-        if is_sglang or item.path.stem.removeprefix("test_") in WITH_PROCESSES:
+        has_own_packages = item.path.parent.name in ("sglang", "clients")  # all of them
+        if has_own_packages or item.path.stem.removeprefix("test_") in WITH_PROCESSES:
             item.add_marker("processes")
 
 

@@ -9,8 +9,15 @@ from typing import Any
 import anyio
 
 import rollout
-from rollout import AgentLoop, Prompt, Trajectory, function_tool, register_agent
-from rollout.agents import AgentContext
+from rollout import (
+    AgentLoop,
+    EnvironmentAgent,
+    Prompt,
+    Trajectory,
+    function_tool,
+    register_agent,
+)
+from rollout.agents import AgentContext, ToolAgent
 from rollout.config import (
     AgentConfig,
     LengthsConfig,
@@ -253,6 +260,75 @@ async def tree(recorder: Recorder) -> None:
         await runtime.generate([user("question")])
 
 
+@register_agent("delegates")
+class Delegates(AgentLoop):
+    """Two sub-agents at once, then notes in place of what was said, and a last turn."""
+
+    async def run(self, context: AgentContext) -> None:
+        await context.generate()
+
+        async def research(name: str, ready: anyio.Event) -> None:
+            async with context.open_segment(RESEARCH, name, ["add"]) as child:
+                ready.set()
+                await ToolAgent().run(child)
+                child.reward = 0.5
+
+        async with anyio.create_task_group() as tasks:
+            for name in ("first", "second"):
+                ready = anyio.Event()
+                tasks.start_soon(research, name, ready)
+                await ready.wait()
+        await context.compact([{"role": "user", "content": "question, in short"}])
+        await context.generate()
+        context.main.reward_turn(0.25)
+
+
+async def delegates(recorder: Recorder) -> None:
+    config = (
+        Scenario(seed=9)
+        .reply("researcher", tool_call("add", a=2, b=3))
+        .then("Found: 5.")
+        .reply("question", "An answer.", filler=5)
+        .config(agent=AgentConfig(name="delegates"), lengths=LENGTHS)
+    )
+    async with recorder.open_rollout(config, [add], length_reward) as runtime:
+        await runtime.generate([user("question")])
+
+
+class Counting:
+    """An environment that takes a moment for everything."""
+
+    async def reset(self, prompt: Prompt) -> str:
+        self.steps = 0
+        await anyio.sleep(0.05)
+        return "start"
+
+    async def step(self, action: str) -> tuple[str, float, bool, dict[str, int]]:
+        await anyio.sleep(0.05)
+        self.steps += 1
+        return "again", 0.5, self.steps == 3, {"steps": self.steps}
+
+    async def close(self) -> None:
+        await anyio.sleep(0.05)
+
+
+register_agent("counting")(EnvironmentAgent(Counting))
+
+
+async def environment(recorder: Recorder) -> None:
+    config = (
+        Scenario(seed=10)
+        .reply("start", "One more.", filler=10)
+        .config(
+            agent=AgentConfig(name="counting"),
+            scheduling=SchedulingConfig(samples_per_prompt=2),
+            lengths=LENGTHS,
+        )
+    )
+    async with recorder.open_rollout(config) as runtime:
+        await runtime.generate([user("play")])
+
+
 SITUATIONS: dict[str, Callable[[Recorder], Awaitable[None]]] = {
     "single turn": single_turn,
     "tool agent with parallel calls": tool_agent,
@@ -262,4 +338,6 @@ SITUATIONS: dict[str, Callable[[Recorder], Awaitable[None]]] = {
     "close during start-up": close_during_start,
     "changing replicas": changing_replicas,
     "tree of conversations": tree,
+    "sub-agents and compaction": delegates,
+    "environment": environment,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -28,18 +29,14 @@ async def spec_of(method: Isolation, limits: SandboxLimits = PATIENT) -> Sandbox
 
 def processes_with(token: str) -> list[psutil.Process]:
     """Processes anywhere on this machine, reparented ones too, with this in their command line."""
-    return [
-        process
-        for process in psutil.process_iter()
-        if process.pid != os.getpid() and token in " ".join(_command_line(process))
-    ]
-
-
-def _command_line(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
+    found = []
+    # Not `process_iter`, which keeps the record of a process whose id another one has by now.
+    for pid in psutil.pids():
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if pid != os.getpid() and token in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def directories() -> set[Path]:

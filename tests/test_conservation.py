@@ -58,9 +58,11 @@ def differences(seed: int, disturbed: Recorder) -> list[str]:
     found = []
     for call in disturbed.runtimes[0].calls:
         for trajectory in call.delivered:
-            is_whole = trajectory.outcome is Outcome.COMPLETED
             for segment in trajectory.segments:
                 name = segment.session_id or call.session_of(trajectory)
+                ends = [span.finish_reason for span in segment.transcript.generated_spans()]
+                # A branch that a length cuts ends no trajectory, and a calm trial has more room.
+                is_whole = trajectory.outcome is Outcome.COMPLETED and ends[-1:] != ["length"]
                 ids = segment.transcript.ids_bytes()
                 if name not in calm:
                     continue

@@ -87,6 +87,7 @@ SCENARIO = (
 def _collector_off() -> Iterator[None]:
     yield
     gc.set_debug(0)
+    gc.unfreeze()
     gc.garbage.clear()
     gc.enable()
 
@@ -102,6 +103,7 @@ async def garbage_of(runtime: RolloutRuntime, given: list[Prompt], stop: str = "
     await _run(runtime, given, stop)
     await anyio.sleep(100)  # timers of what has ended
     gc.collect()
+    gc.freeze()  # what other tests of this process leave now is not this call's
     gc.disable()
     await _run(runtime, given, stop)
     await anyio.sleep(100)

@@ -14,12 +14,12 @@ from rollout import Prompt, process_memory
 from rollout.agents import AgentContext, AgentLoop
 from rollout.config import SchedulingConfig
 from rollout.lazy import importing
-from rollout.runtime.heap import NEVER, freeze_loaded, frozen_heap
+from rollout.runtime.heap import NEVER, YOUNG, freeze_loaded, frozen_heap
 from rollout.testing import Scenario
 
 SILENT = Scenario(seed=1).reply("", "ok")
 PYTHONS = (700, 10, 10)
-PUT_OFF = (700, NEVER, NEVER)
+PUT_OFF = (YOUNG, NEVER, NEVER)
 
 
 class Knot:

@@ -69,7 +69,7 @@ def test_blocked_by_garbage_collections_says_so(caplog: pytest.LogCaptureFixture
             tasks.start_soon(LoopLag().watch)
             await anyio.sleep(0.05)
             begun = monotonic()
-            while monotonic() - begun < 0.4:
+            while not caplog.messages and monotonic() - begun < 20:  # a starved loop says nothing
                 gc.collect()
             await anyio.sleep(0.05)
             tasks.cancel_scope.cancel()
@@ -77,7 +77,7 @@ def test_blocked_by_garbage_collections_says_so(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING, logger="rollout.observe"):
         anyio.run(main, backend="asyncio")
     (message,) = caplog.messages
-    assert message.startswith("the event loop is blocked: Python collected garbage for 0.")
+    assert message.startswith("the event loop is blocked: Python collected garbage for ")
     assert message.endswith(" s (scheduling.freeze_heap makes that rare)")
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -41,3 +44,9 @@ def test_every_text_that_says_pip_install_names_this_distribution_and_an_extra_o
 def test_no_text_tells_to_install_the_other_package() -> None:
     wrong = re.compile(r"pip install [^\n]*?(?<![\w/-])rollout(?![\w/-])")
     assert [path for path in texts() if wrong.search(path.read_text(encoding="utf-8"))] == []
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="one process runs all tests")
+@pytest.mark.xdist_group("seen")
+def test_groups_of_tests_are_seen_by_what_spreads_them(request: pytest.FixtureRequest) -> None:
+    assert request.node.nodeid.endswith("@seen")

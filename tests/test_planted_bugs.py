@@ -23,6 +23,7 @@ from rollout.engine.driver.recovery import Attempt
 from rollout.engine.process import client_session as host_module
 from rollout.engine.process.client_session import ClientSession
 from rollout.limits import Deadline
+from rollout.scheduling import finished
 from rollout.scheduling import trajectory_runner as trajectory_module
 from rollout.scheduling.agent_run import AgentRun
 from rollout.scheduling.batch_run import BatchRun
@@ -217,13 +218,13 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("failure with a reward", "with the reward 0.0; expected None")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = trajectory_module._end_without_reward
+    real = trajectory_module.end_without_reward
 
     def end(trajectory: Any, *reason: Any) -> None:
         real(trajectory, *reason)
         trajectory.reward = 0.0
 
-    patch.setattr(trajectory_module, "_end_without_reward", end)
+    patch.setattr(trajectory_module, "end_without_reward", end)
 
 
 @bug("row that ends on an observation", "response_mask|attention_mask|input_ids|responses")
@@ -340,12 +341,12 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("segment that says another parent", "its parent is None")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = trajectory_module.segments_of
+    real = finished.segments_of
 
     def segments_of(conversations: Any) -> Any:
         return [msgspec.structs.replace(segment, parent=None) for segment in real(conversations)]
 
-    patch.setattr(trajectory_module, "segments_of", segments_of)
+    patch.setattr(finished, "segments_of", segments_of)
 
 
 @bug("another seed where a request resumes elsewhere", "was given seed = .*; expected")

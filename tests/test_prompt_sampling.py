@@ -11,6 +11,7 @@ import pytest
 
 import rollout
 from rollout import AgentContext, AgentLoop, Outcome, Prompt, Trajectory, register_agent
+from rollout.agents.prompt_sampling import sampling_of
 from rollout.config import (
     AgentConfig,
     LengthsConfig,
@@ -23,7 +24,6 @@ from rollout.config import (
     load_config,
 )
 from rollout.engine.core import SamplingParams
-from rollout.scheduling.prompt_sampling import sampling_of
 from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio

@@ -1,4 +1,4 @@
-"""Every checkpoint of eight situations, times everything that can happen at it."""
+"""Every checkpoint of ten situations, times everything that can happen at it."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ def test_situation_every_injection_at_every_step_keeps_every_invariant(name: str
 
 #: How many trajectories each call of a situation hands over, and how those end.
 UNDISTURBED = {
+    "sub-agents and compaction": [(1, {"completed"})],
+    "environment": [(2, {"completed"})],
     "single turn": [(6, {"length"})],
     "tool agent with parallel calls": [(2, {"completed"})],
     "scripted user": [(2, {"completed"})],

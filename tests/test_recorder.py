@@ -111,12 +111,13 @@ async def test_recorder_plain_functions_become_tools_and_are_watched() -> None:
 
 async def test_recorder_trajectory_that_was_tampered_with_is_an_anomaly() -> None:
     recorder = Recorder()
-    async with recorder.open_rollout(Scenario().reply("", "ok").config()) as runtime:
+    config = Scenario().reply("", "ok").config()
+    async with recorder.open_rollout(config, reward=lambda _: 0.5) as runtime:
         batch = await runtime.generate([user("go")])
+    runtime.rewarded.clear()
     batch.trajectories[0].reward = 1.0
     batch.tensors["response_mask"][0, 0] = 0
     assert recorder.anomalies() == [
-        "0/prompt-0/0: a reward of 1.0, though there is no reward function",
         "sample 0: reward is not that of its trajectory",
         "response_mask[0, 0] is 0; expected 1",
         "0/prompt-0/0: a reward that nobody was asked for",

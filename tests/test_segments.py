@@ -13,6 +13,7 @@ import pytest
 from race_situations import RESEARCH, add, user
 from rollout import AgentError, AgentLoop, LimitExceeded, Outcome, Trajectory
 from rollout.agents import register_agent
+from rollout.agents.turn_options import TurnOptions
 from rollout.batch import RolloutBatch, load_trajectories
 from rollout.chat.trajectory import Parent
 from rollout.config import (
@@ -440,3 +441,62 @@ async def test_history_rendered_again_is_a_segment_of_purpose_compaction() -> No
     assert [s.session_id for s in (first, last)] == ["0/prompt-0/0"] * 2
     assert [len(s.seeds) for s in (first, last)] == [1, 1]
     assert batch.trajectories[0].transcript is last.transcript
+
+
+async def test_subagent_with_tools_of_its_own_is_offered_and_reads_those() -> None:
+    look = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+    async def trial(context: AgentContext) -> None:
+        await context.generate()
+        worker = await context.main.subagent(RESEARCH, tools=[look])
+        bare = await context.main.subagent(RESEARCH, tools=[])
+        heir = await (await worker.branch()).subagent(RESEARCH)
+        assert [t["function"]["name"] for t in worker.wording.reader.schemas] == ["look"]
+        assert [t["function"]["name"] for t in heir.wording.reader.schemas] == ["look"]
+        for each in (worker, bare, heir):
+            await each.generate()
+
+    rows = (await tried(trial)).segments
+    heads = [text(each.transcript.ids()).partition("<|im_start|>user")[0] for each in rows]
+    tools = [[name for name in ("add", "look") if f'"name": "{name}"' in head] for head in heads]
+    assert tools == [["add"], ["look"], ["look"], ["look"], []]
+
+
+async def test_branch_that_is_told_what_does_not_fit_is_not_opened() -> None:
+    async def trial(context: AgentContext) -> None:
+        await context.generate()
+        with pytest.raises(LimitExceeded, match=r"lengths\.response"):
+            await context.main.branch(messages=says("x" * 2000))
+        branch = await context.main.branch(messages=says("another way"))
+        assert branch.user_turns == 1
+        await branch.generate()
+        assert len(context.main.opened) == 1
+
+    trajectory = await tried(trial)
+    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
+    kinds = [span.kind for span in trajectory.segments[1].transcript.spans]
+    assert kinds == ["prompt", "observation", "observation", "generated"]
+
+
+async def test_turn_that_stays_open_is_continued_in_its_row() -> None:
+    options = TurnOptions(seed=11, stays_open=True)
+    turns = []
+
+    async def trial(context: AgentContext) -> None:
+        await context.main.begin_with(says("question"))
+        for seconds in (0.05, 0.02, 100):
+            with anyio.move_on_after(seconds):
+                turns.append(await context.main.generate(options))
+        with pytest.raises(AgentError, match="has begun already"):
+            await context.main.begin_with(says("question"))
+
+    async def at_once(context: AgentContext) -> None:
+        await context.main.begin_with(says("question"))
+        turns.append(await context.main.generate(options))
+
+    cut, whole = await tried(trial), await tried(at_once)
+    assert turns[0] == turns[1]
+    assert cut.transcript.ids_bytes() == whole.transcript.ids_bytes()
+    assert [span.kind for span in cut.transcript.spans] == ["prompt"] + 3 * ["generated"]
+    assert cut.segments[0].seeds == [11] * 3
+    assert [message.role for message in cut.messages] == ["user", "assistant"]

@@ -11,13 +11,23 @@ from typing import TYPE_CHECKING
 from rollout.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from rollout.agents import AgentContext, AgentLoop, Conversation, register_agent
+    from rollout.agents import (
+        AgentContext,
+        AgentLoop,
+        AgentTask,
+        Conversation,
+        EnvironmentAgent,
+        ProgramAgent,
+        agent,
+        register_agent,
+    )
     from rollout.batch import RolloutBatch, collate
     from rollout.chat.trajectory import Segment, Trajectory
     from rollout.config import (
         AgentConfig,
         ChannelConfig,
         CustomEngine,
+        GatewayConfig,
         HttpEngine,
         InProcessPlacement,
         LengthsConfig,
@@ -52,6 +62,7 @@ if TYPE_CHECKING:
         TemplateError,
         ToolError,
     )
+    from rollout.gateway.gateway import open_gateway
     from rollout.interactions import Interaction, InteractionTurn
     from rollout.runtime.blocking import BlockingRollout, open_rollout_blocking
     from rollout.runtime.opening import open_rollout
@@ -60,7 +71,16 @@ if TYPE_CHECKING:
     from rollout.types import Cause, InvalidToolCall, Message, Outcome, Prompt, Reward, ToolCall
 
 _HOMES = {
-    "rollout.agents": ("AgentContext", "AgentLoop", "Conversation", "register_agent"),
+    "rollout.agents": (
+        "AgentContext",
+        "AgentLoop",
+        "AgentTask",
+        "Conversation",
+        "EnvironmentAgent",
+        "ProgramAgent",
+        "agent",
+        "register_agent",
+    ),
     "rollout.batch": ("RolloutBatch", "collate"),
     "rollout.runtime.blocking": ("BlockingRollout", "open_rollout_blocking"),
     "rollout.chat.trajectory": ("Segment", "Trajectory"),
@@ -68,6 +88,7 @@ _HOMES = {
         "AgentConfig",
         "ChannelConfig",
         "CustomEngine",
+        "GatewayConfig",
         "HttpEngine",
         "InProcessPlacement",
         "LengthsConfig",
@@ -102,6 +123,7 @@ _HOMES = {
         "TemplateError",
         "ToolError",
     ),
+    "rollout.gateway.gateway": ("open_gateway",),
     "rollout.interactions": ("Interaction", "InteractionTurn"),
     "rollout.runtime.opening": ("open_rollout",),
     "rollout.runtime.runtime": ("RolloutRuntime",),

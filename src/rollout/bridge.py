@@ -12,6 +12,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
@@ -59,6 +60,8 @@ def runs_on_trio() -> bool:
     The loop itself is asked: while another thread imports trio, its module can be found and is
     not whole yet.
     """
+    if sniffio.thread_local.name == "trio":  # which it would look at first
+        return True
     try:
         return sniffio.current_async_library() == "trio"
     except sniffio.AsyncLibraryNotFoundError:  # a callback of asyncio, in no task
@@ -160,12 +163,25 @@ class AsyncioThread:
         self._leave: asyncio.Event
         self.abandoned: dict[str, int] = {}
 
-    async def run(self, name: str, function: Callable[..., Awaitable[T]], *args: object) -> T:
+    async def run(
+        self,
+        name: str,
+        function: Callable[..., Awaitable[T]],
+        *args: object,
+        cleanup_s: float | None = None,
+    ) -> T:
         """``await function(*args)`` on that loop, or on the current one where that is asyncio's.
 
         It has a task of its own, because code for asyncio expects to be cancelled once, and not at
         each of its further awaits as in a scope of anyio. On cancellation the call's task is
         cancelled and has `cleanup_s` to end; one that does not is abandoned, and counted by name.
+
+        Args:
+            name: Of the code, for messages and counts.
+            function: Is called in the task.
+            args: Of the function.
+            cleanup_s: In place of the thread's own; infinite where the caller's supervision ends
+                the wait.
 
         Raises:
             ToolError: The call raised SystemExit or the like, or cancelled itself.
@@ -175,6 +191,9 @@ class AsyncioThread:
         future: Future[T] = Future()
         task: asyncio.Task[None]
         was_abandoned = False
+        context = copy_context()
+        # Where anyio runs trio it says so there, and the call would take its loop for trio's.
+        context.run(sniffio.current_async_library_cvar.set, None)
 
         def finished() -> None:
             done.set()
@@ -182,6 +201,8 @@ class AsyncioThread:
                 self.abandoned[name] -= 1
 
         async def call() -> None:
+            # The caller's context came along, and may say that this is trio.
+            sniffio.current_async_library_cvar.set("asyncio")
             try:
                 future.set_result(await function(*args))
             except BaseException as error:  # the loop must outlive SystemExit
@@ -189,7 +210,7 @@ class AsyncioThread:
 
         def start() -> None:
             nonlocal task
-            task = loop.create_task(call())
+            task = loop.create_task(call(), context=context)
             # Also a task that was cancelled before its first step, and never enters `call`, ends.
             task.add_done_callback(lambda _: post(finished))
 
@@ -199,11 +220,14 @@ class AsyncioThread:
         except BaseException:
             # By then `start` has run: callbacks keep their order.
             loop.call_soon_threadsafe(lambda: task.cancel())  # noqa: PLW0108
-            with anyio.move_on_after(self._cleanup_s, shield=True):
-                await done.wait()
-            if not done.is_set():
-                was_abandoned = True
-                self.abandoned[name] = self.abandoned.get(name, 0) + 1
+            limit_s = self._cleanup_s if cleanup_s is None else cleanup_s
+            try:
+                with anyio.CancelScope(deadline=anyio.current_time() + limit_s, shield=True):
+                    await done.wait()
+            finally:  # a supervised wait may be given up
+                if not done.is_set():
+                    was_abandoned = True
+                    self.abandoned[name] = self.abandoned.get(name, 0) + 1
             raise
         return result_of(future, name)
 

@@ -86,11 +86,17 @@ def _trio_latch() -> type[Latch]:
 
         def send(self, outcome: Any) -> None:
             self._task = None
-            outcome.unwrap()
+            try:
+                outcome.unwrap()
+            finally:
+                del outcome  # its error's traceback holds this frame
             raise StopIteration
 
         def throw(self, *error: Any) -> None:
             self._task = None
-            raise error[0]
+            try:
+                raise error[0]
+            finally:
+                del error
 
     return TrioLatch

@@ -24,7 +24,7 @@ from rollout.loop_tasks import open_apart
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
     from types import TracebackType
 
     from rollout.loop_tasks import StartTask
@@ -194,10 +194,18 @@ class Supervised(Generic[T]):
         if main.unresponsive is not None:
             self._close()
             return
+        overdue = [duty for duty in self._duties if duty.at + cleanup_s <= now]
+        # What runs in a task of its own knows better than its caller where it waits.
+        self._give_up_duties(duty for duty in overdue if duty.drive is not main)
         if self._at is not None and self._at + cleanup_s <= now:
             self._give_up(self._what, main)
-        for duty in tuple(self._duties):
-            if duty.at + cleanup_s <= now and duty in self._duties and duty.drive is not None:
+        self._give_up_duties(overdue)
+        if main.unresponsive is not None:
+            self._give_up_duties(self._duties)  # what it had begun in tasks of their own
+
+    def _give_up_duties(self, duties: Iterable[Duty]) -> None:
+        for duty in tuple(duties):
+            if duty in self._duties and duty.drive is not None:
                 self._give_up(duty.what, duty.drive)
 
     def _give_up(self, what: str, drive: Drive[Supervised[Any]]) -> None:
@@ -209,7 +217,6 @@ class Supervised(Generic[T]):
         self.unresponsive = self.unresponsive or unresponsive
         self._duties = [each for each in self._duties if each.drive is not drive]
         if drive is self._main:
-            self._duties.clear()
             self._at = anyio.current_time() + LEAVE_S - cleanup_s
             self._supervision.look_at(self._at)
         drive.give_up(unresponsive)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import queue
 import threading
 from collections import Counter
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
@@ -23,6 +24,12 @@ T = TypeVar("T")
 IDLE_S = 10.0
 #: How long code on the asyncio thread has to end once it was cancelled; as limits.cleanup_s.
 ASYNCIO_CLEANUP_S = 5.0
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives an awaitable; callable objects count by their `__call__`."""
+    call = getattr(function, "__call__", function)  # noqa: B004  (the method itself is wanted)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 class _Worker:
@@ -71,18 +78,23 @@ class WorkerThreads:
         return {name: count for name, count in counts.items() if count}
 
     async def run_asyncio(
-        self, name: str, function: Callable[..., Awaitable[T]], *args: object
+        self,
+        name: str,
+        function: Callable[..., Awaitable[T]],
+        *args: object,
+        cleanup_s: float | None = None,
     ) -> T:
         """``await function(*args)`` on asyncio: here, or under trio on one asyncio thread.
 
-        For code that needs asyncio. Cancellation cancels it there, and waits a moment for it.
+        For code that needs asyncio. Cancellation cancels it there, and waits a moment for it:
+        `cleanup_s`, where that is given.
 
         Raises:
             ToolError: It raised SystemExit or the like, or cancelled itself, or `max_abandoned`
                 calls of this name are still running.
         """
         self._refuse_beyond_cap(name)
-        return await self._asyncio.run(name, function, *args)
+        return await self._asyncio.run(name, function, *args, cleanup_s=cleanup_s)
 
     async def run(self, name: str, function: Callable[..., T], *args: object) -> T:
         """`function(*args)` in a daemon thread; cancellation abandons it at once.
@@ -100,6 +112,20 @@ class WorkerThreads:
         finally:
             self._limiter.release_on_behalf_of(borrower)
 
+    async def run_beside(
+        self, name: str, function: Callable[..., T], *args: object, patience_s: float
+    ) -> T:
+        """`function(*args)` in a daemon thread that takes none of the pool's places.
+
+        For calls that are bounded in number elsewhere, and long. Cancellation abandons the thread
+        where its function does not return within `patience_s`.
+
+        Raises:
+            ToolError: `max_abandoned` threads of this name are still running.
+        """
+        self._refuse_beyond_cap(name)
+        return await self._run_in_worker(name, function, args, patience_s)
+
     def _refuse_beyond_cap(self, name: str) -> None:
         abandoned = self._abandoned.get(name, 0) + self._asyncio.abandoned.get(name, 0)
         if abandoned >= self._max_abandoned:
@@ -109,7 +135,11 @@ class WorkerThreads:
             )
 
     async def _run_in_worker(
-        self, name: str, function: Callable[..., T], args: tuple[object, ...]
+        self,
+        name: str,
+        function: Callable[..., T],
+        args: tuple[object, ...],
+        patience_s: float = 0.0,
     ) -> T:
         post = loop_poster()
         future: Future[T] = Future()
@@ -137,6 +167,9 @@ class WorkerThreads:
         try:
             await done.wait()
         except BaseException:
+            if patience_s:
+                with anyio.move_on_after(patience_s, shield=True):
+                    await done.wait()
             if not done.is_set():
                 was_abandoned = True
                 self._abandoned[name] = self._abandoned.get(name, 0) + 1

@@ -8,6 +8,7 @@ Prints the outcome of each trajectory and how long everything took; ends by itse
 from __future__ import annotations
 
 import collections
+import contextlib
 import sys
 import time
 
@@ -58,9 +59,10 @@ class Stays(AgentLoop):
 class Assigns(AgentLoop):
     async def run(self, context):
         await context.generate()
-        for name in vars(context).copy():
+        for name in dir(context):
             if not name.startswith("_"):
-                setattr(context, name, object())
+                with contextlib.suppress(AttributeError):  # it may be read only
+                    setattr(context, name, object())
 
 
 @function_tool

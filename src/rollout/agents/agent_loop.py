@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from rollout.errors import AgentError
 
@@ -16,8 +16,15 @@ if TYPE_CHECKING:
 class AgentLoop(ABC):
     """One trajectory's program: subclass it, write `run`, and register it under a name.
 
-    An instance serves exactly one trajectory, so its attributes are that trajectory's own.
+    Of a class that is registered, an instance serves exactly one trajectory, so its attributes are
+    that trajectory's own. An instance that is registered serves all of them.
+
+    Attributes:
+        needs_gateway: Whether it works through `AgentContext.door`: `open_rollout` then fails where
+            the gateway cannot be opened, and not the first trajectory.
     """
+
+    needs_gateway: ClassVar[bool] = False
 
     @abstractmethod
     async def run(self, context: AgentContext) -> None:
@@ -29,32 +36,36 @@ class AgentLoop(ABC):
         """
 
 
-_registry: dict[str, type[AgentLoop]] = {}
-Loop = TypeVar("Loop", bound=type[AgentLoop])
+#: A class, of which each trajectory gets an instance, or an instance for all.
+Loop = TypeVar("Loop", bound="type[AgentLoop] | AgentLoop")
+_registry: dict[str, type[AgentLoop] | AgentLoop] = {}
 
 
 def register_agent(name: str) -> Callable[[Loop], Loop]:
-    """Class decorator: prompts with ``agent_name=name`` run this loop.
+    """Decorator of a class, or of an instance: prompts with ``agent_name=name`` run this loop.
 
     Raises:
-        AgentError: Another class has the name, or the class is no `AgentLoop`.
+        AgentError: Another one has the name, or it is no `AgentLoop`.
     """
 
     def register(loop: Loop) -> Loop:
-        if not (isinstance(loop, type) and issubclass(loop, AgentLoop)):
+        is_class = isinstance(loop, type) and issubclass(loop, AgentLoop)
+        if not (is_class or isinstance(loop, AgentLoop)):
             raise AgentError(f"register_agent({name!r}): {loop!r} is not a subclass of AgentLoop")
         taken = _registry.setdefault(name, loop)
         # A reloaded module (a notebook's cell run again) may replace its own class.
-        same = (taken.__module__, taken.__qualname__) == (loop.__module__, loop.__qualname__)
-        if not same:
-            raise AgentError(
-                f"register_agent({name!r}): the name is taken by "
-                f"{taken.__module__}.{taken.__qualname__}"
-            )
+        if _home(taken) != _home(loop):
+            raise AgentError(f"register_agent({name!r}): the name is taken by {_home(taken)}")
         _registry[name] = loop
         return loop
 
     return register
+
+
+def _home(loop: type[AgentLoop] | AgentLoop) -> str:
+    """Where a loop was written."""
+    kind = loop if isinstance(loop, type) else type(loop)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def agent_names() -> tuple[str, ...]:
@@ -62,8 +73,8 @@ def agent_names() -> tuple[str, ...]:
     return tuple(sorted(_registry))
 
 
-def get_agent(name: str) -> type[AgentLoop]:
-    """The loop registered under `name`.
+def get_agent(name: str) -> type[AgentLoop] | AgentLoop:
+    """The loop registered under `name`: a class, or an instance that serves all trajectories.
 
     Raises:
         AgentError: There is none; the message lists the known ones.

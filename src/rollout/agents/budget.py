@@ -38,10 +38,14 @@ def prompt_fault(count: str, lengths: LengthsConfig, context_length: int) -> Rej
 
 
 def remaining(
-    transcript: Transcript, lengths: LengthsConfig, context_length: int
+    transcript: Transcript, lengths: LengthsConfig, context_length: int, kept_tokens: int = 0
 ) -> tuple[int, str]:
-    """Tokens that may still be appended, and the path of the length that bounds them."""
-    length = len(transcript)
+    """Tokens that may still be appended, and the path of the length that bounds them.
+
+    Args:
+        kept_tokens: So many are kept free.
+    """
+    length = len(transcript) + kept_tokens
     context = context_length - length
     response = lengths.response - (length - transcript.prompt_length)
     if context <= response:
@@ -54,13 +58,14 @@ def generation_budget(
     lengths: LengthsConfig,
     context_length: int,
     max_new_tokens: int | None,
+    kept_tokens: int = 0,
 ) -> tuple[int, str]:
     """Most tokens of the next generation, and the path of the length that bounds it.
 
     Raises:
         LimitExceeded: Not one token fits.
     """
-    room, source = remaining(transcript, lengths, context_length)
+    room, source = remaining(transcript, lengths, context_length, kept_tokens)
     if room < 1:
         raise length_error(source, "there is no room for another token")
     budget = room, source

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import copy
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from rollout.agents.conversation import Conversation
 from rollout.agents.conversation_log import ConversationLog
-from rollout.agents.identity import Ending, Identity, RejectedPrompt
+from rollout.agents.identity import Ending, Identity
+from rollout.agents.interacting import (
+    finish,
+    interaction_context,
+    interaction_name,
+    new_interaction,
+)
 from rollout.agents.message_log import MessageLog
 from rollout.agents.places import Row
+from rollout.agents.segment_opening import open_segment
 from rollout.agents.trajectory_state import SettlingLimits, TrajectoryState
 from rollout.chat.drift import DRIFT_KINDS
 from rollout.chat.messages import template_messages, text_of_content
 from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT
 from rollout.chat.transcript import Transcript
-from rollout.errors import AgentError, ConfigError, LimitExceeded
-from rollout.interactions import Interaction, InteractionContext, InteractionTurn
+from rollout.errors import AgentError
 from rollout.limits import Deadline, PausableDeadline, fail_at_deadline
 from rollout.supervision import Duty
-from rollout.tools.attempt import CallError, attempt
 from rollout.types import InvalidToolCall, Message, Outcome, Prompt, ToolCall
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
+
+    from rollout.agents.gateway_door import GatewayDoor
     from rollout.agents.services import Services
     from rollout.agents.turn import AssistantTurn
     from rollout.agents.wording import Given
@@ -32,11 +40,10 @@ if TYPE_CHECKING:
     from rollout.config import AgentConfig
     from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
+    from rollout.interactions import Interaction, InteractionTurn
     from rollout.tools import ToolResult, TrajectoryTools
 
 T = TypeVar("T")
-
-logger = logging.getLogger("rollout.agents")
 
 
 class _Shared(Generic[T]):
@@ -67,6 +74,8 @@ class AgentContext:
         assistant_turns, user_turns: Generations so far; answers of tools or users so far.
         cut_by: As `AssistantTurn.cut_by`, of the last generation.
         extra: Becomes the trajectory's `extra`; tools, users and rewards see it too.
+        reward: What the agent itself gives: a number, a `Reward` or None; a reward function of
+            `open_rollout` decides in its place.
         turn_scores: What the simulated user gave.
         tool_rewards: What the tools gave.
         ending: The outcome, where it is settled already.
@@ -101,12 +110,25 @@ class AgentContext:
         self._state = TrajectoryState(services, prompt, identity, tools, deadline, extra, outermost)
         self._main = Conversation(
             self._state,
-            ConversationLog(Row(Transcript(), MAIN), MessageLog(self._state.reader)),
+            ConversationLog(Row(Transcript(), MAIN), MessageLog(self._state.wording.reader)),
             sampling,
             identity,
+            self._state.wording,
             group_id=f"{identity.step}/{identity.uid}",
         )
         self._interaction: Interaction | None = None
+        self._is_whole = True
+
+    def beside(self, conversation: Conversation) -> AgentContext:
+        """The same trajectory, seen from another of its conversations, in the place of `main`."""
+        other = copy.copy(self)
+        other._main, other._interaction, other._is_whole = conversation, None, False
+        return other
+
+    @property
+    def services(self) -> Services:
+        """What all trajectories of the runtime share."""
+        return self._services
 
     @property
     def config(self) -> AgentConfig:
@@ -132,6 +154,21 @@ class AgentContext:
     def tools(self) -> TrajectoryTools:
         """The tools offered to the model; `schemas` lists them."""
         return self._state.tools
+
+    @property
+    def door(self) -> GatewayDoor:
+        """The gateway, for agents that speak HTTP.
+
+        Raises:
+            AgentError: There is none.
+        """
+        door = self._services.gateway.door
+        if door is None:
+            raise AgentError(
+                "no gateway serves this runtime: open one with `async with "
+                "rollout.open_gateway(runtime)`, or open the runtime with `open_rollout`"
+            )
+        return door
 
     @property
     def main(self) -> Conversation:
@@ -182,9 +219,21 @@ class AgentContext:
         return self._main.cut_by
 
     @property
+    def reward(self) -> Any:
+        """What the agent itself gives; assign to set it. Of a segment's context, the segment's."""
+        return self._state.reward if self._is_whole else self._main.reward
+
+    @reward.setter
+    def reward(self, reward: Any) -> None:
+        if self._is_whole:
+            self._state.reward = reward
+        else:
+            self._main.reward = reward
+
+    @property
     def has_interaction(self) -> bool:
         """Whether a simulated user takes part."""
-        return self._interaction_name is not None
+        return self._is_whole and self._interaction_name is not None
 
     def end(self, outcome: Outcome, reason: str, *, limit_source: str | None = None) -> None:
         """Settle the outcome; return from `run` afterwards. The first call counts."""
@@ -196,14 +245,16 @@ class AgentContext:
         Args:
             messages: In place of the prompt's own.
         """
+        if self.transcript and messages is None and not self._is_whole:
+            return  # a segment begins as it is opened
         if self.transcript:
             raise AgentError("begin: the trajectory has begun already")
         given = self.prompt.messages if messages is None else messages
         worded = await self._state.wording.prompt(given)
-        self._interaction = self._new_interaction()
+        self._interaction = new_interaction(self._services, self._interaction_name)
         self._main.begin(worded)
         if self._interaction is not None:
-            await self._interaction.start(self._interaction_context())
+            await self._interaction.start(interaction_context(self))
 
     def generate(self) -> Coroutine[Any, Any, AssistantTurn]:
         """As `Conversation.generate`, awaited; begins the trajectory where nobody has."""
@@ -223,12 +274,23 @@ class AgentContext:
         Raises:
             LimitExceeded: A deadline fired, or its words leave no room for another token.
         """
+        turn, words = await self.hear_user()
+        if words:
+            await self._main.answer(words)
+        return turn
+
+    async def hear_user(self) -> tuple[InteractionTurn, list[Message]]:
+        """The simulated user's turn, and the messages that say it; nothing is appended.
+
+        Raises:
+            LimitExceeded: A deadline fired.
+        """
         if self._interaction is None:
             raise AgentError("ask_user: no interaction takes part in this trajectory")
         await self.settle()
         deadline = self._main.turn_deadline
         with (
-            SettlingLimits(self._state, is_main=True),
+            SettlingLimits(self._state, settles_lengths=True),
             Duty("respond of the interaction", deadline.fires_at),
             fail_at_deadline(deadline),
         ):
@@ -236,11 +298,10 @@ class AgentContext:
         if turn.score is not None:
             self.turn_scores.append(turn.score)
         self.extra.update(turn.extra)
-        if not turn.is_done:
-            text = text_of_content(f"interaction {self._interaction_name!r}", turn.text)
-            words = Message(role="user", content=encodable(text), extra=turn.extra)
-            await self._main.answer([words])
-        return turn
+        if turn.is_done:
+            return turn, []
+        text = text_of_content(f"interaction {self._interaction_name!r}", turn.text)
+        return turn, [Message(role="user", content=encodable(text), extra=turn.extra)]
 
     def observe(self, messages: Given) -> None:
         """As `Conversation.observe`."""
@@ -263,6 +324,35 @@ class AgentContext:
     async def subagent(self, messages: Given, *, purpose: str = SUBAGENT) -> Conversation:
         """As `Conversation.subagent`."""
         return await self._main.subagent(messages, purpose=purpose)
+
+    def open_segment(
+        self,
+        messages: Given,
+        purpose: str = SUBAGENT,
+        tools: Sequence[str | Mapping[str, Any]] | None = None,
+        sampling: Mapping[str, Any] | SamplingParams | None = None,
+    ) -> AbstractAsyncContextManager[AgentContext]:
+        """A conversation of its own for the block, as a context that an agent loop could run on.
+
+        Several may be open at once, each used by one task; the trajectory's limits hold for all.
+        Leaving the block closes it; what was said stays, as a segment.
+
+        Args:
+            messages: With which it begins.
+            purpose: Of its segment.
+            tools: Names among the trajectory's tools, or schemas of tools that the agent answers by
+                itself; None: those that this one has.
+            sampling: Fields of `sampling` that differ there, or all of it; None: as this one.
+
+        Raises:
+            LimitExceeded: The messages are more than fits.
+            AgentError: They cannot be rendered, or an argument is wrong.
+        """
+        return open_segment(self, messages, purpose, tools, sampling)
+
+    async def compact(self, messages: Given) -> None:
+        """As `Conversation.compact`."""
+        await self._main.compact(messages)
 
     async def check_tokens(self) -> Drift | None:
         """How transcripts differ from their conversations rendered again: the worst difference.
@@ -292,45 +382,10 @@ class AgentContext:
             self._services.engines.forget(each.session_id)
         await self.tools.close()
         interaction, self._interaction = self._interaction, None
-        if interaction is None:
-            return
-        limit_s = self._services.config.limits.cleanup_s
-        deadline = Deadline.after(limit_s, "limits.cleanup_s")
-        try:
-            await attempt(
-                interaction.finish,
-                deadline=deadline,
-                what="finish of the interaction",
-                shield=True,
-            )
-        except (CallError, LimitExceeded) as error:
-            session = self.identity.session_id
-            logger.warning("%s: finish of the interaction failed: %s", session, error)
-
-    def _new_interaction(self) -> Interaction | None:
-        name = self._interaction_name
-        if name is None:
-            return None
-        try:
-            return self._services.interactions.create(name)
-        except ConfigError as error:
-            raise RejectedPrompt("unknown_interaction", str(error)) from None
+        if interaction is not None:
+            cleanup_s = self._services.config.limits.cleanup_s
+            await finish(interaction, self.identity.session_id, cleanup_s)
 
     @property
     def _interaction_name(self) -> str | None:
-        return self._interaction_kwargs.get("name") or self.config.interaction
-
-    @property
-    def _interaction_kwargs(self) -> Mapping[str, Any]:
-        kwargs = self.prompt.extra.get("interaction_kwargs")
-        return kwargs if isinstance(kwargs, Mapping) else {}
-
-    def _interaction_context(self) -> InteractionContext:
-        return InteractionContext(
-            uid=self.identity.uid,
-            member=self.identity.member,
-            kwargs=dict(self._interaction_kwargs),
-            ground_truth=self.prompt.ground_truth,
-            extra=self.extra,
-            threads=self._services.threads,
-        )
+        return interaction_name(self.prompt, self.config)

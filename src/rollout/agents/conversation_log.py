@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rollout.agents.message_log import MessageLog
 from rollout.agents.places import Mark, Marks, Row, mark_at
 from rollout.chat.trajectory import COMPACTION
-from rollout.chat.transcript import common_length
+from rollout.chat.transcript import Transcript, common_length
 
 if TYPE_CHECKING:
     from array import array
 
     from rollout.agents.kept_messages import TurnReader
-    from rollout.agents.message_log import MessageLog
     from rollout.agents.turn import AssistantTurn
     from rollout.agents.wording import Worded
-    from rollout.chat.transcript import Transcript
     from rollout.engine.driver.generation import Generation
 
 
@@ -25,6 +24,7 @@ class ConversationLog:
     Attributes:
         rows: Its rows; the last one is written, those before it are where the history was
             rendered again since.
+        transcript: The tokens of the last row.
         message_log: Its messages.
         in_reasoning: Whether the next turn begins inside reasoning.
         has_raw_ids: Whether tokens were observed that are in no message.
@@ -38,21 +38,18 @@ class ConversationLog:
         "in_reasoning",
         "message_log",
         "rows",
+        "transcript",
     )
 
     def __init__(self, row: Row, message_log: MessageLog) -> None:
         self.rows: tuple[Row, ...] = (row,)
+        self.transcript = row.transcript
         self.message_log = message_log
         self.in_reasoning = False
         self.has_raw_ids = False
         self._marks = Marks()
         self._open_from: int | None = None
         self._last_turn = (0, -1)  # where it begins and ends
-
-    @property
-    def transcript(self) -> Transcript:
-        """The tokens of the last row."""
-        return self.rows[-1].transcript
 
     @property
     def open_turn(self) -> array[int] | None:
@@ -71,9 +68,14 @@ class ConversationLog:
         is_whole = self._open_from is None and not self.has_raw_ids
         return is_whole and bool(self.message_log.messages.said)
 
-    def begin(self, worded: Worded) -> None:
-        """The prompt."""
-        self.transcript.append_prompt(worded.ids, pieces=worded.pieces)
+    def begin(self, worded: Worded, prompt_room: int | None = None) -> None:
+        """The prompt; what of it is past `prompt_room` tokens is an observation."""
+        ids = worded.ids
+        if prompt_room is None or len(ids) <= prompt_room:
+            self.transcript.append_prompt(ids, pieces=worded.pieces)
+        else:
+            self.transcript.append_prompt(ids[:prompt_room])
+            self.transcript.append_observation(ids[prompt_room:])
         self.message_log.begin(worded.messages, self.transcript.prefix)
         self.in_reasoning = worded.opens_reasoning
         self._mark()
@@ -135,9 +137,32 @@ class ConversationLog:
         if transcript.ids_bytes() == self.transcript.ids_bytes():
             return False
         shared = common_length(transcript.prefix.ids, self.transcript.prefix.ids)
-        self.rows = (*self.rows, Row(transcript, purpose, self.rows[-1], shared))
-        self._marks, self._last_turn = Marks(), (0, -1)
+        self._add(Row(transcript, purpose, self.rows[-1], shared))
         self._mark()
+        return True
+
+    def begin_again(self, worded: Worded, reader: TurnReader, prompt_room: int) -> None:
+        """Open another row that begins with these messages, in place of all that was said."""
+        last = self.rows[-1]
+        last.messages = self.message_log.messages
+        shared = common_length(worded.ids, self.transcript.prefix.ids)
+        self._add(Row(Transcript(), COMPACTION, last, shared))
+        self.message_log, self.has_raw_ids = MessageLog(reader), False
+        self.begin(worded, prompt_room)
+
+    def _add(self, row: Row) -> None:
+        self.rows = (*self.rows, row)
+        self.transcript = row.transcript
+        self._marks, self._last_turn = Marks(), (0, -1)
+
+    def reward_turn(self, value: float) -> bool:
+        """Add to the reward of the last turn's last token; False where the row has no turn."""
+        row, (start, stop) = self.rows[-1], self._last_turn
+        if not row.seeds:
+            return False
+        if start < stop:  # else the turn has no token
+            row.token_rewards = row.token_rewards or {}
+            row.token_rewards[stop - 1] = row.token_rewards.get(stop - 1, 0.0) + value
         return True
 
     def fork(self, position: int, purpose: str) -> ConversationLog:

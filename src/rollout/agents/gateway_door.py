@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
-
-    from rollout.agents.context import AgentContext
 
 
 class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,8 +32,8 @@ class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
 class GatewayDoor(Protocol):
     """Serves the conversation of trajectories over HTTP."""
 
-    def open(self, context: AgentContext) -> AbstractAsyncContextManager[GatewayAddress]:
-        """Serve this trajectory while the block runs, in the task that enters it.
+    def open(self, context: Any) -> AbstractAsyncContextManager[GatewayAddress]:
+        """Serve a trajectory, by its `AgentContext`, while the block runs, in the task entering it.
 
         What clients ask for runs in a task group of the block's, so that the trajectory's limits
         and its cancellation hold for it. When the block is left, what runs is cancelled, and later

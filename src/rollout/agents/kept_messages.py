@@ -40,7 +40,10 @@ class TurnReader(NamedTuple):
 
     def turn(self, ids: array[int], cut_by: str | None, *, in_reasoning: bool) -> AssistantTurn:
         """What the model said; the calls of a turn that was cut are dropped."""
-        text = self.template.decode(ids)
+        return self.read(self.template.decode(ids), cut_by, in_reasoning=in_reasoning)
+
+    def read(self, text: str, cut_by: str | None, *, in_reasoning: bool) -> AssistantTurn:
+        """The same of its text."""
         parsed = self.parser.parse(text, self.schemas, in_reasoning=in_reasoning)
         return AssistantTurn(
             content=parsed.content,

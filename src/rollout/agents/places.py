@@ -13,11 +13,10 @@ import numpy as np
 from rollout.chat.trajectory import Parent, Segment
 from rollout.chat.transcript import Transcript
 from rollout.errors import AgentError
+from rollout.types import Message
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from rollout.types import Message
 
 
 class Row(msgspec.Struct, eq=False, gc=False):
@@ -26,6 +25,8 @@ class Row(msgspec.Struct, eq=False, gc=False):
     Attributes:
         parent, position: What it departs from, and where.
         seeds: Of the generations in it.
+        messages: What was said up to its end; None where the conversation has it still.
+        token_rewards: Rewards of single tokens, by their positions.
     """
 
     transcript: Transcript
@@ -33,6 +34,8 @@ class Row(msgspec.Struct, eq=False, gc=False):
     parent: Row | None = None
     position: int = 0
     seeds: tuple[int, ...] = ()
+    messages: Sequence[Message] | None = None
+    token_rewards: dict[int, float] | None = None
 
 
 class Rows(Protocol):
@@ -165,7 +168,18 @@ def segments_of(conversations: Iterable[Rows]) -> list[Segment]:
             reward=each.reward,
             session_id=each.session_id,
             seeds=list(row.seeds),
-            messages=each.messages,
+            messages=each.messages if row.messages is None else row.messages,
+            token_rewards=_token_rewards(row),
         )
         for each, row in rows
     ]
+
+
+def _token_rewards(row: Row) -> array[float] | None:
+    """One for each token after the prompt; None where no token has any."""
+    if not row.token_rewards:
+        return None
+    values = array("f", bytes(4 * row.transcript.response_length))
+    for position, value in row.token_rewards.items():
+        values[position - row.transcript.prompt_length] = value
+    return values

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import attrs
 
 from rollout.agents.kept_messages import TurnReader
@@ -14,6 +16,20 @@ from rollout.interactions import InteractionRegistry
 from rollout.observe.tally import Tally
 from rollout.tools import ToolExecutor, TrajectoryTools
 from rollout.worker_threads import WorkerThreads
+
+if TYPE_CHECKING:
+    from rollout.agents.gateway_door import GatewayDoor
+
+
+class GatewayPlace:
+    """Where agents find the gateway.
+
+    Attributes:
+        door: None where there is none.
+    """
+
+    def __init__(self) -> None:
+        self.door: GatewayDoor | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -33,6 +49,7 @@ class Services:
     tally: Tally
     threads: WorkerThreads
     texts: LongTexts
+    gateway: GatewayPlace = attrs.field(factory=GatewayPlace)
     beginnings: SharedBeginnings = attrs.field(init=False, factory=SharedBeginnings)
     _readers: dict[tuple[str, ...], TurnReader] = attrs.field(init=False, factory=dict)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollout.agents.agent_loop import AgentLoop, register_agent
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from rollout.agents.context import AgentContext
+    from rollout.agents.turn import AssistantTurn
+    from rollout.interactions import InteractionTurn
+    from rollout.tools import ToolResult
 
 
 @register_agent("tool_agent")
@@ -28,20 +33,32 @@ class ToolAgent(AgentLoop):
         await context.begin()
         is_over = False
         while not is_over:
-            turn = await context.generate()
-            calls, is_cut = turn.calls, turn.cut_by is not None
-            del turn
-            if is_cut or not (calls or context.has_interaction) or _has_reached_turn_limit(context):
+            turn = await self.generate(context)
+            may_continue = bool(turn.calls) or context.has_interaction
+            if turn.cut_by is not None or not may_continue or has_reached_turn_limit(context):
                 return
-            if calls:
-                results = await context.call_tools(calls)
+            if turn.calls:
+                results = await self.call_tools(context, turn)
                 is_over = any(result.end_trajectory for result in results)
-                del calls, results
+                del results
             else:
-                is_over = (await context.ask_user()).is_done
+                is_over = (await self.ask_user(context)).is_done
+            del turn  # while it generates, nobody needs its last one
+
+    def generate(self, context: AgentContext) -> Coroutine[Any, Any, AssistantTurn]:
+        """The model's next turn."""
+        return context.generate()
+
+    async def call_tools(self, context: AgentContext, turn: AssistantTurn) -> list[ToolResult]:
+        """Run a turn's calls and append their answers."""
+        return await context.call_tools(turn.calls)
+
+    async def ask_user(self, context: AgentContext) -> InteractionTurn:
+        """Let the simulated user answer."""
+        return await context.ask_user()
 
 
-def _has_reached_turn_limit(context: AgentContext) -> bool:
+def has_reached_turn_limit(context: AgentContext) -> bool:
     """Settle the outcome where the turns are used up and the model wanted to continue."""
     config = context.config
     counts = (

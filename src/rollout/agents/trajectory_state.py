@@ -9,6 +9,7 @@ import msgspec
 
 from rollout.agents.budget import generation_budget
 from rollout.agents.identity import Ending, Identity
+from rollout.agents.kept_messages import TurnReader
 from rollout.agents.wording import Wording
 from rollout.bridge import loop_clock
 from rollout.drives import UnresponsiveError
@@ -18,6 +19,7 @@ from rollout.limits import Deadline, PausableDeadline
 from rollout.types import Outcome, Prompt
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
     from rollout.agents.services import Services
@@ -58,11 +60,10 @@ class TrajectoryState:
     Attributes:
         services: What all trajectories share.
         config: The `agent` section of the configuration.
-        prompt, identity, tools, extra, turn_scores, tool_rewards, ending, generation_s,
+        prompt, identity, tools, extra, reward, turn_scores, tool_rewards, ending, generation_s,
             cached_tokens, resumes, restarts, discarded_tokens: As in `AgentContext`.
-        wording: Renders and encodes.
+        wording: Renders, encodes and reads where the trajectory's own tools are offered.
         clock: The loop's time.
-        reader: Decodes and parses what the model said.
         deadline: The trajectory's own.
         outermost: The deadline that nothing puts off.
     """
@@ -87,8 +88,8 @@ class TrajectoryState:
         "identity",
         "outermost",
         "prompt",
-        "reader",
         "resumes",
+        "reward",
         "services",
         "tools",
         "wording",
@@ -107,10 +108,10 @@ class TrajectoryState:
         self.services = services
         self.config: AgentConfig = services.config.agent
         self.clock = loop_clock()
-        self.reader = services.reader_of(tools)
-        self.wording = Wording(services, tools)
+        self.wording = Wording(services, services.reader_of(tools))
         self.outermost = outermost
         self.extra = extra
+        self.reward: Any = None
         self._turn_scores = self._tool_rewards = self._restarts = _NOT_MADE
         self.ending: Ending | None = None
         self.generation_s = 0.0
@@ -123,10 +124,12 @@ class TrajectoryState:
         self.deadline = PausableDeadline(deadline, outermost)
         self._calls_asked = 0
 
-    @property
-    def renders_again(self) -> bool:
-        """Whether the history may be rendered again at each turn."""
-        return self.config.history != "append_only"
+    def wording_of(self, tools: Sequence[Mapping[str, Any]] | None) -> Wording:
+        """The wording where these tools are offered; None: the trajectory's own."""
+        if tools is None:
+            return self.wording
+        services = self.services
+        return Wording(services, TurnReader(services.template, services.parser, tuple(tools)))
 
     def end(self, outcome: Outcome, reason: str, *, limit_source: str | None = None) -> None:
         """Settle the outcome; return from `run` afterwards. The first call counts."""
@@ -180,13 +183,16 @@ class TrajectoryState:
         generation = Deadline.after(limits.generation_s, "limits.generation_s", turn, now=now)
         return PausableDeadline(generation, self.outermost, self.deadline, outer=turn)
 
-    def budget(self, transcript: Transcript, sampling: SamplingParams) -> tuple[int, str]:
+    def budget(
+        self, transcript: Transcript, sampling: SamplingParams, kept_tokens: int
+    ) -> tuple[int, str]:
         """As `generation_budget`."""
         return generation_budget(
             transcript,
             self.services.config.lengths,
             self.services.engines.info.context_length,
             sampling.max_new_tokens,
+            kept_tokens,
         )
 
     def sampling_of_turn(self, sampling: SamplingParams, budget: int, seed: int) -> SamplingParams:
@@ -217,6 +223,7 @@ class TrajectoryState:
         self.resumes += generation.resumes
         if generation.restarts:
             self.restarts += generation.restarts
+        if generation.restarts or generation.kept is not None:
             self.discarded_tokens += generation.discarded_tokens
 
 
@@ -224,15 +231,15 @@ class SettlingLimits:
     """A limit that fires in its block settles the outcome, even where an agent swallows the error.
 
     Args:
-        is_main: Whether the conversation is the main one; a length that another one runs into is
-            the agent's to judge.
+        settles_lengths: Whether a length that the conversation runs into ends the trajectory, as
+            that of a main one does as a rule; else it is the agent's to judge.
     """
 
-    __slots__ = ("_is_main", "_state")
+    __slots__ = ("_settles_lengths", "_state")
 
-    def __init__(self, state: TrajectoryState, *, is_main: bool) -> None:
+    def __init__(self, state: TrajectoryState, *, settles_lengths: bool) -> None:
         self._state = state
-        self._is_main = is_main
+        self._settles_lengths = settles_lengths
 
     def __enter__(self) -> None:
         pass
@@ -249,7 +256,7 @@ class SettlingLimits:
     def settle(self, error: BaseException) -> None:
         """What ended a block settles the outcome, if it does."""
         if isinstance(error, LimitExceeded):
-            if self._is_main or error.outcome is not Outcome.LENGTH:
+            if self._settles_lengths or error.outcome is not Outcome.LENGTH:
                 self._state.end(error.outcome, error.reason, limit_source=error.source)
         elif isinstance(error, UnresponsiveError):
             self._state.end(Outcome.FAILED, UNRESPONSIVE)

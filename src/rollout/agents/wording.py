@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout.agents.budget import length_error, longest_prompt, prompt_fault, remaining
 from rollout.agents.identity import RejectedPrompt
-from rollout.agents.kept_messages import find_texts
+from rollout.agents.kept_messages import TurnReader, find_texts
 from rollout.agents.long_texts import LONG_TOKENS, is_long
 from rollout.chat.encoding import NOTHING_READY
 from rollout.chat.messages import as_messages, template_messages
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     from rollout.agents.message_log import MessageLog
     from rollout.agents.services import Services
+    from rollout.chat import ChatTemplate
     from rollout.chat.drift import Drift
     from rollout.chat.encoding import Ready, WrittenText
     from rollout.chat.transcript import Transcript
-    from rollout.tools import TrajectoryTools
 
 #: Messages as agents give them.
 Given = Sequence[Message | Mapping[str, Any]]
@@ -51,22 +51,42 @@ class Worded(NamedTuple):
 
 
 class Wording:
-    """Renders and encodes for one trajectory: short texts at once, long ones beside the loop."""
+    """Renders and encodes where certain tools are offered: short texts at once, long ones beside
+    the loop.
 
-    __slots__ = ("_services", "_tools")
+    Attributes:
+        reader: Decodes and parses what the model says where these tools are offered.
+        kept_tokens: Room that is kept free.
+    """
 
-    def __init__(self, services: Services, tools: TrajectoryTools) -> None:
+    __slots__ = ("_services", "kept_tokens", "reader")
+
+    def __init__(self, services: Services, reader: TurnReader) -> None:
         self._services = services
-        self._tools = tools
+        self.reader = reader
+        self.kept_tokens = 0
 
-    async def prompt(self, messages: Given) -> Worded:
+    def keeping(self, tokens: int) -> Wording:
+        """The same where so many tokens are kept free."""
+        other = Wording(self._services, self.reader)
+        other.kept_tokens = tokens
+        return other
+
+    async def prompt(self, messages: Given, *, is_continued: bool = False) -> Worded:
         """The prompt's ids and messages.
+
+        Args:
+            messages: At least one.
+            is_continued: The model has spoken in them before, so that they may take the room of
+                its answers too.
 
         Raises:
             RejectedPrompt: They cannot be rendered, or are more than fits.
         """
         lengths, context = self._services.config.lengths, self._services.engines.info.context_length
         longest = longest_prompt(lengths, context)
+        if is_continued:
+            longest = min(lengths.prompt + lengths.response - 1, context - 1)
         texts = self._services.texts
         try:
             if is_long(messages, texts.prompt_room):
@@ -125,7 +145,7 @@ class Wording:
         """
         lengths, context = self._services.config.lengths, self._services.engines.info.context_length
         most = min(lengths.prompt + lengths.response, context)
-        tools = self._tools.schemas or None
+        tools = self._schemas
         try:
             row = await self._services.texts.run(
                 is_long(log.messages, self._services.texts.prompt_room),
@@ -146,13 +166,34 @@ class Wording:
         return await self._services.texts.run(
             len(transcript) > LONG_TOKENS,
             self._services.template.drift,
-            *(transcript, messages, said, self._tools.schemas or None),
+            *(transcript, messages, said, self._schemas),
         )
 
     def room(self, transcript: Transcript) -> tuple[int, str]:
         """Tokens that may still be appended, and the path of the length that bounds them."""
         context_length = self._services.engines.info.context_length
-        return remaining(transcript, self._services.config.lengths, context_length)
+        lengths = self._services.config.lengths
+        return remaining(transcript, lengths, context_length, self.kept_tokens)
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The model's tokenizer and chat format."""
+        return self._services.template
+
+    @property
+    def turn_room(self) -> int | None:
+        """Tokens of a turn; None: as many as there is room for."""
+        return self._services.config.lengths.turn
+
+    @property
+    def prompt_room(self) -> int:
+        """Tokens of a row that may stand as its prompt."""
+        context_length = self._services.engines.info.context_length
+        return longest_prompt(self._services.config.lengths, context_length)
+
+    @property
+    def _schemas(self) -> Sequence[Mapping[str, Any]] | None:
+        return self.reader.schemas or None
 
     def _prompt(self, messages: Given, longest: int) -> Worded:
         return self._prompt_of(*self._drawn_prompt(messages, longest), longest)
@@ -160,8 +201,7 @@ class Wording:
     def _drawn_prompt(self, messages: Given, longest: int) -> tuple[list[Any], WrittenText]:
         """The messages as the template takes them, and the text that it makes of them."""
         template, plain = self._services.template, template_messages(messages)
-        tools = self._tools.schemas or None
-        written = template.written(plain, tools, add_generation_prompt=True, most=longest)
+        written = template.written(plain, self._schemas, add_generation_prompt=True, most=longest)
         return plain, written
 
     def _prompt_of(

@@ -11,7 +11,7 @@ from rollout.chat.transcript import Transcript
 from rollout.types import Cause, Message, Outcome, Prompt
 
 #: Purposes of segments that this library opens. Agents may give others.
-MAIN, BRANCH, SUBAGENT, COMPACTION = "main", "branch", "subagent", "compaction"
+MAIN, BRANCH, SUBAGENT, COMPACTION, SIDE = "main", "branch", "subagent", "compaction", "side"
 
 
 class Parent(NamedTuple):
@@ -35,7 +35,8 @@ class Segment(msgspec.Struct, kw_only=True):
         parent: Where it departs from another segment; None for the first.
         purpose: "main"; "branch": continues otherwise from a place of its parent; "subagent": a
             conversation of its own; "compaction": continues where its parent ended, with a
-            history that is written otherwise; or what an agent calls it.
+            history that is written otherwise; "side": beside the work, such as a title; or what an
+            agent calls it.
         trainable: Whether a trainer may learn from it; None: as its trajectory. Nothing of a
             trajectory that is not trainable is.
         reward: Its own; None: its trajectory's.

@@ -1,4 +1,5 @@
-"""The command line: ``rollout run``, ``demo``, ``check`` and ``check-template``.
+"""The command line: ``rollout run``, ``demo``, ``check``, ``check-template`` and
+``serve-gateway``.
 
 Commands are imported when they run, so that ``rollout --help`` answers at once.
 """
@@ -140,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_check(commands)
     _add_check_template(commands)
+    _add_serve_gateway(commands)
     return parser
 
 
@@ -220,6 +222,21 @@ def _add_check_template(commands: Commands) -> None:
         "--trust-remote-code", action="store_true", help="let code of the model's repository run"
     )
     _add_verbose(parser)
+
+
+def _add_serve_gateway(commands: Commands) -> None:
+    parser = _add_command(
+        commands,
+        "serve-gateway",
+        "serve trajectories to agents and trainers in other processes",
+        "The token of trainers is that of the environment variable ROLLOUT_GATEWAY_TOKEN;\n"
+        "where it is not set, one is made and printed.\n\n"
+        "exit codes:\n  0    ended by Ctrl-C or SIGTERM\n"
+        "  2    bad usage or configuration\n"
+        "  3    an engine did not start or was lost\n",
+    )
+    _add_config(parser)
+    _add_engine_options(parser)
 
 
 def _add_command(commands: Commands, name: str, what: str, epilog: str) -> argparse.ArgumentParser:

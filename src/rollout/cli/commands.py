@@ -152,6 +152,17 @@ def _check(arguments: argparse.Namespace, output: Console, errors: Console) -> i
     return BAD_INPUT if faults else OK
 
 
+def _serve_gateway(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
+    from rollout.cli.serve_gateway import serve_gateway
+
+    config = load_config(arguments.config, arguments.overrides)
+    faults = config_faults(config)
+    if faults:
+        raise _cannot_run("the configuration", faults)
+    anyio.run(serve_gateway, config, output, backend=arguments.backend)
+    return OK
+
+
 def _check_template(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
     from rollout.cli.check_template import check_template
 
@@ -165,7 +176,13 @@ def _check_template(arguments: argparse.Namespace, output: Console, errors: Cons
     return OK if is_appending else SOME_FAILED
 
 
-_COMMANDS = {"run": _run, "demo": _demo, "check": _check, "check-template": _check_template}
+_COMMANDS = {
+    "run": _run,
+    "demo": _demo,
+    "check": _check,
+    "check-template": _check_template,
+    "serve-gateway": _serve_gateway,
+}
 
 
 def _code_of(

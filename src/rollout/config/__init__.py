@@ -12,6 +12,7 @@ from rollout.config.engines import (
     TransformersEngine,
 )
 from rollout.config.explain import describe_config
+from rollout.config.gateway_section import GatewayConfig
 from rollout.config.limits_section import LimitsConfig
 from rollout.config.placements import (
     InProcessPlacement,
@@ -38,6 +39,7 @@ __all__ = [
     "ChannelConfig",
     "CustomEngine",
     "EngineConfig",
+    "GatewayConfig",
     "HttpEngine",
     "InProcessPlacement",
     "LengthsConfig",

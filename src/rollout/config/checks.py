@@ -48,6 +48,7 @@ def is_http_url(text: str) -> bool:
 
 Flag = Annotated[bool, Rule("a boolean (true or false)", lambda _: True)]
 Count = Annotated[int, Rule("an integer ≥ 1", lambda n: n >= 1)]
+Port = Annotated[int, Rule("a port, an integer from 0 to 65535", lambda n: 0 <= n <= 65535)]
 Natural = Annotated[int, Rule("an integer ≥ 0", lambda n: n >= 0)]
 TokenId = Annotated[int, Rule(f"an integer from 0 to {MAX_ID}", lambda n: 0 <= n <= MAX_ID)]
 TopK = Annotated[

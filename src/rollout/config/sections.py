@@ -6,6 +6,7 @@ with all faults of the values given; nothing is converted silently and no file i
 """
 
 # Annotations stay evaluated: they carry the rules that the fields are checked by.
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -30,6 +31,7 @@ from rollout.config.checks import (
 )
 from rollout.config.config_faults import Fault
 from rollout.config.engines import AnyEngine, TransformersEngine
+from rollout.config.gateway_section import GatewayConfig
 from rollout.config.limits_section import LimitsConfig
 from rollout.config.placements import (
     ALLOWED_PLACEMENTS,
@@ -149,6 +151,17 @@ class AgentConfig(Section):
     #: Kinds of difference that do not count: whitespace, special_tokens, reasoning_stripped,
     #: content.
     tokenization_ignore: DriftKinds = ()
+    #: Tokens of a row that "compacting_agent" keeps free for a summary of it, the request for that
+    #: included.
+    compaction_room: Count = 1024
+    #: What asks the model for that summary.
+    compaction_prompt: Text = (
+        "There is little room left. Write notes for yourself from which the work can be continued "
+        "without this conversation: the task, what was found and done, and what is left to do. "
+        "Call no tools."
+    )
+    #: Summaries of a trajectory; after the last one a length ends it.
+    max_compactions: Count = 8
     #: Registered interaction (simulated user) of prompts that name none in
     #: ``extra["interaction_kwargs"]["name"]``.
     interaction: Text | None = None
@@ -245,6 +258,7 @@ class RolloutConfig(Section):
     agent: AgentConfig = attrs.field(factory=AgentConfig)
     tools: ToolsConfig = attrs.field(factory=ToolsConfig)
     scheduling: SchedulingConfig = attrs.field(factory=SchedulingConfig)
+    gateway: GatewayConfig = attrs.field(factory=GatewayConfig)
     #: Seeds of all sampling derive from it; None samples afresh each run.
     seed: Natural | None = None
 
@@ -274,6 +288,11 @@ class RolloutConfig(Section):
             yield Fault("channel.tls_certificate", problem, certificate)
         if kind == "sglang":
             yield from self._penalty_faults()
+        room, response = getattr(self.agent, "compaction_room", 0), self._response_length()
+        is_compacting = getattr(self.agent, "name", "") == "compacting_agent"
+        if is_compacting and isinstance(room, int) and room >= response:
+            problem = f"expected less than lengths.response = {response}"
+            yield Fault("agent.compaction_room", problem, room)
         weights = getattr(self.router, "weights", ())
         replicas = getattr(self.engine, "replicas", None)
         is_sound = isinstance(weights, tuple) and isinstance(replicas, int)
@@ -297,6 +316,10 @@ class RolloutConfig(Section):
             yield Fault("placement.colocate", problem, list(gpu_slots))
         if isinstance(machines, int) and machines > 1:
             yield from self._spread_faults(machines)
+
+    def _response_length(self) -> float:
+        response = getattr(self.lengths, "response", None)
+        return response if isinstance(response, int) else math.inf
 
     def _penalty_faults(self) -> Iterator[Fault]:
         """SGLang gives log-probs after penalties, and its repetition penalty is another one."""

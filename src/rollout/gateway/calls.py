@@ -60,7 +60,8 @@ class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):
     """One request for a generation.
 
     Attributes:
-        messages: The conversation; of the Responses API what is new since `previous_id`, if any.
+        messages: The conversation; of the Responses API what is new since `previous_id`, if any. A
+            system message that comes first then is said of the whole conversation.
         tools: OpenAI-style ``{"type": "function", "function": {…}}``.
         tool_choice: "auto", "none", "required" or the name of one; engines cannot force a call, so
             that all but "none" mean "auto".
@@ -120,6 +121,12 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     top_ids: tuple[tuple[int, ...], ...] = ()
     top_log_probs: tuple[tuple[float, ...], ...] = ()
     weight_versions: tuple[int, ...] = ()
+
+
+def told_text(answer: Answer) -> str:
+    """The text of an answer as clients see it: calls that could not be parsed stand in it."""
+    invalid = [call.raw for call in answer.calls if isinstance(call, InvalidToolCall)]
+    return "\n".join(part for part in (answer.text, *invalid) if part)
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

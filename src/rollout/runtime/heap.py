@@ -28,6 +28,10 @@ logger = logging.getLogger("rollout")
 
 #: The thresholds that Python begins with, in one version or another. Others are a caller's.
 PYTHONS_OWN = ((700, 10, 10), (2000, 10, 10), (2000, 10, 0))
+#: So many more objects are made than freed, while a batch runs, before the youngest are looked at.
+#: Where thousands of trajectories take turns, about as many older ones are freed as are made: at
+#: Python's own 700 the youngest gather unseen, and one look at them takes a tenth of a second.
+YOUNG = 100
 #: So many collections of the younger generation come before one of an older.
 NEVER = 1_000_000_000
 #: Memory asks for a collection once a process has grown by this share of what was free before, but
@@ -83,7 +87,7 @@ class _Heap:
             thresholds = gc.get_threshold()
             if self._batches == 1 and gc.isenabled() and thresholds in PYTHONS_OWN:
                 self._callers = thresholds
-                gc.set_threshold(thresholds[0], NEVER, NEVER)
+                gc.set_threshold(YOUNG, NEVER, NEVER)
                 self._note_memory()
 
     def resume(self) -> None:
@@ -91,7 +95,7 @@ class _Heap:
             self._batches -= 1
             if self._callers is None or self._batches:
                 return
-            if gc.get_threshold() == (self._callers[0], NEVER, NEVER):  # else the caller's, by now
+            if gc.get_threshold() == (YOUNG, NEVER, NEVER):  # else the caller's, by now
                 gc.set_threshold(*self._callers)
             self._callers = None
 

@@ -11,6 +11,7 @@ import anyio.to_thread
 
 from rollout.agents import get_agent
 from rollout.agents.long_texts import LongTexts
+from rollout.agents.prompt_sampling import top_log_probs_fault
 from rollout.agents.services import Services
 from rollout.chat import get_tool_parser, tool_parser_names
 from rollout.chat.parsers import stop_token_ids
@@ -22,9 +23,9 @@ from rollout.errors import AgentError, ConfigError
 from rollout.interactions import InteractionRegistry
 from rollout.observe.tally import Tally
 from rollout.runtime.driver_model import load_driver_model, warn_of_end_token
+from rollout.runtime.gateway_opening import gateway_of
 from rollout.runtime.heap import freeze_loaded, frozen_heap
 from rollout.runtime.runtime import RolloutRuntime
-from rollout.scheduling.prompt_sampling import top_log_probs_fault
 from rollout.scheduling.reward_signatures import check_reward, of_trajectory
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory_runner import TrajectoryRunner
@@ -164,7 +165,7 @@ async def _open_runtime(
                 )
                 runtime = RolloutRuntime(config, runner, threads, tally)
                 with closing(services.texts):
-                    async with runtime.serving():
+                    async with gateway_of(services), runtime.serving():
                         yield runtime
     finally:
         await executor.close()

@@ -68,6 +68,7 @@ class RolloutRuntime:
 
     Attributes:
         config: What it was opened with.
+        services: What its trajectories share, for what is built on a runtime.
         admission: `pause` and `resume` keep trajectories that have not started waiting.
         on_trajectory: Called on the loop with each trajectory of `generate` as it ends, in the
             order in which they do; None calls nothing. It must return at once; what it raises is
@@ -79,6 +80,7 @@ class RolloutRuntime:
     ) -> None:
         self.config = config
         self._runner = runner
+        self.services = runner.services
         self._threads = threads
         self._tally = tally
         self.admission = Admission(
@@ -104,12 +106,12 @@ class RolloutRuntime:
     @property
     def template(self) -> ChatTemplate:
         """The model's tokenizer and chat format."""
-        return self._runner.services.template
+        return self.services.template
 
     @property
     def engines(self) -> EnginePool:
         """The engines: replicas can be added, removed and drained there while calls run."""
-        return self._runner.services.engines
+        return self.services.engines
 
     async def update_weights(
         self, *, version: int, source: WeightSource, mode: UpdateMode = "abort_and_resume"
@@ -262,7 +264,7 @@ class RolloutRuntime:
 
     def statistics(self) -> RuntimeStatistics:
         """A snapshot."""
-        services = self._runner.services
+        services = self.services
         return statistics_of(
             self._tally,
             services.engines,
@@ -304,7 +306,7 @@ class RolloutRuntime:
         self, prompts: Sequence[Prompt], samples: int, step: int, validate: bool
     ) -> list[Member]:
         """Those of a call, once its prompts are known to be good."""
-        prompts, services = check_prompts(prompts), self._runner.services
+        prompts, services = check_prompts(prompts), self.services
         check_names(prompts, self.config.agent, services.tools.names, services.interactions)
         return members_of(
             prompts,
@@ -368,7 +370,7 @@ class RolloutRuntime:
                 self._tasks.start_soon(self._lag.watch)
                 if self.config.scheduling.freeze_heap:
                     self._tasks.start_soon(collect_as_memory_asks)
-            loads = self._runner.services.engines.loads
+            loads = self.services.engines.loads
             self._tasks.start_soon(self.admission.adapt, loads, self._progress)
             try:
                 await self._sleep.begin()

@@ -97,9 +97,10 @@ class AgentRun(Supervised[Cause]):
         self.rejection = why
         self._conclude(self)
 
-    def begin(self, loop: type[AgentLoop], context: AgentContext) -> None:
+    def begin(self, loop: type[AgentLoop] | AgentLoop, context: AgentContext) -> None:
         """Run the agent; cancelling the member ends it."""
-        self._context, self._what = context, _name_of(loop)
+        kind = loop if isinstance(loop, type) else type(loop)
+        self._context, self._what = context, _name_of(kind)
         context.deadline.govern(self)
         self.member.give_scope(self)
         self.start(_run_guarded(self, loop, context))
@@ -160,14 +161,16 @@ def _name_of(loop: type[AgentLoop]) -> str:
     return f"agent {loop.__name__}"
 
 
-async def _run_guarded(run: AgentRun, loop: type[AgentLoop], context: AgentContext) -> Cause | None:
+async def _run_guarded(
+    run: AgentRun, loop: type[AgentLoop] | AgentLoop, context: AgentContext
+) -> Cause | None:
     """Run the agent; what it raises settles the outcome, and its root cause is returned."""
     activity = context.identity  # noqa: F841  (see observe.loop_lag)
     try:
         with run:
             try:
                 try:
-                    await loop().run(context)
+                    await (loop() if isinstance(loop, type) else loop).run(context)
                 except LimitExceeded as error:
                     context.end(error.outcome, error.reason, limit_source=error.source)
                 await context.score()
@@ -189,7 +192,8 @@ def _let_pass(error: BaseException) -> None:
         if passing is not None:
             raise passing from None
     finally:
-        del passing  # its traceback holds this frame, and only the collector would end that
+        # Its traceback holds this frame, and only the collector would end that.
+        del error, passing
 
 
 def _failed(context: AgentContext, error: BaseException) -> Cause | None:

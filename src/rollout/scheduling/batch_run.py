@@ -12,7 +12,7 @@ from rollout.agents.identity import Ending
 from rollout.errors import LimitExceeded, RolloutError
 from rollout.scheduling.agent_run import AgentRun
 from rollout.scheduling.endings import LISTED_CAUSES, BadEndings
-from rollout.scheduling.trajectory_runner import ended_before_start
+from rollout.scheduling.finished import ended_before_start
 from rollout.scopes import leaf_of
 from rollout.supervision import open_supervision
 from rollout.types import Outcome
@@ -143,7 +143,10 @@ class BatchRun:
             self._bad.log()
         error = error or self._final_error()
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame, and only the collector would end that
 
     async def _until_ended(self) -> None:
         """Wait for the members; the caller's cancellation reaches them through here only."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import math
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rollout.reward_values import MAX_REWARD, BadRewardError, as_reward, finite_number
 from rollout.types import Reward
+from rollout.worker_threads import is_async
 
 if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
@@ -22,18 +22,7 @@ if TYPE_CHECKING:
 RewardFunction = Callable[..., "RewardValue | Awaitable[RewardValue]"]
 RewardValue = float | Reward | Mapping[str, Any]
 
-#: Tensors hold rewards as float32.
-MAX_REWARD = float(np.finfo(np.float32).max)
-
-
-class BadRewardError(Exception):
-    """The reward function returned something that is no reward."""
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives an awaitable; callable objects count by their `__call__`."""
-    call = getattr(function, "__call__", function)  # noqa: B004  (the method itself is wanted)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+_FUNCTION = "the reward function"
 
 
 async def compute_reward(
@@ -54,19 +43,22 @@ async def compute_reward(
         value = await threads.run("reward", function, trajectory)
         if inspect.isawaitable(value):
             value = await value
-    reward = _as_reward(value)
-    for name in ("extra", "segment_values"):
-        given = getattr(reward, name)
-        if not isinstance(given, Mapping):
-            raise BadRewardError(
-                f"the reward function returned the {name} {given!r:.80}; expected a mapping"
-            )
+    return reward_of(value, trajectory, _FUNCTION)
+
+
+def reward_of(value: Any, trajectory: Trajectory, who: str) -> Reward:
+    """What `who` returned for a trajectory, its values for tokens and segments checked too.
+
+    Raises:
+        BadRewardError: See `compute_reward`.
+    """
+    reward = as_reward(value, who)
     return Reward(
-        value=_checked(reward.value),
+        value=reward.value,
         extra=reward.extra,
-        token_values=_token_values(reward.token_values, trajectory),
+        token_values=_token_values(reward.token_values, trajectory, who),
         segment_values={
-            _index(at, trajectory, "segment_values"): _checked(each)
+            _index(at, trajectory, "segment_values", who): finite_number(each, who)
             for at, each in reward.segment_values.items()
         },
     )
@@ -83,83 +75,44 @@ def apply_reward(trajectory: Trajectory, reward: Reward) -> None:
         trajectory.segments[at].token_rewards = array("f", values)
 
 
-def _checked(value: Any) -> float:
-    number = _as_float(value)
-    if not math.isfinite(number):
-        raise BadRewardError(f"the reward function returned {number}; expected a finite number")
-    if abs(number) > MAX_REWARD:
-        raise BadRewardError(
-            f"the reward function returned {number}; expected a number that float32 can hold"
-        )
-    return number
-
-
-def _token_values(given: Any, trajectory: Trajectory) -> dict[int, array[float]]:
+def _token_values(given: Any, trajectory: Trajectory, who: str) -> dict[int, array[float]]:
     """The rewards of tokens, packed, by segment."""
     if given is None:
         return {}
     by_segment = given if isinstance(given, Mapping) else {trajectory.main_index: given}
     return {
-        _index(at, trajectory, "token_values"): _packed(values, trajectory.segments[at].transcript)
+        _index(at, trajectory, "token_values", who): _packed(
+            values, trajectory.segments[at].transcript, who
+        )
         for at, values in by_segment.items()
     }
 
 
-def _index(at: Any, trajectory: Trajectory, what: str) -> int:
+def _index(at: Any, trajectory: Trajectory, what: str, who: str) -> int:
     count = len(trajectory.segments)
     if not isinstance(at, int) or isinstance(at, bool) or not 0 <= at < count:
         raise BadRewardError(
-            f"the reward function returned {what} of the segment {at!r:.80}; the trajectory has "
-            f"{count}, counted from 0"
+            f"{who} returned {what} of the segment {at!r:.80}; the trajectory has {count}, "
+            "counted from 0"
         )
     return at
 
 
-def _packed(values: Any, transcript: Transcript) -> array[float]:
+def _packed(values: Any, transcript: Transcript, who: str) -> array[float]:
     detached = values.detach().cpu() if hasattr(values, "detach") else values
     try:
         numbers = np.asarray(detached, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise BadRewardError(
-            f"the reward function returned token_values that are no numbers ({error})"
-        ) from None
+        raise BadRewardError(f"{who} returned token_values that are no numbers ({error})") from None
     if numbers.shape != (transcript.response_length,):
         raise BadRewardError(
-            f"the reward function returned token_values of shape {numbers.shape}; expected one for "
-            f"each of the {transcript.response_length} tokens after the prompt"
+            f"{who} returned token_values of shape {numbers.shape}; expected one for each of the "
+            f"{transcript.response_length} tokens after the prompt"
         )
     wrong = np.flatnonzero(~(np.abs(numbers) <= MAX_REWARD))
     if len(wrong):
         raise BadRewardError(
-            f"the reward function returned {numbers[wrong[0]]} for token {wrong[0]}; expected a "
-            "finite number that float32 can hold"
+            f"{who} returned {numbers[wrong[0]]} for token {wrong[0]}; expected a finite number "
+            "that float32 can hold"
         )
     return array("f", numbers.astype(np.float32).tobytes())
-
-
-def _as_reward(value: Any) -> Reward:
-    if isinstance(value, Reward):
-        return value
-    if not isinstance(value, Mapping):
-        return Reward(value=value)
-    if "score" not in value:
-        raise BadRewardError(
-            f"the reward function returned {value!r:.80}; expected a mapping to have a score"
-        )
-    rest = {key: item for key, item in value.items() if key != "score"}
-    return Reward(value=value["score"], extra=rest)
-
-
-def _as_float(value: Any) -> float:
-    """A number as a float; a bool is 0 or 1, and NumPy's and torch's scalars are numbers too."""
-    number = value
-    with suppress(AttributeError, TypeError, ValueError, RuntimeError):  # not one number
-        number = value.item()
-    if not isinstance(number, int | float):
-        raise BadRewardError(
-            f"the reward function returned {value!r:.80}; expected a number or a Reward"
-        )
-    try:
-        return float(number)
-    except OverflowError:
-        return math.inf

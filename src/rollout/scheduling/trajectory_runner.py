@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import attrs
@@ -14,12 +14,11 @@ import msgspec
 from rollout.agents.agent_loop import AgentLoop, get_agent
 from rollout.agents.context import AgentContext
 from rollout.agents.identity import Ending, RejectedPrompt
-from rollout.agents.places import segments_of
+from rollout.agents.kept_messages import KeptMessages
+from rollout.agents.prompt_sampling import sampling_of, top_log_probs_fault
 from rollout.agents.services import Services
 from rollout.agents.trajectory_state import UNRESPONSIVE
 from rollout.agents.turn_end import natural_ending
-from rollout.chat.trajectory import Trajectory
-from rollout.chat.transcript import Transcript
 from rollout.errors import (
     AgentError,
     ConfigError,
@@ -27,20 +26,20 @@ from rollout.errors import (
     ToolError,
 )
 from rollout.limits import Deadline
+from rollout.reward_values import BadRewardError
+from rollout.scheduling.finished import end_without_reward, exclude, finished, rejected
 from rollout.scheduling.intact import restore
-from rollout.scheduling.prompt_sampling import sampling_of, top_log_probs_fault
-from rollout.scheduling.rewards import RewardFunction, apply_reward, compute_reward
+from rollout.scheduling.rewards import RewardFunction, apply_reward, compute_reward, reward_of
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
 from rollout.scopes import passing_of
 from rollout.supervision import SupervisedCall
 from rollout.types import DRIFT, Cause, Outcome, Reward
 
 if TYPE_CHECKING:
+    from rollout.chat.trajectory import Trajectory
     from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.prompts import Member
     from rollout.worker_threads import WorkerThreads
-
-T = TypeVar("T")
 
 logger = logging.getLogger("rollout.scheduling")
 
@@ -93,19 +92,22 @@ class TrajectoryRunner:
             if fault is not None:
                 ending = Ending(outcome=Outcome.FAILED, reason="tokenization")
                 cause = Cause(type=TemplateError.__qualname__, message=fault)
-        trajectory = _trajectory(run, ending, cause)
+        trajectory = finished(run, ending, cause)
         if drift is not None:
             trajectory.metrics[f"{DRIFT}{drift}"] = 1
         if ending.outcome not in scheduling.trainable:
-            _exclude(trajectory)
-        if self.reward is not None and trajectory.trainable:
+            exclude(trajectory)
+        if self.reward is None and trajectory.trainable and context.reward is not None:
+            _take_reward(trajectory, context.reward)
+        elif self.reward is not None and trajectory.trainable:
             if anyio.current_time() < run.batch_deadline.at:
                 await self._reward(run, trajectory)
             else:  # no time is left to learn its reward
-                _exclude(trajectory)
+                exclude(trajectory)
         trajectory.metrics["total_s"] = anyio.current_time() - run.started
-        for conversation in context.main.all():
-            conversation.messages.settle()
+        for segment in trajectory.segments:
+            if isinstance(segment.messages, KeptMessages):
+                segment.messages.settle()
         return trajectory
 
     def note(self, run: AgentRun) -> None:
@@ -116,8 +118,8 @@ class TrajectoryRunner:
 
     def _prepare(
         self, member: Member, deadline: Deadline, batch_deadline: Deadline
-    ) -> tuple[type[AgentLoop], AgentContext]:
-        """The class of the loop, and its context.
+    ) -> tuple[type[AgentLoop] | AgentLoop, AgentContext]:
+        """The loop, and its context.
 
         Raises:
             RejectedPrompt: The prompt names what does not exist, or overrides wrongly.
@@ -188,17 +190,25 @@ class TrajectoryRunner:
         failure = work.unresponsive or failure
         if failure is not None:
             cause, failure = Cause.of(failure), None  # its traceback holds this frame
-            _end_without_reward(trajectory, Outcome.FAILED, None, cause)
+            end_without_reward(trajectory, Outcome.FAILED, None, cause)
             if work.unresponsive is not None:
                 trajectory.reason = UNRESPONSIVE
         elif reward is not None:
             apply_reward(trajectory, reward)
         elif member.cancel_reason is not None:
-            _end_without_reward(trajectory, Outcome.CANCELLED, None, None)
+            end_without_reward(trajectory, Outcome.CANCELLED, None, None)
             trajectory.reason = member.cancel_reason
         else:
-            _end_without_reward(trajectory, Outcome.DEADLINE, deadline.source, None)
+            end_without_reward(trajectory, Outcome.DEADLINE, deadline.source, None)
         trajectory.metrics["reward_s"] = anyio.current_time() - started
+
+
+def _take_reward(trajectory: Trajectory, given: Any) -> None:
+    """The reward that the agent itself gave; no other function does."""
+    try:
+        apply_reward(trajectory, reward_of(given, trajectory, "the agent"))
+    except BadRewardError as error:
+        end_without_reward(trajectory, Outcome.FAILED, None, Cause.of(error))
 
 
 async def _reward_of(
@@ -246,80 +256,3 @@ def _ending_of_cancelled(member: Member, deadline: Deadline) -> Ending:
 def _natural_ending(context: AgentContext) -> Ending:
     ends = [span.finish_reason for span in context.transcript.generated_spans()]
     return natural_ending(ends[-1] if ends else None, context.cut_by)
-
-
-def _exclude(trajectory: Trajectory) -> None:
-    """Nothing of it is trained on, and no reward of it is known."""
-    trajectory.trainable, trajectory.reward = False, None
-    for segment in trajectory.segments:
-        segment.reward = segment.token_rewards = None
-
-
-def _end_without_reward(
-    trajectory: Trajectory, outcome: Outcome, source: str | None, cause: Cause | None
-) -> None:
-    """A trajectory whose reward is unknown keeps its tokens, and is not trained on."""
-    trajectory.outcome, trajectory.reason = outcome, "reward"
-    trajectory.limit_source, trajectory.cause = source, cause
-    _exclude(trajectory)
-
-
-def _trajectory(run: AgentRun, ending: Ending, cause: Cause | None) -> Trajectory:
-    identity, context, tools = run.member.identity, run.context, run.context.tools
-    restarts = [*run.restarts, *context.restarts]
-    if restarts:
-        context.extra["restarts"] = restarts
-    return Trajectory(
-        uid=identity.uid,
-        group=identity.group,
-        member=identity.member,
-        transcript=context.transcript,
-        outcome=ending.outcome,
-        reason=ending.reason,
-        limit_source=ending.limit_source,
-        cause=cause,
-        turn_scores=context.turn_scores,
-        tool_rewards=context.tool_rewards,
-        num_turns=context.user_turns + context.assistant_turns + 1,
-        metrics={
-            "generation_s": context.generation_s,
-            "tool_s": tools.seconds,
-            "tool_calls": tools.calls,
-            "tool_errors": tools.errors,
-            "cached_tokens": context.cached_tokens,
-            **tools.metrics,
-            "attempts": run.attempt,
-            "discarded_tokens": run.discarded + context.discarded_tokens,
-            "resumes": run.resumes + context.resumes,
-            "restarts": len(restarts),
-        },
-        extra=context.extra,
-        prompt=run.member.prompt,
-        messages=context.messages,
-        history=context.config.history,
-        segments=segments_of(context.main.all()),
-    )
-
-
-def rejected(member: Member, error: RejectedPrompt) -> Trajectory:
-    """The trajectory of a member whose prompt cannot be run."""
-    return ended_before_start(
-        member, Ending(outcome=Outcome.REJECTED, reason=error.reason), Cause.of(error)
-    )
-
-
-def ended_before_start(member: Member, ending: Ending, cause: Cause | None = None) -> Trajectory:
-    """The trajectory of a member whose agent never ran: an outcome and no tokens."""
-    return Trajectory(
-        uid=member.identity.uid,
-        group=member.identity.group,
-        member=member.identity.member,
-        transcript=Transcript(),
-        outcome=ending.outcome,
-        reason=ending.reason,
-        limit_source=ending.limit_source,
-        cause=cause,
-        trainable=False,
-        extra=dict(member.prompt.extra),
-        prompt=member.prompt,
-    )

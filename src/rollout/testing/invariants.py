@@ -166,7 +166,7 @@ def _reward_anomalies(watched: WatchedRuntime) -> Iterator[str]:
     for trajectory in watched.rewarded:
         if times_asked[id(trajectory.transcript)] > 1:
             yield f"{trajectory.uid}/{trajectory.member}: its reward was asked for twice"
-    for call in watched.calls:
+    for call in watched.calls if watched.has_reward else ():  # agents may give one themselves
         for trajectory in call.delivered:
             if trajectory.reward is not None and not times_asked[id(trajectory.transcript)]:
                 yield f"{call.session_of(trajectory)}: a reward that nobody was asked for"

@@ -72,7 +72,9 @@ def sampling_anomalies(
             continue
         uid, member, prompt = prompts[trajectory]
         for turn in _turns(several):
-            seed = seed_of(run_seed, call.step, uid, member, turn.number, path)
+            seed = turn.record.sampling.seed  # where its caller gave one
+            if not turn.record.generation.is_seeded:
+                seed = seed_of(run_seed, call.step, uid, member, turn.number, path)
             expected = _expected(turn, prompt, call.is_validation, seed, facts)
             where = f"{session}: generation {turn.number}"
             for part in turn.record.generation.parts:
@@ -118,7 +120,7 @@ def _turns(several: Sequence[GenerationRecord]) -> Iterator[_Turn]:
 
 
 def _expected(
-    turn: _Turn, prompt: Prompt, is_validation: bool, seed: int, facts: Facts
+    turn: _Turn, prompt: Prompt, is_validation: bool, seed: int | None, facts: Facts
 ) -> dict[str, Any]:
     """The fields that are known; an agent of the user's may have set most of them."""
     known: dict[str, Any] = {"seed": seed}

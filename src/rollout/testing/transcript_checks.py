@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.chat.transcript import Transcript
     from rollout.config import RolloutConfig
+    from rollout.engine.driver.generation import Generation
     from rollout.testing.call_records import CallRecord, GenerationRecord
 
 #: Outcomes of which no reward can be known.
@@ -80,16 +81,17 @@ class Row:
         self.weight_versions = np.full(size, NO_VERSION, dtype=np.int32)
         stop = self.prompt_length
         for span, said in zip(transcript.generated_spans(), records, strict=True):
-            if len(span) == len(said.generation.ids):
-                self._fill(span, said)
+            kept = said.generation.kept_part()
+            if len(span) == len(kept.ids):
+                self._fill(span, kept)
             stop = span.stop if len(span) else stop
         self.stop = stop
 
-    def _fill(self, span: Span, said: GenerationRecord) -> None:
+    def _fill(self, span: Span, said: Generation) -> None:
         self.mask[span.start : span.stop] = True
-        self.log_probs[span.start : span.stop] = said.generation.log_probs
+        self.log_probs[span.start : span.stop] = said.log_probs
         at = span.start
-        for version, count in said.generation.versions:
+        for version, count in said.versions:
             self.weight_versions[at : at + count] = version
             at += count
 
@@ -235,7 +237,7 @@ def _span_anomalies(
 def _answer_anomalies(
     transcript: Transcript, span: Span, answer: GenerationRecord, facts: Facts
 ) -> Iterator[str]:
-    generation = answer.generation
+    generation = answer.generation.kept_part()
     where = f"the generated span at {span.start}"
     ids = transcript.span_ids(span)
     if ids != generation.ids:
@@ -243,6 +245,8 @@ def _answer_anomalies(
     if answer.prompt_ids != transcript.ids_bytes()[: 4 * span.start]:
         yield f"{where}: its engine was asked about something else than what is before it"
     ends = generation.finish_reason or "abort"
+    if generation.kept is not None:
+        ends = "stop"  # by its caller, who has found the end in the text
     if span.finish_reason != ends and (span.finish_reason, ends) != ("deadline", "abort"):
         yield f"{where} ends with {span.finish_reason}; its engine said {generation.finish_reason}"
     if facts.is_simulated and generation.log_probs != log_probs_of(generation.ids, span.start):
@@ -272,8 +276,6 @@ def _outcome_anomalies(trajectory: Trajectory, facts: Facts) -> Iterator[str]:
         yield f"{told} is trainable; scheduling.trainable = {', '.join(policy)}"
     if trajectory.trainable and facts.has_reward and trajectory.reward is None:
         yield f"{told} is trainable without a reward"
-    if not facts.has_reward and trajectory.reward is not None:
-        yield f"a reward of {trajectory.reward}, though there is no reward function"
     if outcome in (Outcome.FAILED, Outcome.REJECTED) and trajectory.cause is None:
         yield f"{told} without a cause"
     if outcome is Outcome.DEADLINE and not (trajectory.limit_source or "").startswith("limits."):

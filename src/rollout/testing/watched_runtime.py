@@ -14,9 +14,9 @@ from rollout.chat.trajectory import Trajectory
 from rollout.config import SimulatedEngine
 from rollout.engine.cores.simulated.options import parse_scenario
 from rollout.errors import PromptError, RolloutError
-from rollout.scheduling.rewards import is_async
 from rollout.testing.call_records import CallRecord, GenerationRecord, name_of
 from rollout.testing.replica_operations import OPERATIONS
+from rollout.worker_threads import is_async
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence

@@ -8,6 +8,8 @@ from rollout.limits import Deadline, fail_at_deadline
 from rollout.types import ToolCall
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     import anyio
 
     from rollout.errors import LimitExceeded
@@ -18,14 +20,20 @@ PlacedCall = tuple[int, ToolCall]
 
 
 class CallTurn:
-    """The calls of one turn on their way: their results, and those of them that are to run."""
+    """The calls of one turn on their way: their results, and those of them that are to run.
 
-    __slots__ = ("deadline", "limit", "pending", "results")
+    Args:
+        count: Of the calls.
+        deadline: By when all must have been answered.
+        known: Names of the tools that may be called.
+    """
 
-    def __init__(self, count: int, deadline: Deadline) -> None:
+    __slots__ = ("deadline", "known", "limit", "pending", "results")
+
+    def __init__(self, count: int, deadline: Deadline, known: Collection[str]) -> None:
         self.results: list[ToolResult | None] = [None] * count
         self.pending: list[PlacedCall] = []
-        self.deadline = deadline
+        self.deadline, self.known = deadline, known
         self.limit: LimitExceeded | None = None
 
     def answer(self, position: int, result: ToolResult) -> None:

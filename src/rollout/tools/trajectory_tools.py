@@ -9,27 +9,23 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
-import msgspec
 
 from rollout.bridge import loop_clock, runs_on_trio
 from rollout.errors import LimitExceeded, ToolError
-from rollout.limits import Deadline
 from rollout.tools.argument_checks import ArgumentsError
 from rollout.tools.attempt import CallError, attempt, attempt_at_once, run_side_by_side
 from rollout.tools.call_turn import CallTurn, PlacedCall, acquire
 from rollout.tools.open_sessions import OpenFailure, OpenSessions, timed_out
 from rollout.tools.results import ToolResult, add_metrics, error_result, normalise_result
 from rollout.tools.tool import ToolContext, ToolContexts
-from rollout.tools.truncate import truncate_text
 from rollout.types import InvalidToolCall, ToolCall
-from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Collection, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
+    from rollout.limits import Deadline
     from rollout.tools.gate import ToolGate
-    from rollout.tools.policy import ToolPolicy
     from rollout.tools.tool import Tool, ToolSession
     from rollout.tools.toolkit import Toolkit
 
@@ -135,7 +131,11 @@ class TrajectoryTools:
         return [tool.schema for tool in self._tools.values()]
 
     async def run(
-        self, calls: Sequence[ToolCall | InvalidToolCall], *, turn_deadline: Deadline
+        self,
+        calls: Sequence[ToolCall | InvalidToolCall],
+        *,
+        turn_deadline: Deadline,
+        offered: Collection[str] | None = None,
     ) -> list[ToolResult]:
         """The results of one turn's calls, which run at the same time: result i answers call i.
 
@@ -143,13 +143,19 @@ class TrajectoryTools:
         exception, a call past ``limits.tool_s`` or beyond ``agent.max_parallel_calls``. Texts are
         truncated. Cancellation ends the calls and leaves the sessions open, for `close`.
 
+        Args:
+            calls: In the order in which the model wrote them.
+            turn_deadline: By when all must have been answered.
+            offered: Names of the tools that could be called; None: all.
+
         Raises:
             LimitExceeded: `turn_deadline` passed; every call was cancelled and has ended.
             ToolError: The trajectory's tools are closed.
         """
         if self.is_closed:
             raise ToolError("the tools of this trajectory are closed")
-        turn = CallTurn(len(calls), turn_deadline)
+        known = [name for name in self._tools if offered is None or name in offered]
+        turn = CallTurn(len(calls), turn_deadline, known)
         for position, call in enumerate(calls):
             self._admit(turn, position, call)
         if self._unopened(turn):
@@ -160,7 +166,9 @@ class TrajectoryTools:
             await self._run_lanes(turn)
         if turn.limit is not None:
             raise turn.limit
-        results = [self._finished(result) for result in turn.results if result is not None]
+        within = self._kit.limits.within
+        results = [within(result) for result in turn.results if result is not None]
+        self.errors += sum(result.is_error for result in results)
         for call, result in zip(calls, results, strict=True):
             if result.metrics and isinstance(call, ToolCall):
                 self._metrics = self._metrics or {}
@@ -194,7 +202,7 @@ class TrajectoryTools:
                 f"not executed: at most {limit} calls per turn (agent.max_parallel_calls); "
                 f"call it again"
             )
-        elif (fault := self._fault(call)) is not None:
+        elif (fault := self._fault(turn, call)) is not None:
             self._refuse(turn, position, fault)
         else:
             self.invalid_in_a_row = 0
@@ -204,10 +212,10 @@ class TrajectoryTools:
         self.invalid_in_a_row += 1
         turn.results[position] = error_result(fault)
 
-    def _fault(self, call: ToolCall) -> str | None:
+    def _fault(self, turn: CallTurn, call: ToolCall) -> str | None:
         """Why this call cannot be run as it is."""
-        if call.name not in self._tools:
-            known = ", ".join(repr(name) for name in self._tools) or "none"
+        if call.name not in turn.known:
+            known = ", ".join(map(repr, turn.known)) or "none"
             return f"unknown tool {call.name!r}; known tools: {known}"
         try:
             self._kit.checks[call.name](call.arguments, self.contexts[call.name].kwargs)
@@ -319,7 +327,9 @@ class TrajectoryTools:
         for tries in itertools.count(1):
             try:
                 async with self._place(session, gate, turn.deadline):
-                    deadline = deadline or self._call_deadline(call.name, policy, turn)
+                    deadline = deadline or self._kit.limits.deadline(
+                        call.name, policy, turn.deadline, self._clock()
+                    )
                     return await self._execute(session, call, deadline, turn, gate)
             except CallError as error:
                 pause_s = policy.backoff_s * 2 ** (tries - 1)
@@ -379,21 +389,6 @@ class TrajectoryTools:
         """Which trajectory it is, to breakers; they may remember it for longer than it lives."""
         self._breaker_key = self._breaker_key or object()
         return self._breaker_key
-
-    def _call_deadline(self, name: str, policy: ToolPolicy, turn: CallTurn) -> Deadline:
-        now = self._clock()
-        if policy.timeout_s is not None:
-            source = f"timeout_s of {name!r}"
-            return Deadline.after(policy.timeout_s, source, turn.deadline, now=now)
-        return Deadline.after(self._kit.limits.tool_s, "limits.tool_s", turn.deadline, now=now)
-
-    def _finished(self, result: ToolResult) -> ToolResult:
-        self.errors += result.is_error
-        text, limits = result.text, self._kit.limits
-        if len(text) > limits.max_response_length:
-            text = truncate_text(text, limits.max_response_length, limits.truncate_side)
-        text = encodable(text)
-        return result if text is result.text else msgspec.structs.replace(result, text=text)
 
 
 async def _answer(session: ToolSession, call: ToolCall) -> ToolResult:

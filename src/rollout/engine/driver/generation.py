@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from array import array
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import attrs
@@ -79,6 +81,8 @@ class Generation:
         expert_room: Tokens of the prompt whose experts are asked for: those that the caller does
             not know yet. Those of the generated tokens follow them.
         routed_experts: Of these tokens as far as they are known, int16.
+        kept: How many of its tokens the caller keeps, once it has decided; None keeps all.
+        is_seeded: Whether its seed was given and does not derive from the place of its turn.
         on_tokens: Readers, each called with it at each chunk that brings tokens or the end; one
             that raises is logged and not called again. After a restart the tokens are fewer.
     """
@@ -92,6 +96,8 @@ class Generation:
         "expert_room",
         "expert_shape",
         "finish_reason",
+        "is_seeded",
+        "kept",
         "on_tokens",
         "parts",
         "resumes",
@@ -101,7 +107,9 @@ class Generation:
         "top_log_probs",
     )
 
-    def __init__(self, on_tokens: Sequence[Callable[[Generation], object]] = ()) -> None:
+    def __init__(
+        self, on_tokens: Sequence[Callable[[Generation], object]] = (), *, is_seeded: bool = False
+    ) -> None:
         self.parts: tuple[Part, ...] = ()
         self._restarts: tuple[str, ...] = ()
         self.on_tokens: tuple[Callable[[Generation], object], ...] = tuple(on_tokens)
@@ -118,6 +126,8 @@ class Generation:
         self.expert_shape: tuple[int, int] | None = None
         self.expert_room = 0
         self.routed_experts = b""
+        self.kept: int | None = None
+        self.is_seeded = is_seeded
 
     @property
     def ids(self) -> array[int]:
@@ -151,8 +161,29 @@ class Generation:
 
     @property
     def discarded_tokens(self) -> int:
-        """Tokens that were taken and dropped when it restarted."""
-        return sum(part.count for part in self.parts if part.is_discarded)
+        """Tokens that were taken and dropped: when it restarted, or past those that are kept."""
+        dropped = 0 if self.kept is None else len(self.ids) - self.kept
+        return dropped + sum(part.count for part in self.parts if part.is_discarded)
+
+    def kept_part(self) -> Generation:
+        """What the caller keeps of it: itself, or a copy of its beginning."""
+        if self.kept is None:
+            return self
+        count, width = self.kept, 4 * self.kept * self.top_count
+        ends = list(accumulate(length for _, length in self.versions))
+        versions = [
+            [version, min(length, count - end + length)]
+            for (version, length), end in zip(self.versions, ends, strict=True)
+            if end - length < count
+        ]
+        part = copy.copy(self)
+        part._ids, part._log_probs = self.ids[:count], self.log_probs[:count]
+        part._versions = versions
+        part.top_ids, part.top_log_probs = self.top_ids[:width], self.top_log_probs[:width]
+        if self.expert_shape is not None:
+            size = self._bytes_of_experts * (self.expert_room + count)
+            part.routed_experts = self.routed_experts[:size]
+        return part
 
     def begin(self, request_id: str, replica: str) -> Part:
         """What is taken from now on comes from this request, after the tokens there are."""

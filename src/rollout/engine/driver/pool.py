@@ -370,9 +370,9 @@ class EnginePool:
             async with open_task_group() as tasks:
                 self._tasks, self._requests.is_open = tasks, True
                 self._maintenance.open(tasks)
-                tasks.start_soon(self._requests.deadlines.run)
                 try:
                     await self._start_all(tasks)
+                    tasks.start_soon(self._requests.deadlines.run)
                     yield
                 finally:
                     self._tasks, self._requests.is_open = None, False

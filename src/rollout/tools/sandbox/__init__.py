@@ -1,6 +1,11 @@
 """Sandboxes: programs that models write run here, out of reach of everything else."""
 
-from rollout.tools.sandbox.process import SandboxAnswer, SandboxProcess, SandboxSpec
+from rollout.tools.sandbox.process import (
+    SandboxAnswer,
+    SandboxProcess,
+    SandboxProgram,
+    SandboxSpec,
+)
 from rollout.tools.sandbox.sandbox_isolation import (
     METHODS,
     Isolation,
@@ -16,6 +21,7 @@ __all__ = [
     "SandboxAnswer",
     "SandboxLimits",
     "SandboxProcess",
+    "SandboxProgram",
     "SandboxSpec",
     "find_isolation",
 ]

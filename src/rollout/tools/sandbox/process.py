@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -20,8 +21,6 @@ from rollout.errors import ToolError
 from rollout.tools.sandbox.sandbox_limits import SandboxLimits
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from anyio.abc import Process
 
 
@@ -52,6 +51,10 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
         python: The interpreter, of Python 3.9 or newer; its packages can be imported inside.
         readable: Paths that programs inside may read, beside the system and the interpreter.
         bubblewrap: The program ``bwrap``, for that method.
+        door: Host and port that programs inside reach, as 127.0.0.1 and that port; None for none.
+            Not with "landlock", where programs have no sockets.
+        bounds_address_space: Whether `limits.memory_mb` bounds the address space of a process too:
+            some runtimes reserve much more than they use.
     """
 
     method: Method
@@ -59,6 +62,27 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     python: str = sys.executable
     readable: tuple[str, ...] = ()
     bubblewrap: str = ""
+    door: tuple[str, int] | None = None
+    bounds_address_space: bool = True
+
+
+class SandboxProgram(msgspec.Struct, frozen=True, kw_only=True):
+    """A command to be run, with its files.
+
+    Attributes:
+        command: The program and its arguments.
+        environment: Variables beside those that each program inside has.
+        files: What is written before it starts, by relative paths.
+        collect: Which files are read after it has ended: relative paths of files or directories, or
+            patterns of paths, in which ``*`` stands for any text.
+        collected_bytes: Most bytes of these.
+    """
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = {}
+    files: Mapping[str, bytes] = {}
+    collect: tuple[str, ...] = ()
+    collected_bytes: int = 0
 
 
 class SandboxAnswer(msgspec.Struct, frozen=True):
@@ -68,12 +92,18 @@ class SandboxAnswer(msgspec.Struct, frozen=True):
         status: "ok", "error" (the code failed), or "stopped": a bound was passed or the process
             ended, and the sandbox is of no use any more.
         reason: The bound, the exit code or what went wrong.
-        output: What was printed, at most ``limits.max_output_bytes``.
+        output: What was printed, at most ``limits.max_output_bytes``; of a program the end of it.
+        code: Exit code of a program that has ended; negative: the signal that killed it.
+        files: What was collected after a program, by relative paths.
+        left_out: Paths of files that were to be collected, and were too long or no plain files.
     """
 
     status: Literal["ready", "ok", "error", "stopped"]
     reason: str = ""
     output: str = ""
+    code: int | None = None
+    files: dict[str, bytes] = {}
+    left_out: list[str] = []
 
 
 class SandboxProcess:
@@ -128,12 +158,19 @@ class SandboxProcess:
         """
         return await self._exchange({"language": language, "code": code, "is_fresh": is_fresh})
 
-    async def _exchange(self, message: Mapping[str, object]) -> SandboxAnswer:
+    async def run_program(self, program: SandboxProgram) -> SandboxAnswer:
+        """Run a command to its end; the only call of its sandbox."""
+        message = {"language": "program", **msgspec.structs.asdict(program)}
+        return await self._exchange(message, 2 * program.collected_bytes)
+
+    async def _exchange(
+        self, message: Mapping[str, object], further_bytes: int = 0
+    ) -> SandboxAnswer:
         body = msgspec.json.encode(message)
         try:
             await self._requests.send(_LENGTH.pack(len(body)) + body)
             (length,) = _LENGTH.unpack(await self._answers.receive_exactly(_LENGTH.size))
-            if length <= self._largest_answer:
+            if length <= self._largest_answer + further_bytes:
                 frame = await self._answers.receive_exactly(length)
                 return msgspec.json.decode(frame, type=SandboxAnswer)
         except (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError):
@@ -162,5 +199,7 @@ def _settings_of(spec: SandboxSpec) -> dict[str, object]:
         "readable": [str(Path(path).resolve()) for path in spec.readable],
         "directory": tempfile.gettempdir(),
         "bubblewrap": spec.bubblewrap,
+        "door": list(spec.door or ()),
+        "bounds_address_space": spec.bounds_address_space,
         **spec.limits.for_supervisor(),
     }

@@ -142,9 +142,13 @@ async def _fault(spec: SandboxSpec) -> str | None:
     if spec.method == "bubblewrap" and not spec.bubblewrap:
         return "there is no program bwrap"
     try:
-        sandbox = await SandboxProcess.start(
-            msgspec.structs.replace(spec, limits=_PROBE_LIMITS, readable=())
+        probed = SandboxSpec(
+            method=spec.method,
+            limits=_PROBE_LIMITS,
+            python=spec.python,
+            bubblewrap=spec.bubblewrap,
         )
+        sandbox = await SandboxProcess.start(probed)
     except ToolError as error:
         return " ".join(str(error).split())
     try:

@@ -144,6 +144,7 @@ def _make_files() -> None:
     os.makedirs("etc", exist_ok=True)
     _write("etc/passwd", f"sandbox:x:{USER}:{USER}::{WORK_DIRECTORY}:/bin/sh\n")
     _write("etc/group", f"sandbox:x:{USER}:\n")
+    _write("etc/hosts", "127.0.0.1 localhost\n")
     os.symlink(WORK_DIRECTORY, "dev/shm")
     if not os.path.lexists("tmp"):  # the interpreter may live beneath it
         os.symlink(WORK_DIRECTORY, "tmp")

@@ -13,7 +13,9 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from .call_output import CallOutput, OutputTail
 from .interpreter import serve
+from .program_files import collect_files, put_files
 from .settings import (
     Settings,
     describe_error,
@@ -47,6 +49,8 @@ def limit_resources(settings: Settings, *, counts_processes: bool) -> None:
         resource.RLIMIT_NOFILE: _MAX_FILES,
         resource.RLIMIT_MEMLOCK: 0,
     }
+    if not settings.bounds_address_space:
+        del bounds[resource.RLIMIT_AS]
     if counts_processes:
         bounds[resource.RLIMIT_NPROC] = settings.processes + 1  # this one
     for kind, bound in bounds.items():
@@ -95,6 +99,8 @@ class ProgramHost:
             write_all(self._channel, encode(answer))
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        if request["language"] == "program":
+            return self._run_program(request)
         if request["language"] == "shell":
             return self._run_shell(request["code"])
         if not request["is_fresh"]:
@@ -110,7 +116,7 @@ class ProgramHost:
 
     def _run_python(self, interpreter: _Interpreter, code: str) -> dict[str, Any]:
         interpreter.send(code)
-        output = _Output(interpreter.output, self._settings.output)
+        output = CallOutput(interpreter.output, self._settings.output)
         self._ended.clear()
         stopped = self._watch(output, interpreter.pid, interpreter.status)
         if stopped:
@@ -140,7 +146,7 @@ class ProgramHost:
         if pid == 0:
             _become_shell(command, writable, self._directory)
         os.close(writable)
-        output = _Output(readable, self._settings.output)
+        output = CallOutput(readable, self._settings.output)
         try:
             stopped = self._watch(output, pid)
             if not stopped:
@@ -154,7 +160,31 @@ class ProgramHost:
         reason = "" if code == 0 else _ending(self._ended[pid])
         return {"status": "error" if code else "ok", "reason": reason, "output": output.text()}
 
-    def _watch(self, output: _Output, pid: int, status: int | None = None) -> str:
+    def _run_program(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Run a command with files of its own, and give back those that are asked for."""
+        put_files(self._directory, request["files"])
+        readable, writable = os.pipe()
+        self._ended.clear()
+        pid = self._fork()
+        if pid == 0:
+            _become_program(request["command"], request["environment"], writable, self._directory)
+        os.close(writable)
+        output = OutputTail(readable, self._settings.output)
+        stopped = self._watch(output, pid)
+        _kill_group(pid, is_alone=True)
+        output.drain()
+        os.close(readable)
+        files, left_out = collect_files(
+            self._directory, request["collect"], request["collected_bytes"]
+        )
+        answer = {"output": output.text(), "files": files, "left_out": left_out}
+        if stopped:
+            return {"status": "stopped", "reason": stopped, **answer}
+        code = os.waitstatus_to_exitcode(self._ended[pid])
+        reason = "" if code == 0 else _ending(self._ended[pid])
+        return {"status": "error" if code else "ok", "reason": reason, "code": code, **answer}
+
+    def _watch(self, output: CallOutput, pid: int, status: int | None = None) -> str:
         """Collect output until `status` has something to say; without it, until `pid` has ended.
 
         Returns:
@@ -211,37 +241,6 @@ class ProgramHost:
             if pid == 0:
                 return
             self._ended[pid] = status
-
-
-class _Output:
-    """What a call prints, up to a bound."""
-
-    def __init__(self, descriptor: int, bound: int) -> None:
-        self.descriptor = descriptor
-        self._bound = bound
-        self._data = bytearray()
-        os.set_blocking(descriptor, False)
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._data) > self._bound
-
-    def read(self) -> bool:
-        """Take what is there, at most a piece; False at the end."""
-        try:
-            piece = os.read(self.descriptor, _PIECE)
-        except BlockingIOError:
-            return True
-        self._data += piece
-        return bool(piece)
-
-    def drain(self) -> None:
-        """Take what was printed before the call's end was known."""
-        while not self.is_full and select.select([self.descriptor], [], [], 0)[0] and self.read():
-            pass
-
-    def text(self) -> str:
-        return self._data[: self._bound].decode(errors="replace")
 
 
 class _Interpreter:
@@ -329,6 +328,18 @@ def _become_shell(command: str, output: int, directory: str) -> None:
             signal.signal(number, signal.SIG_DFL)
         shell = next(path for path in _SHELLS if os.path.exists(path))
         os.execve(shell, [shell, "-c", command], environment(directory))
+    finally:
+        os._exit(127)
+
+
+def _become_program(command: list[str], own: dict[str, str], output: int, directory: str) -> None:
+    try:
+        _leave_host(output, directory)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        os.execvpe(command[0], command, {**environment(directory), **own})
+    except OSError as error:
+        os.write(2, f"{command[0]}: {error.strerror}\n".encode())
     finally:
         os._exit(127)
 

@@ -42,6 +42,8 @@ class Settings(NamedTuple):
         file_size: Bytes of one file.
         processes: Processes and threads at once.
         output: Bytes that a call may print.
+        door: Host and port that programs inside reach at 127.0.0.1 and that port; empty for none.
+        bounds_address_space: Whether `memory` bounds the address space of a process too.
     """
 
     method: str
@@ -55,6 +57,8 @@ class Settings(NamedTuple):
     file_size: int
     processes: int
     output: int
+    door: list[Any]
+    bounds_address_space: bool
 
 
 def readable_paths(settings: Settings) -> list[str]:

@@ -11,6 +11,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
+from .door import listen_inside, raise_loopback
 from .landlock import SIGNALS_ABI, landlock_abi, restrict_files
 from .namespaces import (
     USER,
@@ -152,19 +153,34 @@ def _serve_in_namespaces(
 ) -> None:
     _close_streams()
     build_root(settings, user if is_root else USER)
+    door = None
+    if settings.door:  # the network is root's, if this is root
+        raise_loopback()
+        door = listen_inside(settings.door[1])
     if is_root:
         enter_user_namespace(user)
-    _serve_confined(settings, channel, WORK_DIRECTORY)
+    _serve_confined(settings, channel, door)
 
 
-def _serve_confined(settings: Settings, channel: socket.socket, directory: str) -> None:
+def _serve_confined(settings: Settings, channel: socket.socket, door: socket.socket | None) -> None:
     """For a host in its namespaces: give up what is left of its powers, and serve."""
     limit_resources(settings, counts_processes=True)
     give_up_privileges()
     filter_system_calls(is_neighbour=False)
     set_dumpable(False)
-    channel.send(encode({"status": "ready"}))
-    start_host(settings, channel.fileno(), directory)
+    _say_ready(channel, None if door is None else door.detach())
+    start_host(settings, channel.fileno(), WORK_DIRECTORY)
+
+
+def _say_ready(channel: socket.socket, descriptor: int | None = None) -> None:
+    """The first frame; the supervisor gets the descriptor, and this process lets go of it."""
+    frame = encode({"status": "ready"})
+    if descriptor is None:
+        channel.send(frame)
+        return
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+    channel.sendmsg([frame], rights)
+    os.close(descriptor)
 
 
 def _start_in_bubblewrap(
@@ -239,7 +255,9 @@ def serve_in_bubblewrap() -> None:
         user = message.pop("user")
         if user is not None:
             enter_user_namespace(user)
-        _serve_confined(Settings(**message), channel, WORK_DIRECTORY)
+        settings = Settings(**message)
+        door = listen_inside(settings.door[1]) if settings.door else None
+        _serve_confined(settings, channel, door)
 
     _begin_host(channel, work)
 
@@ -300,9 +318,7 @@ def _serve_under_landlock(
     limit_resources(settings, counts_processes=False)
     listener = filter_system_calls(is_neighbour=True)
     set_dumpable(False)
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [listener]))]
-    channel.sendmsg([encode({"status": "ready"})], rights)
-    os.close(listener)
+    _say_ready(channel, listener)
     start_host(settings, channel.fileno(), directory)
 
 
@@ -322,5 +338,5 @@ def _serve_unprotected(settings: Settings, channel: socket.socket, directory: st
     adopt_orphans()
     os.chdir(directory)
     limit_resources(settings, counts_processes=False)
-    channel.send(encode({"status": "ready"}))
+    _say_ready(channel)
     start_host(settings, channel.fileno(), directory)

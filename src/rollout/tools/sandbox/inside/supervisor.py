@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from . import starting
+from .door import open_door
 from .process_tree import (
     ProcessFacts,
     descendants,
@@ -70,15 +71,19 @@ class SandboxSupervisor:
                     return
 
     def receive_start(self) -> bool:
-        """Take the host's first frame and, where forks are asked for, the descriptor for that."""
+        """Take the host's first frame and the descriptor with it: its door, or for its forks."""
         descriptors = array.array("i", [0])
         data, ancillary, *_ = self._sandbox.channel.recvmsg(
             4096, socket.CMSG_SPACE(descriptors.itemsize)
         )
         for _, _, payload in ancillary:
             descriptors.frombytes(payload)
-            self._listener = descriptors[-1]
-            self._poll.register(self._listener, select.POLLIN)
+            if self._settings.door:
+                host, port = self._settings.door
+                open_door(socket.socket(fileno=descriptors[-1]), (host, port))
+            else:
+                self._listener = descriptors[-1]
+                self._poll.register(self._listener, select.POLLIN)
         if not data:
             reason = self._sandbox.last_output() or "it ended while starting"
             _answer_driver({"status": "stopped", "reason": reason})

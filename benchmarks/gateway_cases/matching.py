@@ -1,0 +1,163 @@
+"""What it takes to recognise a long conversation, and whether changed ones are told apart."""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+import time  # noqa: TID251  (what is measured)
+from typing import TYPE_CHECKING, Any
+
+from driver_cases.workload import SCHEMAS, said_texts, tool_text
+
+from rollout.gateway.apis import chat
+from rollout.gateway.identity import reasoning_key, said_key
+from rollout.gateway.request import matched
+from rollout.gateway.tree import Tree, Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TURNS = 85
+Messages = list[dict[str, Any]]
+
+
+def conversation(turns: int) -> Messages:
+    """A question, and as many turns that call a tool, each answered but the last one."""
+    messages: Messages = [{"role": "user", "content": "Where is it?"}]
+    texts = said_texts()[1]
+    for number in range(turns):
+        arguments = {"query": f"né {number}", "top_k": number, "more": {"a": [1, 2], "b": None}}
+        call = {
+            "id": f"call_{number:024}",
+            "type": "function",
+            "function": {"name": "search", "arguments": json.dumps(arguments)},
+        }
+        messages += [
+            {
+                "role": "assistant",
+                "content": f"{number}: {texts[number % len(texts)]}",
+                "reasoning_content": f"Hm, {number}.",
+                "tool_calls": [call],
+            },
+            {"role": "tool", "tool_call_id": call["id"], "content": f"{number} {tool_text()}"},
+        ]
+    return messages
+
+
+class Recognised:
+    """A tree in which the turns of a conversation were generated."""
+
+    def __init__(self, messages: Messages) -> None:
+        self.tree = Tree(is_reasoning_needed=False)
+        turns = [at for at, each in enumerate(messages) if each["role"] == "assistant"]
+        for at in turns:
+            said = messages[at]
+            calls = [
+                (each["function"]["name"], json.loads(each["function"]["arguments"]))
+                for each in said["tool_calls"]
+            ]
+            ids = frozenset(each["id"][-24:] for each in said["tool_calls"])
+            turn = Turn(None, 0, reasoning=reasoning_key(said["reasoning_content"]), ids=ids)
+            place = self.find(body_of(messages[:at])).found.node
+            self.tree.add(place, (said_key(said["content"], calls),), turn)
+        self.depth = turns[-1] + 1
+
+    def find(self, body: bytes) -> Any:
+        """The request of a body, in its place."""
+        return matched(chat.read(body, {}).call, self.tree)
+
+
+def body_of(messages: Messages) -> bytes:
+    """As a client sends it."""
+    return json.dumps({"model": "rollout", "messages": messages, "tools": SCHEMAS}).encode()
+
+
+def match_us(rounds: int) -> dict[str, float]:
+    """To find a request of 85 turns in its tree, and to read its body: medians, microseconds."""
+    messages = conversation(TURNS)
+    known, body = Recognised(messages), body_of(messages)
+    reading, matching = [], []
+    for _ in range(rounds):
+        began = time.process_time()
+        call = chat.read(body, {}).call
+        read = time.process_time()
+        found = matched(call, known.tree)
+        matching.append(time.process_time() - read)
+        reading.append(read - began)
+        if found.found.depth != known.depth:
+            raise SystemExit("the conversation was not recognised")
+    return {
+        "match_us_85_turns": statistics.median(matching) * 1e6,
+        "read_us_85_turns": statistics.median(reading) * 1e6,
+    }
+
+
+def _calls(change: Callable[[Any], str]) -> Callable[[dict[str, Any]], None]:
+    """Writes arguments otherwise."""
+
+    def act(message: dict[str, Any]) -> None:
+        function = message["tool_calls"][0]["function"]
+        function["arguments"] = change(json.loads(function["arguments"]))
+
+    return act
+
+
+def _set(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda message: message.update(fields)
+
+
+def _sorted(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: _sorted(value[key]) for key in sorted(value, reverse=True)}
+
+
+def _without(name: str) -> Callable[[dict[str, Any]], None]:
+    return lambda message: message.pop(name, None)
+
+
+def _renamed(message: dict[str, Any]) -> None:
+    message["tool_calls"][0]["id"] = "own"
+
+
+def _other_tool(message: dict[str, Any]) -> None:
+    message["tool_calls"][0]["function"]["name"] = "look"
+
+
+#: What clients make of a turn, and whether it is the same one.
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], bool]] = {
+    "verbatim": (lambda message: None, True),
+    "spaces": (_calls(lambda value: json.dumps(value, indent=2)), True),
+    "compact": (_calls(lambda value: json.dumps(value, separators=(",", ":"))), True),
+    "key order": (_calls(lambda value: json.dumps(_sorted(value))), True),
+    "unicode": (_calls(lambda value: json.dumps(value, ensure_ascii=False)), True),
+    "no reasoning": (_without("reasoning_content"), True),
+    "trimmed": (lambda message: message.update(content=message["content"] + " \n"), True),
+    "renamed id": (_renamed, True),
+    "more fields": (_set(refusal=None, annotations=[], audio=None), True),
+    "other words": (_set(content="No."), False),
+    "no words": (_set(content=None), False),
+    "other reasoning": (_set(reasoning_content="Ha."), False),
+    "other arguments": (_calls(lambda value: json.dumps(value | {"top_k": -1})), False),
+    "fewer arguments": (_calls(lambda value: json.dumps({"query": value["query"]})), False),
+    "other tool": (_other_tool, False),
+    "no calls": (_set(tool_calls=[]), False),
+}
+
+
+def errors() -> dict[str, Any]:
+    """Turns that were taken for others, and turns that were not recognised."""
+    messages = conversation(12)
+    known = Recognised(messages)
+    wrong: dict[str, list[str]] = {"forks_false": [], "matches_false": []}
+    turns = [at for at, each in enumerate(messages) if each["role"] == "assistant"]
+    for name, (change, is_same) in CHANGES.items():
+        for at in turns:
+            changed = copy.deepcopy(messages)
+            change(changed[at])
+            is_found = known.find(body_of(changed)).found.depth == known.depth
+            if is_found != is_same:
+                wrong["matches_false" if is_found else "forks_false"].append(f"{name} at {at}")
+    counts: dict[str, Any] = {name: len(found) for name, found in wrong.items()}
+    return counts | {"wrong": [each for found in wrong.values() for each in found]}

@@ -1,0 +1,167 @@
+"""Gym-style environments as agents: the model acts, the environment answers and rewards."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rollout.agents.agent_loop import AgentLoop
+from rollout.agents.tool_agent import has_reached_turn_limit
+from rollout.errors import AgentError, LimitExceeded
+from rollout.limits import Deadline, fail_at_deadline
+from rollout.reward_values import finite_number
+from rollout.supervision import Duty
+from rollout.tools.attempt import CallError, attempt
+from rollout.types import Message
+from rollout.worker_threads import is_async
+
+if TYPE_CHECKING:
+    from rollout.agents.context import AgentContext
+    from rollout.agents.turn import AssistantTurn
+
+logger = logging.getLogger("rollout.agents")
+
+Messages = list[Message | Mapping[str, Any]]
+_STEP = "expected (observation, reward, done, info)"
+
+
+class EnvironmentAgent(AgentLoop):
+    """Plays an environment to its end, the model's words being the actions.
+
+    The environment has, sync (in a worker thread) or async:
+
+    - ``reset(prompt) -> observation``: begins an episode; the observation is said after the
+      prompt's messages.
+    - ``step(action) -> (observation, reward, done, info)``: the action is the text of the model's
+      turn; see `action_of`.
+    - ``close()``, where it has one: called once at the end, whatever that is.
+
+    An observation is a text, which a user says, a message, a list of messages, or None. The
+    rewards of the steps are the trajectory's `turn_scores`, stand at the last tokens of their turns
+    in its token rewards, and their sum is its reward where `open_rollout` has no reward function;
+    what `info` has joins its `extra`. A turn that was cut ends the episode.
+
+    Register an instance, ``register_agent("maze")(EnvironmentAgent(Maze))``, or a subclass that
+    has `reset` and `step` itself.
+
+    Args:
+        environment: Makes one environment for each trajectory, such as its class; None: this
+            object is the environment.
+
+    Raises:
+        AgentError: It makes none.
+    """
+
+    def __init__(self, environment: Callable[[], Any] | None = None) -> None:
+        if environment is not None and not callable(environment):
+            raise AgentError(
+                f"EnvironmentAgent: environment = {environment!r:.80}; expected what makes one for "
+                "each trajectory, such as its class"
+            )
+        if environment is None:
+            _check(self)
+        self._make = environment
+
+    def action_of(self, turn: AssistantTurn) -> Any:
+        """What `step` gets of a turn: its text, without reasoning. Override it for another."""
+        return turn.content
+
+    async def run(self, context: AgentContext) -> None:
+        """Play one episode."""
+        environment: Any = self if self._make is None else self._make()
+        _check(environment)
+        try:
+            await self._play(environment, context)
+        finally:
+            await _close(environment, context)
+
+    async def _play(self, environment: Any, context: AgentContext) -> None:
+        observation = await _call(context, environment, "reset", context.prompt)
+        await context.begin([*context.prompt.messages, *_messages(observation, "reset")])
+        scores: list[float] = []
+        context.reward = 0.0
+        while True:
+            turn = await context.generate()
+            if turn.cut_by is not None:
+                return
+            stepped = await self._step(environment, context, turn)
+            observation, score, is_done, info = _stepped(stepped)
+            scores.append(score)
+            context.turn_scores.append(score)
+            context.main.reward_turn(score)
+            context.reward = sum(scores)
+            context.extra.update(info)
+            if is_done or has_reached_turn_limit(context):
+                return
+            said = _messages(observation, "step")
+            await context.main.answer(said or [Message(role="user", content="")])
+
+    async def _step(self, environment: Any, context: AgentContext, turn: AssistantTurn) -> Any:
+        deadline = context.main.turn_deadline
+        what = f"step of {type(environment).__name__}"
+        with Duty(what, deadline.fires_at), fail_at_deadline(deadline):
+            return await _call(context, environment, "step", self.action_of(turn))
+
+
+async def _call(context: AgentContext, environment: Any, name: str, *args: object) -> Any:
+    method = getattr(environment, name)
+    if is_async(method):
+        return await method(*args)
+    what = f"{name} of {type(environment).__name__}"
+    value = await context.services.threads.run(what, method, *args)
+    return await value if inspect.isawaitable(value) else value
+
+
+async def _close(environment: Any, context: AgentContext) -> None:
+    """Let go of an environment; shielded, bounded, never raises."""
+    if not callable(getattr(environment, "close", None)):
+        return
+    deadline = Deadline.after(context.services.config.limits.cleanup_s, "limits.cleanup_s")
+    what = f"close of {type(environment).__name__}"
+    try:
+        await attempt(
+            _call, context, environment, "close", deadline=deadline, what=what, shield=True
+        )
+    except (CallError, LimitExceeded) as error:
+        logger.warning("%s: %s failed: %s", context.identity.session_id, what, error)
+
+
+def _check(environment: Any) -> None:
+    missing = [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]
+    if missing:
+        name = type(environment).__name__
+        raise AgentError(f"the environment {name} has no method {' and no '.join(missing)}")
+
+
+def _stepped(value: Any) -> tuple[Any, float, bool, Mapping[str, Any]]:
+    """What a step returned, once it is known to be right.
+
+    Raises:
+        AgentError: It is not.
+        BadRewardError: The reward is no finite number.
+    """
+    if not isinstance(value, tuple) or len(value) != 4:
+        raise AgentError(f"step of the environment returned {value!r:.80}; {_STEP}")
+    observation, reward, is_done, info = value
+    if not isinstance(info, Mapping | None):
+        raise AgentError(f"step of the environment returned the info {info!r:.80}; {_STEP}")
+    return observation, finite_number(reward, "step of the environment"), bool(is_done), info or {}
+
+
+def _messages(observation: Any, where: str) -> Messages:
+    if observation is None:
+        return []
+    if isinstance(observation, str):
+        return [Message(role="user", content=observation)]
+    if isinstance(observation, Message | Mapping):
+        return [observation]
+    if isinstance(observation, Sequence) and all(
+        isinstance(each, Message | Mapping) for each in observation
+    ):
+        return list(observation)
+    raise AgentError(
+        f"{where} of the environment returned the observation {observation!r:.80}; expected a "
+        "text, a message, a list of messages or None"
+    )

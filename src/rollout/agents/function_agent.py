@@ -1,0 +1,189 @@
+"""Functions as agents: ``@rollout.agent``, for code that speaks HTTP with the gateway."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+
+import msgspec
+
+from rollout.agents.agent_loop import AgentLoop, register_agent
+from rollout.agents.identity import RejectedPrompt
+from rollout.bridge import runs_on_trio
+from rollout.chat.messages import template_messages, with_arguments_as_text
+from rollout.errors import AgentError, TemplateError
+from rollout.reward_values import as_reward
+from rollout.supervision import Duty, in_own_task
+from rollout.types import Prompt
+from rollout.worker_threads import is_async
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from rollout.agents.context import AgentContext
+    from rollout.agents.gateway_door import GatewayAddress
+
+Backend = Literal["asyncio", "native"]
+Function = TypeVar("Function", bound="Callable[..., Any]")
+
+#: The share of `limits.cleanup_s` that a cancelled sync function has to return: its next request
+#: gets a final error. Then its thread is abandoned, before the trajectory itself would be.
+_PATIENCE = 0.5
+
+
+class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
+    """One trajectory, as a function or a program that speaks HTTP is told of it.
+
+    Attributes:
+        base_url: Of the trajectory's own endpoint; ends in ``/v1``, as OpenAI's clients want it.
+        root_url: The same without ``/v1``, as Anthropic's want it.
+        api_key: The trajectory's own.
+        model: Name of the model there.
+        prompt: What the trajectory starts from. The model is told nothing of it by itself.
+        messages: The prompt's as dicts of the OpenAI chat format, for ``messages=``.
+        extra: Becomes the trajectory's `extra`; starts as the prompt's. Rewards see it.
+        uid: The prompt's uid.
+        member: Position within the group.
+    """
+
+    base_url: str
+    root_url: str
+    api_key: str
+    model: str
+    prompt: Prompt
+    messages: list[dict[str, Any]]
+    extra: dict[str, Any]
+    uid: str
+    member: int
+
+    @classmethod
+    def of(cls, context: AgentContext, address: GatewayAddress) -> AgentTask:
+        """The task of a trajectory that is served at `address`.
+
+        Raises:
+            RejectedPrompt: The prompt's messages are malformed.
+        """
+        try:
+            messages = with_arguments_as_text(template_messages(context.prompt.messages))
+        except TemplateError as error:
+            raise RejectedPrompt("bad_message", str(error)) from error
+        return cls(
+            base_url=address.base_url,
+            root_url=address.root_url,
+            api_key=address.api_key,
+            model=address.model,
+            prompt=context.prompt,
+            messages=messages,
+            extra=context.extra,
+            uid=context.identity.uid,
+            member=context.identity.member,
+        )
+
+
+class FunctionAgent(AgentLoop):
+    """Runs a function against the trajectory's own endpoint of the gateway; see `agent`.
+
+    Attributes:
+        name: Of the agent.
+        function: ``(task) -> float | None``.
+        backend: Where an async one runs.
+    """
+
+    needs_gateway = True
+    name: str
+    function: Callable[..., Any]
+    backend: Backend
+
+    async def run(self, context: AgentContext) -> None:
+        """Serve the trajectory while the function runs; what it returns is its reward."""
+        async with context.door.open(context) as address:
+            value = await self._call(context, AgentTask.of(context, address))
+        if value is not None:
+            context.reward = as_reward(value, f"the agent {self.name!r}")
+
+    async def _call(self, context: AgentContext, task: AgentTask) -> Any:
+        if not is_async(self.function):
+            value = await context.services.threads.run_beside(
+                self._what,
+                self.function,
+                task,
+                patience_s=context.services.config.limits.cleanup_s * _PATIENCE,
+            )
+            # An async function in a sync wrapper: the wrapper ran in the thread.
+            if not inspect.isawaitable(value):
+                return value
+            return await self._run_async(context, lambda: value)
+        return await self._run_async(context, partial(self.function, task))
+
+    async def _run_async(self, context: AgentContext, call: Callable[[], Awaitable[Any]]) -> Any:
+        if self.backend == "native":
+            return await call()
+        # How long it may take to end is watched by whoever supervises the trajectory.
+        job = call if runs_on_trio() else partial(self._supervised, call)
+        return await context.services.threads.run_asyncio(self._what, job, cleanup_s=math.inf)
+
+    async def _supervised(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        """For a task of its own on the runtime's loop: it can be given up like the agent's own."""
+
+        async def job() -> Any:
+            with Duty(self._what, math.inf):
+                return await call()
+
+        return await in_own_task(job)
+
+    @property
+    def _what(self) -> str:
+        return f"agent {self.name!r}"
+
+
+def agent(name: str, *, backend: Backend = "asyncio") -> Callable[[Function], Function]:
+    """Decorator: prompts with ``agent_name=name``, or ``agent.name``, run this function.
+
+    It takes an `AgentTask` and returns the trajectory's reward or None; a reward function of
+    `open_rollout` decides in its place. What it raises fails its trajectory alone. It needs a
+    gateway: see `rollout.open_gateway`.
+
+    Args:
+        name: Of the agent.
+        backend: Where an async function runs on a runtime of trio's: "asyncio" on the runtime's
+            asyncio thread, which most frameworks need; "native" on trio itself. A sync function
+            runs in a worker thread.
+
+    Raises:
+        AgentError: The name is taken, the backend unknown, or it is no function of one argument.
+    """
+    if backend not in get_args(Backend):
+        known = " or ".join(map(repr, get_args(Backend)))
+        raise AgentError(f"agent({name!r}): backend = {backend!r}; expected {known}")
+
+    def register(function: Function) -> Function:
+        _check(name, function)
+        title = getattr(function, "__name__", type(function).__name__)
+        own = {
+            "name": name,
+            "function": staticmethod(function),
+            "backend": backend,
+            "__module__": function.__module__,
+            "__qualname__": getattr(function, "__qualname__", title),
+            "__doc__": function.__doc__,
+        }
+        register_agent(name)(type(title, (FunctionAgent,), own))
+        return function
+
+    return register
+
+
+def _check(name: str, function: Any) -> None:
+    expected = "expected a function of one argument, the task"
+    if not callable(function) or isinstance(function, type):
+        raise AgentError(f"agent({name!r}): {function!r:.80}; {expected}")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise AgentError(f"agent({name!r}): {function!r:.80} is a generator; {expected}")
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise AgentError(f"agent({name!r}): {error}; {expected}") from None
+    except ValueError:  # it has no signature to look at
+        return

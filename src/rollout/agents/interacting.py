@@ -1,0 +1,81 @@
+"""The simulated user of a trajectory: which one, how it begins, how it ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rollout.agents.identity import RejectedPrompt
+from rollout.errors import ConfigError, LimitExceeded
+from rollout.interactions import InteractionContext
+from rollout.limits import Deadline
+from rollout.tools.attempt import CallError, attempt
+
+if TYPE_CHECKING:
+    from rollout.agents.identity import Identity
+    from rollout.agents.services import Services
+    from rollout.config import AgentConfig
+    from rollout.interactions import Interaction
+    from rollout.types import Prompt
+
+    class Context(Protocol):
+        """What is needed of an `AgentContext`, which this module is imported by."""
+
+        extra: Any
+
+        @property
+        def services(self) -> Services: ...
+        @property
+        def prompt(self) -> Prompt: ...
+        @property
+        def identity(self) -> Identity: ...
+
+
+logger = logging.getLogger("rollout.agents")
+
+
+def interaction_name(prompt: Prompt, config: AgentConfig) -> str | None:
+    """Of the user who takes part; None where nobody does."""
+    return _kwargs(prompt).get("name") or config.interaction
+
+
+def new_interaction(services: Services, name: str | None) -> Interaction | None:
+    """The user of this name; None has none.
+
+    Raises:
+        RejectedPrompt: There is none of this name.
+    """
+    if name is None:
+        return None
+    try:
+        return services.interactions.create(name)
+    except ConfigError as error:
+        raise RejectedPrompt("unknown_interaction", str(error)) from None
+
+
+def interaction_context(context: Context) -> InteractionContext:
+    """What a user is told of its trajectory."""
+    return InteractionContext(
+        uid=context.identity.uid,
+        member=context.identity.member,
+        kwargs=dict(_kwargs(context.prompt)),
+        ground_truth=context.prompt.ground_truth,
+        extra=context.extra,
+        threads=context.services.threads,
+    )
+
+
+async def finish(interaction: Interaction, session: str, cleanup_s: float) -> None:
+    """Let a user go; shielded, bounded, never raises."""
+    deadline = Deadline.after(cleanup_s, "limits.cleanup_s")
+    what = "finish of the interaction"
+    try:
+        await attempt(interaction.finish, deadline=deadline, what=what, shield=True)
+    except (CallError, LimitExceeded) as error:
+        logger.warning("%s: finish of the interaction failed: %s", session, error)
+
+
+def _kwargs(prompt: Prompt) -> Mapping[str, Any]:
+    kwargs = prompt.extra.get("interaction_kwargs")
+    return kwargs if isinstance(kwargs, Mapping) else {}

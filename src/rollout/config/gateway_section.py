@@ -1,0 +1,61 @@
+"""The HTTP door to trajectories."""
+
+# Annotations stay evaluated: they carry the rules that the fields are checked by.
+from collections.abc import Collection, Iterator
+from typing import ClassVar, Literal
+
+import attrs
+
+from rollout.config.checks import Count, Flag, Port, Positive, Text, Texts
+from rollout.config.config_faults import Fault
+from rollout.config.section_type import Section
+
+
+@attrs.frozen(kw_only=True)
+class GatewayConfig(Section):
+    """The OpenAI- and Anthropic-compatible server of agents; ``docs/gateway.md`` explains it."""
+
+    section: ClassVar[str] = "gateway"
+    #: "when_needed" starts the server once an agent asks for it, with the runtime where
+    #: `agent.name` does; "always" starts it with the runtime.
+    start: Literal["when_needed", "always"] = "when_needed"
+    #: Address to listen on; any but a loopback address lets other machines in, with the keys only.
+    host: Text = "127.0.0.1"
+    #: 0 takes a free one.
+    port: Port = 0
+    #: What clients call the model.
+    model: Text = "rollout"
+    #: Other names that clients may ask for, such as that of a program's small model.
+    model_aliases: Texts = ()
+    #: Longest body of a request; longer ones are refused before they are read.
+    max_body_bytes: Count = 32 * 1024 * 1024
+    #: Requests of a trajectory that generate.
+    max_calls: Count | None = 1024
+    #: Rows of a trajectory: what its client's requests do not continue begins another.
+    max_branches: Count | None = 256
+    #: Requests of a trajectory that are answered at once.
+    max_concurrent_calls: Count = 64
+    #: Connections of all clients; further ones are closed at once.
+    max_connections: Count = 8192
+    #: Of a turn that a client gives back without its reasoning: "accept" continues the row that
+    #: holds it, "fork" begins another one.
+    dropped_reasoning: Literal["accept", "fork"] = "accept"
+    #: Whether titles, summaries and the like are trained on.
+    train_side_calls: Flag = False
+    #: Time for the head of a request, from its first byte or from the connection.
+    head_s: Positive = 10.0
+    #: Time for the body of a request.
+    body_s: Positive = 60.0
+    #: Time for a client to take an answer.
+    write_s: Positive = 60.0
+    #: How long a connection may lie idle between requests.
+    idle_s: Positive = 75.0
+    #: Between two signs of life of a streamed answer while the model generates.
+    keep_alive_s: Positive = 10.0
+
+    def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
+        """An alias is another name."""
+        if not {"model", "model_aliases"} <= set(sound):
+            return
+        if self.model in self.model_aliases:
+            yield Fault("model_aliases", "expected other names than gateway.model", self.model)

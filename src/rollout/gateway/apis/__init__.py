@@ -1,0 +1,1 @@
+"""The APIs that clients speak: what a body asks for, and how answers are told."""

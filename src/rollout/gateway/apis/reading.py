@@ -1,0 +1,277 @@
+"""Bodies to values: what every API refuses in the same way, with the field at fault."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
+
+import msgspec
+
+from rollout.gateway.calls import GatewayCall, GatewayError, GivenMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+T = TypeVar("T")
+
+#: Values within values, in what reaches templates and comparisons.
+MAX_DEPTH = 64
+#: Strings that end a turn, of one request.
+MAX_STOPS = 64
+MAX_TOP_LOG_PROBS = 20
+MAX_SAMPLES = 128
+
+Temperature = Annotated[float, msgspec.Meta(ge=0, le=100)]
+TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+TopK = Annotated[int, msgspec.Meta(ge=-1, lt=2**31)]
+Penalty = Annotated[float, msgspec.Meta(ge=-100, le=100)]
+Repetition = Annotated[float, msgspec.Meta(gt=0, le=100)]
+Tokens = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Seed = int
+Samples = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
+TopLogProbs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOG_PROBS)]
+
+_PLACE = re.compile(r"^(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
+#: In the system prompt of a coding agent's call for the title of a session.
+_TITLE = re.compile(r"\btitle generator\b", re.IGNORECASE)
+
+
+def invalid(message: str, field: str | None = None) -> GatewayError:
+    """The error of a request that cannot be served."""
+    return GatewayError(400, "invalid_request", message, field)
+
+
+def refuse(field: str, message: str) -> NoReturn:
+    """Refuse a field of the body."""
+    raise invalid(f"{field}: {message}", field)
+
+
+def decoded(decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw, within: str = "") -> T:
+    """The value of a body, or of a part of one that stands at `within`.
+
+    Raises:
+        GatewayError: It is no JSON, nested too deeply, or of another form.
+    """
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        found = _PLACE.match(str(error))
+        problem, place = (found[1], found[2]) if found else (str(error), "")
+        field = _joined(within, place)
+        raise invalid(f"{field}: {problem}" if field else problem, field or None) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(f"the body is no JSON: {error}") from None
+    except RecursionError:
+        raise invalid(f"{within or 'the body'}: nested too deeply", within or None) from None
+
+
+def _joined(within: str, place: str) -> str:
+    if not within or not place:
+        return within or place
+    return f"{within}{place}" if place.startswith("[") else f"{within}.{place}"
+
+
+_ANY = msgspec.json.Decoder(Any)
+
+
+def json_value(raw: bytes | msgspec.Raw, field: str) -> Any:
+    """The value of a part of the body, nested no deeper than `MAX_DEPTH`.
+
+    Raises:
+        GatewayError: It is no JSON, or nested too deeply.
+    """
+    value = decoded(_ANY, raw, field)
+    text = bytes(raw)
+    if text.count(b"{") + text.count(b"[") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+        refuse(field, f"nested too deeply; expected at most {MAX_DEPTH} levels")
+    return value
+
+
+def _depth(value: Any) -> int:
+    level, depth = [value], 0
+    while level and depth <= MAX_DEPTH:
+        inner = [
+            v.values() if isinstance(v, dict) else v for v in level if v.__class__ in (dict, list)
+        ]
+        level = [each for values in inner for each in values]
+        depth += 1
+    return depth
+
+
+def arguments_of(text: str, field: str) -> Any:
+    """The JSON value of a call's arguments; the text itself where it is no JSON.
+
+    Raises:
+        GatewayError: It is nested too deeply.
+    """
+    try:
+        _ANY.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return text
+    except RecursionError:
+        pass
+    return json_value(text.encode(errors="replace"), field)
+
+
+class FunctionTool(msgspec.Struct):
+    """A function that may be called, in whatever API."""
+
+    name: str
+    description: str | None = None
+    parameters: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def function_schema(tool: FunctionTool, field: str) -> Mapping[str, Any]:
+    """As `GatewayCall.tools` has it.
+
+    Raises:
+        GatewayError: It has no name, or its parameters are no schema.
+    """
+    if not tool.name:
+        refuse(f"{field}.name", "expected a name")
+    parameters = json_value(tool.parameters, f"{field}.parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        refuse(f"{field}.parameters", "expected a JSON schema, an object")
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    function["parameters"] = parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def text_tool(name: str, description: str | None) -> Mapping[str, Any]:
+    """A tool that takes free text, as a function with the one argument `input`."""
+    properties = {"input": {"type": "string"}}
+    schema = {"type": "object", "properties": properties, "required": ["input"]}
+    function = {"name": name, "description": description or "", "parameters": schema}
+    return {"type": "function", "function": function}
+
+
+def chosen(name: str, tools: Sequence[Mapping[str, Any]], field: str) -> str:
+    """The name of a tool that the client wants called.
+
+    Raises:
+        GatewayError: There is no such tool.
+    """
+    if name not in {tool["function"]["name"] for tool in tools}:
+        refuse(field, f"no tool is named {name!r}")
+    return name
+
+
+def stops_of(stop: str | list[str] | None, field: str) -> tuple[str, ...]:
+    """Strings that end a turn.
+
+    Raises:
+        GatewayError: One is empty, or they are too many.
+    """
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOPS:
+        refuse(field, f"{len(stops)} strings; expected at most {MAX_STOPS}")
+    if "" in stops:
+        refuse(field, "expected strings that are not empty")
+    return stops
+
+
+def seed_of(seed: int | None) -> int | None:
+    """A seed that engines take."""
+    return None if seed is None else seed % 2**63
+
+
+def digest_of(route: str, body: bytes) -> bytes:
+    """The same for the same body on the same route."""
+    return hashlib.blake2b(body, digest_size=16, person=route.encode()[:16]).digest()
+
+
+def asks_for_title(messages: Sequence[GivenMessage]) -> bool:
+    """Whether a coding agent wants a title for people to read."""
+    first = messages[0] if messages else None
+    return first is not None and first.role == "system" and bool(_TITLE.search(first.text[:2000]))
+
+
+def checked(call: GatewayCall) -> GatewayCall:
+    """A call that says something.
+
+    Raises:
+        GatewayError: It has no message.
+    """
+    if not call.messages:
+        refuse("input" if call.api == "responses" else "messages", "expected one message or more")
+    return call
+
+
+class Body(msgspec.Struct):
+    """Fields that bodies of every API have, and those that no engine here can honour."""
+
+    model: str | None = None
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    seed: Seed | None = None
+    return_token_ids: bool | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+
+    def refuse_impossible(self) -> None:
+        """Raise for those that cannot be honoured and are set."""
+        for name, why in _IMPOSSIBLE.items():
+            if getattr(self, name):
+                refuse(name, why)
+
+    def sampling(self, **more: Any) -> dict[str, Any]:
+        """The fields of `SamplingConfig` that the client sets; `more` are the API's own."""
+        top_k = -1 if self.top_k == 0 else self.top_k  # as elsewhere: all of them
+        values = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": top_k,
+            "min_p": self.min_p,
+            **more,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class OpenAIBody(Body):
+    """Fields that OpenAI's APIs share beside these."""
+
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
+    stop: str | list[str] | None = None
+    top_logprobs: TopLogProbs | None = None
+
+    def sampling(self, **more: Any) -> dict[str, Any]:
+        """As every API's, and the penalties."""
+        return super().sampling(
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            **more,
+        )
+
+    def choice(self, tools: Sequence[Mapping[str, Any]], name: Any, field: str) -> str:
+        """The choice among tools; `name` is that of the one at `field`, where it names one.
+
+        Raises:
+            GatewayError: It is none, or there is no such tool.
+        """
+        if isinstance(self.tool_choice, str):
+            if self.tool_choice not in ("auto", "none", "required"):
+                expected = "expected 'auto', 'none', 'required' or a function"
+                refuse("tool_choice", f"{self.tool_choice!r}; {expected}")
+            return self.tool_choice
+        return chosen(name, tools, field) if isinstance(name, str) else "auto"
+
+
+_IMPOSSIBLE: Mapping[Literal["min_tokens", "ignore_eos", "logit_bias"], str] = {
+    "min_tokens": "engines end a turn where the model does; expected 0 or none",
+    "ignore_eos": "engines end a turn where the model does; expected false",
+    "logit_bias": "no engine here changes logits; expected none",
+}

@@ -1,0 +1,201 @@
+"""What makes two messages the same: hashes of what they say, whatever way a client writes it.
+
+Argument spacing, the order of keys, escapes, null or empty contents, and all ids are forms; text,
+reasoning, and calls as names with JSON values are what is said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rollout.gateway.calls import GatewayError, GivenCall, GivenMessage
+
+#: Integers from this on are no longer exact in JavaScript, which writes 1.0 as 1, too.
+EXACT = 2**53
+#: Of calls without arguments, as clients write them.
+_NOTHING = (None, "")
+_write = msgspec.json.Encoder(order="sorted").encode
+
+
+#: What stands for a text, and for a turn of several.
+Digest = bytes | tuple[Hashable, ...]
+
+
+class Key(NamedTuple):
+    """What is compared of one message.
+
+    Attributes:
+        given: Of what the client says, in this place.
+        said: Of an assistant's turn: of its text and calls. None of other messages.
+        reasoning: Of an assistant's turn; None where there is none.
+        ids: Whatever names it, or the call that it answers.
+    """
+
+    given: Digest
+    said: Digest | None
+    reasoning: bytes | None
+    ids: tuple[str, ...]
+
+
+class Placed(NamedTuple):
+    """A message and, of a tool's answer, the position of its call in the turn that it answers."""
+
+    message: GivenMessage
+    position: int
+
+
+def placed(messages: Iterable[GivenMessage]) -> list[Placed]:
+    """The messages, each run of tools' answers in the order of the calls that they answer.
+
+    Clients send answers in the order in which their tools ended. Answers whose calls cannot be told
+    by their ids stay in the order given, and are counted.
+    """
+    found: list[Placed] = []
+    calls: Sequence[GivenCall] = ()
+    run: list[GivenMessage] = []
+    for message in messages:
+        role = message.role
+        if role == "tool":
+            run.append(message)
+            continue
+        if run:
+            found += _in_order(run, calls)
+            run = []
+        if role == "assistant":
+            calls = message.calls
+        found.append(Placed(message, -1))
+    return found + _in_order(run, calls) if run else found
+
+
+def _in_order(run: list[GivenMessage], calls: Sequence[GivenCall]) -> list[Placed]:
+    if len(run) == 1 and len(calls) == 1:
+        return [Placed(run[0], 0)]
+    ids = {call.id: at for at, call in enumerate(calls) if call.id}
+    positions = [ids.get(message.call_id, -1) for message in run]
+    if -1 in positions or len(set(positions)) < len(positions):
+        return [Placed(message, at) for at, message in enumerate(run)]
+    pairs = sorted(zip(positions, run, strict=True), key=lambda pair: pair[0])
+    return [Placed(message, at) for at, message in pairs]
+
+
+def keys_of(messages: Iterable[Placed]) -> list[Key]:
+    """The key of each.
+
+    Raises:
+        GatewayError: Arguments are nested too deeply.
+    """
+    return [_key(message, position) for message, position in messages]
+
+
+def _key(message: GivenMessage, position: int) -> Key:
+    role, text = message.role, message.text
+    if role == "assistant":
+        calls = message.calls
+        said = said_key(text, [(call.name, call.arguments) for call in calls])
+        reasoning = reasoning_key(message.reasoning)
+        ids = (*message.ids, *[call.id for call in calls]) if calls else message.ids
+        return Key((said, reasoning), said, reasoning, ids)
+    if role == "tool":
+        return Key((role, position, _digest(text)), None, None, (message.call_id,))
+    return Key((role, message.name or "", _digest(text)), None, None, ())
+
+
+def said_key(text: str, calls: Sequence[tuple[str, Any]]) -> Digest:
+    """Of a turn: its text without white space around it, its calls as names with JSON values."""
+    text = text.strip()
+    if not calls:
+        return _digest(text)
+    values = [[name, canonical({} if value in _NOTHING else value)] for name, value in calls]
+    return ("calls", _digest(_json([text, values])))
+
+
+def reasoning_key(reasoning: str | None) -> bytes | None:
+    """Of what the model thought, without white space around it; None where there is none."""
+    text = (reasoning or "").strip()
+    return _digest(text) if text else None
+
+
+def _digest(text: str | bytes) -> bytes:
+    written = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(written, digest_size=16).digest()
+
+
+def tools_key(tools: Sequence[Mapping[str, Any]]) -> bytes:
+    """Of a set of tools, in whatever order."""
+    written = sorted(_json(canonical(tool)) for tool in tools)
+    return _digest(_json([each.hex() for each in written]))
+
+
+class ToolSets:
+    """Keys of sets of tools; clients send the same bytes with each call."""
+
+    def __init__(self) -> None:
+        self._keys: dict[bytes, bytes] = {}
+
+    def key(self, tools: Sequence[Mapping[str, Any]]) -> bytes:
+        """As `tools_key`."""
+        written = _digest(_json(tools))
+        key = self._keys.get(written)
+        if key is None:
+            if len(self._keys) >= _MOST_TOOL_SETS:
+                self._keys.clear()
+            key = self._keys[written] = tools_key(tools)
+        return key
+
+
+#: Ways of writing tools of which the keys are remembered.
+_MOST_TOOL_SETS = 16
+
+
+def canonical(value: Any) -> Any:
+    """A JSON value whose numbers are equal wherever a client may write them so."""
+    try:
+        return _canonical(value)
+    except RecursionError:
+        raise _too_deep() from None
+
+
+def _canonical(value: Any) -> Any:
+    kind = type(value)
+    if kind is str or kind is bool or value is None:
+        return value
+    if kind is int:
+        return value if -EXACT < value < EXACT else _rounded(value)
+    if kind is dict or isinstance(value, Mapping):
+        return {
+            name: each if type(each) is str else _canonical(each) for name, each in value.items()
+        }
+    if kind is float:
+        return int(value) if value.is_integer() and abs(value) < EXACT else value
+    if isinstance(value, list | tuple):
+        return [_canonical(each) for each in value]
+    return value
+
+
+def _rounded(value: int) -> int | float:
+    try:
+        return float(value)
+    except OverflowError:
+        return value
+
+
+def _json(value: Any) -> bytes:
+    try:
+        return _write(value)
+    except (UnicodeEncodeError, TypeError, OverflowError):  # half of a character, a huge integer
+        pass
+    except RecursionError:
+        raise _too_deep() from None
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
+    except RecursionError:
+        raise _too_deep() from None
+
+
+def _too_deep() -> GatewayError:
+    return GatewayError(400, "invalid_request", "JSON is nested too deeply")

@@ -1,0 +1,95 @@
+"""Between the loop that serves HTTP, asyncio's, and that of the runtime."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import anyio
+
+from rollout.bridge import Post, loop_poster, runs_on_trio, wait_future
+from rollout.gateway.calls import GatewayError
+from rollout.scopes import open_task_group
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from anyio.abc import TaskGroup
+
+T = TypeVar("T")
+
+
+class RuntimeLoop:
+    """Runs functions where the runtime runs, for handlers of requests; made by `open_runtime_loop`.
+
+    Under asyncio both loops are one, and nothing is between them.
+    """
+
+    def __init__(self, tasks: TaskGroup) -> None:
+        self._tasks = tasks
+        self._post: Post | None = loop_poster() if runs_on_trio() else None
+
+    async def run(self, function: Callable[..., Awaitable[T]], *args: object) -> T:
+        """``await function(*args)``; cancelling the caller cancels it."""
+        if self._post is None:
+            return await function(*args)
+        visit = _Visit(function, args)
+        self._post(lambda: visit.begin(self._tasks))
+        try:
+            return await wait_future(visit.future)
+        except BaseException:
+            self._post(visit.cancel)
+            raise
+
+    def post(self, function: Callable[..., object], *args: object) -> None:
+        """`function(*args)`, soon."""
+        if self._post is None:
+            function(*args)
+        else:
+            self._post(lambda: function(*args))
+
+
+class _Visit:
+    """A call on the runtime's loop, seen from the other one."""
+
+    def __init__(self, function: Callable[..., Awaitable[Any]], args: tuple[object, ...]) -> None:
+        self._function = function
+        self._args = args
+        self._scope: anyio.CancelScope | None = None
+        self._is_cancelled = False
+        self.future: Future[Any] = Future()
+
+    def begin(self, tasks: TaskGroup) -> None:
+        try:
+            tasks.start_soon(self._run)
+        except RuntimeError:  # the group has ended, and nothing may be raised here
+            self._refuse()
+
+    async def _run(self) -> None:
+        try:
+            with anyio.CancelScope() as self._scope:
+                if self._is_cancelled:
+                    self._scope.cancel()
+                try:
+                    self.future.set_result(await self._function(*self._args))
+                except Exception as error:
+                    self.future.set_exception(error)
+        finally:
+            if not self.future.done():
+                self._refuse()
+
+    def _refuse(self) -> None:
+        self.future.set_exception(GatewayError(403, "trajectory_ended", "the gateway is closed"))
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        if self._scope is not None:
+            self._scope.cancel()
+
+
+@asynccontextmanager
+async def open_runtime_loop() -> AsyncIterator[RuntimeLoop]:
+    """The current loop, for handlers on another one; what they started is cancelled at the end."""
+    async with open_task_group() as tasks:
+        yield RuntimeLoop(tasks)

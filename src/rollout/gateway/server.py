@@ -1,0 +1,277 @@
+"""The routes of a trajectory: from requests over HTTP to its session and back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import anyio
+import attrs
+
+from rollout.clocks import wall
+from rollout.gateway.apis import chat, messages, responses
+from rollout.gateway.apis.writing import ApiRequest, Teller, openai_error
+from rollout.gateway.asgi import EVENTS, Exchange, ExchangeLimits
+from rollout.gateway.calls import Completion, GatewayCall, GatewayError
+from rollout.gateway.runtime_loop import RuntimeLoop
+from rollout.scopes import open_task_group
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Mapping
+
+    from rollout.gateway.asgi import Application, Receive, Scope, Send
+
+logger = logging.getLogger("rollout.gateway")
+
+#: Begins the paths of trajectories.
+PREFIX = "/t"
+
+
+class Session(Protocol):
+    """What of a trajectory's session its routes use; see `sessions.GatewaySession`."""
+
+    async def complete(self, call: GatewayCall) -> Completion: ...
+
+    async def count_tokens(self, call: GatewayCall) -> int: ...
+
+    def delivered(self, completion_id: str) -> None: ...
+
+    def left(self, completion_id: str) -> None: ...
+
+
+class SessionFinder(Protocol):
+    """Finds the session that a path and a key name; called in the loop that serves."""
+
+    def authenticate(self, path: str, key: str) -> Session: ...
+
+
+class Api(Protocol):
+    """A module of `apis`."""
+
+    def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest: ...
+
+    def error_body(self, error: GatewayError) -> Mapping[str, Any]: ...
+
+
+@attrs.frozen(kw_only=True)
+class Service:
+    """What all routes share.
+
+    Attributes:
+        models: Names that clients may ask for, that of the model first.
+        decode: The text of token ids.
+        keep_alive_s: Between two signs of life of a stream.
+    """
+
+    sessions: SessionFinder
+    loop: RuntimeLoop
+    limits: ExchangeLimits
+    models: tuple[str, ...]
+    decode: Callable[[tuple[int, ...]], str]
+    keep_alive_s: float
+
+
+def routes(service: Service) -> list[tuple[str, Application]]:
+    """The applications of every path, with their parameters in braces."""
+    root = f"{PREFIX}/{{path}}"
+    return [
+        (f"{root}/v1/chat/completions", _Route(service, chat, _generate)),
+        (f"{root}/v1/responses", _Route(service, responses, _generate)),
+        (f"{root}/v1/messages", _Route(service, messages, _generate)),
+        (f"{root}/v1/messages/count_tokens", _Route(service, messages, _count)),
+        (f"{root}/v1/models", _Route(service, _Models, _models)),
+        (f"{root}/v1/models/{{model:path}}", _Route(service, _Models, _model)),
+        (root, _Route(service, _Models, _is_there)),
+        (f"{root}/", _Route(service, _Models, _is_there)),
+        ("/", _Route(service, _Models, _is_there)),
+    ]
+
+
+def not_found(service: Service) -> Application:
+    """Answers paths that are none."""
+    return _Route(service, _Models, _refuse_path)
+
+
+class _Models:
+    """Routes without a body tell errors as OpenAI does."""
+
+    error_body = staticmethod(openai_error)
+
+
+class _Route:
+    """One path's application; what is raised becomes a reply."""
+
+    def __init__(
+        self, service: Service, api: Any, handle: Callable[[_Visit], Awaitable[None]]
+    ) -> None:
+        self._service = service
+        self._api = api
+        self._handle = handle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send, self._service.limits)
+        visit = _Visit(self._service, self._api, exchange)
+        await exchange.answer(lambda: self._handle(visit), visit.refuse)
+
+
+class _Visit:
+    """One request of a client.
+
+    Attributes:
+        request: The body, once it is read.
+    """
+
+    def __init__(self, service: Service, api: Api, exchange: Exchange) -> None:
+        self.service = service
+        self.api = api
+        self.exchange = exchange
+        self.request: ApiRequest | None = None
+
+    def session(self) -> Session:
+        """That of the path.
+
+        Raises:
+            GatewayError: The path or the key is none.
+        """
+        path = self.exchange.parameters["path"]
+        return self.service.sessions.authenticate(path, self.exchange.key())
+
+    async def read(self) -> ApiRequest:
+        """The body.
+
+        Raises:
+            GatewayError: It cannot be served.
+            ClientLeftError: It never came whole.
+        """
+        body = await self.exchange.body()
+        request = self.request = self.api.read(body, self.exchange.headers)
+        if request.model is not None:
+            self.check_model(request.model)
+        return request
+
+    def check_model(self, name: str) -> None:
+        """Refuse names of other models.
+
+        Raises:
+            GatewayError: It is one.
+        """
+        if name not in self.service.models:
+            known = ", ".join(map(repr, self.service.models))
+            message = f"model: {name!r} is not served here; expected {known}"
+            raise GatewayError(404, "model_not_found", message, "model")
+
+    def teller(self) -> Teller:
+        """Tells answers to the request."""
+        named = self.request.model if self.request is not None else None
+        return Teller(named or self.service.models[0], int(wall()), self.service.decode)
+
+    async def refuse(self, error: GatewayError) -> None:
+        """Tell an error: as a reply, or where that has begun already, at its end."""
+        request = self.request
+        in_events = request is not None and (
+            self.exchange.has_begun or _is_told_in_events(request, error)
+        )
+        if request is not None and in_events:
+            if not self.exchange.has_begun:
+                await self.exchange.begin(200, EVENTS)
+            await self.exchange.end(request.failure(error, self.teller()))
+        else:
+            await self.exchange.reply_json(self.api.error_body(error), error.status)
+
+
+def _is_told_in_events(request: ApiRequest, error: GatewayError) -> bool:
+    return error.code == "context_length" and getattr(request, "tells_length_in_events", False)
+
+
+async def _generate(visit: _Visit) -> None:
+    visit.exchange.require("POST")
+    session = visit.session()
+    request = await visit.read()
+    completion = await _completed(visit, session, request)
+    await _deliver(visit, session, request, completion)
+
+
+async def _completed(visit: _Visit, session: Session, request: ApiRequest) -> Completion:
+    """What the session answers; a client that leaves meanwhile cancels it."""
+    complete = partial(visit.service.loop.run, session.complete, request.call)
+    if not request.is_streamed:
+        return await visit.exchange.while_there(complete)
+    async with open_task_group() as tasks:
+        tasks.start_soon(_show_life, visit, request)
+        return await visit.exchange.while_there(complete)
+
+
+async def _show_life(visit: _Visit, request: ApiRequest) -> None:
+    """Send events of no content while the model generates."""
+    while True:
+        await anyio.sleep(visit.service.keep_alive_s)
+        if not visit.exchange.has_begun:
+            await visit.exchange.begin(200, EVENTS)
+        await visit.exchange.write(request.keep_alive)
+
+
+async def _deliver(
+    visit: _Visit, session: Session, request: ApiRequest, completion: Completion
+) -> None:
+    """Send the answer, and tell the session what became of it."""
+    loop, exchange, teller = visit.service.loop, visit.exchange, visit.teller()
+    try:
+        if not request.is_streamed:
+            await exchange.reply_json(request.body(completion, teller))
+        elif exchange.has_begun:
+            await exchange.end(b"".join(request.events(completion, teller)))
+        else:
+            await exchange.reply(b"".join(request.events(completion, teller)), EVENTS)
+    except BaseException:
+        loop.post(session.left, completion.id)
+        raise
+    loop.post(session.delivered, completion.id)
+    exchange.if_unread(lambda: loop.post(session.left, completion.id))
+
+
+async def _count(visit: _Visit) -> None:
+    visit.exchange.require("POST")
+    session = visit.session()
+    request = await visit.read()
+    tokens = await visit.service.loop.run(session.count_tokens, request.call)
+    await visit.exchange.reply_json(messages.count_body(tokens))
+
+
+async def _models(visit: _Visit) -> None:
+    visit.exchange.require("GET", "HEAD")
+    visit.session()
+    served = [_model_body(name) for name in visit.service.models]
+    ends = {"first_id": served[0]["id"], "last_id": served[-1]["id"], "has_more": False}
+    await visit.exchange.reply_json({"object": "list", "data": served, **ends})
+
+
+async def _model(visit: _Visit) -> None:
+    visit.exchange.require("GET", "HEAD")
+    visit.session()
+    name = visit.exchange.parameters["model"]
+    visit.check_model(name)
+    await visit.exchange.reply_json(_model_body(name))
+
+
+def _model_body(name: str) -> dict[str, Any]:
+    """What OpenAI's and Anthropic's clients want to know of a model, in one."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "rollout",
+        "type": "model",
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+    }
+
+
+async def _is_there(visit: _Visit) -> None:
+    visit.exchange.require("GET", "HEAD")
+    await visit.exchange.reply(b"", [])
+
+
+async def _refuse_path(visit: _Visit) -> None:
+    raise GatewayError(404, "not_found", "no such path is served here")

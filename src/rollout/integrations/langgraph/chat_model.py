@@ -1,0 +1,133 @@
+"""A chat model of LangChain's whose calls are the turns of a trajectory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.language_models import BaseChatModel, LanguageModelInput
+from langchain_core.outputs import ChatGeneration, ChatResult
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic import PrivateAttr
+
+from rollout.errors import LimitExceeded
+from rollout.gateway.calls import GatewayCall, GatewayError
+from rollout.integrations.langgraph.messages import given_messages, message_of
+from rollout.tools.schema import inline_references
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+    from langchain_core.messages import AIMessage, BaseMessage
+    from langchain_core.runnables import Runnable
+    from langchain_core.tools import BaseTool
+
+    from rollout.gateway.calls import Completion
+    from rollout.gateway.runtime_loop import RuntimeLoop
+    from rollout.gateway.session import GatewaySession
+
+#: Arguments of a call that are fields of `sampling`, and those that have another name there.
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
+_MAX_TOKENS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
+
+
+class RolloutChatModel(BaseChatModel):
+    """The model of one trajectory; made by `open_chat_model`, and of use while that is open.
+
+    Each call's messages are matched with what was said before, as the gateway does: a conversation
+    that continues extends its row with the sampled ids as they were, another one begins a segment
+    (`docs/gateway.md`). Arguments of a call, as of ``bind``, are fields of `sampling`,
+    ``max_tokens``, ``seed``, ``n``, ``tools``, ``tool_choice`` and ``parallel_tool_calls``. Async
+    only: ``ainvoke``, ``astream`` and what is built on them.
+    """
+
+    _session: GatewaySession = PrivateAttr()
+    _loop: RuntimeLoop = PrivateAttr()
+
+    @classmethod
+    def over(cls, session: GatewaySession, loop: RuntimeLoop) -> RolloutChatModel:
+        """The model of the trajectory that is served by `session`."""
+        model = cls()
+        model._session, model._loop = session, loop
+        return model
+
+    @property
+    def _llm_type(self) -> str:
+        return "rollout"
+
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: str | dict[str, Any] | bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """The model with these tools offered.
+
+        Args:
+            tools: Whatever LangChain takes as tools.
+            tool_choice: "none" keeps the model from calling them; engines cannot force a call, so
+                that all else means "auto".
+            kwargs: Further arguments of each call.
+        """
+        schemas = [_with_plain_parameters(convert_to_openai_tool(tool)) for tool in tools]
+        if tool_choice is not None:
+            kwargs["tool_choice"] = tool_choice
+        return self.bind(tools=schemas, **kwargs)
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        raise NotImplementedError("RolloutChatModel is async: use ainvoke, astream or abatch")
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        call = self._call(messages, stop or (), kwargs)
+        try:
+            completion: Completion = await self._loop.run(self._session.complete, call)
+        except GatewayError as error:
+            if isinstance(error.__cause__, LimitExceeded):
+                raise error.__cause__ from None
+            raise
+        self._loop.post(self._session.delivered, completion.id)
+        answers = [message_of(answer, completion) for answer in completion.answers]
+        return ChatResult(generations=[ChatGeneration(message=each) for each in answers])
+
+    def _call(
+        self, messages: list[BaseMessage], stop: Sequence[str], given: Mapping[str, Any]
+    ) -> GatewayCall:
+        sampling = {name: given[name] for name in _SAMPLING if given.get(name) is not None}
+        for name in _MAX_TOKENS:
+            if given.get(name) is not None:
+                sampling["max_new_tokens"] = given[name]
+        return GatewayCall(
+            api="chat",
+            messages=given_messages(messages),
+            tools=tuple(given.get("tools") or ()),
+            tool_choice="none" if given.get("tool_choice") == "none" else "auto",
+            parallel_calls=given.get("parallel_tool_calls") is not False,
+            sampling=sampling,
+            seed=given.get("seed"),
+            n=given.get("n") or 1,
+            stop=tuple(stop),
+        )
+
+
+def _with_plain_parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    """A tool's schema without references, which templates print as they are."""
+    function = schema["function"]
+    if "parameters" not in function:
+        return schema
+    return {
+        **schema,
+        "function": {**function, "parameters": inline_references(function["parameters"])},
+    }

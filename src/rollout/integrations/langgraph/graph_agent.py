@@ -1,0 +1,112 @@
+"""Graphs of LangGraph as agents."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from rollout.agents.agent_loop import AgentLoop
+from rollout.agents.identity import RejectedPrompt
+from rollout.bridge import runs_on_trio
+from rollout.chat.messages import template_messages, with_arguments_as_text
+from rollout.errors import AgentError, TemplateError
+from rollout.gateway.runtime_loop import open_runtime_loop
+from rollout.gateway.sessions import Sessions
+from rollout.gateway.settings import GatewaySettings
+from rollout.supervision import Duty, in_own_task
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping
+
+    from rollout.agents.context import AgentContext
+    from rollout.integrations.langgraph.chat_model import RolloutChatModel
+
+
+@asynccontextmanager
+async def open_chat_model(context: AgentContext) -> AsyncIterator[RolloutChatModel]:
+    """A chat model whose calls are turns of this trajectory, while the block runs.
+
+    Under trio it may be called from the runtime's asyncio thread, where LangGraph has to run. The
+    `gateway` section says how its calls are matched and bounded.
+
+    Raises:
+        AgentError: langchain-core is not installed.
+        LimitExceeded: The block raised after its last call was refused for a length.
+    """
+    try:
+        from rollout.integrations.langgraph.chat_model import RolloutChatModel
+    except ImportError as error:
+        raise AgentError(
+            f"LangGraph needs a package ({error}): pip install 'rollout-rl[langgraph]'"
+        ) from error
+    settings = GatewaySettings.of(context.services.config.gateway)
+    async with (
+        open_runtime_loop() as loop,
+        Sessions(settings).open(context) as session,
+    ):
+        yield RolloutChatModel.over(session, loop)
+
+
+class GraphAgent(AgentLoop):
+    """Runs a graph of LangGraph for each trajectory, on asyncio: under trio in its thread.
+
+    Register an instance: ``register_agent("react")(GraphAgent(lambda model: create_react_agent(
+    model, tools)))``. The graph is given ``{"messages": …}`` of the prompt. Its last state is not
+    kept but for what `result` makes of it.
+
+    Args:
+        build: Makes a compiled graph of the trajectory's chat model.
+        config: LangGraph's configuration of a run, such as ``{"recursion_limit": 50}``.
+        result: ``(state) -> mapping``, which joins the trajectory's `extra`.
+
+    Raises:
+        AgentError: An argument is wrong.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[RolloutChatModel], Any],
+        *,
+        config: Mapping[str, Any] | None = None,
+        result: Callable[[Any], Mapping[str, Any]] | None = None,
+    ) -> None:
+        if not callable(build):
+            raise AgentError(f"GraphAgent: build = {build!r:.80}; expected a function of the model")
+        self._build = build
+        self._config = dict(config or {})
+        self._result = result
+
+    async def run(self, context: AgentContext) -> None:
+        """Run one graph to its end."""
+        try:
+            messages = with_arguments_as_text(template_messages(context.prompt.messages))
+        except TemplateError as error:
+            raise RejectedPrompt("bad_message", str(error)) from error
+        async with open_chat_model(context) as model:
+
+            async def play() -> Any:
+                graph = self._build(model)
+                if inspect.isawaitable(graph):
+                    graph = await graph
+                return await graph.ainvoke({"messages": messages}, self._config)
+
+            job = play if runs_on_trio() else _supervised(play)
+            threads = context.services.threads
+            state = await threads.run_asyncio("graph", job, cleanup_s=math.inf)
+        if self._result is not None:
+            context.extra.update(self._result(state))
+
+
+def _supervised(play: Callable[[], Any]) -> Callable[[], Any]:
+    """For a task of its own on the runtime's loop, where it can be given up."""
+
+    async def watched() -> Any:
+        with Duty("the graph", math.inf):
+            return await play()
+
+    async def job() -> Any:
+        return await in_own_task(watched)
+
+    return job

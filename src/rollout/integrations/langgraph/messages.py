@@ -1,0 +1,106 @@
+"""LangChain's messages, as the gateway matches them, and answers as LangChain's messages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    ChatMessage,
+    FunctionMessage,
+    InvalidToolCall,
+    SystemMessage,
+    ToolCall,
+    ToolMessage,
+)
+
+from rollout.gateway.calls import GivenCall, GivenMessage, told_text
+from rollout.types import ToolCall as OwnCall
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rollout.gateway.calls import Answer, Completion
+
+#: Where reasoning stands in a message, as LangChain's own models have it.
+REASONING = "reasoning_content"
+
+
+def given_messages(messages: Sequence[BaseMessage]) -> tuple[GivenMessage, ...]:
+    """The messages of a call."""
+    return tuple(map(_given, messages))
+
+
+def message_of(answer: Answer, completion: Completion) -> AIMessage:
+    """What the model said; its ids are in ``response_metadata["token_ids"]``."""
+    calls = [
+        ToolCall(name=each.name, args=dict(each.arguments), id=each.id, type="tool_call")
+        for each in answer.calls
+        if isinstance(each, OwnCall)
+    ]
+    invalid = [
+        InvalidToolCall(
+            name=None, args=each.raw, id=None, error=each.reason, type="invalid_tool_call"
+        )
+        for each in answer.calls
+        if not isinstance(each, OwnCall)
+    ]
+    prompt, said = len(completion.prompt_ids), len(answer.ids)
+    return AIMessage(
+        content=told_text(answer),
+        id=answer.id,
+        tool_calls=calls,
+        invalid_tool_calls=invalid,
+        additional_kwargs={} if answer.reasoning is None else {REASONING: answer.reasoning},
+        response_metadata={"finish_reason": answer.finish, "token_ids": answer.ids.tolist()},
+        usage_metadata={
+            "input_tokens": prompt,
+            "output_tokens": said,
+            "total_tokens": prompt + said,
+            "input_token_details": {"cache_read": completion.cached_tokens},
+        },
+    )
+
+
+def _given(message: BaseMessage) -> GivenMessage:
+    text = message.text if isinstance(message.text, str) else str(message.text)
+    if isinstance(message, AIMessage):
+        return GivenMessage(
+            role="assistant",
+            text=text,
+            reasoning=_reasoning(message),
+            calls=tuple(
+                GivenCall(call["name"], call["args"], call["id"] or "")
+                for call in message.tool_calls
+            ),
+            ids=() if message.id is None else (message.id,),
+        )
+    if isinstance(message, ToolMessage):
+        return GivenMessage(
+            role="tool",
+            text=text,
+            call_id=message.tool_call_id,
+            name=message.name,
+            is_error=message.status == "error",
+        )
+    return GivenMessage(role=_role(message), text=text, name=message.name)
+
+
+def _role(message: BaseMessage) -> str:
+    if isinstance(message, SystemMessage):
+        return str(message.additional_kwargs.get("__openai_role__", "system"))
+    if isinstance(message, ChatMessage):
+        return message.role
+    return "tool" if isinstance(message, FunctionMessage) else "user"
+
+
+def _reasoning(message: AIMessage) -> str | None:
+    """As it was told, or in blocks of the content as LangChain's standard has them."""
+    kept: Any = message.additional_kwargs.get(REASONING)
+    if isinstance(kept, str):
+        return kept
+    if isinstance(message.content, str):
+        return None
+    blocks = [b for b in message.content if isinstance(b, dict) and b.get("type") == "reasoning"]
+    return "".join(str(block.get("reasoning", "")) for block in blocks) if blocks else None

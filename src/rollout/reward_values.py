@@ -1,0 +1,79 @@
+"""What may be given as a reward, by reward functions and by agents themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from rollout.types import Reward
+
+#: Tensors hold rewards as float32.
+MAX_REWARD = float(np.finfo(np.float32).max)
+
+
+class BadRewardError(Exception):
+    """What was returned as a reward is none."""
+
+
+def as_reward(value: Any, who: str) -> Reward:
+    """A number, a `Reward` or a mapping with a ``score`` as a `Reward`, its value checked.
+
+    Args:
+        value: What `who` returned.
+        who: For the message, e.g. "the reward function".
+
+    Raises:
+        BadRewardError: It is none of these, or no finite number.
+    """
+    reward = _unwrapped(value, who)
+    for name in ("extra", "segment_values"):
+        given = getattr(reward, name)
+        if not isinstance(given, Mapping):
+            raise BadRewardError(f"{who} returned the {name} {given!r:.80}; expected a mapping")
+    return Reward(
+        value=finite_number(reward.value, who),
+        extra=reward.extra,
+        token_values=reward.token_values,
+        segment_values=reward.segment_values,
+    )
+
+
+def finite_number(value: Any, who: str) -> float:
+    """A number as a float; a bool is 0 or 1, and NumPy's and torch's scalars are numbers too.
+
+    Raises:
+        BadRewardError: It is no finite number that float32 can hold.
+    """
+    number = _as_float(value, who)
+    if not math.isfinite(number):
+        raise BadRewardError(f"{who} returned {number}; expected a finite number")
+    if abs(number) > MAX_REWARD:
+        raise BadRewardError(f"{who} returned {number}; expected a number that float32 can hold")
+    return number
+
+
+def _unwrapped(value: Any, who: str) -> Reward:
+    if isinstance(value, Reward):
+        return value
+    if not isinstance(value, Mapping):
+        return Reward(value=value)
+    if "score" not in value:
+        raise BadRewardError(f"{who} returned {value!r:.80}; expected a mapping to have a score")
+    rest = {key: item for key, item in value.items() if key != "score"}
+    return Reward(value=value["score"], extra=rest)
+
+
+def _as_float(value: Any, who: str) -> float:
+    number = value
+    with suppress(AttributeError, TypeError, ValueError, RuntimeError):  # not one number
+        number = value.item()
+    if not isinstance(number, int | float):
+        raise BadRewardError(f"{who} returned {value!r:.80}; expected a number or a Reward")
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,95 @@
+"""The gateway of a runtime: opened with it, or once an agent asks for it.
+
+It is a floor above, and found by its name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from rollout.agents import get_agent
+from rollout.errors import ConfigError
+from rollout.scopes import open_task_group
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from rollout.agents.context import AgentContext
+    from rollout.agents.gateway_door import GatewayAddress
+    from rollout.agents.services import Services
+
+HOME = "rollout.gateway.gateway"
+
+
+class GatewayOnDemand:
+    """A `GatewayDoor` whose server starts when the first agent comes.
+
+    It runs in a task of the runtime's: what its handlers do belongs to no trajectory.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._is_wanted = anyio.Event()
+        self._is_settled = anyio.Event()
+        self._gateway: Any = None
+        self._fault: ConfigError | None = None
+
+    def open(self, context: AgentContext) -> AbstractAsyncContextManager[GatewayAddress]:
+        """As `GatewayDoor.open`.
+
+        Raises:
+            ConfigError: The server cannot be opened.
+        """
+        return self._open(context)
+
+    @asynccontextmanager
+    async def _open(self, context: AgentContext) -> AsyncIterator[GatewayAddress]:
+        await self.start()
+        async with self._gateway.open(context) as address:
+            yield address
+
+    async def start(self) -> None:
+        """The server runs afterwards.
+
+        Raises:
+            ConfigError: It cannot be opened.
+        """
+        self._is_wanted.set()
+        await self._is_settled.wait()
+        if self._fault is not None:
+            raise self._fault
+
+    async def serve(self) -> None:
+        """Serve from the first `start` until this is cancelled."""
+        await self._is_wanted.wait()
+        threads, services = self._services.threads, self._services
+        module = await threads.run("import", importlib.import_module, HOME)
+        try:
+            async with module.serve_trajectories(services) as self._gateway:
+                services.gateway.door = self  # agents keep to it
+                self._is_settled.set()
+                await anyio.sleep_forever()
+        except ConfigError as error:
+            self._fault = error
+            self._is_settled.set()
+
+
+@asynccontextmanager
+async def gateway_of(services: Services) -> AsyncIterator[None]:
+    """Have agents find a gateway while the block runs.
+
+    Raises:
+        ConfigError: `gateway.start` or the configured agent wants it at once, and it cannot be
+            opened.
+    """
+    config = services.config
+    gateway = services.gateway.door = GatewayOnDemand(services)
+    async with open_task_group() as tasks:
+        tasks.start_soon(gateway.serve)
+        if config.gateway.start == "always" or get_agent(config.agent.name).needs_gateway:
+            await gateway.start()
+        yield

@@ -1,0 +1,93 @@
+"""What becomes of a member: its trajectory, made of what its agent left."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollout.agents.identity import Ending, RejectedPrompt
+from rollout.agents.places import segments_of
+from rollout.chat.trajectory import Trajectory
+from rollout.chat.transcript import Transcript
+from rollout.types import Cause, Outcome
+
+if TYPE_CHECKING:
+    from rollout.scheduling.agent_run import AgentRun
+    from rollout.scheduling.prompts import Member
+
+
+def exclude(trajectory: Trajectory) -> None:
+    """Nothing of it is trained on, and no reward of it is known."""
+    trajectory.trainable, trajectory.reward = False, None
+    for segment in trajectory.segments:
+        segment.reward = segment.token_rewards = None
+
+
+def end_without_reward(
+    trajectory: Trajectory, outcome: Outcome, source: str | None, cause: Cause | None
+) -> None:
+    """A trajectory whose reward is unknown keeps its tokens, and is not trained on."""
+    trajectory.outcome, trajectory.reason = outcome, "reward"
+    trajectory.limit_source, trajectory.cause = source, cause
+    exclude(trajectory)
+
+
+def finished(run: AgentRun, ending: Ending, cause: Cause | None) -> Trajectory:
+    """The trajectory of a member whose last attempt has ended."""
+    identity, context, tools = run.member.identity, run.context, run.context.tools
+    restarts = [*run.restarts, *context.restarts]
+    if restarts:
+        context.extra["restarts"] = restarts
+    return Trajectory(
+        uid=identity.uid,
+        group=identity.group,
+        member=identity.member,
+        transcript=context.transcript,
+        outcome=ending.outcome,
+        reason=ending.reason,
+        limit_source=ending.limit_source,
+        cause=cause,
+        turn_scores=context.turn_scores,
+        tool_rewards=context.tool_rewards,
+        num_turns=context.user_turns + context.assistant_turns + 1,
+        metrics={
+            "generation_s": context.generation_s,
+            "tool_s": tools.seconds,
+            "tool_calls": tools.calls,
+            "tool_errors": tools.errors,
+            "cached_tokens": context.cached_tokens,
+            **tools.metrics,
+            "attempts": run.attempt,
+            "discarded_tokens": run.discarded + context.discarded_tokens,
+            "resumes": run.resumes + context.resumes,
+            "restarts": len(restarts),
+        },
+        extra=context.extra,
+        prompt=run.member.prompt,
+        messages=context.messages,
+        history=context.main.history,
+        segments=segments_of(context.main.all()),
+    )
+
+
+def rejected(member: Member, error: RejectedPrompt) -> Trajectory:
+    """The trajectory of a member whose prompt cannot be run."""
+    return ended_before_start(
+        member, Ending(outcome=Outcome.REJECTED, reason=error.reason), Cause.of(error)
+    )
+
+
+def ended_before_start(member: Member, ending: Ending, cause: Cause | None = None) -> Trajectory:
+    """The trajectory of a member whose agent never ran: an outcome and no tokens."""
+    return Trajectory(
+        uid=member.identity.uid,
+        group=member.identity.group,
+        member=member.identity.member,
+        transcript=Transcript(),
+        outcome=ending.outcome,
+        reason=ending.reason,
+        limit_source=ending.limit_source,
+        cause=cause,
+        trainable=False,
+        extra=dict(member.prompt.extra),
+        prompt=member.prompt,
+    )

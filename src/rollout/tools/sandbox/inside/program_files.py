@@ -1,0 +1,86 @@
+"""Files that go into a sandbox before a program runs, and those that come out after it."""
+
+from __future__ import annotations
+
+import base64
+import fnmatch
+import os
+import stat
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+_PROGRAM, _PLAIN = 0o755, 0o644
+
+
+def put_files(directory: str, files: Mapping[str, str]) -> None:
+    """Write files, given in base64 by their paths in `directory`; what begins with #! can be run.
+
+    Raises:
+        OSError: They are more than the sandbox may hold, or a path is taken.
+    """
+    for path, encoded in files.items():
+        place, content = os.path.join(directory, path), base64.b64decode(encoded)
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        with open(place, "xb") as file:
+            file.write(content)
+        os.chmod(place, _PROGRAM if content.startswith(b"#!") else _PLAIN)
+
+
+def collect_files(
+    directory: str, patterns: Sequence[str], most: int
+) -> tuple[dict[str, str], list[str]]:
+    """Files in base64 by their paths, in order, and the paths of those that are too much.
+
+    Args:
+        directory: Where to look; links are not followed.
+        patterns: Paths of files, of directories, which mean all that is in them, or patterns of
+            paths, in which ``*`` stands for any text.
+        most: Bytes of all files together.
+    """
+    found: dict[str, str] = {}
+    left_out: list[str] = []
+    for path in _paths(directory) if patterns else ():
+        if not any(_matches(path, pattern) for pattern in patterns):
+            continue
+        content = _read(os.path.join(directory, path), most)
+        if content is None:
+            left_out.append(path)
+        else:
+            found[path] = base64.b64encode(content).decode()
+            most -= len(content)
+    return found, left_out
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return path.startswith(pattern.rstrip("/") + "/") or fnmatch.fnmatchcase(path, pattern)
+
+
+def _paths(directory: str) -> Iterator[str]:
+    for place, folders, names in os.walk(directory):
+        folders.sort()
+        for name in sorted(names):
+            path = os.path.relpath(os.path.join(place, name), directory)
+            try:
+                path.encode()
+            except UnicodeEncodeError:  # bytes that are no text: nobody can have asked for it
+                continue
+            yield path
+
+
+def _read(path: str, most: int) -> bytes | None:
+    """A file's content; None of what is no plain file, cannot be read or is too long."""
+    try:
+        # A pipe would keep us waiting, a link could lead anywhere.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return None
+        try:
+            content = file.read(most + 1)
+        except (OSError, MemoryError):
+            return None
+    return content if len(content) <= most else None

@@ -1,0 +1,62 @@
+"""Codex, the program, on a scripted model."""
+
+from __future__ import annotations
+
+import pytest
+from command_lines import Directory, directory, require
+from through_gateway import run
+
+from rollout.agents import AgentTask
+from rollout.testing import Scenario, tool_call
+
+__all__ = ["directory"]
+
+pytestmark = pytest.mark.anyio
+
+#: Nothing in its own prompts says this.
+QUESTION = "Tell me about a.txt, dear robot"
+#: Arguments as no serialiser writes them.
+READ = (
+    "<think>A file.\nI read it.</think>\n\nReading.\n"
+    '<tool_call>\n{ "arguments" : {"max_output_tokens":1000 ,\n'
+    '"cmd": "cat a.txt; echo \\u00e9\\/"}, "name":"exec_command"}\n</tool_call>'
+)
+ANSWER = "It says  “héllo”."
+
+
+@pytest.fixture(autouse=True)
+def it_starts() -> None:
+    require("codex")
+
+
+def codex(task: AgentTask, directory: Directory, *arguments: str) -> str:
+    """What it prints; each run is another process."""
+    provider = f'{{name="gateway", base_url="{task.base_url}", env_key="KEY"}}'
+    options = ["-c", f"model_providers.gateway={provider}", "-c", 'model_provider="gateway"']
+    options += ["-m", task.model, "--skip-git-repo-check"]
+    options += ["--dangerously-bypass-approvals-and-sandbox"]
+    return directory.run("codex", ["exec", *options, *arguments], KEY=task.api_key)
+
+
+async def test_conversation_is_one_exact_row(directory: Directory) -> None:
+    """Two questions, in two processes, with parallel calls of its shell."""
+    (directory.work / "a.txt").write_text("héllo\n")
+    both = "\n".join(
+        [
+            tool_call("exec_command", cmd="sleep 0.5; echo slow"),
+            tool_call("exec_command", cmd="ls"),
+        ]
+    )
+
+    def program(task: AgentTask) -> list[str]:
+        return [
+            codex(task, directory, QUESTION),
+            codex(task, directory, "resume", "--last", "Are you sure?"),
+        ]
+
+    scenario = Scenario().reply(QUESTION, READ).then(both).then(ANSWER).then("Quite.")
+    done = await run(program, scenario)
+    done.assert_exact("main")
+    assert done.result == [ANSWER, "Quite."]
+    assert len(done.rows[0].turns) == 4
+    assert "héllo\né/" in done.story()

@@ -1,0 +1,233 @@
+"""OpenAI's own client, as its users write agents with it."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from functools import partial
+from typing import Any
+
+import openai
+import pytest
+import script
+from through_gateway import run
+
+from rollout.agents import AgentTask
+from rollout.testing import Scenario, decode_ids
+
+pytestmark = pytest.mark.anyio
+
+BOTH = pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+
+CHAT_TOOLS: Any = [
+    {"type": "function", "function": {"name": "look_up", "parameters": script.LOOK_UP}},
+    {"type": "function", "function": {"name": "add", "parameters": script.ADD}},
+]
+RESPONSES_TOOLS: Any = [
+    {"type": "function", "name": "look_up", "parameters": script.LOOK_UP, "strict": False},
+    {"type": "function", "name": "add", "parameters": script.ADD, "strict": False},
+]
+
+
+def chat(task: AgentTask, *, streamed: bool) -> list[str | None]:
+    """Two questions through chat completions; returns the answers."""
+    tools, answers = script.Tools(), []
+    messages: list[Any] = [{"role": "system", "content": script.SYSTEM}]
+    with openai.OpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+        for question in (script.QUESTION, script.FOLLOWING):
+            messages.append({"role": "user", "content": question})
+            while True:
+                options: Any = {"model": task.model, "messages": messages, "tools": CHAT_TOOLS}
+                if streamed:
+                    with client.chat.completions.stream(**options) as events:
+                        message: Any = events.get_final_completion().choices[0].message
+                else:
+                    message = client.chat.completions.create(**options).choices[0].message
+                messages.append(message)
+                for call in message.tool_calls or ():
+                    arguments = json.loads(call.function.arguments)
+                    text = tools.call(call.function.name, arguments)
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+                if not message.tool_calls:
+                    answers.append(message.content)
+                    break
+    tools.assert_called()
+    return answers
+
+
+@BOTH
+@STREAMED
+async def test_chat_conversation_is_one_exact_row(streamed: bool) -> None:
+    done = await run(partial(chat, streamed=streamed), script.scenario())
+    done.assert_exact("main")
+    assert done.result == [script.ANSWER, script.LAST]
+
+
+def responses(task: AgentTask, *, streamed: bool, is_stateful: bool) -> list[str]:
+    """Two questions through responses; returns the answers."""
+    tools, answers = script.Tools(), []
+    items: list[Any] = []
+    options: Any = {"model": task.model, "instructions": script.SYSTEM, "tools": RESPONSES_TOOLS}
+    with openai.OpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+        for question in (script.QUESTION, script.FOLLOWING):
+            items.append({"role": "user", "content": question})
+            while True:
+                if streamed:
+                    with client.responses.stream(input=items, **options) as events:
+                        response: Any = events.get_final_response()
+                else:
+                    response = client.responses.create(input=items, **options)
+                calls = [item for item in response.output if item.type == "function_call"]
+                results = [
+                    {
+                        "type": "function_call_output",
+                        "call_id": call.call_id,
+                        "output": tools.call(call.name, json.loads(call.arguments)),
+                    }
+                    for call in calls
+                ]
+                if is_stateful:
+                    options["previous_response_id"] = response.id
+                    items = results
+                else:
+                    items += [*response.output, *results]
+                if not calls:
+                    answers.append(response.output_text)
+                    break
+    tools.assert_called()
+    return answers
+
+
+@BOTH
+@STREAMED
+@pytest.mark.parametrize("is_stateful", [False, True], ids=["repeated", "previous_response_id"])
+async def test_responses_conversation_is_one_exact_row(streamed: bool, is_stateful: bool) -> None:
+    program = partial(responses, streamed=streamed, is_stateful=is_stateful)
+    done = await run(program, script.scenario())
+    done.assert_exact("main")
+    assert done.result == [script.ANSWER, script.LAST]
+
+
+def sealed(task: AgentTask) -> list[str]:
+    """Reasoning comes back as `encrypted_content` alone, as from clients that store nothing."""
+    answers = []
+    options: Any = {
+        "model": task.model,
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "tools": RESPONSES_TOOLS,
+    }
+    items: list[Any] = [{"role": "user", "content": script.QUESTION}]
+    with openai.OpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+        for _ in range(4):
+            response = client.responses.create(input=items, **options)
+            for item in response.output:
+                given = item.model_dump(exclude_none=True, exclude={"id", "status"})
+                if item.type == "reasoning":
+                    given |= {"summary": [], "content": []}
+                items.append(given)
+            calls = [item for item in response.output if item.type == "function_call"]
+            for call in calls:
+                item = {"type": "function_call_output", "call_id": call.call_id, "output": "1"}
+                items.append(item)
+            answers.append(response.output_text)
+            if not calls:
+                items.append({"role": "user", "content": script.FOLLOWING})
+    return answers
+
+
+async def test_responses_with_sealed_reasoning_are_one_exact_row() -> None:
+    done = await run(sealed, script.scenario())
+    done.assert_exact("main")
+    assert done.result == ["I look.", "", script.ANSWER, script.LAST]
+
+
+async def chat_async(task: AgentTask) -> str | None:
+    """The first question, with the async client on whatever loop there is."""
+    tools = script.Tools()
+    messages: list[Any] = [{"role": "user", "content": script.QUESTION}]
+    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+        while True:
+            async with client.chat.completions.stream(
+                model=task.model, messages=messages, tools=CHAT_TOOLS
+            ) as events:
+                message: Any = (await events.get_final_completion()).choices[0].message
+            messages.append(message)
+            for call in message.tool_calls or ():
+                text = tools.call(call.function.name, json.loads(call.function.arguments))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+            if not message.tool_calls:
+                tools.assert_called()
+                return message.content
+
+
+@BOTH
+@pytest.mark.parametrize("agent", ["async_client", "native_client"])
+async def test_async_client_conversation_is_one_exact_row(agent: str) -> None:
+    done = await run(chat_async, script.scenario(), agent=agent)
+    done.assert_exact("main")
+    assert done.result == script.ANSWER
+
+
+async def test_several_samples_are_rows_of_one_question() -> None:
+    """`n` answers depart from one prompt; the client continues the second."""
+
+    def program(task: AgentTask) -> list[str | None]:
+        messages: list[Any] = [{"role": "user", "content": "Say something."}]
+        with openai.OpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+            several = client.chat.completions.create(model=task.model, messages=messages, n=3)
+            messages += [several.choices[1].message, {"role": "user", "content": "More."}]
+            last = client.chat.completions.create(model=task.model, messages=messages)
+        return [choice.message.content for choice in (*several.choices, *last.choices)]
+
+    done = await run(program, Scenario(seed=1))
+    done.assert_exact("main", "branch", "branch")
+    assert len(set(done.result)) == 4
+    assert [len(row.turns) for row in done.rows] == [1, 2, 1]
+
+
+async def test_ids_and_log_probs_that_a_client_gets_are_those_of_its_row() -> None:
+    def program(task: AgentTask) -> Any:
+        with openai.OpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+            return client.chat.completions.create(
+                model=task.model,
+                messages=[{"role": "user", "content": script.QUESTION}],
+                tools=CHAT_TOOLS,
+                logprobs=True,
+                extra_body={"return_token_ids": True},
+            )
+
+    done = await run(program, script.scenario())
+    done.assert_exact("main")
+    (choice,) = done.result.choices
+    (turn,) = done.rows[0].turns
+    assert array("i", choice.token_ids).tobytes() == turn.ids
+    assert array("i", done.result.prompt_token_ids).tobytes() == turn.prompt
+    (span,) = done.trajectory.transcript.generated_spans()
+    told = [each.logprob for each in choice.logprobs.content]
+    assert told == done.trajectory.transcript.log_probs()[span.start : span.stop].tolist()
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+async def test_client_that_gives_up_waiting_and_asks_again_gets_one_turn(streamed: bool) -> None:
+    """Its own retries, after its own timeout: the turn is continued, and sampled once."""
+
+    def program(task: AgentTask) -> str:
+        with openai.OpenAI(
+            base_url=task.base_url, api_key=task.api_key, timeout=0.4, max_retries=20
+        ) as client:
+            options: Any = {"model": task.model, "messages": [{"role": "user", "content": "Go."}]}
+            if streamed:
+                chunks = client.chat.completions.create(stream=True, **options)
+                return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            return client.chat.completions.create(**options).choices[0].message.content or ""
+
+    done = await run(program, Scenario(stream_interval=4).reply("Go.", filler=80), base_s=0.01)
+    assert done.anomalies == []
+    ((turn,),) = [row.turns for row in done.rows]
+    whole = turn.prompt + turn.ids
+    assert len(done.sampled) > 1
+    for each in done.sampled:
+        assert whole.startswith(each.prompt + each.ids)
+    assert done.result == decode_ids(turn.ids).removesuffix("<|im_end|>").strip()

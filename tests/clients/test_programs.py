@@ -1,0 +1,83 @@
+"""Coding agents as users train them: programs in a sandbox whose one door leads to the gateway."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from command_lines import NODE, PROGRAMS, require
+from through_gateway import AgentFailed, Run, run
+
+from rollout import Prompt, register_agent
+from rollout.agents import ProgramAgent
+from rollout.testing import Scenario, tool_call
+
+pytestmark = pytest.mark.anyio
+
+QUESTION = "Write what you think to b.txt, dear robot"
+SEEN: Any = {"readable": [PROGRAMS.parents[1], NODE], "files": {"a.txt": "héllo\n"}}
+PATH = f"{NODE}:/usr/local/bin:/usr/bin:/bin"
+
+register_agent("claude_code")(
+    ProgramAgent(
+        [f"{PROGRAMS}/claude", "--dangerously-skip-permissions", "-p", "{prompt}"],
+        {
+            "PATH": PATH,
+            "ANTHROPIC_MODEL": "{model}",
+            "ANTHROPIC_SMALL_FAST_MODEL": "{model}",
+            "IS_SANDBOX": "1",
+        },
+        collect=["b.txt"],
+        **SEEN,
+    )
+)
+register_agent("codex")(
+    ProgramAgent(
+        [
+            f"{PROGRAMS}/codex",
+            "exec",
+            *("-c", 'model_provider="gateway"', "-m", "{model}"),
+            *("-c", 'model_providers.gateway.name="gateway"'),
+            *("-c", 'model_providers.gateway.base_url="{base_url}"'),
+            *("-c", 'model_providers.gateway.env_key="OPENAI_API_KEY"'),
+            "--skip-git-repo-check",
+            "--dangerously-bypass-approvals-and-sandbox",
+            "{prompt}",
+        ],
+        {"PATH": PATH},
+        collect=["b.txt"],
+        **SEEN,
+    )
+)
+
+
+async def ask(agent: str, call: str) -> Run:
+    scenario = Scenario().reply(QUESTION, f"<think>Hm.</think>Writing.\n{call}").then("Done.")
+    prompt = Prompt(messages=[{"role": "user", "content": QUESTION}])
+    try:
+        return await run(prompt, scenario, agent=agent)
+    except AgentFailed as error:
+        if "no isolation with a door" not in str(error):
+            raise
+        pytest.skip(f"{agent}: {error}")
+
+
+def assert_written(done: Run) -> None:
+    assert done.trajectory.extra["program"]["exit_code"] == 0
+    assert "Done." in done.trajectory.extra["program"]["output"]
+    assert done.trajectory.extra["files"] == {"b.txt": "héllo\nö\n"}
+
+
+async def test_claude_code_in_a_sandbox_is_one_exact_row_beside_its_title() -> None:
+    require("claude")
+    command = "(cat a.txt; echo ö) > b.txt"
+    done = await ask("claude_code", tool_call("Bash", command=command, description="Write"))
+    done.assert_exact(*sorted(["main", "side"], key=[row.purpose for row in done.rows].index))
+    assert_written(done)
+
+
+async def test_codex_in_a_sandbox_is_one_exact_row() -> None:
+    require("codex")
+    done = await ask("codex", tool_call("exec_command", cmd="(cat a.txt; echo ö) > b.txt"))
+    done.assert_exact("main")
+    assert_written(done)

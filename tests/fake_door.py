@@ -1,0 +1,38 @@
+"""A gateway without HTTP: clients call the conversation through functions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from rollout.agents import AgentContext
+from rollout.agents.gateway_door import GatewayAddress
+
+
+class FakeDoor:
+    """Opens for each trajectory; `contexts` are those that are open, by their keys."""
+
+    def __init__(self) -> None:
+        self.contexts: dict[str, AgentContext] = {}
+        self.closed = 0
+        self.root_url = "http://127.0.0.1:9999/t/1"
+
+    @asynccontextmanager
+    async def open(self, context: AgentContext) -> AsyncIterator[GatewayAddress]:
+        key = f"key-of-{context.identity.session_id}"
+        self.contexts[key] = context
+        try:
+            yield GatewayAddress(root_url=self.root_url, api_key=key, model="served-model")
+        finally:
+            del self.contexts[key]
+            self.closed += 1
+
+
+def fake_door(monkeypatch: pytest.MonkeyPatch) -> FakeDoor:
+    """In the place of every runtime's gateway."""
+    door: Any = FakeDoor()
+    monkeypatch.setattr(AgentContext, "door", property(lambda self: door))
+    return door  # type: ignore[no-any-return]

@@ -1,0 +1,209 @@
+"""Environments as agents: what is said, what is rewarded, what is closed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+
+from race_situations import user
+from rollout import AgentError, EnvironmentAgent, Outcome, RolloutBatch, register_agent
+from rollout.config import AgentConfig, LengthsConfig, LimitsConfig
+from rollout.testing import Recorder, Scenario
+
+pytestmark = pytest.mark.anyio
+
+SCENARIO = Scenario(seed=1).reply("door", "left").then("right").then("open")
+LIMITS = LimitsConfig(
+    generation_s=20, tool_s=10, turn_s=40, trajectory_s=60, batch_s=500, cleanup_s=2
+)
+
+
+class Maze:
+    """Three doors; `log` says what was asked of it."""
+
+    log: list[Any]
+
+    def __init__(self) -> None:
+        type(self).log = self.log = []
+
+    async def reset(self, prompt: Any) -> Any:
+        self.log.append(("reset", prompt.uid))
+        return "You see a door."
+
+    async def step(self, action: str) -> Any:
+        self.log.append(action)
+        steps = len(self.log) - 1
+        return f"Room {steps}.", 0.25 * steps, steps == 3, {"rooms": steps}
+
+    async def close(self) -> None:
+        self.log.append("close")
+
+
+class SyncMaze(Maze):
+    def reset(self, prompt: Any) -> Any:  # type: ignore[override]
+        self.log.append(("reset", prompt.uid))
+        return [{"role": "user", "content": "You see a door."}]
+
+    def step(self, action: str) -> Any:  # type: ignore[override]
+        self.log.append(action)
+        steps = len(self.log) - 1
+        return {"role": "user", "content": f"Room {steps}."}, 0.25 * steps, steps == 3, None
+
+    def close(self) -> None:  # type: ignore[override]
+        self.log.append("close")
+
+
+async def played(
+    environment: Any, *, reward: Any = None, scenario: Scenario = SCENARIO, **options: Any
+) -> RolloutBatch:
+    is_agent = issubclass(environment, EnvironmentAgent)
+    name = f"plays_{environment.__name__}"
+    register_agent(name)(environment if is_agent else EnvironmentAgent(environment))
+    agent = AgentConfig(name=name, **options.pop("agent", {}))
+    options.setdefault("limits", LIMITS)
+    recorder = Recorder()
+    config = scenario.config(agent=agent, **options)
+    async with recorder.open_rollout(config, reward=reward) as runtime:
+        batch: RolloutBatch = await runtime.generate([user("Find the way out.", uid="p")])
+    assert recorder.anomalies() == []
+    return batch
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+@pytest.mark.parametrize("maze", [Maze, SyncMaze])
+async def test_environment_is_played_to_its_end(maze: Any) -> None:
+    batch = await played(maze)
+    (trajectory,) = batch.trajectories
+    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
+    assert maze.log == [("reset", "p"), "left", "right", "open", "close"]
+    assert [(m.role, m.content) for m in trajectory.messages] == [
+        ("user", "Find the way out."),
+        ("user", "You see a door."),
+        ("assistant", "left"),
+        ("user", "Room 1."),
+        ("assistant", "right"),
+        ("user", "Room 2."),
+        ("assistant", "open"),
+    ]
+    assert trajectory.turn_scores == [0.25, 0.5, 0.75]
+    assert trajectory.reward == 1.5
+    assert trajectory.num_turns == 6
+    if maze is Maze:
+        assert trajectory.extra == {"rooms": 3}
+
+
+async def test_environment_rewards_stand_at_the_last_tokens_of_turns() -> None:
+    batch = await played(Maze)
+    (trajectory,) = batch.trajectories
+    ends = [span.stop - 1 for span in trajectory.transcript.generated_spans()]
+    rewards = batch.tensors["token_rewards"][0]
+    prompt = trajectory.transcript.prompt_length
+    assert [float(rewards[end - prompt]) for end in ends] == [0.25, 0.5, 0.75]
+    assert float(rewards.sum()) == 1.5
+    assert float(batch.tensors["rewards"][0]) == 1.5
+
+
+async def test_environment_reward_gives_way_to_a_reward_function() -> None:
+    batch = await played(Maze, reward=lambda trajectory: 10 * trajectory.turn_scores[-1])
+    assert batch.trajectories[0].reward == 7.5
+    assert batch.trajectories[0].turn_scores == [0.25, 0.5, 0.75]
+
+
+async def test_environment_turn_limit_ends_it_and_keeps_its_rewards() -> None:
+    (trajectory,) = (await played(Maze, agent={"max_assistant_turns": 2})).trajectories
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.LIMIT, "turns")
+    assert trajectory.turn_scores == [0.25, 0.5]
+    assert Maze.log[-1] == "close"
+
+
+async def test_environment_turn_that_was_cut_ends_it() -> None:
+    lengths = LengthsConfig(prompt=900, response=100, turn=2)
+    (trajectory,) = (await played(Maze, lengths=lengths)).trajectories
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.LENGTH, 0.0)
+    assert Maze.log == [("reset", "p"), "close"]
+
+
+class Subclass(EnvironmentAgent):
+    """An agent that is its environment, and acts on other than the text."""
+
+    def action_of(self, turn: Any) -> Any:
+        return turn.text.encode()
+
+    async def reset(self, prompt: Any) -> Any:
+        self.actions: list[Any] = []
+        return "A door."
+
+    async def step(self, action: Any) -> Any:
+        self.actions.append(action)
+        return None, True, len(self.actions) == 2, {"actions": len(self.actions)}
+
+
+async def test_environment_agent_may_be_its_own_environment() -> None:
+    (trajectory,) = (await played(Subclass)).trajectories
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 2.0)
+    assert trajectory.extra == {"actions": 2}
+
+
+def broken(**methods: Any) -> Any:
+    return type("Broken", (Maze,), methods)
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (
+            (1, 2),
+            "step of the environment returned (1, 2); expected (observation, reward, done, in",
+        ),
+        (("a", "b", False, {}), "step of the environment returned 'b'; expected a number"),
+        (("a", 1, False, 3), "step of the environment returned the info 3; expected (observation"),
+        ((5, 1, False, {}), "step of the environment returned the observation 5; expected a text"),
+    ],
+)
+async def test_environment_wrong_step_is_named(step: Any, message: str) -> None:
+    async def wrong(self: Any, action: str) -> Any:
+        return step
+
+    maze = broken(step=wrong)
+    (trajectory,) = (await played(maze)).trajectories
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "agent")
+    assert trajectory.cause.message.startswith(message)
+    assert maze.log[-1] == "close"
+
+
+async def test_environment_that_raises_fails_its_trajectory_and_is_closed() -> None:
+    async def boom(self: Any, action: str) -> Any:
+        raise ValueError("lost")
+
+    maze = broken(step=boom)
+    (trajectory,) = (await played(maze)).trajectories
+    assert (trajectory.outcome, trajectory.cause.message) == (Outcome.FAILED, "lost")
+    assert maze.log[-1] == "close"
+
+
+async def test_environment_slow_step_ends_at_the_turns_deadline() -> None:
+    async def slow(self: Any, action: str) -> Any:
+        await anyio.sleep(1000)
+
+    maze = broken(step=slow)
+    (trajectory,) = (await played(maze)).trajectories
+    assert (trajectory.outcome, trajectory.limit_source) == (Outcome.DEADLINE, "limits.turn_s")
+    assert maze.log[-1] == "close"
+
+
+async def test_environment_close_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def boom(self: Any) -> Any:
+        raise ValueError("stuck")
+
+    (trajectory,) = (await played(broken(close=boom))).trajectories
+    assert trajectory.outcome is Outcome.COMPLETED
+    assert "close of Broken failed: ValueError: stuck" in caplog.text
+
+
+def test_environment_agent_refuses_what_is_no_environment() -> None:
+    with pytest.raises(AgentError, match=r"environment = 5; expected what makes one"):
+        EnvironmentAgent(5)  # type: ignore[arg-type]
+    with pytest.raises(AgentError, match="EnvironmentAgent has no method reset and no step"):
+        EnvironmentAgent()

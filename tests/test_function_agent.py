@@ -1,0 +1,352 @@
+"""Functions as agents: what they are told, what they may return, and how they end."""
+
+from __future__ import annotations
+
+import asyncio  # noqa: TID251
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+import rollout
+from fake_door import FakeDoor, fake_door
+from rollout import AgentError, AgentTask, Outcome, Prompt, Reward, RolloutBatch
+from rollout.agents import AgentContext
+from rollout.agents.gateway_door import GatewayAddress
+from rollout.bridge import runs_on_trio
+from rollout.config import LimitsConfig, ToolsConfig
+from rollout.gateway.calls import GatewayCall, GatewayError, GivenMessage
+from rollout.gateway.sessions import GatewaySettings, Sessions
+from rollout.testing import Recorder, Scenario
+
+pytestmark = pytest.mark.anyio
+
+ON_BOTH = pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+LIMITS = LimitsConfig(
+    generation_s=20, tool_s=10, turn_s=40, trajectory_s=60, batch_s=500, cleanup_s=2
+)
+SCENARIO = Scenario(seed=1).reply("", "Well.")
+TRIALS: dict[str, Any] = {}
+
+
+@rollout.agent("native_function", backend="native")
+async def native_function(task: AgentTask) -> Any:
+    """Does what its test says, on the runtime's loop."""
+    return await TRIALS["it"](task)
+
+
+@rollout.agent("asyncio_function")
+async def asyncio_function(task: AgentTask) -> Any:
+    return await TRIALS["it"](task)
+
+
+@rollout.agent("sync_function")
+def sync_function(task: AgentTask) -> Any:
+    return TRIALS["it"](task)
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> FakeDoor:
+    return fake_door(monkeypatch)
+
+
+def user(text: str, **fields: Any) -> Prompt:
+    return Prompt(messages=[{"role": "user", "content": text}], **fields)
+
+
+async def tried(
+    trial: Any,
+    agent: str = "native_function",
+    *,
+    reward: Any = None,
+    prompt: Prompt | None = None,
+    **options: Any,
+) -> RolloutBatch:
+    TRIALS["it"] = trial
+    options.setdefault("limits", LIMITS)
+    recorder = Recorder()
+    # The agent of the configuration would start the gateway with the runtime.
+    asked = msgspec.structs.replace(prompt or user("go"), agent_name=agent)
+    async with recorder.open_rollout(SCENARIO.config(**options), reward=reward) as runtime:
+        batch: RolloutBatch = await runtime.generate([asked], step=1)
+    assert recorder.anomalies() == []
+    return batch
+
+
+async def returning(value: Any, **options: Any) -> Any:
+    async def trial(task: AgentTask) -> Any:
+        return value
+
+    return (await tried(trial, **options)).trajectories[0]
+
+
+async def test_function_agent_is_told_address_key_model_prompt_and_extra(door: FakeDoor) -> None:
+    seen: list[AgentTask] = []
+
+    async def trial(task: AgentTask) -> None:
+        seen.append(task)
+        task.extra["answer"] = 42
+        assert list(door.contexts) == [task.api_key]
+
+    prompt = user("go", uid="p", extra={"level": 3})
+    (trajectory,) = (await tried(trial, prompt=prompt)).trajectories
+    (task,) = seen
+    assert task.base_url == "http://127.0.0.1:9999/t/1/v1"
+    assert task.root_url == "http://127.0.0.1:9999/t/1"
+    assert (task.api_key, task.model) == ("key-of-1/p/0", "served-model")
+    assert (task.uid, task.member, task.prompt.uid) == ("p", 0, "p")
+    assert task.messages == [{"role": "user", "content": "go"}]
+    assert trajectory.extra == {"level": 3, "answer": 42}
+    assert trajectory.outcome is Outcome.COMPLETED
+    assert (door.contexts, door.closed) == ({}, 1)
+
+
+async def test_function_agent_calls_of_the_prompt_are_openai_json(door: FakeDoor) -> None:
+    async def trial(task: AgentTask) -> None:
+        assert task.messages[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+
+    call = {"id": "c", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "c"},
+    ]
+    batch = await tried(trial, prompt=Prompt(messages=messages))
+    assert batch.trajectories[0].outcome is Outcome.COMPLETED
+
+
+async def test_function_agent_malformed_prompt_is_rejected(door: FakeDoor) -> None:
+    trajectory = await returning(1.0, prompt=Prompt(messages=[{"role": "wizard", "content": "x"}]))
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.REJECTED, "bad_message")
+
+
+@pytest.mark.parametrize(
+    ("value", "reward"),
+    [(0.5, 0.5), (2, 2.0), (True, 1.0), (None, None), (Reward(value=3, extra={"why": "x"}), 3.0)],
+)
+async def test_function_agent_number_is_the_reward(
+    door: FakeDoor, value: Any, reward: float | None
+) -> None:
+    trajectory = await returning(value)
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, reward)
+    assert trajectory.extra == ({"why": "x"} if isinstance(value, Reward) else {})
+
+
+async def test_function_agent_number_gives_way_to_a_reward_function(door: FakeDoor) -> None:
+    trajectory = await returning(0.5, reward=lambda trajectory: 7.0)
+    assert trajectory.reward == 7.0
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("good", "the agent 'native_function' returned 'good'; expected a number or a Reward"),
+        (float("nan"), "the agent 'native_function' returned nan; expected a finite number"),
+        ({"x": 1}, "the agent 'native_function' returned {'x': 1}; expected a mapping to have a s"),
+    ],
+)
+async def test_function_agent_bad_value_is_named(door: FakeDoor, value: Any, message: str) -> None:
+    trajectory = await returning(value)
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "agent")
+    assert trajectory.cause.message.startswith(message)
+    assert trajectory.reward is None
+
+
+async def test_function_agent_exception_fails_its_trajectory(door: FakeDoor) -> None:
+    async def trial(task: AgentTask) -> None:
+        raise ValueError("broken")
+
+    (trajectory,) = (await tried(trial)).trajectories
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "agent")
+    assert (trajectory.cause.type, trajectory.cause.message) == ("ValueError", "broken")
+    assert door.contexts == {}
+
+
+async def test_function_agent_error_after_a_limit_has_the_limits_outcome(door: FakeDoor) -> None:
+    async def trial(task: AgentTask) -> None:
+        context = door.contexts[task.api_key]
+        context.end(Outcome.LIMIT, "turns", limit_source="agent.max_assistant_turns")
+        raise RuntimeError("Error code: 403 - the trajectory has ended")
+
+    (trajectory,) = (await tried(trial)).trajectories
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.LIMIT, "turns")
+    assert trajectory.cause is None
+
+
+async def test_function_agent_refused_for_a_length_ends_by_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    door = fake_door(monkeypatch)
+    sessions = Sessions(GatewaySettings())
+
+    @asynccontextmanager
+    async def serve(context: AgentContext) -> AsyncIterator[GatewayAddress]:
+        async with sessions.open(context) as session:
+            TRIALS["session"] = session
+            yield GatewayAddress(root_url="http://127.0.0.1:9999", api_key="key", model="m")
+
+    monkeypatch.setattr(door, "open", serve)
+
+    async def trial(task: AgentTask) -> None:
+        async def ask(text: str) -> None:
+            call = GatewayCall(api="chat", messages=(GivenMessage(role="user", text=text),))
+            await TRIALS["session"].complete(call)
+
+        await ask("go")
+        try:
+            await ask("x" * 5000)
+        except GatewayError as error:
+            raise RuntimeError(f"Error code: 400 - {error}") from error
+
+    (trajectory,) = (await tried(trial)).trajectories
+    assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LENGTH, "lengths.prompt")
+    assert trajectory.transcript.generated_length > 0
+
+
+async def test_function_agent_at_its_deadline_is_cancelled_and_closes_its_door(
+    door: FakeDoor,
+) -> None:
+    (trajectory,) = (await tried(lambda task: anyio.sleep(1000))).trajectories
+    assert (trajectory.outcome, trajectory.limit_source) == (
+        Outcome.DEADLINE,
+        "limits.trajectory_s",
+    )
+    assert (door.contexts, door.closed) == ({}, 1)
+
+
+async def test_function_agent_that_swallows_cancellation_is_given_up(door: FakeDoor) -> None:
+    async def trial(task: AgentTask) -> None:
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep_forever()
+
+    (trajectory,) = (await tried(trial)).trajectories
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "unresponsive")
+    assert "agent native_function did not end" in trajectory.cause.message
+
+
+SHORT = LimitsConfig(
+    generation_s=0.2, tool_s=0.2, turn_s=0.2, trajectory_s=0.2, batch_s=60, cleanup_s=1
+)
+
+
+@ON_BOTH
+async def test_function_agent_runs_on_asyncio_under_either_backend(door: FakeDoor) -> None:
+    def trial(task: AgentTask) -> Any:
+        async def run() -> float:
+            assert not runs_on_trio()
+            await asyncio.sleep(0.001)
+            return 0.25
+
+        return run()
+
+    (trajectory,) = (await tried(trial, "asyncio_function")).trajectories
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 0.25)
+
+
+@ON_BOTH
+async def test_function_agent_on_asyncio_is_cancelled_once_and_can_clean_up(door: FakeDoor) -> None:
+    cleaned: list[str] = []
+
+    async def trial(task: AgentTask) -> None:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            await asyncio.sleep(0.001)
+            cleaned.append(task.uid)
+
+    (trajectory,) = (await tried(trial, "asyncio_function", limits=SHORT)).trajectories
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.DEADLINE, "trajectory")
+    assert cleaned == ["prompt-0"]
+
+
+@ON_BOTH
+async def test_function_agent_on_asyncio_that_swallows_cancellation_is_given_up(
+    door: FakeDoor, anyio_backend: str
+) -> None:
+    release = threading.Event()
+
+    async def trial(task: AgentTask) -> None:
+        while not release.is_set():
+            try:
+                await asyncio.sleep(0.05)
+            except asyncio.CancelledError:
+                continue
+
+    try:
+        (trajectory,) = (await tried(trial, "asyncio_function", limits=SHORT)).trajectories
+    finally:
+        release.set()
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "unresponsive")
+    assert "did not end within limits.cleanup_s = 1 s" in trajectory.cause.message
+    assert door.contexts == {}
+
+
+@ON_BOTH
+async def test_function_agent_sync_runs_in_a_thread(door: FakeDoor) -> None:
+    def trial(task: AgentTask) -> float:
+        assert threading.current_thread() is not threading.main_thread()
+        return 0.75
+
+    tools = ToolsConfig(max_threads=1)
+    (trajectory,) = (await tried(trial, "sync_function", tools=tools)).trajectories
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 0.75)
+
+
+@ON_BOTH
+async def test_function_agent_sync_that_returns_an_awaitable_is_awaited(door: FakeDoor) -> None:
+    async def later() -> float:
+        return 0.5
+
+    (trajectory,) = (await tried(lambda task: later(), "sync_function")).trajectories
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 0.5)
+
+
+@ON_BOTH
+async def test_function_agent_sync_at_its_deadline_leaves_its_thread(door: FakeDoor) -> None:
+    release = threading.Event()
+
+    try:
+        batch = await tried(lambda task: release.wait(30), "sync_function", limits=SHORT)
+    finally:
+        release.set()
+    (trajectory,) = batch.trajectories
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.DEADLINE, "trajectory")
+    assert door.contexts == {}
+
+
+def generator(task: AgentTask) -> Any:
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (5, "agent('x'): 5; expected a function of one argument, the task"),
+        (int, "agent('x'): <class 'int'>; expected a function of one argument, the task"),
+        (lambda: 1, "agent('x'): too many positional arguments; expected a function of one"),
+        (lambda task, other: 1, "agent('x'): missing a required argument: 'other'; expected a"),
+        (generator, "is a generator; expected a function of one argument, the task"),
+    ],
+)
+def test_agent_refuses_what_is_no_function_of_a_task(function: Any, message: str) -> None:
+    with pytest.raises(AgentError) as caught:
+        rollout.agent("x")(function)
+    assert message in str(caught.value)
+
+
+def test_agent_refuses_a_taken_name_and_an_unknown_backend() -> None:
+    with pytest.raises(AgentError, match=r"the name is taken by .*native_function"):
+        rollout.agent("native_function")(lambda task: 1.0)
+    with pytest.raises(AgentError, match=r"backend = 'curio'; expected 'asyncio' or 'native'"):
+        rollout.agent("x", backend="curio")  # type: ignore[arg-type]
+
+
+def test_agent_gives_the_function_back() -> None:
+    def function(task: AgentTask) -> float:
+        return 1.0
+
+    assert rollout.agent("given_back")(function) is function

@@ -1,0 +1,308 @@
+"""Programs as agents: what they are given, what comes out of them, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from anyio.abc import SocketStream
+
+import rollout
+from fake_door import FakeDoor, fake_door
+from rollout import AgentError, Outcome, ProgramAgent, Prompt, RolloutBatch, register_agent
+from rollout.config import LimitsConfig
+from rollout.testing import Scenario
+from rollout.tools.sandbox import SandboxLimits
+from sandboxes import directories, processes_with, spec_of
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.parametrize("anyio_backend", ["asyncio"]),
+]
+ISOLATIONS = ("namespaces", "bubblewrap", "none")
+PATIENT = SandboxLimits(timeout_s=60, cpu_s=60, memory_mb=2048)
+#: Asks the gateway that its environment names, as an SDK would.
+CLIENT = """
+import json, os, sys, urllib.request
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+message = {"role": "user", "content": sys.argv[1]}
+body = {"model": os.environ["ROLLOUT_MODEL"], "messages": [message]}
+request = urllib.request.Request(url, json.dumps(body).encode(), key)
+answer = json.load(urllib.request.urlopen(request))
+open("answer.json", "w").write(json.dumps(answer))
+print("heard", answer["heard"])
+"""
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> FakeDoor:
+    return fake_door(monkeypatch)
+
+
+@asynccontextmanager
+async def gateway(door: FakeDoor) -> AsyncIterator[list[bytes]]:
+    """An HTTP server that answers each request with what it heard; the door leads there."""
+    heard: list[bytes] = []
+
+    async def serve(stream: SocketStream) -> None:
+        async with stream:
+            request = b""
+            while b"\r\n\r\n" not in request:
+                request += await stream.receive()
+            head, _, body = request.partition(b"\r\n\r\n")
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            while len(body) < length:
+                body += await stream.receive()
+            heard.append(head + b"\r\n\r\n" + body)
+            said = json.dumps({"heard": json.loads(body)["messages"][-1]["content"]}).encode()
+            await stream.send(
+                b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n"
+                b"Content-Length: %d\r\n\r\n%s" % (len(said), said)
+            )
+
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
+        port = listener.extra(anyio.abc.SocketAttribute.local_port)
+        door.root_url = f"http://127.0.0.1:{port}/t/1"
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(listener.serve, serve)
+            yield heard
+            tasks.cancel_scope.cancel()
+
+
+async def ran(
+    command: Any, *, trajectory_limits: Any = None, prompt: str = "go", **options: Any
+) -> Any:
+    options.setdefault("limits", PATIENT)
+    register_agent("a_program")(ProgramAgent(command, **options))
+    sections = {} if trajectory_limits is None else {"limits": trajectory_limits}
+    config = Scenario().config(**sections)
+    asked = Prompt(messages=[{"role": "user", "content": prompt}], agent_name="a_program")
+    async with rollout.open_rollout(config) as runtime:
+        batch: RolloutBatch = await runtime.generate([asked])
+    return batch.trajectories[0]
+
+
+async def isolated(isolation: Any) -> str:
+    if isolation != "none":
+        await spec_of(isolation)
+    return isolation
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+async def test_program_agent_reaches_the_gateway_and_nothing_else(
+    door: FakeDoor, isolation: str
+) -> None:
+    await isolated(isolation)
+    async with gateway(door) as heard:
+        other = (
+            "import socket\ntry:\n    socket.create_connection(('127.0.0.1', 1), 1)\n"
+            "except OSError as error:\n    print(error.strerror)\n"
+        )
+        command = f"python3 client.py {{prompt}} && {sys.executable} other.py"
+        trajectory = await ran(
+            command.replace("python3", sys.executable),
+            prompt="it's $HOME; {api_key}",
+            files={"client.py": CLIENT, "other.py": other},
+            collect=["*.json"],
+            isolation=isolation,
+        )
+    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
+    program, files = trajectory.extra["program"], trajectory.extra["files"]
+    assert program["output"] == "heard it's $HOME; {api_key}\nConnection refused\n"
+    assert program["exit_code"] == 0
+    assert files == {"answer.json": '{"heard": "it\'s $HOME; {api_key}"}'}
+    assert b"Authorization: Bearer key-of-0/prompt-0/0" in heard[0]
+    assert heard[0].startswith(b"POST /t/1/v1/chat/completions ")
+    assert (door.contexts, directories()) == ({}, set())
+
+
+async def test_program_agent_sees_files_variables_and_nothing_of_the_driver(
+    door: FakeDoor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "driver")
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/one.txt").write_text("one")
+    (tmp_path / "two.bin").write_bytes(b"\xff\x00")
+    trajectory = await ran(
+        ["./run.sh", "{uid}"],
+        env={"LEVEL": "3", "WHO": "{model}"},
+        files=lambda task: {
+            "run.sh": "#!/bin/sh\necho $1 $LEVEL $WHO [$SECRET]; cat repo/deep/one.txt > out.txt\n",
+            "repo": tmp_path,
+            "note.txt": task.prompt.messages[0]["content"],
+        },
+        collect=["repo", "out.txt", "nothing.txt"],
+    )
+    assert trajectory.extra["program"]["output"] == "prompt-0 3 served-model []\n"
+    assert trajectory.extra["files"] == {
+        "out.txt": "one",
+        "repo/deep/one.txt": "one",
+        "repo/two.bin": b"\xff\x00",
+    }
+
+
+async def test_program_agent_files_reach_the_reward(door: FakeDoor) -> None:
+    program = ProgramAgent("echo 42 > answer", collect=["answer"], limits=PATIENT)
+    register_agent("a_program")(program)
+    asked = Prompt(messages=[{"role": "user", "content": "go"}], agent_name="a_program")
+
+    def reward(trajectory: Any) -> float:
+        return float(trajectory.extra["files"]["answer"] == "42\n")
+
+    async with rollout.open_rollout(Scenario().config(), reward=reward) as runtime:
+        batch = await runtime.generate([asked])
+    assert batch.samples[0].reward == 1.0
+
+
+async def test_program_agent_exit_code_fails_unless_it_is_not_checked(door: FakeDoor) -> None:
+    trajectory = await ran("echo broken >&2; exit 3")
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "agent")
+    assert trajectory.cause.message == "the program failed: exit code 3: broken"
+    assert trajectory.extra["program"]["exit_code"] == 3
+    trajectory = await ran("exit 3", check=False)
+    assert (trajectory.outcome, trajectory.extra["program"]["exit_code"]) == (
+        Outcome.COMPLETED,
+        3,
+    )
+    trajectory = await ran(["no-such-program"])
+    assert "no-such-program: No such file or directory" in trajectory.cause.message
+
+
+def bounded(**changes: Any) -> SandboxLimits:
+    return SandboxLimits(**{"timeout_s": 60, "cpu_s": 60, "memory_mb": 2048, **changes})
+
+
+async def test_program_agent_keeps_the_end_of_a_long_output(door: FakeDoor) -> None:
+    trajectory = await ran("seq 1 100000", limits=bounded(max_output_bytes=1000))
+    output = trajectory.extra["program"]["output"]
+    assert output.endswith("99999\n100000\n")
+    assert len(output) == 1000
+
+
+async def test_program_agent_files_that_are_too_much_are_named(door: FakeDoor) -> None:
+    command = (
+        "head -c 2000 /dev/zero > long; echo short > short; ln -s /etc/passwd link; mkfifo pipe"
+    )
+    trajectory = await ran(command, collect=["*"], max_collected_bytes=1000)
+    assert trajectory.extra["files"] == {"short": "short\n"}
+    assert trajectory.extra["program"]["left_out"] == ["link", "long", "pipe"]
+
+
+async def test_program_agent_past_a_bound_of_its_sandbox_ends_by_that_limit(
+    door: FakeDoor,
+) -> None:
+    trajectory = await ran("sleep 50", limits=bounded(timeout_s=0.2))
+    assert (trajectory.outcome, trajectory.reason, trajectory.limit_source) == (
+        Outcome.LIMIT,
+        "timeout",
+        "SandboxLimits.timeout_s",
+    )
+
+
+SHORT = LimitsConfig(
+    generation_s=1.5, tool_s=1.5, turn_s=1.5, trajectory_s=1.5, batch_s=60, cleanup_s=5
+)
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+async def test_program_agent_at_its_deadline_is_killed_with_its_group(
+    door: FakeDoor, isolation: str
+) -> None:
+    await isolated(isolation)
+    token = f"{os.getpid()}{ISOLATIONS.index(isolation)}.125"
+    trajectory = await ran(
+        f"sleep 9{token} & setsid sleep 8{token} & sleep 7{token}",
+        trajectory_limits=SHORT,
+        isolation=isolation,
+    )
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.DEADLINE, "trajectory")
+    assert processes_with(token) == []
+    assert (door.contexts, directories()) == ({}, set())
+
+
+async def test_program_agent_leaves_no_process_of_its_own(door: FakeDoor) -> None:
+    token = f"{os.getpid()}.375"
+    trajectory = await ran(f"setsid sleep 9{token} & setsid sleep 8{token} & echo done")
+    assert trajectory.outcome is Outcome.COMPLETED
+    assert processes_with(token) == []
+
+
+async def test_program_agent_after_a_limit_of_its_trajectory_has_the_limits_outcome(
+    door: FakeDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(task: Any) -> dict[str, str]:
+        door.contexts[task.api_key].end(Outcome.LIMIT, "turns", limit_source="agent.max_user_turns")
+        return {}
+
+    trajectory = await ran("exit 1", env=end)
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.LIMIT, "turns")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"command": []}, "command = []; expected a text, or a list of a program and its"),
+        ({"command": ["x", 3]}, "command = ['x', 3]; expected a text, or a list"),
+        ({"command": "x", "collect": "a"}, "collect = 'a'; expected a list of paths"),
+        ({"command": "x", "collect": ["/a"]}, "collect: '/a'; expected a relative path without"),
+        ({"command": "x", "files": {"../a": ""}}, "files: '../a'; expected a relative path"),
+        ({"command": "x", "isolation": "landlock"}, "isolation = 'landlock'; expected one of"),
+        ({"command": "x", "readable": ["/no/such"]}, "readable: '/no/such' does not exist"),
+    ],
+)
+async def test_program_agent_refuses_wrong_arguments(arguments: Any, message: str) -> None:
+    with pytest.raises(AgentError) as caught:
+        ProgramAgent(**arguments)
+    assert message in str(caught.value)
+
+
+async def test_program_agent_wrong_files_fail_their_trajectory(door: FakeDoor) -> None:
+    trajectory = await ran("true", files=lambda task: {"a": 5})
+    assert trajectory.cause.message == (
+        "ProgramAgent: files['a'] = 5; expected text, bytes or a Path"
+    )
+
+
+DRIVER = """
+import sys
+sys.path.insert(0, {tests!r})
+import anyio, pytest, rollout
+from fake_door import fake_door
+from rollout.testing import Scenario
+
+fake_door(pytest.MonkeyPatch())
+rollout.register_agent("p")(rollout.ProgramAgent({command!r}))
+asked = rollout.Prompt(messages=[{{"role": "user", "content": "go"}}], agent_name="p")
+
+async def main():
+    async with rollout.open_rollout(Scenario().config()) as runtime:
+        await runtime.generate([asked])
+
+anyio.run(main)
+"""
+
+
+async def test_program_agent_dies_with_its_driver() -> None:
+    token = f"{os.getpid()}.625"
+    program = DRIVER.format(tests=str(Path(__file__).parent), command=f"sleep 9{token}")
+    driver = subprocess.Popen([sys.executable, "-c", program])  # noqa: ASYNC220
+    try:
+        with anyio.fail_after(60):
+            while not [each for each in processes_with(token) if each.name() == "sleep"]:
+                await anyio.sleep(0.05)
+    finally:
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+    with anyio.fail_after(20):
+        while processes_with(token):
+            await anyio.sleep(0.05)

@@ -1,0 +1,192 @@
+"""Trajectories that trainers in other processes open, over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import httpx
+import pytest
+
+from rollout import GatewayConfig
+from rollout.config import LengthsConfig, SimulatedEngine
+from rollout.testing import Scenario
+
+pytest.importorskip("httptools")
+from rollout.gateway.serving import open_trajectory_server
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+CHAT = Scenario(seed=3).reply("One", "First.").then("Second.").then("Third.")
+PROMPT = {"messages": [{"role": "user", "content": "-"}], "uid": "task-7"}
+
+
+@pytest.fixture(params=["trio", "asyncio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    """Real sockets, so real time."""
+    return str(request.param)
+
+
+@asynccontextmanager
+async def trainer(**gateway: Any) -> AsyncIterator[httpx.AsyncClient]:
+    config = CHAT.config(
+        engine=SimulatedEngine(),
+        lengths=LengthsConfig(prompt=1500, response=3000),
+        gateway=GatewayConfig(**gateway),
+    )
+    async with open_trajectory_server(config, "secret") as served:
+        headers = {"authorization": "Bearer secret"}
+        async with httpx.AsyncClient(
+            base_url=served.url, headers=headers, trust_env=False, timeout=30
+        ) as client:
+            yield client
+
+
+async def opened(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    got = await client.post("/trajectories", json={"prompt": PROMPT} | fields)
+    assert got.status_code == 201, got.text
+    body: dict[str, Any] = got.json()
+    return body
+
+
+async def chat(address: dict[str, Any], *messages: Any) -> httpx.Response:
+    async with httpx.AsyncClient(trust_env=False, timeout=30) as agent:
+        return await agent.post(
+            f"{address['base_url']}/chat/completions",
+            json={"model": address["model"], "messages": list(messages)},
+            headers={"authorization": f"Bearer {address['api_key']}"},
+        )
+
+
+@pytest.mark.anyio
+async def test_trajectory_is_opened_finished_and_read() -> None:
+    async with trainer() as client:
+        address = await opened(client)
+        path = f"/trajectories/{address['id']}"
+        one = {"role": "user", "content": "One"}
+        first = (await chat(address, one)).json()["choices"][0]["message"]
+        await chat(address, one, first, {"role": "user", "content": "More"})
+        assert (await client.get(path)).json() == {"id": address["id"], "state": "running"}
+        assert (await client.get(f"{path}/rows")).status_code == 400
+        ended = (await client.post(f"{path}/finish", json={"reward": 0.5})).json()
+        assert (ended["state"], ended["outcome"], ended["reward"]) == ("ended", "completed", 0.5)
+        again = (await client.post(f"{path}/finish", json={"reward": 1.0})).json()
+        assert again["reward"] == 0.5
+        assert (await chat(address, one)).json()["error"]["code"] == "trajectory_ended"
+        told = (await client.get(f"{path}/rows")).json()
+        assert (await client.delete(path)).json()["state"] == "forgotten"
+        assert (await client.get(path)).status_code == 404
+    (row,) = told["rows"]
+    assert (told["uid"], row["purpose"], row["parent"], row["reward"]) == (
+        "task-7",
+        "main",
+        None,
+        0.5,
+    )
+    names = ("ids", "mask", "log_probs", "weight_versions")
+    assert len({len(row[name]) for name in names}) == 1
+    assert 0 < sum(row["mask"]) < len(row["ids"]) - row["prompt_length"]
+    sampled = [v >= 0 for v in row["weight_versions"]]
+    assert sampled == [mask == 1 for mask in row["mask"]]
+
+
+@pytest.mark.anyio
+async def test_finish_without_a_reward_leaves_it_unknown() -> None:
+    async with trainer() as client:
+        address = await opened(client)
+        ended = (await client.post(f"/trajectories/{address['id']}/finish")).json()
+        assert (ended["state"], ended["reward"]) == ("ended", None)
+
+
+@pytest.mark.anyio
+async def test_limits_of_one_trajectory_hold() -> None:
+    async with trainer() as client:
+        address = await opened(client, limits={"max_calls": 1, "trajectory_s": 0.5})
+        other = await opened(client)
+        one = {"role": "user", "content": "One"}
+        assert (await chat(address, one)).status_code == 200
+        assert (await chat(address, one)).status_code == 403
+        with anyio.fail_after(20):
+            path = f"/trajectories/{address['id']}"
+            while (told := (await client.get(path)).json())["state"] != "ended":
+                await anyio.sleep(0.02)
+        assert told["outcome"] in ("limit", "deadline")
+        assert [(await chat(other, one)).status_code for _ in range(2)] == [200, 200]
+        late = await opened(client, limits={"trajectory_s": 0.05})
+        with anyio.fail_after(20):
+            path = f"/trajectories/{late['id']}"
+            while (told := (await client.get(path)).json())["state"] != "ended":
+                await anyio.sleep(0.02)
+        assert (told["outcome"], told["limit_source"]) == ("deadline", "limits.trajectory_s")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("body", "status", "word"),
+    [
+        ({}, 400, "prompt"),
+        ({"prompt": {"messages": []}}, 400, "prompt"),
+        ({"prompt": PROMPT, "limit": {}}, 400, "limit"),
+        ({"prompt": PROMPT, "limits": {"max_calls": 0}}, 400, "limits.max_calls"),
+        ({"prompt": PROMPT | {"sampling": {"temperature": -1}}}, 400, "temperature"),
+    ],
+)
+async def test_bad_trajectory_is_refused(body: Any, status: int, word: str) -> None:
+    async with trainer() as client:
+        got = await client.post("/trajectories", json=body)
+    assert (got.status_code, word in got.text) == (status, True), got.text
+
+
+@pytest.mark.anyio
+async def test_wrong_token_opens_nothing() -> None:
+    async with trainer() as client:
+        for headers in ({"authorization": "Bearer other"}, {"authorization": ""}):
+            got = await client.post("/trajectories", json={"prompt": PROMPT}, headers=headers)
+            assert got.status_code == 401
+        address = await opened(client)
+        headers = {"authorization": f"Bearer {address['api_key']}"}
+        got = await client.get(f"/trajectories/{address['id']}", headers=headers)
+        assert got.status_code == 401
+
+
+@pytest.mark.anyio
+async def test_forgotten_trajectory_that_runs_is_cancelled() -> None:
+    async with trainer() as client:
+        address = await opened(client)
+        assert (await client.delete(f"/trajectories/{address['id']}")).status_code == 200
+        with anyio.fail_after(20):
+            while (await chat(address, {"role": "user", "content": "One"})).status_code != 403:
+                await anyio.sleep(0.02)
+
+
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+def test_command_serves_until_it_is_terminated(tmp_path: Path, backend: str) -> None:
+    config = tmp_path / "config.py"
+    config.write_text(
+        "from rollout.config import *\n"
+        "from rollout.testing import Scenario\n"
+        "config = Scenario(seed=3).reply('One', 'First.').config(engine=SimulatedEngine())\n"
+    )
+    main = "from rollout.cli import main; raise SystemExit(main())"
+    command = [sys.executable, "-c", main, "serve-gateway", str(config)]
+    environment = os.environ | {"ROLLOUT_GATEWAY_TOKEN": "secret"}
+    with subprocess.Popen(
+        [*command, "--backend", backend], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[1]
+        assert process.stdout.readline().split(maxsplit=1)[1] == "that of ROLLOUT_GATEWAY_TOKEN\n"
+        headers = {"authorization": "Bearer secret"}
+        with httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=30) as client:
+            got = client.post("/trajectories", content=json.dumps({"prompt": PROMPT}))
+            assert got.status_code == 201
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
