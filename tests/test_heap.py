@@ -132,6 +132,18 @@ def _agents() -> None:
             del knot
             await found.wait()
 
+    @rollout.register_agent("heap_churning")
+    class _Churning(AgentLoop):
+        """Replaces as many old objects as it makes, and ends when those have grown older."""
+
+        async def run(self, context: AgentContext) -> None:
+            kept: list[list[int]] = [[] for _ in range(50_000)]
+            gc.collect(0)
+            for at in range(len(kept)):
+                kept[at] = []
+            while len(gc.get_objects(generation=0)) > len(kept) // 2:
+                await anyio.sleep(0.01)
+
 
 @pytest.fixture
 def seen() -> Iterator[list[tuple[int, int, int]]]:
@@ -283,6 +295,16 @@ async def test_batch_knot_of_an_agent_is_found_while_it_runs_once_memory_has_gro
     prompt = Prompt(messages=[{"role": "user", "content": "hello"}], agent_name="heap_waiting")
     async with rollout.open_rollout(SILENT.config()) as runtime:
         with anyio.fail_after(60):
+            batch = await runtime.generate([prompt])
+    assert batch.samples[0].outcome == "completed"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])  # in real time
+async def test_batch_objects_go_as_others_come_the_youngest_are_looked_at_while_few() -> None:
+    prompt = Prompt(messages=[{"role": "user", "content": "hello"}], agent_name="heap_churning")
+    async with rollout.open_rollout(SILENT.config()) as runtime:
+        with anyio.fail_after(20):
             batch = await runtime.generate([prompt])
     assert batch.samples[0].outcome == "completed"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -24,6 +25,7 @@ from rollout.engine.process.client_session import ClientSession
 from rollout.limits import Deadline
 from rollout.scheduling import finished
 from rollout.scheduling import trajectory_runner as trajectory_module
+from rollout.scheduling.agent_run import AgentRun
 from rollout.scheduling.batch_run import BatchRun
 from rollout.scheduling.trajectory_runner import TrajectoryRunner
 from rollout.seeds import derive_seed
@@ -127,26 +129,24 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("swallowed cancellation of an agent", "though its last generation was cancelled")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = trajectory_module._run_guarded
-
-    async def run_guarded(loop: Any, context: Any) -> Any:
-        try:
-            return await real(loop, context)
-        except anyio.get_cancelled_exc_class():
-            return None
-
-    patch.setattr(trajectory_module, "_run_guarded", run_guarded)
+    patch.setattr(AgentRun, "was_cancelled", property(lambda self: False, lambda self, value: None))
 
 
 @bug("retry of a finished member", "answers of engines are not in its transcript")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = TrajectoryRunner.run
+    real = TrajectoryRunner.conclude
+    retried: set[int] = set()
 
-    async def run(self: TrajectoryRunner, member: Any, deadline: Deadline) -> Any:
-        await real(self, member, deadline)
-        return await real(self, member, deadline)
+    async def conclude(self: TrajectoryRunner, run: AgentRun) -> Any:
+        trajectory = await real(self, run)
+        if id(run.member) in retried or run.rejection or isinstance(trajectory, AgentRun):
+            return trajectory
+        retried.add(id(run.member))
+        again = run.again()
+        again.attempt, again.discarded = run.attempt, 0
+        return again
 
-    patch.setattr(TrajectoryRunner, "run", run)
+    patch.setattr(TrajectoryRunner, "conclude", conclude)
 
 
 @bug("deadline not clipped", r"limits\.\w+ = ")
@@ -234,14 +234,16 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("place not given back", r"[1-9]\d* places are held|hangs")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = BatchRun._run_member
+    real = BatchRun._leave
 
-    async def run_member(self: BatchRun, row: int, member: Any, deliver: Any) -> None:
-        await real(self, row, member, deliver)
-        if member.identity.member == 2:
-            self._limiter.acquire_on_behalf_of_nowait(object())
+    def leave(self: BatchRun, run: AgentRun, last: Any) -> None:
+        limiter = self._limiter
+        if run.member.identity.member == 2:
+            self._limiter = SimpleNamespace(release_on_behalf_of=lambda _: None)  # type: ignore[assignment]
+        real(self, run, last)
+        self._limiter = limiter
 
-    patch.setattr(BatchRun, "_run_member", run_member)
+    patch.setattr(BatchRun, "_leave", leave)
 
 
 @bug("prompt that lacks its last token", "other prompt ids than the agent sent")
@@ -404,13 +406,14 @@ def silent_library() -> Iterator[None]:
 def test_checker_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, found_as = BUGS[name]
     plant(monkeypatch)
-    trajectories, seed = 0, 0
+    trajectories = 0
     found: list[str] = []
-    while trajectories < MOST_TRAJECTORIES:
+    for seed in range(MOST_TRAJECTORIES):  # a plant may keep trials from admitting anybody
         texts, recorder = findings(seed)
         trajectories += sum(call.members for each in recorder.runtimes for call in each.calls)
         found += texts
         if any(re.search(found_as, text) for text in texts):
             return
-        seed += 1
+        if trajectories >= MOST_TRAJECTORIES:
+            break
     pytest.fail(f"not found as {found_as!r} in {trajectories} trajectories; found {found[:5]}")

@@ -329,10 +329,11 @@ async def test_update_with_tensors_replica_that_moves_away_waits_for_the_next_we
         placement.is_here = False
         cores[0].on_death()
         await anyio.sleep(60)
-        assert [replica.state for replica in pool.statistics()] == ["restarting", "serving"]
+        states = {replica.state: replica.name for replica in pool.statistics()}
+        assert set(states) == {"restarting", "serving"}  # either engine may have started first
         assert (
-            "engine-0 waits for the next weights: the current ones were sent once, or are in the "
-            "memory of the driver's machine"
+            f"{states['restarting']} waits for the next weights: the current ones were sent once, "
+            "or are in the memory of the driver's machine"
         ) in caplog.messages
         await pool.update_weights(9, W8)
         await comes_back(pool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from array import array
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +23,7 @@ from rollout.engine.process.server import EngineServer
 from rollout.engine.wire.protocol import DriverFacts, Role, Submit, Terms
 from rollout.scopes import open_task_group
 from rollout.token_prefix import TokenPrefix
+from rollout.wake_budget import WakeBudget
 
 SECRET = b"s" * 32
 TERMS = Terms()
@@ -36,8 +38,9 @@ class Wire:
         sent: Messages of the client by role, where a test listens.
     """
 
-    def __init__(self, core: Any, **options: Any) -> None:
+    def __init__(self, core: Any, *, wakes: WakeBudget | None = None, **options: Any) -> None:
         self.core = core
+        self._wakes = wakes
         self.streams: list[MemoryByteStream] = []
         self.is_down = False
         self.latency_s = 0.0
@@ -80,7 +83,9 @@ class Wire:
     ) -> AsyncIterator[Channel]:
         """A channel beside the one of `channel`."""
         async with (
-            connect_channel("engine-0", self.connect, SECRET, terms=terms, facts=facts) as channel,
+            connect_channel(
+                "engine-0", self.connect, SECRET, terms=terms, facts=facts, wakes=self._wakes
+            ) as channel,
             open_task_group() as tasks,
         ):
             tasks.start_soon(channel.run)
@@ -127,7 +132,7 @@ class Asker:
 
     async def ask(self, prompt: list[int] | TokenPrefix, count: int = 4, **options: Any) -> Any:
         generation, pending = self.submit(prompt, count, **options)
-        await pending.done.wait()
+        await pending.done
         assert not pending.error, pending.error
         return generation
 
@@ -149,7 +154,7 @@ def messages_of(channel: Channel, role: Role) -> list[msgspec.Struct]:
     real = frames.send_nowait
 
     def send_nowait(message: msgspec.Struct) -> None:
-        sent.append(message)
+        sent.append(copy.copy(message))
         real(message)
 
     frames.send_nowait = send_nowait  # type: ignore[method-assign]

@@ -199,6 +199,9 @@ def idle(bench: Bench) -> None:
     options = {"what": "idle", "directory": bench.directory, "n": bench.sizes.idle}
     bench.details["idle"] = bench.once("driver_cases.memory", options)
     bench.figures["kb_idle"] = bench.details["idle"]["kb_idle"]
+    ended = bench.details["idle"]["ended"]
+    if set(ended) != {"cancelled"}:
+        say(f"    cancelled all at once, they ended as {ended}")
 
 
 def padding(bench: Bench) -> None:

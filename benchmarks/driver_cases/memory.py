@@ -12,10 +12,12 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from contextlib import suppress
 from typing import Any
 
 import anyio
 
+import rollout
 from driver_cases.measuring import rss_bytes
 from driver_cases.ours import OurSide, Plan, contents, open_ours
 from driver_cases.side_process import answers_on_stdout
@@ -38,25 +40,30 @@ async def tokens(side: OurSide) -> dict[str, Any]:
 
 
 async def idle(side: OurSide) -> dict[str, Any]:
-    """With every agent waiting for its engine."""
-    n = len(side.prompts)
+    """With every agent waiting for its engine; then all of them are cancelled."""
+    runtime, n = side.runtime, len(side.prompts)
     before = rss_bytes()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_run_until_cancelled, side)
-        while side.runtime.statistics().replicas[0].in_flight < n:
+        while runtime.statistics().replicas[0].in_flight < n:
             await anyio.sleep(LOOK_S)
-            if outcomes := side.runtime.statistics().outcomes:
+            if outcomes := runtime.statistics().outcomes:
                 raise SystemExit(f"agents ended before all of them waited: {outcomes}")
         await anyio.sleep(SETTLE_S)
-        held = rss_bytes() - before
-        side.runtime.cancel()
-    return {"kb_idle": held / n / 1e3, "rss_mb": rss_bytes() / 1e6}
+        held, rss_mb = rss_bytes() - before, rss_bytes() / 1e6
+        cancelled_at = anyio.current_time()
+        runtime.cancel()
+    cancel_s = anyio.current_time() - cancelled_at
+    outcomes = runtime.statistics().outcomes
+    return {"kb_idle": held / n / 1e3, "rss_mb": rss_mb, "cancel_s": cancel_s, "ended": outcomes}
 
 
 async def _run_until_cancelled(side: OurSide) -> None:
-    async with side.runtime.stream(side.prompts) as trajectories:
-        async for _ in trajectories:
-            pass
+    """What else than the cancellation ends them is told by their outcomes."""
+    with suppress(rollout.LimitExceeded):
+        async with side.runtime.stream(side.prompts) as trajectories:
+            async for _ in trajectories:
+                pass
 
 
 async def measure(what: str, plan: Plan) -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio  # noqa: TID251  (this is the module that may)
 import math
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from contextvars import copy_context
-from functools import cache
-from typing import Any, NoReturn, TypeVar, cast
+from functools import lru_cache
+from typing import Any, TypeVar, cast
 
 import anyio
 import sniffio
@@ -25,7 +24,6 @@ from rollout.errors import ToolError
 
 T = TypeVar("T")
 Post = Callable[[Callable[[], object]], None]
-StartTask = Callable[[Callable[[], Coroutine[Any, Any, object]]], object]
 
 
 def loop_poster() -> Post:
@@ -79,7 +77,14 @@ def loop_clock() -> Callable[[], float]:
         return anyio.current_time
     import trio
 
-    return trio.lowlevel.current_clock().current_time
+    return _time_of(trio.lowlevel.current_clock())
+
+
+@lru_cache(4)
+def _time_of(clock: Any) -> Callable[[], float]:
+    """Its method, which thousands share."""
+    method: Callable[[], float] = clock.current_time
+    return method
 
 
 def event_type() -> type[anyio.Event]:
@@ -113,109 +118,6 @@ def native_cancellations() -> int:
         return 0
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()
-
-
-def open_apart() -> AbstractAsyncContextManager[StartTask]:
-    """Gives what starts a task that need not be waited for; it has to contain its exceptions.
-
-    On trio nothing waits for it, since it may wait for what cannot be interrupted. On asyncio,
-    where everything can, it belongs to the block.
-    """
-    return nullcontext(_start_on_trio) if runs_on_trio() else _apart_on_asyncio()
-
-
-def _start_on_trio(function: Callable[[], Coroutine[Any, Any, object]]) -> None:
-    import trio
-
-    trio.lowlevel.spawn_system_task(_unprotected(), function, context=copy_context())
-
-
-@cache
-def _unprotected() -> Callable[[Callable[[], Coroutine[Any, Any, object]]], Awaitable[None]]:
-    """`_call`, which Ctrl-C is to reach like any other task."""
-    import trio
-
-    return trio.lowlevel.disable_ki_protection(_call)
-
-
-@asynccontextmanager
-async def _apart_on_asyncio() -> AsyncIterator[StartTask]:
-    failure: BaseException | None = None
-    # What is in a group besides is anyio's word on scopes that the task did not leave.
-    with suppress(BaseExceptionGroup):
-        async with anyio.create_task_group() as tasks:
-            try:
-                yield tasks.start_soon
-            except BaseException as error:
-                failure = error
-    if failure is not None:
-        raise failure
-
-
-async def _call(function: Callable[[], Coroutine[Any, Any, object]]) -> None:
-    await function()
-
-
-class Interruptible:
-    """A task that can be made to run, whatever it waits for."""
-
-    def __init__(self) -> None:
-        self._task: Any = None
-
-    def is_this(self) -> None:
-        """It is the one that calls."""
-        if runs_on_trio():
-            import trio
-
-            self._task = trio.lowlevel.current_task()
-        else:
-            self._task = asyncio.current_task()
-
-    def forget(self) -> None:
-        """It has ended; a task whose context refers to it is then freed without the collector."""
-        self._task = None
-
-    def interrupt(self, error: BaseException, replace: Callable[[Any], Any]) -> None:
-        """Have it run soon, whatever shields it; nothing is lost where it is about to run.
-
-        A task of trio that waits for what cannot be aborted, such as a thread, stays as it is.
-
-        Args:
-            error: What is delivered on trio; asyncio knows its CancelledError only.
-            replace: What trio resumes in place of the coroutine of each task that it has started.
-        """
-        if isinstance(self._task, asyncio.Task):
-            self._task.cancel()
-        elif self._task is not None:
-            for nursery in self._task.child_nurseries:
-                for child in nursery.child_tasks:
-                    _interrupt_on_trio(child, error, replace)
-            _wake_on_trio(self._task, error)
-
-    def disown_children(self) -> None:
-        """Cancel the nurseries that it leaves open, so that trio lets it end."""
-        if self._task is not None and not isinstance(self._task, asyncio.Task):
-            for nursery in self._task.child_nurseries:
-                nursery.cancel_scope.cancel()
-                nursery._closed = True  # as trio does, before it complains
-            self._task._child_nurseries.clear()
-
-
-def _interrupt_on_trio(task: Any, error: BaseException, replace: Callable[[Any], Any]) -> None:
-    for nursery in task.child_nurseries:
-        for child in nursery.child_tasks:
-            _interrupt_on_trio(child, error, replace)
-    task.coro = replace(task.coro)
-    _wake_on_trio(task, error)
-
-
-def _wake_on_trio(task: Any, error: BaseException) -> None:
-    def raise_error() -> NoReturn:
-        raise error
-
-    # No public name leads there: a scope could be cancelled, but not one that shields itself.
-    if task._abort_func is not None:
-        task._attempt_abort(raise_error)
 
 
 async def wait_future(future: Future[T]) -> T:

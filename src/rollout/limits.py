@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 import msgspec
@@ -23,18 +23,21 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
-class Deadline(msgspec.Struct, frozen=True):
+class Deadline(msgspec.Struct, frozen=True, gc=False):
     """An absolute time (`anyio.current_time`) and the limit it comes from, e.g. ``limits.tool_s``.
 
     Attributes:
         at: Absolute clock time; infinite where there is no limit.
         source: Path of the limit in the configuration.
         seconds: The limit itself, for messages.
+        late_s: How much later its scopes fire, so that thousands that share it do not end in one
+            round of the loop.
     """
 
     at: float
     source: str
     seconds: float
+    late_s: float = 0.0
 
     @classmethod
     def after(
@@ -52,12 +55,21 @@ class Deadline(msgspec.Struct, frozen=True):
         """
         length = math.inf if seconds is None else seconds
         at = length + (anyio.current_time() if now is None else now)
-        return cls(at, source, length) if outer is None or at < outer.at else outer
+        if outer is None:
+            return cls(at, source, length)
+        return cls(at, source, length, outer.late_s) if at < outer.at else outer
+
+    @property
+    def fires_at(self) -> float:
+        """Clock time at which its scopes fire."""
+        return self.at + self.late_s
 
     def later(self, seconds: float, outermost: Deadline) -> Deadline:
         """The same limit `seconds` later, or `outermost` where that is not later."""
         at = self.at + seconds
-        return Deadline(at, self.source, self.seconds) if at < outermost.at else outermost
+        if at >= outermost.at:
+            return outermost
+        return Deadline(at, self.source, self.seconds, self.late_s)
 
     def error(self) -> LimitExceeded:
         """What a trajectory that meets this deadline ends with."""
@@ -75,6 +87,17 @@ class HasDeadline(Protocol):
     deadline: float
 
 
+class _Pause:
+    """What a deadline was when the runtime let its work wait."""
+
+    __slots__ = ("deadline", "outer", "since", "times")
+
+    def __init__(self, deadline: Deadline, outer: Deadline | None) -> None:
+        self.deadline, self.outer = deadline, outer
+        self.since = anyio.current_time()
+        self.times = 0
+
+
 class PausableDeadline:
     """A deadline that pauses while the runtime lets its work wait.
 
@@ -86,38 +109,34 @@ class PausableDeadline:
 
     Attributes:
         now: What counts at present.
+        outer: The same of a piece of work around this one that has no scope of its own.
     """
 
-    __slots__ = (
-        "_around",
-        "_entered",
-        "_outermost",
-        "_paused",
-        "_pauses",
-        "_scope",
-        "_since",
-        "now",
-    )
+    __slots__ = ("_around", "_outermost", "_pause", "_scope", "now", "outer")
 
     def __init__(
-        self, deadline: Deadline, outermost: Deadline, around: PausableDeadline | None = None
+        self,
+        deadline: Deadline,
+        outermost: Deadline,
+        around: PausableDeadline | None = None,
+        *,
+        outer: Deadline | None = None,
     ) -> None:
         self.now = deadline
+        self.outer = outer
         self._around = around
         self._outermost = outermost
-        self._scope: HasDeadline | None = None
-        self._paused: Deadline | None = None
-        self._pauses = 0
-        self._since = 0.0
+        self._scope: Any = None
+        self._pause: _Pause | None = None
 
     def govern(self, scope: HasDeadline) -> None:
         """Keep the deadline of this scope right from now on."""
         self._scope = scope
-        scope.deadline = self.now.at
+        scope.deadline = self.now.fires_at
 
     def __enter__(self) -> None:
-        self._scope = self._entered = cancel_scope(self.now.at)
-        self._entered.__enter__()
+        self._scope = cancel_scope(self.now.fires_at)
+        self._scope.__enter__()
 
     def __exit__(
         self,
@@ -125,7 +144,7 @@ class PausableDeadline:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool | None:
-        is_caught = self._entered.__exit__(kind, error, traceback)
+        is_caught: bool | None = self._scope.__exit__(kind, error, traceback)
         if is_caught and anyio.current_time() >= self.now.at:
             raise self.now.error()
         return is_caught
@@ -134,30 +153,33 @@ class PausableDeadline:
         """The runtime lets it wait from now on."""
         if self._around is not None:
             self._around.pause()
-        self._pauses += 1
-        if self._pauses == 1:
-            self._since, self._paused = anyio.current_time(), self.now
-            self._become(self._outermost)
+        if self._pause is None:
+            self._pause = _Pause(self.now, self.outer)
+            self._become(self._outermost, self._outermost)
+        self._pause.times += 1
 
     def resume(self) -> None:
         """End one `pause`."""
         if self._around is not None:
             self._around.resume()
-        self._pauses -= 1
-        if self._pauses == 0:
-            assert self._paused is not None
-            self._become(self._paused.later(anyio.current_time() - self._since, self._outermost))
+        pause = self._pause
+        assert pause is not None
+        pause.times -= 1
+        if pause.times == 0:
+            self._pause, passed = None, anyio.current_time() - pause.since
+            outer = pause.outer and pause.outer.later(passed, self._outermost)
+            self._become(pause.deadline.later(passed, self._outermost), outer)
 
-    def _become(self, deadline: Deadline) -> None:
-        self.now = deadline
+    def _become(self, deadline: Deadline, outer: Deadline | None) -> None:
+        self.now, self.outer = deadline, outer
         if self._scope is not None:
-            self._scope.deadline = deadline.at
+            self._scope.deadline = deadline.fires_at
 
 
 @contextmanager
 def fail_at_deadline(deadline: Deadline) -> Iterator[anyio.CancelScope]:
     """A cancel scope that turns `deadline` into the `LimitExceeded` that names it."""
-    with anyio.CancelScope(deadline=deadline.at) as scope:
+    with anyio.CancelScope(deadline=deadline.fires_at) as scope:
         yield scope
     if scope.cancelled_caught and anyio.current_time() >= deadline.at:
         raise deadline.error()

@@ -108,20 +108,29 @@ async def open_task_group() -> AsyncIterator[TaskGroup]:
     body_error: BaseException | None = None
     failure: BaseException | None = None
     try:
-        async with anyio.create_task_group() as tasks:
-            try:
-                yield tasks
-            except BaseException as error:
-                body_error = error
-                raise
-            finally:
-                tasks.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        others = group.subgroup(lambda error: error is not body_error)
-        # The body was cancelled because a task failed, or failed by itself.
-        is_victim = body_error is None or isinstance(body_error, anyio.get_cancelled_exc_class())
-        failure = leaf_of(others) if is_victim and others is not None else body_error
-    # The group's own cancelled scope may have swallowed a cancellation that came from outside.
-    failure = failure or body_error
-    if failure is not None:
-        raise failure
+        try:
+            async with anyio.create_task_group() as tasks:
+                try:
+                    yield tasks
+                except BaseException as error:
+                    body_error = error
+                    raise
+                finally:
+                    tasks.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            failure = _failure_of(group, body_error)
+        # The group's own cancelled scope may have swallowed a cancellation from outside.
+        failure = failure or body_error
+        if failure is not None:
+            raise failure
+    finally:  # their tracebacks hold this frame, and only the collector would end that
+        failure = body_error = None
+
+
+def _failure_of(
+    group: BaseExceptionGroup[BaseException], body_error: BaseException | None
+) -> BaseException | None:
+    others = group.subgroup(lambda error: error is not body_error)
+    # The body was cancelled because a task failed, or failed by itself.
+    is_victim = body_error is None or isinstance(body_error, anyio.get_cancelled_exc_class())
+    return leaf_of(others) if is_victim and others is not None else body_error

@@ -1,125 +1,39 @@
-"""Foreign code in a task that ends, whatever the code does with its cancellation.
+"""Foreign code in tasks that end, whatever the code does with its cancellation.
 
 A coroutine that catches cancellation and waits again would block every task that waits for it. Here
-it is driven through a `_Drive`, which can stop resuming it. What must end by when is declared
+it is driven through a `Drive`, which can stop resuming it. What must end by when is declared
 around each piece of foreign code with `Duty`; a piece that is still there ``cleanup_s`` later is
 given up together with the task it runs in. No task waits for it any longer, and it never runs
 again.
+
+A piece of code costs its task and a `Supervised`: no other task waits for it, one watches all.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections.abc import Generator
-from contextvars import ContextVar
-from functools import partial
+from contextlib import asynccontextmanager
+from contextvars import ContextVar, copy_context
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
 
-from rollout.bridge import Interruptible, cancel_scope, open_apart
+from rollout.bridge import cancel_scope
+from rollout.drives import Drive, MainDrive, UnresponsiveError
+from rollout.loop_tasks import open_apart
+from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
-    from types import FrameType, TracebackType
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+    from types import TracebackType
+
+    from rollout.loop_tasks import StartTask
 
 T = TypeVar("T")
 
 #: How long a task that was given up has to leave. It does so at the loop's next turn, unless it
 #: waits for what cannot be interrupted, such as a thread under trio: then it is left where it is.
 LEAVE_S = 1.0
-
-#: Where a coroutine waits in these says nothing about whose it is.
-_LIBRARIES = {"rollout", "anyio", "trio", "asyncio", "outcome"}
-
-
-class UnresponsiveError(Exception):
-    """Foreign code did not end when it was cancelled, and was given up."""
-
-
-class _Drive(Generator[Any, Any, Any]):
-    """Runs a coroutine in place of ``await``, until it is given up."""
-
-    def __init__(
-        self, coroutine: Coroutine[Any, Any, Any], unresponsive: UnresponsiveError | None = None
-    ) -> None:
-        self._coroutine = coroutine
-        self._unresponsive = unresponsive
-        self.task = Interruptible()
-
-    def __await__(self) -> _Drive:
-        return self
-
-    def send(self, value: Any) -> Any:
-        if self._unresponsive is not None:
-            self._leave(self._unresponsive)
-        return self._coroutine.send(value)
-
-    def throw(self, *error: Any) -> Any:
-        if self._unresponsive is not None:
-            self._leave(self._unresponsive)
-        return self._coroutine.throw(*error)
-
-    def close(self) -> None:
-        self._coroutine.close()
-
-    @property
-    def is_given_up(self) -> bool:
-        return self._unresponsive is not None
-
-    def give_up(self, unresponsive: UnresponsiveError) -> None:
-        """Resume it never again; its task leaves at once where that is possible."""
-        self._unresponsive = unresponsive
-        self.task.interrupt(unresponsive, lambda coroutine: _Drive(coroutine, unresponsive))
-
-    def place(self) -> str:
-        """Where the coroutine waits: the innermost place in foreign code, where there is one."""
-        frames = [coroutine.cr_frame for coroutine in self._chain() if coroutine.cr_frame]
-        foreign = [frame for frame in frames if not _is_of_library(frame)] or frames
-        return (
-            f"{foreign[-1].f_code.co_filename}:{foreign[-1].f_lineno}" if foreign else "its start"
-        )
-
-    @property
-    def cr_frame(self) -> Any:  # for tools that print where tasks wait
-        return getattr(self._coroutine, "cr_frame", None)
-
-    @property
-    def cr_await(self) -> Any:
-        return getattr(self._coroutine, "cr_await", None)
-
-    def _leave(self, unresponsive: UnresponsiveError) -> None:
-        chain = self._chain()
-        try:
-            self._coroutine.close()
-        except BaseException:  # one swallowed this too and waits again, or a clean-up failed
-            for coroutine in chain:
-                _keep_for_ever(coroutine)
-        self.task.disown_children()
-        raise unresponsive
-
-    def _chain(self) -> list[Any]:
-        """The coroutines that wait for each other, the outermost first."""
-        chain: list[Any] = []
-        inner: Any = self._coroutine
-        while hasattr(inner, "cr_await"):
-            chain.append(inner)
-            inner = inner.cr_await
-        return chain
-
-
-def _keep_for_ever(coroutine: Any) -> None:
-    """Never let it be collected as garbage.
-
-    It would be closed again then, at the exit of the process where no loop runs; code that catches
-    whatever happens and tries again would never let the process go.
-    """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(coroutine))
-
-
-def _is_of_library(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _LIBRARIES
 
 
 class Duty:
@@ -133,19 +47,17 @@ class Duty:
         grace_s: How long it may still take after a cancellation from outside.
     """
 
-    __slots__ = ("_supervised", "at", "drive", "grace_s", "what")
+    __slots__ = ("at", "drive", "grace_s", "what")
 
     def __init__(self, what: str, at: float, *, grace_s: float = 0.0) -> None:
         self.what = what
         self.at = at
         self.grace_s = grace_s
-        current = _current.get()
-        self._supervised = None if current is None else current[0]
-        self.drive = None if current is None else current[1]
+        self.drive = _current.get()
 
     def __enter__(self) -> Duty:
-        if self._supervised is not None:
-            self._supervised.take_on(self)
+        if self.drive is not None:
+            self.drive.owner.take_on(self)
         return self
 
     def __exit__(
@@ -154,34 +66,66 @@ class Duty:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._supervised is not None:
-            self._supervised.discharge(self)
+        if self.drive is not None:
+            self.drive.owner.discharge(self)
 
 
 class Supervised(Generic[T]):
-    """One piece of foreign code and its clean-up, in a task of their own.
+    """One piece of foreign code, in a task of its own; a context manager around the code itself.
+
+    What is in the block is cancelled by `cancel` and at the deadline; what comes after it in the
+    same task, such as clean-up, shields itself and is bounded by duties of its own.
 
     Args:
+        supervision: Sees that it ends.
         what: What the code is, for messages.
-        cleanup_s: How long after its deadline, or its cancellation, code is given up.
 
     Attributes:
         unresponsive: Why code was given up, the first time; None if all ended by itself.
         was_cancelled: Whether `cancel` or the deadline ended the code before its end.
     """
 
-    def __init__(self, what: str, *, cleanup_s: float) -> None:
+    __slots__ = (
+        "_at",
+        "_duties",
+        "_error",
+        "_main",
+        "_scope",
+        "_supervision",
+        "_value",
+        "_what",
+        "unresponsive",
+        "was_cancelled",
+    )
+
+    def __init__(self, supervision: Supervision, what: str) -> None:
         self.unresponsive: UnresponsiveError | None = None
         self.was_cancelled = False
+        self._supervision = supervision
         self._what = what
-        self._cleanup_s = cleanup_s
         self._scope = cancel_scope()
-        self._own: Duty | None = None
-        self._duties: list[Duty] = []
-        self._alarm: anyio.CancelScope | None = None
-        self._ended = anyio.Event()
+        self._at: float | None = None  # when the code is cancelled, while it runs
+        self._duties: list[Duty] | tuple[()] = ()
+        self._main: MainDrive[Supervised[Any]] | None = None  # until the task has ended
         self._value: T | None = None
         self._error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        self._scope.__enter__()
+        is_cancelled = self._scope.cancel_called
+        self._at = anyio.current_time() if is_cancelled else self._scope.deadline
+        self._supervision.look_at(self._at)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        self._at = None
+        is_caught = self._scope.__exit__(kind, error, traceback)
+        self.was_cancelled = self._scope.cancelled_caught
+        return is_caught
 
     @property
     def deadline(self) -> float:
@@ -191,55 +135,20 @@ class Supervised(Generic[T]):
     @deadline.setter
     def deadline(self, at: float) -> None:
         self._scope.deadline = at
-        if self._own is not None:
-            self._own.at = at
-            self._look_at(at)
+        if self._at is not None:
+            self._at = at
+            self._supervision.look_at(at)
 
-    def take_on(self, duty: Duty) -> None:
-        """See that it ends in time, from now on."""
-        self._duties.append(duty)
-        self._look_at(duty.at)
+    def start(self, code: Coroutine[Any, Any, T | None]) -> None:
+        """Run the code in a task of its own; `ended` is called when that has ended."""
+        self._main = MainDrive(self, code)
+        self._supervision.start(self, self._main, self._what)
 
-    def discharge(self, duty: Duty) -> None:
-        """It has ended."""
-        if duty in self._duties:  # given up, where it leaves late
-            self._duties.remove(duty)
+    def result(self) -> T | None:
+        """What the code returned; None where it was cancelled, or given up as `unresponsive` says.
 
-    def cancel(self) -> None:
-        """Cancel the code, not its clean-up."""
-        self._scope.cancel()
-        now = anyio.current_time()
-        for duty in self._duties:
-            duty.at = min(duty.at, now + duty.grace_s)
-        self._look_at(now)
-
-    async def run(
-        self,
-        function: Callable[[], Awaitable[T]],
-        clean_up: Callable[[], Awaitable[object]] | None = None,
-    ) -> T | None:
-        """What `function` returns; None where it was cancelled, or given up as `unresponsive` says.
-
-        Cancellation of the caller passes on to the code, and leaves when code and clean-up have
-        ended or were given up.
-
-        Args:
-            function: The foreign code.
-            clean_up: Runs after it in the same task, beyond the reach of `cancel`; shields itself.
+        What it raised is raised, once.
         """
-        drive = _Drive(self._both(function, clean_up))
-        async with open_apart() as start:
-            start(partial(self._drive, drive))
-            try:
-                await self._until_ended(drive)
-            except BaseException:
-                self.cancel()
-                try:
-                    with anyio.CancelScope(shield=True):
-                        await self._until_ended(drive)
-                finally:  # on asyncio a second Task.cancel waits for nothing
-                    self._give_up(list(self._duties))
-                raise
         error, self._error = self._error, None
         if error is not None:
             try:
@@ -248,78 +157,210 @@ class Supervised(Generic[T]):
                 del error  # its traceback holds this frame, and only the collector would end that
         return self._value
 
-    async def _both(
-        self,
-        function: Callable[[], Awaitable[T]],
-        clean_up: Callable[[], Awaitable[object]] | None,
-    ) -> None:
-        try:
-            with self._scope, Duty(self._what, self._scope.deadline) as self._own:
-                self._value = await function()
-            self.was_cancelled = self._scope.cancelled_caught
-        finally:
-            self._own = None
-            if clean_up is not None and not is_given_up():
-                await clean_up()
+    def cancel(self) -> None:
+        """Cancel the code, not its clean-up."""
+        self._scope.cancel()
+        now = anyio.current_time()
+        if self._at is not None:
+            self._at = min(self._at, now)
+        for duty in self._duties:
+            duty.at = min(duty.at, now + duty.grace_s)
+        self._supervision.look_at(now)
 
-    async def _drive(self, drive: _Drive) -> None:
-        _current.set((self, drive))
-        drive.task.is_this()
-        try:
-            await drive
-        except UnresponsiveError as error:
-            self.unresponsive = self.unresponsive or error
-        except BaseException as error:
-            self._error = error
-        finally:
-            drive.task.forget()
-            self._ended.set()
+    def take_on(self, duty: Duty) -> None:
+        """See that it ends in time, from now on."""
+        if isinstance(self._duties, list):
+            self._duties.append(duty)
+        else:
+            self._duties = [duty]
+        self._supervision.look_at(duty.at)
 
-    async def _until_ended(self, drive: _Drive) -> None:
-        """Wait for the task, and give up what should have ended long ago."""
-        while not self._ended.is_set():
-            due = min((duty.at for duty in self._duties), default=math.inf) + self._cleanup_s
-            with cancel_scope(due) as self._alarm:
-                await self._ended.wait()
-                return
-            now = anyio.current_time()
-            self._give_up([duty for duty in self._duties if duty.at + self._cleanup_s <= now])
-            if drive.is_given_up:
-                self._give_up(list(self._duties))  # what it had begun in tasks of their own
-                with anyio.move_on_after(LEAVE_S):
-                    await self._ended.wait()
-                return
+    def discharge(self, duty: Duty) -> None:
+        """It has ended."""
+        if isinstance(self._duties, list) and duty in self._duties:  # else it leaves late
+            self._duties.remove(duty)
 
-    def _give_up(self, overdue: list[Duty]) -> None:
+    @property
+    def earliest(self) -> float:
+        """When the first piece of it is cancelled; infinite where nothing is to end."""
+        own = math.inf if self._at is None else self._at
+        return min(own, *(duty.at for duty in self._duties)) if self._duties else own
+
+    def give_up(self, now: float) -> None:
+        """What should have ended long ago is given up, or abandoned where it was already."""
+        main, cleanup_s = self._main, self._supervision.cleanup_s
+        if main is None or self.earliest + cleanup_s > now:
+            return
+        if main.unresponsive is not None:
+            self._close()
+            return
+        overdue = [duty for duty in self._duties if duty.at + cleanup_s <= now]
         # What runs in a task of its own knows better than its caller where it waits.
-        own = None if self._own is None else self._own.drive
-        for duty in sorted(overdue, key=lambda duty: duty.drive is own):
-            drive = duty.drive
-            if drive is not None and duty in self._duties:
-                self._duties[:] = [each for each in self._duties if each.drive is not drive]
-                place = drive.place()
-                unresponsive = UnresponsiveError(
-                    f"{duty.what} did not end within limits.cleanup_s = {self._cleanup_s:g} s of "
-                    f"its cancellation and was given up; it waits at {place}"
-                )
-                self.unresponsive = self.unresponsive or unresponsive
-                drive.give_up(unresponsive)
+        self._give_up_duties(duty for duty in overdue if duty.drive is not main)
+        if self._at is not None and self._at + cleanup_s <= now:
+            self._give_up(self._what, main)
+        self._give_up_duties(overdue)
+        if main.unresponsive is not None:
+            self._give_up_duties(self._duties)  # what it had begun in tasks of their own
 
-    def _look_at(self, at: float) -> None:
-        if self._alarm is not None and at + self._cleanup_s < self._alarm.deadline:
-            self._alarm.deadline = at + self._cleanup_s
+    def _give_up_duties(self, duties: Iterable[Duty]) -> None:
+        for duty in tuple(duties):
+            if duty in self._duties and duty.drive is not None:
+                self._give_up(duty.what, duty.drive)
+
+    def _give_up(self, what: str, drive: Drive[Supervised[Any]]) -> None:
+        cleanup_s = self._supervision.cleanup_s
+        unresponsive = UnresponsiveError(
+            f"{what} did not end within limits.cleanup_s = {cleanup_s:g} s of its cancellation and "
+            f"was given up; it waits at {drive.place()}"
+        )
+        self.unresponsive = self.unresponsive or unresponsive
+        self._duties = [each for each in self._duties if each.drive is not drive]
+        if drive is self._main:
+            self._at = anyio.current_time() + LEAVE_S - cleanup_s
+            self._supervision.look_at(self._at)
+        drive.give_up(unresponsive)
+
+    def end(self, how: BaseException) -> None:
+        """The task has ended, by this error or with the value in a StopIteration."""
+        if isinstance(how, StopIteration):
+            self._value = how.value
+        elif isinstance(how, UnresponsiveError):
+            self.unresponsive = self.unresponsive or how
+        else:
+            self._error = how
+        self._close()
+
+    def _close(self) -> None:
+        """Nobody waits for its task any longer."""
+        main, self._main = self._main, None
+        if main is not None:  # else it ended after it was abandoned
+            main.forget()
+            self._supervision.end(self)
+
+    def ended(self) -> None:
+        """Its task has ended, or nobody waits for it any longer; called once."""
 
 
-#: What supervises the code that runs here, and what drives it.
-_current: ContextVar[tuple[Supervised[Any], _Drive] | None] = ContextVar(
-    "rollout_supervised", default=None
-)
+class SupervisedCall(Supervised[T]):
+    """Foreign code that a task waits for."""
+
+    __slots__ = ("_ended",)
+
+    async def run(self, function: Callable[[], Awaitable[T]]) -> T | None:
+        """What `function` returns; None where it was cancelled, or given up as `unresponsive` says.
+
+        Cancellation of the caller passes on to the code, and leaves when that has ended or was
+        given up.
+        """
+        self._ended = anyio.Event()
+        self.start(self._within(function))
+        try:
+            await self._ended.wait()
+        except BaseException:
+            self.cancel()
+            try:
+                with anyio.CancelScope(shield=True):
+                    await self._ended.wait()
+            finally:  # on asyncio a second Task.cancel waits for nothing
+                self.give_up(math.inf)
+            raise
+        return self.result()
+
+    async def _within(self, function: Callable[[], Awaitable[T]]) -> T | None:
+        with self:
+            return await function()
+        return None
+
+    def ended(self) -> None:
+        """Wake the task that waits."""
+        self._ended.set()
+
+
+class Supervision:
+    """Gives up foreign code that does not end; made by `open_supervision`.
+
+    Attributes:
+        cleanup_s: How long after its deadline, or its cancellation, code is given up.
+    """
+
+    def __init__(self, start: StartTask, cleanup_s: float) -> None:
+        self.cleanup_s = cleanup_s
+        self._start = start
+        self._running: dict[Supervised[Any], None] = {}  # in a fixed order
+        self._alarm, self._watching = anyio.CancelScope(), anyio.CancelScope(shield=True)
+        self._all_ended: anyio.Event | None = None
+
+    def start(self, work: Supervised[Any], drive: MainDrive[Supervised[Any]], what: str) -> None:
+        """Start the task of a piece of code."""
+        self._running[work] = None
+        context = copy_context()
+        context.run(_current.set, drive)
+        self._start(drive, what, context)
+
+    def end(self, work: Supervised[Any]) -> None:
+        """Nobody waits for a piece of code any longer."""
+        del self._running[work]
+        try:
+            work.ended()  # which may start another one
+        finally:
+            if self._all_ended is not None and not self._running:
+                self._all_ended.set()
+
+    def look_at(self, at: float) -> None:
+        """Something is to end at that time."""
+        self._alarm.deadline = min(self._alarm.deadline, at + self.cleanup_s)
+
+    async def watch(self) -> None:
+        """Give up what should have ended long ago; until `stop`, whatever is cancelled."""
+        with self._watching:
+            while True:
+                first = min((work.earliest for work in self._running), default=math.inf)
+                with anyio.CancelScope(deadline=first + self.cleanup_s) as self._alarm:
+                    await anyio.sleep_forever()
+                now = anyio.current_time()
+                for work in tuple(self._running):
+                    work.give_up(now)
+
+    def stop(self) -> None:
+        """Wait for nothing any longer."""
+        for work in tuple(self._running):
+            work.give_up(math.inf)
+        self._watching.cancel()
+
+    async def cancel_all(self) -> None:
+        """Cancel what runs, and wait until that has ended or was given up; shielded."""
+        for work in tuple(self._running):
+            work.cancel()
+        with anyio.CancelScope(shield=True):
+            while self._running:
+                self._all_ended = anyio.Event()
+                await self._all_ended.wait()
+
+
+@asynccontextmanager
+async def open_supervision(cleanup_s: float) -> AsyncIterator[Supervision]:
+    """A supervision; at the end of the block nothing that it runs is waited for any longer."""
+    async with open_apart() as start, open_task_group() as tasks:
+        supervision = Supervision(start, cleanup_s)
+        tasks.start_soon(supervision.watch)
+        try:
+            yield supervision
+        finally:
+            try:
+                await supervision.cancel_all()
+            finally:  # on asyncio a second Task.cancel waits for nothing
+                supervision.stop()
+
+
+#: What drives the code that runs here.
+_current: ContextVar[Drive[Supervised[Any]] | None] = ContextVar("rollout_drive", default=None)
 
 
 def is_given_up() -> bool:
     """Whether the code that runs here is being closed by force, and must not wait any more."""
-    current = _current.get()
-    return current is not None and current[1].is_given_up
+    drive = _current.get()
+    return drive is not None and drive.unresponsive is not None
 
 
 async def in_own_task(job: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -331,11 +372,11 @@ async def in_own_task(job: Callable[[], Coroutine[Any, Any, T]]) -> T:
     current = _current.get()
     if current is None:
         return await job()
-    drive = _Drive(job())
-    _current.set((current[0], drive))
-    drive.task.is_this()
+    drive = Drive(current.owner, job())
+    _current.set(drive)
+    drive.runs_here()
     try:
         result: T = await drive
     finally:
-        drive.task.forget()
+        drive.forget()
     return result

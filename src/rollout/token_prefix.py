@@ -1,18 +1,14 @@
-"""Token ids that only ever grow, with a running checksum: what a trajectory's requests are made of.
+"""Token ids that only ever grow: what a trajectory's requests are made of.
 
 A request for turn 64 must not cost more than one for turn 2 with as many new tokens. So no code
-copies or scans the whole prefix at a turn: it is summed once, as it grows, checked once, and a
-replica is sent only what it does not have.
+copies or scans the whole prefix at a turn: it is checked once, summed once, as far as replicas have
+it, and a replica is sent only what it does not have.
 """
 
 from __future__ import annotations
 
 import zlib
 from array import array
-from bisect import bisect_left, bisect_right
-
-_SUM_BITS = 32
-_SUM_MASK = (1 << _SUM_BITS) - 1
 
 
 class TokenPrefix:
@@ -25,19 +21,28 @@ class TokenPrefix:
         checked: How many of the first ids are known to lie in the engines' vocabulary.
     """
 
-    __slots__ = ("_ends", "_others", "_pieces", "_sent", "_session", "checked")
+    __slots__ = (
+        "_length",
+        "_others",
+        "_pieces",
+        "_sent",
+        "_session",
+        "_sum",
+        "_summed",
+        "checked",
+    )
 
     def __init__(self) -> None:
         self.checked = 0
         self._pieces: list[bytes] = []
-        #: Where each piece ends, and the sum up to there in the lower half.
-        self._ends = array("Q")
+        self._length = 0
+        self._sum = self._summed = 0  # of the first `_summed` ids
         #: What the replica has that was asked last; of earlier ones in `_others`.
         self._session, self._sent = "", 0
         self._others: dict[str, int] | None = None
 
     def __len__(self) -> int:
-        return self._ends[-1] >> _SUM_BITS if self._ends else 0
+        return self._length
 
     @property
     def ids(self) -> array[int]:
@@ -52,30 +57,33 @@ class TokenPrefix:
         """Append packed ids, int32; bytes are kept as they are."""
         piece = ids if isinstance(ids, bytes) else ids.tobytes()
         if piece:
-            end = self._ends[-1] if self._ends else 0
-            length = (end >> _SUM_BITS) + len(piece) // 4
-            self._pieces.append(piece)
-            self._ends.append(length << _SUM_BITS | zlib.crc32(piece, end & _SUM_MASK))
+            if self._pieces:
+                self._pieces.append(piece)
+            else:
+                self._pieces = [piece]  # a list that grows has room for more
+            self._length += len(piece) // 4
 
-    def sum_of(self, length: int) -> int | None:
-        """CRC-32 of the first `length` ids; None where no `extend` ended there."""
-        if not length:
-            return 0
-        at = bisect_left(self._ends, length << _SUM_BITS)
-        if at == len(self._ends) or self._ends[at] >> _SUM_BITS != length:
-            return None
-        return self._ends[at] & _SUM_MASK
+    def sum_of(self, length: int) -> int:
+        """CRC-32 of the first `length` ids; cheap where they are more than the last time."""
+        if length < self._summed:
+            self._sum = self._summed = 0
+        self._sum = zlib.crc32(self.packed(self._summed, length), self._sum)
+        self._summed = length
+        return self._sum
 
     def packed(self, start: int = 0, stop: int | None = None) -> bytes:
         """The ids from index `start` up to `stop`, int32 little-endian."""
-        stop = len(self) if stop is None else min(stop, len(self))
+        stop = self._length if stop is None else min(stop, self._length)
         if start >= stop:
             return b""
-        first = bisect_right(self._ends, start << _SUM_BITS | _SUM_MASK)
-        last = bisect_left(self._ends, stop << _SUM_BITS)
-        pieces = self._pieces
-        found = pieces[first] if first == last else b"".join(pieces[first : last + 1])
-        begun = self._ends[first - 1] >> _SUM_BITS if first else 0
+        pieces, begun = self._pieces, self._length
+        last = at = len(pieces)
+        while begun > start:  # from the end, where what is asked for stands as a rule
+            if begun >= stop:
+                last = at
+            at -= 1
+            begun -= len(pieces[at]) // 4
+        found = pieces[at] if last == at + 1 else b"".join(pieces[at:last])
         return found[4 * (start - begun) : 4 * (stop - begun)]
 
     def sent_to(self, session: str) -> int:

@@ -29,7 +29,7 @@ from rollout.types import InvalidToolCall, Message, Outcome, Prompt, ToolCall
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from rollout.agents.gateway_door import GatewayDoor
@@ -256,10 +256,12 @@ class AgentContext:
         if self._interaction is not None:
             await self._interaction.start(interaction_context(self))
 
-    async def generate(self) -> AssistantTurn:
-        """As `Conversation.generate`; begins the trajectory where nobody has."""
-        if not self.transcript:
-            await self.begin()
+    def generate(self) -> Coroutine[Any, Any, AssistantTurn]:
+        """As `Conversation.generate`, awaited; begins the trajectory where nobody has."""
+        return self._main.generate() if self.transcript else self._begin_and_generate()
+
+    async def _begin_and_generate(self) -> AssistantTurn:
+        await self.begin()
         return await self._main.generate()
 
     async def call_tools(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
@@ -289,7 +291,7 @@ class AgentContext:
         deadline = self._main.turn_deadline
         with (
             SettlingLimits(self._state, settles_lengths=True),
-            Duty("respond of the interaction", deadline.at),
+            Duty("respond of the interaction", deadline.fires_at),
             fail_at_deadline(deadline),
         ):
             turn = await self._interaction.respond(list(template_messages(self.messages)))

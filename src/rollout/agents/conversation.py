@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from rollout.agents.conversation_listening import ListeningConversation
 from rollout.agents.openings import begun, first_log, opened_log
 from rollout.agents.places import check_purpose
-from rollout.agents.trajectory_state import SettlingLimits
 from rollout.agents.turn import AssistantTurn, answer
 from rollout.agents.turn_end import TurnEnd
 from rollout.agents.turn_options import AS_EVER, TurnOptions
 from rollout.chat.trajectory import BRANCH, SUBAGENT
+from rollout.drives import UnresponsiveError
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.generation import Generation
-from rollout.errors import AgentError
+from rollout.errors import AgentError, LimitExceeded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from rollout.engine.core import SamplingParams
     from rollout.tools import ToolResult
     from rollout.types import InvalidToolCall, ToolCall
+
+_NO_STOP = nullcontext()
 
 
 class Conversation(ListeningConversation):
@@ -93,7 +95,7 @@ class Conversation(ListeningConversation):
         if self.transcript:
             raise AgentError(f"begin_with: {self.session_id} has begun already")
         self._wording, self._log = wording, first_log(self.rows[0], wording, worded)
-        self._settling_limits = SettlingLimits(self._state, settles_lengths=False)
+        self._settles_lengths = False
 
     async def generate(self, options: TurnOptions = AS_EVER) -> AssistantTurn:
         """Have the model generate; its tokens are in the transcript then, also when cut short.
@@ -109,59 +111,74 @@ class Conversation(ListeningConversation):
         self._check_idle("generate")
         self._is_generating = True
         try:
-            await self._settle()
-            return await self._generate(options)
+            if self._unsettled:
+                await self._settle()
+            state, stop, is_over, bounded_by = self._state, options.stop, False, ""
+            started = state.clock()
+            deadline = state.deadline_of_generation(started)
+            generation, seed = self._begun(options)
+            try:
+                with stop or _NO_STOP:
+                    if self.history != "append_only" and self._log.may_be_rendered_again:
+                        with deadline:
+                            await self._render_again()
+                    kept = self._wording.kept_tokens
+                    budget, bounded_by = state.budget(self.transcript, self.sampling, kept)
+                    # Not in a coroutine of its own: every trajectory waits here.
+                    await state.services.engines.generate(
+                        generation,
+                        session_id=self._session_id,
+                        prompt_ids=self.transcript.prefix,
+                        sampling=state.sampling_of_turn(self.sampling, budget, seed),
+                        priority=state.prompt.priority,
+                        known_experts=self.transcript.routed_length,
+                        group_id=self._group_id,
+                        deadline=deadline,
+                    )
+                    if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
+                        raise state.abort_error(self._session_id, deadline.now)
+                is_over = True
+            except (LimitExceeded, UnresponsiveError) as error:
+                self._settling_limits.settle(error)
+                raise
+            finally:
+                self._turn_deadline = deadline.outer or deadline.now
+                generation.kept = None if stop is None else stop.kept
+                said, now = generation.finish_reason, state.clock()
+                end = TurnEnd.of(said, bounded_by=bounded_by, deadline=deadline.now, now=now)
+                if generation.kept is not None:
+                    end = TurnEnd("stop", None)
+                is_cut = end.finish_reason not in WHOLE_ANSWERS
+                stays_open = is_over or (is_cut and options.stays_open)
+                self._arrived(generation, seed, end, now - started, stays_open=stays_open)
+            return self._say()
         finally:
             self._is_generating = False
 
-    async def _generate(self, options: TurnOptions) -> AssistantTurn:
+    def _begun(self, options: TurnOptions) -> tuple[Generation, int]:
+        """A generation of no tokens, and its seed."""
+        stops = () if options.stop is None else (options.stop,)
+        readers = (*self.on_tokens, *stops)
+        if options.seed is not None:
+            return Generation(readers, is_seeded=True), options.seed
+        return Generation(readers), self._identity.seed_of_turn(self.assistant_turns)
+
+    def _arrived(
+        self, generation: Generation, seed: int, end: TurnEnd, seconds: float, *, stays_open: bool
+    ) -> None:
+        """Append what came of a generation, whatever became of the wait for it."""
         state = self._state
-        started = state.clock()
-        turn_deadline, deadline = state.deadlines_of_turn(started)
-        stop, seed, is_seeded = options.stop, options.seed, options.seed is not None
-        generation = Generation(on_tokens=[*self.on_tokens], is_seeded=is_seeded)
-        if stop is not None:
-            generation.on_tokens.append(stop)
-        bounded_by, is_over = "", False
-        if seed is None:
-            seed = self._identity.seed_of_turn(self.assistant_turns)
-        try:
-            with self._settling_limits, stop or nullcontext():
-                if self.history != "append_only" and self._log.may_be_rendered_again:
-                    with deadline:
-                        await self._render_again()
-                transcript = self.transcript
-                kept = self._wording.kept_tokens
-                budget, bounded_by = state.budget(transcript, self.sampling, kept)
-                await state.services.engines.generate(
-                    generation,
-                    session_id=self._session_id,
-                    prompt_ids=transcript.prefix,
-                    sampling=state.sampling_of_turn(self.sampling, budget, seed),
-                    priority=state.prompt.priority,
-                    known_experts=transcript.routed_length,
-                    group_id=self._group_id,
-                    deadline=deadline,
-                )
-                if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
-                    raise state.abort_error(self.session_id, deadline.now)
-            is_over = True
-        finally:
-            now = state.clock()
-            self._turn_deadline = turn_deadline.now
-            generation.kept = None if stop is None else stop.kept
-            state.note_generation(generation, now - started)
-            end = TurnEnd.of(
-                generation.finish_reason, bounded_by=bounded_by, deadline=deadline.now, now=now
-            )
-            if generation.kept is not None:
-                end = TurnEnd("stop", None)
-            is_cut = end.finish_reason not in WHOLE_ANSWERS
-            stays_open = is_over or (is_cut and options.stays_open)
-            if self._take(generation, seed, end) and not stays_open:
-                with suppress(Exception):  # a parser must not hide what ended the wait
-                    self._say()
-        return self._say()
+        state.note_generation(generation, seconds)
+        if not (generation.ids or generation.finish_reason):
+            return
+        self._log.take(generation.kept_part(), end.finish_reason, seed)
+        state.count_tokens(generation, self._known_tokens)
+        self._known_tokens = len(self.transcript)
+        self.assistant_turns += 1
+        self.cut_by = end.cut_by
+        if not stays_open:
+            with suppress(Exception):  # a parser must not hide what ended the wait
+                self._say()
 
     async def call_tools(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
         """Run the calls side by side and append what they answer; results in the order of calls.
@@ -222,7 +239,7 @@ class Conversation(ListeningConversation):
         opened = self._opened_with(log, identity, self._wording, self._group_id)
         if messages is not None:
             await opened.answer(messages)
-        self._opened.append(opened)
+        self._opened += (opened,)
         return opened
 
     async def subagent(
@@ -252,7 +269,7 @@ class Conversation(ListeningConversation):
         worded = await begun("subagent", wording, messages)
         log = opened_log(self.rows[-1], wording, worded, purpose)
         opened = self._opened_with(log, identity, wording, "")
-        self._opened.append(opened)
+        self._opened += (opened,)
         return opened
 
     @property
@@ -282,14 +299,3 @@ class Conversation(ListeningConversation):
         """
         if self._log.render_again(await self._wording.row(self._log.message_log)):
             self._known_tokens = 0
-
-    def _take(self, generation: Generation, seed: int, end: TurnEnd) -> bool:
-        """Append what arrived, whatever became of the wait for it; False where nothing did."""
-        if not (generation.ids or generation.finish_reason):
-            return False
-        self._log.take(generation.kept_part(), end.finish_reason, seed)
-        self._state.count_tokens(generation, self._known_tokens)
-        self._known_tokens = len(self.transcript)
-        self.assistant_turns += 1
-        self.cut_by = end.cut_by
-        return True

@@ -47,8 +47,8 @@ class ListeningConversation(ConversationView):
         self._is_generating = False
         self._is_closed = False
         self._known_tokens = 0
-        self._unsettled: list[Given | array[int]] = []
-        self._settling_limits = SettlingLimits(state, settles_lengths=self.purpose == MAIN)
+        self._unsettled: tuple[Given | array[int], ...] = ()
+        self._settles_lengths = self.purpose == MAIN
 
     @property
     def room(self) -> int:
@@ -65,8 +65,7 @@ class ListeningConversation(ConversationView):
             tokens: 0 keeps none.
         """
         self._wording = self._wording.keeping(tokens)
-        settles = self.purpose == MAIN and not tokens
-        self._settling_limits = SettlingLimits(self._state, settles_lengths=settles)
+        self._settles_lengths = self.purpose == MAIN and not tokens
 
     async def compact(self, messages: Given) -> None:
         """Continue with these messages in place of all that was said: the next row begins so.
@@ -134,7 +133,7 @@ class ListeningConversation(ConversationView):
             self.end_turn()
             self._log.observe(given)
         else:
-            self._unsettled.append(given)
+            self._unsettled += (given,)
 
     def observe_ids(self, ids: Sequence[int]) -> None:
         """Append tokens that the model reads and did not sample, as they are.
@@ -153,7 +152,7 @@ class ListeningConversation(ConversationView):
         self._check_idle("observe_ids")
         packed = check_ids(ids, self._state.services.engines.info.vocab_size)
         if self._unsettled:
-            self._unsettled.append(packed)
+            self._unsettled += (packed,)
         else:
             self._observe_ids(packed)
 
@@ -177,6 +176,10 @@ class ListeningConversation(ConversationView):
             self.end_turn()
         self._is_closed = True
 
+    @property
+    def _settling_limits(self) -> SettlingLimits:
+        return SettlingLimits(self._state, settles_lengths=self._settles_lengths)
+
     def _check_idle(self, what: str, *, is_begun: bool = True) -> None:
         if self._is_closed and is_begun:
             raise AgentError(f"{what}: {self.session_id} is closed: its block was left")
@@ -187,7 +190,8 @@ class ListeningConversation(ConversationView):
 
     async def _settle(self) -> None:
         while self._unsettled:
-            first = self._unsettled.pop(0)
+            first, *rest = self._unsettled
+            self._unsettled = tuple(rest)
             if isinstance(first, array):
                 self._observe_ids(first)
             else:
@@ -211,12 +215,4 @@ class ListeningConversation(ConversationView):
             self._log.observe_ids(ids, in_reasoning=opens_reasoning(text))
 
     def _say(self) -> AssistantTurn:
-        """Parse and record the open turn."""
-        turn, log = None, self._log
-        ids = log.open_turn
-        assert ids is not None
-        try:
-            turn = self._wording.reader.turn(ids, self.cut_by, in_reasoning=log.in_reasoning)
-        finally:
-            log.say(turn)
-        return turn
+        return self._log.end_turn(self._wording.reader, self.cut_by)

@@ -42,7 +42,7 @@ class ConversationLog:
     )
 
     def __init__(self, row: Row, message_log: MessageLog) -> None:
-        self.rows = [row]
+        self.rows: tuple[Row, ...] = (row,)
         self.transcript = row.transcript
         self.message_log = message_log
         self.in_reasoning = False
@@ -70,9 +70,12 @@ class ConversationLog:
 
     def begin(self, worded: Worded, prompt_room: int | None = None) -> None:
         """The prompt; what of it is past `prompt_room` tokens is an observation."""
-        self.transcript.append_prompt(worded.ids[:prompt_room])
-        if prompt_room is not None:
-            self.transcript.append_observation(worded.ids[prompt_room:])
+        ids = worded.ids
+        if prompt_room is None or len(ids) <= prompt_room:
+            self.transcript.append_prompt(ids, pieces=worded.pieces)
+        else:
+            self.transcript.append_prompt(ids[:prompt_room])
+            self.transcript.append_observation(ids[prompt_room:])
         self.message_log.begin(worded.messages, self.transcript.prefix)
         self.in_reasoning = worded.opens_reasoning
         self._mark()
@@ -91,9 +94,19 @@ class ConversationLog:
         experts = generation.experts()
         if experts is not None:
             self.transcript.append_routed_experts(experts)
-        self.rows[-1].seeds.append(seed)
+        self.rows[-1].seeds += (seed,)
 
-    def say(self, turn: AssistantTurn | None) -> None:
+    def end_turn(self, reader: TurnReader, cut_by: str | None) -> AssistantTurn:
+        """Parse the open turn and record it."""
+        turn, ids = None, self.open_turn
+        assert ids is not None
+        try:
+            turn = reader.turn(ids, cut_by, in_reasoning=self.in_reasoning)
+        finally:
+            self._say(turn)
+        return turn
+
+    def _say(self, turn: AssistantTurn | None) -> None:
         """The open turn is over; None: it could not be parsed and is in no message."""
         assert self._open_from is not None
         start, self._open_from = self._open_from, None
@@ -138,7 +151,7 @@ class ConversationLog:
         self.begin(worded, prompt_room)
 
     def _add(self, row: Row) -> None:
-        self.rows.append(row)
+        self.rows = (*self.rows, row)
         self.transcript = row.transcript
         self._marks, self._last_turn = Marks(), (0, -1)
 
@@ -148,6 +161,7 @@ class ConversationLog:
         if not row.seeds:
             return False
         if start < stop:  # else the turn has no token
+            row.token_rewards = row.token_rewards or {}
             row.token_rewards[stop - 1] = row.token_rewards.get(stop - 1, 0.0) + value
         return True
 

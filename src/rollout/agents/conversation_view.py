@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from typing import Self
 
     from rollout.agents.conversation_log import ConversationLog
@@ -34,7 +34,7 @@ class ConversationView:
         self._identity = identity
         self._session_id = identity.session_id
         self._wording = wording
-        self._opened: list[Self] = []
+        self._opened: tuple[Self, ...] = ()
         self._turn_deadline: Deadline
 
     @property
@@ -43,7 +43,7 @@ class ConversationView:
         return self._log.transcript
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> Sequence[Row]:
         """Its rows in order; one, unless its history was rendered again."""
         return self._log.rows
 
@@ -65,7 +65,7 @@ class ConversationView:
     @property
     def opened(self) -> tuple[Self, ...]:
         """The conversations opened from it, in their order."""
-        return tuple(self._opened)
+        return self._opened
 
     @property
     def wording(self) -> Wording:

@@ -101,7 +101,7 @@ class EnvironmentAgent(AgentLoop):
     async def _step(self, environment: Any, context: AgentContext, turn: AssistantTurn) -> Any:
         deadline = context.main.turn_deadline
         what = f"step of {type(environment).__name__}"
-        with Duty(what, deadline.at), fail_at_deadline(deadline):
+        with Duty(what, deadline.fires_at), fail_at_deadline(deadline):
             return await _call(context, environment, "step", self.action_of(turn))
 
 

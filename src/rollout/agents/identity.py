@@ -31,6 +31,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     validate: bool
     path: str = ""
 
+    def __str__(self) -> str:
+        return f"trajectory {self.session_id}"
+
     @property
     def session_id(self) -> str:
         """Names the conversation to the router and the engines; the main one, the trajectory."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import struct
 import sys
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
@@ -12,6 +12,8 @@ from rollout.agents.turn import AssistantTurn
 from rollout.types import Message, ToolCall
 
 if TYPE_CHECKING:
+    from array import array
+
     from rollout.chat import ChatTemplate, ToolParser
     from rollout.token_prefix import TokenPrefix
 
@@ -21,9 +23,12 @@ SILENCE = AssistantTurn(content="", reasoning=None, calls=(), text="")
 #: What is said of a message whose text is in tokens: their row, start and stop. Then, of one that
 #: the model was told, how far from the end of their text its own begins, and how long it is; of a
 #: turn of the model's how it was said, and nothing.
-_FIELDS = 5
+_PLACE = struct.Struct("=iiiii")
 _NO_ROW = -1
 _IS_CUT, _IN_REASONING, _IS_SILENT = 1, 2, 4
+
+
+_NOWHERE = _PLACE.pack(_NO_ROW, 0, 0, 0, 0)
 
 
 class TurnReader(NamedTuple):
@@ -78,8 +83,8 @@ class KeptMessages(Sequence[Message]):
         self._reader = reader
         #: Of each message what is not in its tokens; None of what the model said.
         self._entries: list[Message | _Head | _Plain | None] = []
-        self._places = array("i")
-        self._rows: list[TokenPrefix] = []
+        self._places = b""
+        self._rows: tuple[TokenPrefix, ...] = ()
         self._read: dict[int, Message | AssistantTurn] | None = None
         self._is_read = False
         self._is_settled = False
@@ -154,14 +159,14 @@ class KeptMessages(Sequence[Message]):
     def stay_silent(self) -> None:
         """The model said nothing, and it was its turn."""
         self._entries.append(None)
-        self._places.extend((_NO_ROW, 0, 0, _IS_SILENT, 0))
+        self._places += _PLACE.pack(_NO_ROW, 0, 0, _IS_SILENT, 0)
 
     def add(self, messages: Iterable[Message]) -> None:
         """Messages whose texts are kept as they are."""
         for message in messages:
             is_plain = message == Message(role=message.role, content=message.content)
             self._entries.append(_Plain(message.role, message.content) if is_plain else message)
-            self._places.extend((_NO_ROW, 0, 0, 0, 0))
+            self._places += _NOWHERE
 
     def hear(
         self, messages: Sequence[Message], tokens: TokenPrefix, start: int, found: Sequence[int]
@@ -186,8 +191,8 @@ class KeptMessages(Sequence[Message]):
         """The first `count` of them, to be continued otherwise."""
         forked = KeptMessages(self._reader)
         forked._entries = self._entries[:count]
-        forked._places = self._places[: _FIELDS * count]
-        forked._rows = list(self._rows)
+        forked._places = self._places[: _PLACE.size * count]
+        forked._rows = self._rows
         return forked
 
     def settle(self) -> None:
@@ -198,12 +203,12 @@ class KeptMessages(Sequence[Message]):
         self, entry: Message | _Head | None, tokens: TokenPrefix, start: int, *more: int
     ) -> None:
         if not self._rows or self._rows[-1] is not tokens:
-            self._rows.append(tokens)
+            self._rows = (*self._rows, tokens)
         self._entries.append(entry)
-        self._places.extend((len(self._rows) - 1, start, len(tokens), *more))
+        self._places += _PLACE.pack(len(self._rows) - 1, start, len(tokens), *more)
 
-    def _place(self, at: int) -> array[int]:
-        return self._places[_FIELDS * at : _FIELDS * (at + 1)]
+    def _place(self, at: int) -> tuple[int, ...]:
+        return _PLACE.unpack_from(self._places, _PLACE.size * at)
 
     def _told(self, at: int, entry: Message | _Head) -> Message:
         row, start, stop, from_end, length = self._place(at)

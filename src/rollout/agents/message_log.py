@@ -36,7 +36,7 @@ class MessageLog:
         self._start = 0
         self._prompt: TokenPrefix | None = None  # holds it, at its beginning
         self._prompt_length = 0
-        self._plain: frozenset[int] = frozenset()  # what the template takes in plain words only
+        self._plain: Collection[int] = ()  # what the template takes in plain words only
 
     @property
     def said(self) -> dict[int, str]:
@@ -54,7 +54,7 @@ class MessageLog:
         forked = copy.copy(self)
         forked.messages = self.messages.fork(count)
         forked._start = min(self._start, count)
-        forked._plain = frozenset(at for at in self._plain if at < count)
+        forked._plain = {at for at in self._plain if at < count} or ()
         return forked
 
     def row(
@@ -96,7 +96,7 @@ class MessageLog:
             raise
         except TemplateError as refusal:
             for start in (max(self.messages.said, default=0), self._start):
-                plain = self._plain | set(range(start, len(self.messages)))
+                plain = {*self._plain, *range(start, len(self.messages))}
                 try:
                     ids = template.prompt_ids(self._as_served(plain), tools, most=most)
                 except TooManyTokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-class Row(msgspec.Struct, eq=False):
+class Row(msgspec.Struct, eq=False, gc=False):
     """The tokens of a conversation up to where its history is written otherwise.
 
     Attributes:
@@ -32,9 +33,9 @@ class Row(msgspec.Struct, eq=False):
     purpose: str
     parent: Row | None = None
     position: int = 0
-    seeds: list[int] = []
+    seeds: tuple[int, ...] = ()
     messages: Sequence[Message] | None = None
-    token_rewards: dict[int, float] = {}
+    token_rewards: dict[int, float] | None = None
 
 
 class Rows(Protocol):
@@ -44,7 +45,7 @@ class Rows(Protocol):
     reward: float | None
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> Sequence[Row]:
         """Its rows in order."""
 
     @property
@@ -72,22 +73,23 @@ class Mark(NamedTuple):
     ends_turn: bool
 
 
+_MARK = struct.Struct("=ii??")
+
+
 class Marks(Sequence[Mark]):
     """Marks in their order, packed."""
 
     __slots__ = ("_packed",)
 
     def __init__(self, marks: Iterable[Mark] = ()) -> None:
-        self._packed = array("i")
-        for mark in marks:
-            self.append(mark)
+        self._packed = b"".join(_MARK.pack(*mark) for mark in marks)
 
     def append(self, mark: Mark) -> None:
         """One more."""
-        self._packed.extend(mark)
+        self._packed += _MARK.pack(*mark)
 
     def __len__(self) -> int:
-        return len(self._packed) // len(Mark._fields)
+        return len(self._packed) // _MARK.size
 
     @overload
     def __getitem__(self, at: int) -> Mark: ...
@@ -96,9 +98,7 @@ class Marks(Sequence[Mark]):
     def __getitem__(self, at: int | slice) -> Mark | list[Mark]:
         if isinstance(at, slice):
             return [self[each] for each in range(*at.indices(len(self)))]
-        start = len(Mark._fields) * range(len(self))[at]
-        position, messages, in_reasoning, ends_turn = self._packed[start : start + 4]
-        return Mark(position, messages, bool(in_reasoning), bool(ends_turn))
+        return Mark._make(_MARK.unpack_from(self._packed, _MARK.size * range(len(self))[at]))
 
 
 def mark_at(position: Any, marks: Sequence[Mark], length: int) -> tuple[Mark, list[Mark]]:
@@ -167,7 +167,7 @@ def segments_of(conversations: Iterable[Rows]) -> list[Segment]:
             trainable=each.trainable,
             reward=each.reward,
             session_id=each.session_id,
-            seeds=row.seeds,
+            seeds=list(row.seeds),
             messages=each.messages if row.messages is None else row.messages,
             token_rewards=_token_rewards(row),
         )

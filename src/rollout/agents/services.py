@@ -9,6 +9,7 @@ import attrs
 from rollout.agents.kept_messages import TurnReader
 from rollout.agents.long_texts import LongTexts
 from rollout.chat import ChatTemplate, ToolParser
+from rollout.chat.shared_beginnings import SharedBeginnings
 from rollout.config import RolloutConfig
 from rollout.engine.driver.pool import EnginePool
 from rollout.interactions import InteractionRegistry
@@ -49,6 +50,7 @@ class Services:
     threads: WorkerThreads
     texts: LongTexts
     gateway: GatewayPlace = attrs.field(factory=GatewayPlace)
+    beginnings: SharedBeginnings = attrs.field(init=False, factory=SharedBeginnings)
     _readers: dict[tuple[str, ...], TurnReader] = attrs.field(init=False, factory=dict)
 
     def reader_of(self, tools: TrajectoryTools) -> TurnReader:

@@ -2,80 +2,52 @@
 
 from __future__ import annotations
 
-import enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollout.agents.agent_loop import AgentLoop, register_agent
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from rollout.agents.context import AgentContext
     from rollout.agents.turn import AssistantTurn
     from rollout.interactions import InteractionTurn
     from rollout.tools import ToolResult
 
 
-class State(enum.Enum):
-    """Where a tool agent stands."""
-
-    PENDING = "pending"
-    GENERATING = "generating"
-    PROCESSING_TOOLS = "processing_tools"
-    INTERACTING = "interacting"
-    TERMINATED = "terminated"
-
-
 @register_agent("tool_agent")
 class ToolAgent(AgentLoop):
-    """A state machine::
+    """Lets the model generate, and then::
 
-        PENDING -> GENERATING -> PROCESSING_TOOLS -> GENERATING   the model called tools
-                              -> INTERACTING      -> GENERATING   it did not, and a user answers
-                              -> TERMINATED                       it did not, and no user answers
+        calls its tools, and lets it generate again   where it called any
+        asks the user, and lets it generate again     where it did not, and a user takes part
+        ends                                          where none does
 
-    It also terminates where a generation was cut, a turn limit is reached, a tool or the user
+    It also ends where a generation was cut, a turn limit is reached, a tool or the user
     ends the trajectory, or a length or deadline leaves no room (which arrives as an exception).
     """
 
-    def __init__(self) -> None:
-        self.state = State.PENDING
-        self._turn: AssistantTurn | None = None
-
     async def run(self, context: AgentContext) -> None:
-        """Run the machine until it terminates."""
-        steps = {
-            State.PENDING: self._pending,
-            State.GENERATING: self._generating,
-            State.PROCESSING_TOOLS: self._processing_tools,
-            State.INTERACTING: self._interacting,
-        }
-        while self.state is not State.TERMINATED:
-            self.state = await steps[self.state](context)
-
-    async def _pending(self, context: AgentContext) -> State:
+        """Run it until it ends; between two of its steps it holds nothing of the conversation."""
         await context.begin()
-        return State.GENERATING
+        is_over = False
+        while not is_over:
+            turn = await self.generate(context)
+            may_continue = bool(turn.calls) or context.has_interaction
+            if turn.cut_by is not None or not may_continue or has_reached_turn_limit(context):
+                return
+            if turn.calls:
+                results = await self.call_tools(context, turn)
+                is_over = any(result.end_trajectory for result in results)
+                del results
+            else:
+                is_over = (await self.ask_user(context)).is_done
+            del turn  # while it generates, nobody needs its last one
 
-    async def _generating(self, context: AgentContext) -> State:
-        self._turn = await self.generate(context)
-        if self._turn.cut_by is not None:
-            return State.TERMINATED
-        if not self._turn.calls and not context.has_interaction:
-            return State.TERMINATED
-        if has_reached_turn_limit(context):
-            return State.TERMINATED
-        return State.PROCESSING_TOOLS if self._turn.calls else State.INTERACTING
-
-    async def generate(self, context: AgentContext) -> AssistantTurn:
+    def generate(self, context: AgentContext) -> Coroutine[Any, Any, AssistantTurn]:
         """The model's next turn."""
-        return await context.generate()
-
-    async def _processing_tools(self, context: AgentContext) -> State:
-        turn, self._turn = self._turn, None  # while it generates, nobody needs its last turn
-        assert turn is not None
-        results = await self.call_tools(context, turn)
-        is_over = any(result.end_trajectory for result in results)
-        return State.TERMINATED if is_over else State.GENERATING
+        return context.generate()
 
     async def call_tools(self, context: AgentContext, turn: AssistantTurn) -> list[ToolResult]:
         """Run a turn's calls and append their answers."""
@@ -84,10 +56,6 @@ class ToolAgent(AgentLoop):
     async def ask_user(self, context: AgentContext) -> InteractionTurn:
         """Let the simulated user answer."""
         return await context.ask_user()
-
-    async def _interacting(self, context: AgentContext) -> State:
-        turn = await self.ask_user(context)
-        return State.TERMINATED if turn.is_done else State.GENERATING
 
 
 def has_reached_turn_limit(context: AgentContext) -> bool:

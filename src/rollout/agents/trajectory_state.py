@@ -12,10 +12,10 @@ from rollout.agents.identity import Ending, Identity
 from rollout.agents.kept_messages import TurnReader
 from rollout.agents.wording import Wording
 from rollout.bridge import loop_clock
+from rollout.drives import UnresponsiveError
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.errors import EngineError, LimitExceeded
 from rollout.limits import Deadline, PausableDeadline
-from rollout.supervision import UnresponsiveError
 from rollout.types import Outcome, Prompt
 
 if TYPE_CHECKING:
@@ -33,6 +33,27 @@ if TYPE_CHECKING:
 UNRESPONSIVE = "unresponsive"
 
 
+#: What stands for a list that nobody has asked for.
+_NOT_MADE: Any = object()
+
+
+class _ListOnDemand:
+    """A list that is made when somebody first asks for it: most trajectories never need it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._slot = f"_{name}"
+
+    def __get__(self, state: TrajectoryState, owner: type) -> list[Any]:
+        values: list[Any] = getattr(state, self._slot)
+        if values is _NOT_MADE:
+            values = []
+            setattr(state, self._slot, values)
+        return values
+
+    def __set__(self, state: TrajectoryState, values: list[Any]) -> None:
+        setattr(state, self._slot, values)
+
+
 class TrajectoryState:
     """The part of an `AgentContext` that each of its conversations uses.
 
@@ -46,6 +67,33 @@ class TrajectoryState:
         deadline: The trajectory's own.
         outermost: The deadline that nothing puts off.
     """
+
+    turn_scores = _ListOnDemand()
+    tool_rewards = _ListOnDemand()
+    restarts = _ListOnDemand()
+
+    __slots__ = (
+        "_calls_asked",
+        "_restarts",
+        "_tool_rewards",
+        "_turn_scores",
+        "cached_tokens",
+        "clock",
+        "config",
+        "deadline",
+        "discarded_tokens",
+        "ending",
+        "extra",
+        "generation_s",
+        "identity",
+        "outermost",
+        "prompt",
+        "resumes",
+        "reward",
+        "services",
+        "tools",
+        "wording",
+    )
 
     def __init__(
         self,
@@ -64,13 +112,11 @@ class TrajectoryState:
         self.outermost = outermost
         self.extra = extra
         self.reward: Any = None
-        self.turn_scores: list[float] = []
-        self.tool_rewards: list[float] = []
+        self._turn_scores = self._tool_rewards = self._restarts = _NOT_MADE
         self.ending: Ending | None = None
         self.generation_s = 0.0
         self.cached_tokens = 0
         self.resumes = 0
-        self.restarts: list[str] = []
         self.discarded_tokens = 0
         self.prompt = prompt
         self.identity = identity
@@ -130,13 +176,12 @@ class TrajectoryState:
             )
         return errors_in_a_row
 
-    def deadlines_of_turn(self, now: float) -> tuple[PausableDeadline, PausableDeadline]:
-        """Of a turn that begins now, and of its generation."""
+    def deadline_of_generation(self, now: float) -> PausableDeadline:
+        """Of a generation that begins now; its `outer` is the turn's."""
         limits = self.services.config.limits
         turn = Deadline.after(limits.turn_s, "limits.turn_s", self.deadline.now, now=now)
         generation = Deadline.after(limits.generation_s, "limits.generation_s", turn, now=now)
-        turn_deadline = PausableDeadline(turn, self.outermost, self.deadline)
-        return turn_deadline, PausableDeadline(generation, self.outermost, turn_deadline)
+        return PausableDeadline(generation, self.outermost, self.deadline, outer=turn)
 
     def budget(
         self, transcript: Transcript, sampling: SamplingParams, kept_tokens: int
@@ -176,15 +221,14 @@ class TrajectoryState:
         """Count what a generation took, and what the loss of replicas did to it."""
         self.generation_s += seconds
         self.resumes += generation.resumes
-        self.restarts += generation.restarts
+        if generation.restarts:
+            self.restarts += generation.restarts
         if generation.restarts or generation.kept is not None:
             self.discarded_tokens += generation.discarded_tokens
 
 
 class SettlingLimits:
     """A limit that fires in its block settles the outcome, even where an agent swallows the error.
-
-    A context manager that keeps nothing of a block: one serves all blocks of a conversation.
 
     Args:
         settles_lengths: Whether a length that the conversation runs into ends the trajectory, as
@@ -206,6 +250,11 @@ class SettlingLimits:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is not None:
+            self.settle(error)
+
+    def settle(self, error: BaseException) -> None:
+        """What ended a block settles the outcome, if it does."""
         if isinstance(error, LimitExceeded):
             if self._settles_lengths or error.outcome is not Outcome.LENGTH:
                 self._state.end(error.outcome, error.reason, limit_source=error.source)

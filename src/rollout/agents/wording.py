@@ -38,6 +38,7 @@ class Worded(NamedTuple):
         ids: What they add to a transcript.
         messages: The messages themselves, in the form in which a conversation keeps them.
         opens_reasoning: Whether the turn after them begins inside reasoning.
+        pieces: Of a prompt: the ids, in pieces that others may hold too.
         found: Of an observation: how far from its end the text of each message begins in the text
             of the ids; -1 where it does not stand there exactly.
     """
@@ -45,6 +46,7 @@ class Worded(NamedTuple):
     ids: array[int]
     messages: list[Message]
     opens_reasoning: bool
+    pieces: Sequence[bytes] = ()
     found: Sequence[int] = ()
 
 
@@ -56,6 +58,8 @@ class Wording:
         reader: Decodes and parses what the model says where these tools are offered.
         kept_tokens: Room that is kept free.
     """
+
+    __slots__ = ("_services", "kept_tokens", "reader")
 
     def __init__(self, services: Services, reader: TurnReader) -> None:
         self._services = services
@@ -209,7 +213,8 @@ class Wording:
     ) -> Worded:
         template = self._services.template
         ids = template.prompt_ids_of(written, plain, longest, ready)
-        return Worded(ids, as_messages(plain), template.opens_reasoning)
+        pieces = self._services.beginnings.pieces(ids.tobytes())
+        return Worded(ids, as_messages(plain), template.opens_reasoning, pieces)
 
     def _observation(
         self, messages: Given, room: tuple[int, str], after: Sequence[int] | None
@@ -248,7 +253,7 @@ class Wording:
             raise no_room(source, str(len(ids)))
         own = as_messages(plain)
         text = written.text if template.spells(written.text) else template.decode(ids)
-        return Worded(ids, own, opens_reasoning, find_texts(own, text))
+        return Worded(ids, own, opens_reasoning, found=find_texts(own, text))
 
 
 def no_room(source: str, count: str) -> LimitExceeded:

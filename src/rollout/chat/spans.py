@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
+import struct
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -34,82 +34,84 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 #: A span's author is a number below these; of a generated one the number says why it ended.
 _PROMPT, _OBSERVATION, _GENERATED = 0, 1, 2
+_PAIR = struct.Struct("=ii")
 _REASONS: tuple[str, ...] = ("stop", "length", "deadline", "abort", "error")
 
 
-class SpanTable:
-    """Spans that tile the ids without gaps, packed; a `Span` is made when one is asked for."""
+class SpanTable(msgspec.Struct, eq=False, gc=False):
+    """Spans that tile the ids without gaps, packed; a `Span` is made when one is asked for.
 
-    __slots__ = ("_places", "_reasons", "_runs")
+    Attributes:
+        stop: Where the last one stops.
+        places: Of each span its author and where it stops, int32.
+        runs: Of the generated ones: weight version, number of ids.
+        reasons: Why spans ended, where it is none of the usual.
+    """
 
-    def __init__(self) -> None:
-        self._places = array("i")  # of each span its author and where it stops
-        self._runs = array("i")  # of the generated ones: weight version, number of ids
-        self._reasons: list[str] | None = None  # why spans ended, where it is none of the usual
+    stop: int = 0
+    places: bytes = b""
+    runs: bytes = b""
+    reasons: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        return len(self._places) // 2
+        return len(self.places) // _PAIR.size
 
     def __iter__(self) -> Iterator[Span]:
-        places, start, run = self._places, 0, 0
-        for at in range(0, len(places), 2):
-            author, stop = places[at], places[at + 1]
+        start, runs = 0, _PAIR.iter_unpack(self.runs)
+        for author, stop in _PAIR.iter_unpack(self.places):
             if author < _GENERATED:
                 yield Span("prompt" if author == _PROMPT else "observation", start, stop)
             else:
-                versions = tuple(self._runs_of(run, stop - start))
-                run += 2 * len(versions)
+                versions = tuple(_covering(runs, stop - start))
                 yield Span("generated", start, stop, self._reason(author), versions)
             start = stop
 
     @property
-    def stop(self) -> int:
-        """Where the last one stops."""
-        return self._places[-1] if self._places else 0
-
-    @property
     def first_stop(self) -> int:
         """Where the first one stops."""
-        return self._places[1] if self._places else 0
+        return int(_PAIR.unpack_from(self.places)[1]) if self.places else 0
 
     @property
     def last_answered(self) -> int:
         """Where the last generated id stands, plus one; the end of the prompt without any."""
-        places = self._places
-        for at in range(len(places) - 2, 0, -2):
-            if places[at] >= _GENERATED and places[at + 1] > places[at - 1]:
-                return places[at + 1]
-        return self.first_stop
+        return max(
+            (stop for start, stop in self.generated() if stop > start), default=self.first_stop
+        )
 
     def generated(self) -> Iterator[tuple[int, int]]:
         """Where the generated ones start and stop."""
-        places = self._places
-        for at in range(2, len(places), 2):
-            if places[at] >= _GENERATED:
-                yield places[at - 1], places[at + 1]
+        start = 0
+        for author, stop in _PAIR.iter_unpack(self.places):
+            if author >= _GENERATED:
+                yield start, stop
+            start = stop
 
     def append(self, kind: SpanKind, length: int) -> None:
         """A span that nobody generated."""
-        author = _PROMPT if kind == "prompt" else _OBSERVATION
-        self._places.extend((author, self.stop + length))
+        self._append(_PROMPT if kind == "prompt" else _OBSERVATION, length)
 
-    def append_generated(self, length: int, finish_reason: str, runs: array[int]) -> None:
-        """A generated one; of its runs, none empty, weight version and number of ids."""
-        self._runs.extend(runs)
-        self._places.extend((_GENERATED + self._code(finish_reason), self.stop + length))
+    def append_generated(self, length: int, finish_reason: str, runs: bytes) -> None:
+        """A generated one; of its runs, none empty, weight version and number of ids, int32."""
+        self.runs += runs
+        self._append(_GENERATED + self._code(finish_reason), length)
 
-    def _runs_of(self, run: int, length: int) -> Iterator[tuple[int, int]]:
-        while length > 0:
-            version, count = self._runs[run : run + 2]
-            yield version, count
-            length, run = length - count, run + 2
+    def _append(self, author: int, length: int) -> None:
+        self.stop += length
+        self.places += _PAIR.pack(author, self.stop)
 
     def _code(self, reason: str) -> int:
         if reason in _REASONS:
             return _REASONS.index(reason)
-        self._reasons = [*(self._reasons or ()), reason]
-        return len(_REASONS) + len(self._reasons) - 1
+        self.reasons = (*self.reasons, reason)
+        return len(_REASONS) + len(self.reasons) - 1
 
     def _reason(self, author: int) -> str:
-        known: list[str] = [*_REASONS, *(self._reasons or ())]
-        return known[author - _GENERATED]
+        return (*_REASONS, *self.reasons)[author - _GENERATED]
+
+
+def _covering(runs: Iterator[tuple[int, int]], length: int) -> Iterator[tuple[int, int]]:
+    """The next runs, which are of so many ids."""
+    while length > 0:
+        version, count = next(runs)
+        yield version, count
+        length -= count

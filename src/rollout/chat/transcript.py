@@ -49,7 +49,7 @@ class Transcript:
     def __init__(self) -> None:
         self.prefix = TokenPrefix()
         #: Of each generated span, float32.
-        self._log_probs: list[bytes] = []
+        self._log_probs: list[bytes] | None = None
         self._spans = SpanTable()
         self._experts: array[int] | None = None
         self.expert_shape: tuple[int, int] | None = None
@@ -81,7 +81,7 @@ class Transcript:
     @property
     def generated_length(self) -> int:
         """Tokens that engines returned."""
-        return sum(map(len, self._log_probs)) // 4
+        return sum(map(len, self._log_probs or ())) // 4
 
     @property
     def trailing_observation_length(self) -> int:
@@ -93,13 +93,17 @@ class Transcript:
         """Whether no token was generated after the last observation."""
         return self.trailing_observation_length > 0
 
-    def append_prompt(self, ids: Ids) -> None:
-        """Append the prompt; a ValueError unless the transcript is empty and `ids` is not."""
+    def append_prompt(self, ids: Ids, *, pieces: Sequence[bytes] = ()) -> None:
+        """Append the prompt; a ValueError unless the transcript is empty and `ids` is not.
+
+        Args:
+            pieces: The same ids, packed: held as they are, so that several prompts may share some.
+        """
         if self._spans:
             raise ValueError("append_prompt: the transcript has a prompt already")
         if len(ids) == 0:
             raise ValueError("append_prompt: the prompt has no tokens")
-        self._extend("prompt", _packed("i", np.int32, ids))
+        self._extend("prompt", *(pieces or (_packed("i", np.int32, ids),)))
 
     def append_observation(self, ids: Ids) -> None:
         """Append tokens that the model reads and did not sample; nothing where `ids` is empty."""
@@ -141,12 +145,14 @@ class Transcript:
         # First what may fail, so that then nothing has changed.
         packed = _packed("i", np.int32, ids)
         packed_log_probs = _packed("f", np.float32, log_probs)
-        runs = array("i", chain.from_iterable((v, n) for v, n in versions if n))
+        runs = array("i", chain.from_iterable((v, n) for v, n in versions if n)).tobytes()
         if likely is not None and len(ids):
             self._top = self._top or {}
             self._top[len(self)] = likely
         self.prefix.extend(packed)
         self._spans.append_generated(len(ids), finish_reason, runs)
+        if self._log_probs is None:
+            self._log_probs = []
         self._log_probs.append(packed_log_probs)
 
     def fork(self, position: int) -> Transcript:
@@ -188,13 +194,13 @@ class Transcript:
     def log_probs(self) -> npt.NDArray[np.float32]:
         """(T,) float32: of each generated id; 0.0 off the mask."""
         values = np.zeros(len(self), dtype=np.float32)
-        for (start, stop), own in zip(self._spans.generated(), self._log_probs, strict=True):
+        for (start, stop), own in zip(self._spans.generated(), self._log_probs or (), strict=True):
             values[start:stop] = np.frombuffer(own, dtype=np.float32)
         return values
 
     def log_probs_bytes(self) -> bytes:
         """Those of the generated ids, in order, as packed float32."""
-        return b"".join(self._log_probs)
+        return b"".join(self._log_probs or ())
 
     def runs(self) -> Iterator[tuple[int, int | None]]:
         """What follows the prompt, in pieces: so many ids, and which weights sampled them.
@@ -292,9 +298,10 @@ class Transcript:
         if not self._spans:
             raise ValueError(f"{what}: append the prompt first")
 
-    def _extend(self, kind: SpanKind, packed: bytes) -> None:
-        self.prefix.extend(packed)
-        self._spans.append(kind, len(packed) // 4)
+    def _extend(self, kind: SpanKind, *packed: bytes) -> None:
+        for piece in packed:
+            self.prefix.extend(piece)
+        self._spans.append(kind, sum(map(len, packed)) // 4)
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:

@@ -27,7 +27,7 @@ Version = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 CORE_CLOSE_S = 5.0
 
 
-class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
     """How one request is sampled.
 
     Attributes:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import CodeType, FrameType
 
-#: Functions on the way to user code hold what they are doing in a local variable of this name.
+#: Functions on the way to user code hold what they are doing in a local variable of this name: a
+#: text, or what becomes one.
 ACTIVITY = "activity"
 #: Modules of the loops themselves. A thread in them, and in nothing deeper, is between two tasks or
 #: asleep until the next event.
@@ -72,9 +73,9 @@ def _own(frames: list[FrameType]) -> FrameType:
 
 def _who(innermost: FrameType, own: FrameType) -> str:
     doing = [
-        activity
+        str(activity)
         for frame in _outwards(innermost)
-        if _is_library(frame) and isinstance(activity := frame.f_locals.get(ACTIVITY), str)
+        if _is_library(frame) and (activity := frame.f_locals.get(ACTIVITY)) is not None
     ]
     if doing:
         return ", ".join(reversed(doing))

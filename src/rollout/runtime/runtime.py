@@ -299,6 +299,7 @@ class RolloutRuntime:
             deadline=deadline,
             config=scheduling,
             tally=self._tally,
+            wakes=self._runner.services.engines.wakes,
         )
 
     def _members(

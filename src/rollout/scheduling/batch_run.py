@@ -2,39 +2,54 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 import anyio
+import msgspec
 
 from rollout.agents.identity import Ending
 from rollout.errors import LimitExceeded, RolloutError
+from rollout.scheduling.agent_run import AgentRun
 from rollout.scheduling.endings import LISTED_CAUSES, BadEndings
 from rollout.scheduling.finished import ended_before_start
 from rollout.scopes import leaf_of
+from rollout.supervision import open_supervision
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+    from anyio.abc import TaskGroup
 
     from rollout.chat.trajectory import Trajectory
     from rollout.config import SchedulingConfig
     from rollout.limits import Deadline
     from rollout.observe.tally import Tally
-    from rollout.scheduling.prompts import Member
+    from rollout.scheduling.prompts import Cancellable, Member
     from rollout.scheduling.trajectory_runner import TrajectoryRunner
+    from rollout.supervision import Supervision
+    from rollout.wake_budget import WakeBudget
 
     #: Takes a finished trajectory and its row; may wait, and holds the trajectory's place.
     Deliver = Callable[[int, Trajectory], Awaitable[None]]
 
 #: Reason of trajectories that were cancelled because the runtime was closed.
 CLOSED = "closed"
+#: To end a member that was never started takes this share of what one wake-up sets off.
+UNSTARTED = 1 / 16
+#: The batch's deadline ends so many members at once, and the next ones so many seconds later.
+TOGETHER, STAGGER_S = 32, 0.003
 
 
 class BatchRun:
     """Members of one call, run under the runtime's limit on trajectories in flight.
 
     A member's task exists only while it holds a place, so a batch of any size costs the memory
-    of `scheduling.max_in_flight` trajectories plus its results.
+    of `scheduling.max_in_flight` trajectories plus its results. It is the agent's; once that has
+    ended, another one concludes the trajectory. They start one in a round of the
+    loop, in their order; where many end because somebody cancels them, `wakes` says how many do in
+    a round.
     """
 
     def __init__(
@@ -46,6 +61,7 @@ class BatchRun:
         deadline: Deadline,
         config: SchedulingConfig,
         tally: Tally,
+        wakes: WakeBudget,
     ) -> None:
         self.members = members
         self._runner = runner
@@ -53,12 +69,27 @@ class BatchRun:
         self._deadline = deadline
         self._config = config
         self._tally = tally
+        self._wakes = wakes
+        self._deliver: Deliver
+        self._tasks: TaskGroup | None = None
+        self._concluding: TaskGroup | None = None
+        self._ended = anyio.Event()
+        self._shield = anyio.CancelScope(shield=True)
+        self._admission = anyio.CancelScope()
+        #: Agents that run, and the scopes of what concludes trajectories.
+        self._running: dict[Cancellable, None] = {}
+        self._has_left = anyio.Event()
+        self._started = 0
+        self._last_deadline = deadline
         self._bad = BadEndings()
         self._met_deadline = False
-        self._is_closed = False
+        self._is_closed = self._is_cancelled = False
 
     def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
-        """Cancel the members that match, also those not started yet; how many there were."""
+        """Cancel the members that match, also those not started yet; how many there were.
+
+        Where they are many, those that run are reached one after the other.
+        """
         chosen = [
             m
             for m in self.members
@@ -68,7 +99,13 @@ class BatchRun:
             and m.cancel_reason is None
         ]
         for m in chosen:
-            m.cancel(reason)
+            m.cancel_reason = reason
+        scopes = deque(m.scope for m in chosen if m.scope is not None)
+        while scopes and not self._wakes.is_spent:
+            self._wakes.spend()
+            scopes.popleft().cancel()
+        if scopes and self._tasks is not None:
+            self._tasks.start_soon(self._end_all, scopes)
         return len(chosen)
 
     def close(self) -> None:
@@ -87,24 +124,73 @@ class BatchRun:
             RolloutError: `close` was called; every member has been delivered.
         """
         self._tally.admitted += len(self.members)
+        self._deliver = deliver
         error: BaseException | None = None
         try:
-            async with anyio.create_task_group() as tasks:
-                for row, member in _by_priority(self.members):
-                    if await self._take_place(member):
-                        tasks.start_soon(self._run_member, row, member, deliver)
-                    else:
-                        await self._finish(row, member, self._unstarted(member), deliver)
+            async with (
+                open_supervision(self._runner.cleanup_s) as supervision,
+                anyio.create_task_group() as self._tasks,
+            ):
+                self._tasks.start_soon(self._run_members, supervision)
+                await self._until_ended()
         except BaseExceptionGroup as group:
             error = leaf_of(group)
             error.__cause__ = error.__cause__ or group
         finally:
+            self._tasks = None
             lost = sum(not member.is_finished for member in self.members)
             self._tally.outcomes[Outcome.CANCELLED] += lost
             self._bad.log()
         error = error or self._final_error()
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame, and only the collector would end that
+
+    async def _until_ended(self) -> None:
+        """Wait for the members; the caller's cancellation reaches them through here only."""
+        try:
+            await self._ended.wait()
+        except (anyio.get_cancelled_exc_class(), KeyboardInterrupt):
+            self._is_cancelled = True
+            self._admission.cancel()  # from here on nothing starts that would not be reached
+            with anyio.CancelScope(shield=True):
+                await self._end_all(tuple(self._running))
+                await self._ended.wait()
+            raise
+        finally:  # on asyncio a second Task.cancel waits for nothing
+            self._shield.shield = False
+
+    async def _end_all(self, scopes: Iterable[Cancellable]) -> None:
+        """Cancel these, no more in a round than may be woken."""
+        for scope in scopes:
+            await self._wakes.take()
+            scope.cancel()
+
+    async def _run_members(self, supervision: Supervision) -> None:
+        try:
+            with self._shield:
+                async with anyio.create_task_group() as self._concluding:
+                    with self._admission:
+                        await self._admit(supervision)
+                    while self._running:
+                        self._has_left = anyio.Event()
+                        await self._has_left.wait()
+        finally:
+            self._concluding = None
+            self._ended.set()
+
+    async def _admit(self, supervision: Supervision) -> None:
+        conclude = self._conclude_soon
+        for row, member in _by_priority(self.members):
+            if await self._take_place(member):
+                self._tally.running += 1
+                deadline = self._next_deadline()
+                self._start(AgentRun(supervision, member, row, deadline, conclude))
+            else:
+                await self._wakes.take(UNSTARTED)
+                await self._finish(row, member, self._unstarted(member), self._deliver)
 
     async def _take_place(self, member: Member) -> bool:
         """Wait for a place; False where the member was cancelled or the batch's time is over."""
@@ -129,14 +215,55 @@ class BatchRun:
             ending = Ending(outcome=over.outcome, reason=over.reason, limit_source=over.source)
         return ended_before_start(member, ending)
 
-    async def _run_member(self, row: int, member: Member, deliver: Deliver) -> None:
-        self._tally.running += 1
+    def _start(self, run: AgentRun) -> None:
+        self._running[run] = None
+        self._runner.start(run)
+        if self._is_cancelled:
+            run.cancel()
+
+    def _conclude_soon(self, run: AgentRun) -> None:
+        """An agent has ended; the rest of its trajectory is for a task of its own."""
+        if self._concluding is None or self._is_cancelled:
+            self._runner.note(run)
+            self._leave(run, run)
+            return
+        scope = anyio.CancelScope()
+        self._running[scope] = self._running.pop(run)
+        self._concluding.start_soon(self._conclude, run, scope)
+
+    async def _conclude(self, run: AgentRun, scope: anyio.CancelScope) -> None:
+        again: AgentRun | None = None
         try:
-            trajectory = await self._runner.run(member, self._deadline)
-            await self._finish(row, member, trajectory, deliver)
+            with scope:
+                trajectory = await self._runner.conclude(run)
+                if isinstance(trajectory, AgentRun):
+                    again = trajectory
+                    self._start(again)
+                else:
+                    await self._finish(run.row, run.member, trajectory, self._deliver)
         finally:
-            self._tally.running -= 1
-            self._limiter.release_on_behalf_of(member)
+            if again is None:
+                self._leave(run, scope)
+            else:
+                del self._running[scope]
+
+    def _leave(self, run: AgentRun, last: Cancellable) -> None:
+        """Give the member's place back; `last` was the last of it that could be cancelled."""
+        del self._running[last]
+        run.forget()
+        self._tally.running -= 1
+        self._limiter.release_on_behalf_of(run.member)
+        if not self._running:
+            self._has_left.set()
+
+    def _next_deadline(self) -> Deadline:
+        """The batch's, for one more member."""
+        places = max(1, int(self._limiter.total_tokens))
+        late_s = self._started % places // TOGETHER * STAGGER_S
+        self._started += 1
+        if late_s != self._last_deadline.late_s:  # else they share one
+            self._last_deadline = msgspec.structs.replace(self._deadline, late_s=late_s)
+        return self._last_deadline
 
     async def _finish(
         self, row: int, member: Member, trajectory: Trajectory, deliver: Deliver

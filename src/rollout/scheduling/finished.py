@@ -11,7 +11,7 @@ from rollout.chat.transcript import Transcript
 from rollout.types import Cause, Outcome
 
 if TYPE_CHECKING:
-    from rollout.agents.context import AgentContext
+    from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.prompts import Member
 
 
@@ -31,13 +31,16 @@ def end_without_reward(
     exclude(trajectory)
 
 
-def finished(
-    member: Member, context: AgentContext, ending: Ending, cause: Cause | None
-) -> Trajectory:
+def finished(run: AgentRun, ending: Ending, cause: Cause | None) -> Trajectory:
+    """The trajectory of a member whose last attempt has ended."""
+    identity, context, tools = run.member.identity, run.context, run.context.tools
+    restarts = [*run.restarts, *context.restarts]
+    if restarts:
+        context.extra["restarts"] = restarts
     return Trajectory(
-        uid=member.identity.uid,
-        group=member.identity.group,
-        member=member.identity.member,
+        uid=identity.uid,
+        group=identity.group,
+        member=identity.member,
         transcript=context.transcript,
         outcome=ending.outcome,
         reason=ending.reason,
@@ -48,14 +51,18 @@ def finished(
         num_turns=context.user_turns + context.assistant_turns + 1,
         metrics={
             "generation_s": context.generation_s,
-            "tool_s": context.tools.seconds,
-            "tool_calls": context.tools.calls,
-            "tool_errors": context.tools.errors,
+            "tool_s": tools.seconds,
+            "tool_calls": tools.calls,
+            "tool_errors": tools.errors,
             "cached_tokens": context.cached_tokens,
-            **context.tools.metrics,
+            **tools.metrics,
+            "attempts": run.attempt,
+            "discarded_tokens": run.discarded + context.discarded_tokens,
+            "resumes": run.resumes + context.resumes,
+            "restarts": len(restarts),
         },
         extra=context.extra,
-        prompt=member.prompt,
+        prompt=run.member.prompt,
         messages=context.messages,
         history=context.main.history,
         segments=segments_of(context.main.all()),

@@ -36,12 +36,11 @@ class Member:
     scope: Cancellable | None = None
     is_finished: bool = False
 
-    def cancel(self, reason: str) -> None:
-        """End it as `cancelled`, whether it runs or still waits. The first reason counts."""
-        if self.cancel_reason is None:
-            self.cancel_reason = reason
-            if self.scope is not None:
-                self.scope.cancel()
+    def give_scope(self, scope: Cancellable) -> None:
+        """This ends it from now on."""
+        self.scope = scope
+        if self.cancel_reason is not None:
+            scope.cancel()
 
 
 def check_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:

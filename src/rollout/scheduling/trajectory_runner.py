@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
-from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import attrs
@@ -24,29 +22,24 @@ from rollout.agents.turn_end import natural_ending
 from rollout.errors import (
     AgentError,
     ConfigError,
-    EngineError,
-    LimitExceeded,
     TemplateError,
     ToolError,
 )
-from rollout.limits import Deadline, PausableDeadline
+from rollout.limits import Deadline
 from rollout.reward_values import BadRewardError
 from rollout.scheduling.finished import end_without_reward, exclude, finished, rejected
 from rollout.scheduling.intact import restore
 from rollout.scheduling.rewards import RewardFunction, apply_reward, compute_reward, reward_of
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
-from rollout.scopes import leaf_of, passing_of
-from rollout.supervision import Supervised, UnresponsiveError, is_given_up
+from rollout.scopes import passing_of
+from rollout.supervision import SupervisedCall
 from rollout.types import DRIFT, Cause, Outcome, Reward
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rollout.chat.trajectory import Trajectory
+    from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.prompts import Member
     from rollout.worker_threads import WorkerThreads
-
-T = TypeVar("T")
 
 logger = logging.getLogger("rollout.scheduling")
 
@@ -62,62 +55,66 @@ class TrajectoryRunner:
     reward: RewardFunction | None
     tokens: TokenizationCheck
 
-    async def run(self, member: Member, batch_deadline: Deadline) -> Trajectory:
-        """One member's trajectory; whatever happens to it is in its outcome.
+    @property
+    def cleanup_s(self) -> float:
+        """How long code has to end once it is cancelled."""
+        return self.services.config.limits.cleanup_s
 
-        A member whose engine failed a request runs again from its start, alone; of a lost replica,
-        whose requests resume elsewhere, it learns nothing. The caller's cancellation passes
-        through, after tools and requests have been ended.
+    def start(self, run: AgentRun) -> None:
+        """Start an attempt; it is to be concluded at once where the prompt is rejected."""
+        limits, deadline = self.services.config.limits, run.deadline_left
+        if deadline is None:
+            after = Deadline.after
+            deadline = after(limits.trajectory_s, "limits.trajectory_s", run.batch_deadline)
+        try:
+            loop, context = self._prepare(run.member, deadline, run.batch_deadline)
+        except RejectedPrompt as error:
+            run.reject(error)
+        else:
+            run.begin(loop, context)
+
+    async def conclude(self, run: AgentRun) -> Trajectory | AgentRun:
+        """The trajectory of an attempt that has ended; whatever happened to it is in its outcome.
+
+        Or another attempt, from the start, for a member whose engine failed a request. Of a lost
+        replica, whose requests resume elsewhere, it learns nothing.
         """
-        started = anyio.current_time()
-        limits = self.services.config.limits
-        deadline = Deadline.after(limits.trajectory_s, "limits.trajectory_s", batch_deadline)
-        discarded = resumes = 0
-        restarts: list[str] = []
-        for attempt in itertools.count(1):
-            try:
-                loop, context = self._prepare(member, deadline, batch_deadline)
-            except RejectedPrompt as error:
-                return rejected(member, error)
-            pausable = context.deadline
-            ending, cause = await self._run_agent(member, loop, context, pausable)
-            deadline = pausable.now
-            discarded += context.discarded_tokens
-            resumes += context.resumes
-            restarts += context.restarts
-            if ending.reason != ENGINE or attempt > self.services.config.scheduling.max_retries:
-                break
-            rows = [row for each in context.main.all() for row in each.rows]
-            discarded += sum(row.transcript.generated_length for row in rows)
+        if run.rejection is not None:
+            return rejected(run.member, run.rejection)
+        self.note(run)
+        context, scheduling = run.context, self.services.config.scheduling
+        ending, cause = _judged(run)
+        if ending.reason == ENGINE and run.attempt <= scheduling.max_retries:
+            return run.again()
         drift = None
         if ending.outcome in COMPARED:
             drift, fault = await self.tokens.check(context)
             if fault is not None:
                 ending = Ending(outcome=Outcome.FAILED, reason="tokenization")
                 cause = Cause(type=TemplateError.__qualname__, message=fault)
-        trajectory = finished(member, context, ending, cause)
+        trajectory = finished(run, ending, cause)
         if drift is not None:
             trajectory.metrics[f"{DRIFT}{drift}"] = 1
-        if ending.outcome not in self.services.config.scheduling.trainable:
+        if ending.outcome not in scheduling.trainable:
             exclude(trajectory)
-        trajectory.metrics["attempts"] = attempt
-        trajectory.metrics["discarded_tokens"] = discarded
-        trajectory.metrics["resumes"] = resumes
-        trajectory.metrics["restarts"] = len(restarts)
-        if restarts:
-            trajectory.extra["restarts"] = restarts
         if self.reward is None and trajectory.trainable and context.reward is not None:
-            self._take_reward(trajectory, context.reward)
+            _take_reward(trajectory, context.reward)
         elif self.reward is not None and trajectory.trainable:
-            if anyio.current_time() < batch_deadline.at:
-                await self._reward(member, trajectory, batch_deadline)
+            if anyio.current_time() < run.batch_deadline.at:
+                await self._reward(run, trajectory)
             else:  # no time is left to learn its reward
                 exclude(trajectory)
-        trajectory.metrics["total_s"] = anyio.current_time() - started
+        trajectory.metrics["total_s"] = anyio.current_time() - run.started
         for segment in trajectory.segments:
             if isinstance(segment.messages, KeptMessages):
                 segment.messages.settle()
         return trajectory
+
+    def note(self, run: AgentRun) -> None:
+        """Count what was given up of an attempt; what was of its clean-up is logged."""
+        self.services.tally.unresponsive += (run.unresponsive is not None) + len(run.stuck)
+        for each in run.stuck:  # it is no cause of the trajectory's, and nothing else would name it
+            logger.warning("%s: %s", run.member.identity.session_id, each)
 
     def _prepare(
         self, member: Member, deadline: Deadline, batch_deadline: Deadline
@@ -167,94 +164,32 @@ class TrajectoryRunner:
         )
         return loop, context
 
-    async def _run_agent(
-        self,
-        member: Member,
-        loop: type[AgentLoop] | AgentLoop,
-        context: AgentContext,
-        deadline: PausableDeadline,
-    ) -> tuple[Ending, Cause | None]:
-        kind = loop if isinstance(loop, type) else type(loop)
-        work = self._supervised(f"agent {kind.__name__}", Cause)
-        deadline.govern(work)
-        failure: BaseException | None = None
-        cause: Cause | None = None
-        try:
-            with _ended_by(member, work):
-                cause = await work.run(partial(_run_guarded, loop, context), context.close)
-        except BaseException as error:
-            if passing_of(error) is not None:
-                raise
-            failure = error
-        finally:
-            if work.unresponsive is not None:
-                await self._close(member, context)
-        fault = restore(context)
-        if fault:
-            failure = AgentError(fault)
-        failure = work.unresponsive or failure
-        if failure is not None:
-            reason = "agent" if work.unresponsive is None else UNRESPONSIVE
-            cause, failure = self._note(failure), None  # its traceback holds this frame
-            return Ending(outcome=Outcome.FAILED, reason=reason), cause
-        if work.was_cancelled:
-            return _ending_of_cancelled(member, deadline.now), None
-        return context.ending or _natural_ending(context), cause
-
-    async def _close(self, member: Member, context: AgentContext) -> None:
-        """Close what is still open after code was given up, and its task with it."""
-        with anyio.CancelScope(shield=True):
-            while True:
-                work = self._supervised("clean-up of the trajectory", type(None))
-                await work.run(context.close)
-                if work.unresponsive is None:
-                    return
-                self._note(work.unresponsive)
-                # It is no cause of the trajectory's, and nothing else would name it.
-                logger.warning("%s: %s", member.identity.session_id, work.unresponsive)
-
-    def _supervised(self, what: str, kind: type[T]) -> Supervised[T | None]:
-        return Supervised(what, cleanup_s=self.services.config.limits.cleanup_s)
-
-    def _note(self, error: BaseException) -> Cause:
-        """The cause that `error` is; counted where code was given up."""
-        self.services.tally.unresponsive += isinstance(error, UnresponsiveError)
-        return Cause.of(error)
-
-    def _take_reward(self, trajectory: Trajectory, given: Any) -> None:
-        """The reward that the agent itself gave; no other function does."""
-        try:
-            apply_reward(trajectory, reward_of(given, trajectory, "the agent"))
-        except BadRewardError as error:
-            end_without_reward(trajectory, Outcome.FAILED, None, self._note(error))
-
-    async def _reward(
-        self, member: Member, trajectory: Trajectory, batch_deadline: Deadline
-    ) -> None:
+    async def _reward(self, run: AgentRun, trajectory: Trajectory) -> None:
         assert self.reward is not None
+        member, started = run.member, anyio.current_time()
         limit_s = self.services.config.limits.reward_s
-        deadline = Deadline.after(limit_s, "limits.reward_s", batch_deadline)
-        started = anyio.current_time()
-        work = self._supervised("the reward function", Reward)
-        work.deadline = deadline.at
+        deadline = Deadline.after(limit_s, "limits.reward_s", run.batch_deadline)
+        work = SupervisedCall[Reward](run.supervision, "the reward function")
+        work.deadline = deadline.fires_at
         # What is assigned to its fields, and to those of its segments, is nobody else's.
         seen = msgspec.structs.replace(
             trajectory, segments=list(map(copy.copy, trajectory.segments))
         )
         failure: BaseException | None = None
         reward: Reward | None = None
+        member.give_scope(work)
         try:
-            with _ended_by(member, work):
-                reward = await work.run(
-                    partial(_reward_of, self.reward, seen, self.services.threads)
-                )
+            reward = await work.run(partial(_reward_of, self.reward, seen, self.services.threads))
         except BaseException as error:
             if passing_of(error) is not None:
                 raise
             failure = error
+        finally:
+            member.scope = None
+        self.services.tally.unresponsive += work.unresponsive is not None
         failure = work.unresponsive or failure
         if failure is not None:
-            cause, failure = self._note(failure), None  # its traceback holds this frame
+            cause, failure = Cause.of(failure), None  # its traceback holds this frame
             end_without_reward(trajectory, Outcome.FAILED, None, cause)
             if work.unresponsive is not None:
                 trajectory.reason = UNRESPONSIVE
@@ -268,16 +203,12 @@ class TrajectoryRunner:
         trajectory.metrics["reward_s"] = anyio.current_time() - started
 
 
-@contextmanager
-def _ended_by(member: Member, work: Supervised[Any]) -> Iterator[None]:
-    """Cancelling the member cancels this work."""
-    member.scope = work
-    if member.cancel_reason is not None:
-        work.cancel()
+def _take_reward(trajectory: Trajectory, given: Any) -> None:
+    """The reward that the agent itself gave; no other function does."""
     try:
-        yield
-    finally:
-        member.scope = None
+        apply_reward(trajectory, reward_of(given, trajectory, "the agent"))
+    except BadRewardError as error:
+        end_without_reward(trajectory, Outcome.FAILED, None, Cause.of(error))
 
 
 async def _reward_of(
@@ -287,41 +218,32 @@ async def _reward_of(
     return await compute_reward(function, trajectory, threads)
 
 
-async def _run_guarded(loop: type[AgentLoop] | AgentLoop, context: AgentContext) -> Cause | None:
-    """Run the agent; what it raises settles the outcome, and its root cause is returned."""
-    activity = f"trajectory {context.identity.session_id}"  # noqa: F841  (see observe.loop_lag)
+def _judged(run: AgentRun) -> tuple[Ending, Cause | None]:
+    """How the attempt ended.
+
+    Raises:
+        BaseException: What is not the agent's own: Ctrl-C, or cancellation from outside.
+    """
+    context = run.context
+    failure: BaseException | None = None
+    cause: Cause | None = None
     try:
-        try:
-            await (loop if isinstance(loop, AgentLoop) else loop()).run(context)
-        except LimitExceeded as error:
-            context.end(error.outcome, error.reason, limit_source=error.source)
-        await context.score()
+        cause = run.result()
     except BaseException as error:
-        passing = error if is_given_up() else passing_of(error)
-        try:
-            if passing is error:
-                raise
-            if passing is not None:
-                raise passing from None
-        finally:
-            del passing  # its traceback holds this frame, and only the collector would end that
-        return _failed(context, error)
-    return None
-
-
-def _failed(context: AgentContext, error: BaseException) -> Cause | None:
-    """Settle the outcome of an agent that raised; the root cause, where that is not known yet."""
-    leaf = leaf_of(error) if isinstance(error, BaseExceptionGroup) else error
-    if isinstance(leaf, LimitExceeded):
-        context.end(leaf.outcome, leaf.reason, limit_source=leaf.source)
-        return None
-    if context.ending is not None or isinstance(leaf, UnresponsiveError):
-        return None  # the agent's own words for a limit that had fired, or that it was given up
-    if isinstance(leaf, RejectedPrompt):
-        context.end(Outcome.REJECTED, leaf.reason)
-    else:
-        context.end(Outcome.FAILED, leaf.reason if isinstance(leaf, EngineError) else "agent")
-    return Cause.of(leaf)
+        if passing_of(error) is not None:
+            raise
+        failure = error
+    fault = restore(context)
+    if fault:
+        failure = AgentError(fault)
+    failure = run.unresponsive or failure
+    if failure is not None:
+        reason = "agent" if run.unresponsive is None else UNRESPONSIVE
+        cause, failure = Cause.of(failure), None  # its traceback holds this frame
+        return Ending(outcome=Outcome.FAILED, reason=reason), cause
+    if run.was_cancelled:
+        return _ending_of_cancelled(run.member, context.deadline.now), None
+    return context.ending or _natural_ending(context), cause
 
 
 def _ending_of_cancelled(member: Member, deadline: Deadline) -> Ending:

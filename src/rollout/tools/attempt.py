@@ -9,9 +9,10 @@ import anyio
 import anyio.lowlevel
 
 from rollout.bridge import cancel_scope, native_cancellations
+from rollout.drives import UnresponsiveError
 from rollout.errors import LimitExceeded, ToolError
 from rollout.scopes import first_leaf, passing_of
-from rollout.supervision import Duty, UnresponsiveError, in_own_task, is_given_up
+from rollout.supervision import Duty, in_own_task, is_given_up
 from rollout.types import text_of
 
 if TYPE_CHECKING:
@@ -74,8 +75,8 @@ async def attempt(
         grace_s = math.inf if shield else 0.0
     try:
         with (
-            Duty(what, deadline.at, grace_s=grace_s),
-            cancel_scope(deadline.at, shield=shield) as scope,
+            Duty(what, deadline.fires_at, grace_s=grace_s),
+            cancel_scope(deadline.fires_at, shield=shield) as scope,
         ):
             return await action(*args)
     except BaseException as error:

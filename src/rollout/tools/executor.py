@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import ToolError
@@ -12,11 +13,14 @@ from rollout.tools.function import FunctionTool
 from rollout.tools.gate import ToolGate
 from rollout.tools.langchain import LangChainTool, is_langchain_tool
 from rollout.tools.policy import ToolPolicy
-from rollout.tools.tool import Tool, ToolContext, ToolContexts
+from rollout.tools.tool import Tool
 from rollout.tools.tool_processes import ToolProcesses
-from rollout.tools.trajectory_tools import ArgumentCheck, CallLimits, TrajectoryTools
+from rollout.tools.toolkit import ArgumentCheck, CallLimits, Toolkit
+from rollout.tools.trajectory_tools import TrajectoryTools
 
 logger = logging.getLogger("rollout.tools")
+
+_NO_KWARGS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 if TYPE_CHECKING:
     from rollout.tools.truncate import TruncateSide
@@ -54,17 +58,20 @@ class ToolExecutor:
         max_processes: int = 8,
     ) -> None:
         self._tools = _by_name([_as_tool(tool) for tool in tools])
-        self._checks = {name: _check_of(tool) for name, tool in self._tools.items()}
-        self._gates = {name: _gate_of(tool) for name, tool in self._tools.items()}
         self._warned: set[tuple[str, object]] = set()
-        self._threads = threads
         self._processes = ToolProcesses(max_processes=max_processes, cleanup_s=cleanup_s)
-        self._limits = CallLimits(
-            max_parallel_calls=max_parallel_calls,
-            max_response_length=max_response_length,
-            truncate_side=truncate_side,
-            tool_s=tool_s,
-            cleanup_s=cleanup_s,
+        self._kit = Toolkit(
+            checks={name: _check_of(tool) for name, tool in self._tools.items()},
+            gates={name: _gate_of(tool) for name, tool in self._tools.items()},
+            limits=CallLimits(
+                max_parallel_calls=max_parallel_calls,
+                max_response_length=max_response_length,
+                truncate_side=truncate_side,
+                tool_s=tool_s,
+                cleanup_s=cleanup_s,
+            ),
+            threads=threads,
+            processes=self._processes,
         )
 
     @property
@@ -106,16 +113,15 @@ class ToolExecutor:
             ToolError: `names` name an unknown tool, or the kwargs of one are no mapping.
         """
         tools = self._offered(names)
-        kwargs = self._useful(tools_kwargs, tools) if tools_kwargs else {}
-        trajectory = ToolContext(
+        kwargs = self._useful(tools_kwargs, tools) if tools_kwargs else _NO_KWARGS
+        return TrajectoryTools(
+            self._kit,
+            tools,
             uid=uid,
             member=member,
-            threads=self._threads,
-            processes=self._processes,
+            kwargs=kwargs,
             extra={} if extra is None else extra,
         )
-        contexts = ToolContexts(trajectory, kwargs)
-        return TrajectoryTools(tools, contexts, self._checks, self._gates, self._limits)
 
     def _useful(
         self, tools_kwargs: Mapping[str, Mapping[str, Any]], tools: Mapping[str, Tool]

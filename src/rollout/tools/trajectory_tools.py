@@ -5,69 +5,33 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
-import msgspec
 
 from rollout.bridge import loop_clock, runs_on_trio
 from rollout.errors import LimitExceeded, ToolError
-from rollout.limits import Deadline, fail_at_deadline
 from rollout.tools.argument_checks import ArgumentsError
 from rollout.tools.attempt import CallError, attempt, attempt_at_once, run_side_by_side
+from rollout.tools.call_turn import CallTurn, PlacedCall, acquire
 from rollout.tools.open_sessions import OpenFailure, OpenSessions, timed_out
 from rollout.tools.results import ToolResult, add_metrics, error_result, normalise_result
-from rollout.tools.truncate import TruncateSide, truncate_text
+from rollout.tools.tool import ToolContext, ToolContexts
 from rollout.types import InvalidToolCall, ToolCall
-from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Sequence
+    from collections.abc import AsyncIterator, Collection, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
+    from rollout.limits import Deadline
     from rollout.tools.gate import ToolGate
-    from rollout.tools.policy import ToolPolicy
-    from rollout.tools.tool import Tool, ToolContext, ToolSession
+    from rollout.tools.tool import Tool, ToolSession
+    from rollout.tools.toolkit import Toolkit
 
 logger = logging.getLogger("rollout")
 
 _AT_ONCE = contextlib.nullcontext()
-
-#: Lets a call's arguments pass, given the prompt's kwargs for its tool, or raises ArgumentsError.
-ArgumentCheck = Callable[[Any, Mapping[str, Any]], None]
-
-
-class CallLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The bounds on a trajectory's calls; see the fields of the configuration by these names."""
-
-    max_parallel_calls: int
-    max_response_length: int
-    truncate_side: TruncateSide
-    tool_s: float | None
-    cleanup_s: float
-
-
-#: A call and its position among those of its turn.
-_Placed = tuple[int, ToolCall]
-
-
-class _Turn:
-    """The calls of one turn on their way: their results, and those of them that are to run."""
-
-    __slots__ = ("deadline", "limit", "pending", "results")
-
-    def __init__(self, count: int, deadline: Deadline) -> None:
-        self.results: list[ToolResult | None] = [None] * count
-        self.pending: list[_Placed] = []
-        self.deadline = deadline
-        self.limit: LimitExceeded | None = None
-
-    def answer(self, position: int, result: ToolResult) -> None:
-        """Answer a call that is not going to run."""
-        self.results[position] = result
-        self.pending = [placed for placed in self.pending if placed[0] != position]
 
 
 class TrajectoryTools:
@@ -77,37 +41,84 @@ class TrajectoryTools:
         seconds: Time in calls, on the loop's clock; calls at the same time add up.
         calls: Calls that reached a tool.
         errors: Results that are errors, whatever their cause.
-        metrics: Sums of the numbers that tools measured, as ``tools/TOOL/NAME``.
+        is_closed: Whether they were closed.
         invalid_in_a_row: Latest calls in a row that could not be run as asked: not parsed, of an
             unknown tool, or with wrong arguments.
     """
 
+    __slots__ = (
+        "_breaker_key",
+        "_clock",
+        "_contexts",
+        "_extra",
+        "_is_on_trio",
+        "_kit",
+        "_kwargs",
+        "_member",
+        "_metrics",
+        "_opening",
+        "_serial",
+        "_sessions",
+        "_tools",
+        "_uid",
+        "calls",
+        "errors",
+        "invalid_in_a_row",
+        "is_closed",
+        "seconds",
+    )
+
     def __init__(
         self,
+        kit: Toolkit,
         tools: Mapping[str, Tool],
-        contexts: Mapping[str, ToolContext],
-        checks: Mapping[str, ArgumentCheck],
-        gates: Mapping[str, ToolGate],
-        limits: CallLimits,
+        *,
+        uid: str,
+        member: int,
+        kwargs: Mapping[str, Mapping[str, Any]],
+        extra: dict[str, Any],
     ) -> None:
-        self.seconds = 0.0
-        self.calls = 0
-        self.errors = 0
-        self.metrics: dict[str, float] = {}
-        self.invalid_in_a_row = 0
-        self._identity = object()
-        self._clock = loop_clock()
-        self._is_on_trio = runs_on_trio()
-        self._opening = anyio.Lock(fast_acquire=True)
-        self._serial: dict[int, anyio.Lock] = {}
-        self._tools = tools
-        self._contexts = contexts
-        self._checks = checks
-        self._gates = gates
-        self._limits = limits
-        self._sessions = OpenSessions(
-            tools, contexts, tool_s=limits.tool_s, cleanup_s=limits.cleanup_s
-        )
+        self.seconds, self.is_closed = 0.0, False
+        self.calls = self.errors = self.invalid_in_a_row = 0
+        self._clock, self._is_on_trio = loop_clock(), runs_on_trio()
+        self._kit, self._tools = kit, tools
+        self._uid, self._member, self._kwargs, self._extra = uid, member, kwargs, extra
+        # Made when they are needed: many trajectories wait long before their first call.
+        self._metrics: dict[str, float] | None = None
+        self._breaker_key: object = None
+        self._opening: anyio.Lock | None = None
+        self._serial: dict[int, anyio.Lock] | None = None
+        self._contexts: ToolContexts | None = None
+        self._sessions: OpenSessions | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Sums of the numbers that tools measured, as ``tools/TOOL/NAME``."""
+        return self._metrics or {}
+
+    @property
+    def contexts(self) -> ToolContexts:
+        """What each tool is opened for."""
+        if self._contexts is None:
+            context = ToolContext(
+                uid=self._uid,
+                member=self._member,
+                threads=self._kit.threads,
+                processes=self._kit.processes,
+                extra=self._extra,
+            )
+            self._contexts = ToolContexts(context, self._kwargs)
+        return self._contexts
+
+    @property
+    def sessions(self) -> OpenSessions:
+        """The tools that are open."""
+        if self._sessions is None:
+            limits = self._kit.limits
+            self._sessions = OpenSessions(
+                self._tools, self.contexts, tool_s=limits.tool_s, cleanup_s=limits.cleanup_s
+            )
+        return self._sessions
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -141,11 +152,12 @@ class TrajectoryTools:
             LimitExceeded: `turn_deadline` passed; every call was cancelled and has ended.
             ToolError: The trajectory's tools are closed.
         """
-        if self._sessions.is_closed:
+        if self.is_closed:
             raise ToolError("the tools of this trajectory are closed")
-        turn = _Turn(len(calls), turn_deadline)
+        known = [name for name in self._tools if offered is None or name in offered]
+        turn = CallTurn(len(calls), turn_deadline, known)
         for position, call in enumerate(calls):
-            self._admit(turn, position, call, self._tools if offered is None else offered)
+            self._admit(turn, position, call)
         if self._unopened(turn):
             await self._open_tools(turn)
         if len(turn.pending) == 1 and self._is_on_trio:
@@ -154,10 +166,13 @@ class TrajectoryTools:
             await self._run_lanes(turn)
         if turn.limit is not None:
             raise turn.limit
-        results = [self._finished(result) for result in turn.results if result is not None]
+        within = self._kit.limits.within
+        results = [within(result) for result in turn.results if result is not None]
+        self.errors += sum(result.is_error for result in results)
         for call, result in zip(calls, results, strict=True):
             if result.metrics and isinstance(call, ToolCall):
-                add_metrics(self.metrics, call.name, result.metrics)
+                self._metrics = self._metrics or {}
+                add_metrics(self._metrics, call.name, result.metrics)
         return results
 
     async def calc_rewards(self) -> list[float]:
@@ -166,24 +181,20 @@ class TrajectoryTools:
         A tool without a reward has no entry, nor has one whose `calc_reward` fails or takes longer
         than ``limits.tool_s``: that is logged.
         """
-        return await self._sessions.calc_rewards()
+        return [] if self._sessions is None else await self._sessions.calc_rewards()
 
     async def close(self) -> None:
         """Close every session once, the last opened first, each within ``limits.cleanup_s``.
 
         Shielded from cancellation; errors and overruns are logged, never raised.
         """
-        await self._sessions.close()
+        self.is_closed = True
+        if self._sessions is not None:
+            await self._sessions.close()
 
-    def _admit(
-        self,
-        turn: _Turn,
-        position: int,
-        call: ToolCall | InvalidToolCall,
-        offered: Collection[str],
-    ) -> None:
+    def _admit(self, turn: CallTurn, position: int, call: ToolCall | InvalidToolCall) -> None:
         """Let a call run, or answer it; an invalid one counts, one too many does not."""
-        limit = self._limits.max_parallel_calls
+        limit = self._kit.limits.max_parallel_calls
         if isinstance(call, InvalidToolCall):
             self._refuse(turn, position, f"invalid tool call: {call.reason}")
         elif position >= limit:
@@ -191,49 +202,50 @@ class TrajectoryTools:
                 f"not executed: at most {limit} calls per turn (agent.max_parallel_calls); "
                 f"call it again"
             )
-        elif (fault := self._fault(call, offered)) is not None:
+        elif (fault := self._fault(turn, call)) is not None:
             self._refuse(turn, position, fault)
         else:
             self.invalid_in_a_row = 0
             turn.pending.append((position, call))
 
-    def _refuse(self, turn: _Turn, position: int, fault: str) -> None:
+    def _refuse(self, turn: CallTurn, position: int, fault: str) -> None:
         self.invalid_in_a_row += 1
         turn.results[position] = error_result(fault)
 
-    def _fault(self, call: ToolCall, offered: Collection[str]) -> str | None:
+    def _fault(self, turn: CallTurn, call: ToolCall) -> str | None:
         """Why this call cannot be run as it is."""
-        if call.name not in self._tools or call.name not in offered:
-            known = ", ".join(repr(name) for name in self._tools if name in offered) or "none"
+        if call.name not in turn.known:
+            known = ", ".join(map(repr, turn.known)) or "none"
             return f"unknown tool {call.name!r}; known tools: {known}"
         try:
-            self._checks[call.name](call.arguments, self._contexts[call.name].kwargs)
+            self._kit.checks[call.name](call.arguments, self.contexts[call.name].kwargs)
         except ArgumentsError as error:
             return str(error)
         return None
 
-    def _unopened(self, turn: _Turn) -> list[_Placed]:
-        return [placed for placed in turn.pending if placed[1].name not in self._sessions]
+    def _unopened(self, turn: CallTurn) -> list[PlacedCall]:
+        return [placed for placed in turn.pending if placed[1].name not in self.sessions]
 
-    async def _open_tools(self, turn: _Turn) -> None:
+    async def _open_tools(self, turn: CallTurn) -> None:
         """Open the tools that are used for the first time; where one fails, so do its calls."""
-        await _acquire(self._opening, turn.deadline)
+        self._opening = self._opening or anyio.Lock(fast_acquire=True)
+        await acquire(self._opening, turn.deadline)
         try:
             await self._open_unopened(turn)  # other conversations may have opened some meanwhile
         finally:
             self._opening.release()
 
-    async def _open_unopened(self, turn: _Turn) -> None:
+    async def _open_unopened(self, turn: CallTurn) -> None:
         unopened = self._unopened(turn)
         for name in dict.fromkeys(call.name for _, call in unopened):
-            breaker = self._gates[name].breaker
+            breaker = self._kit.gates[name].breaker
             failure = breaker.refusal(self._clock())
             if failure is None:
                 try:
-                    await self._sessions.open(name, turn.deadline)
+                    await self.sessions.open(name, turn.deadline)
                 except OpenFailure as error:
                     failure = str(error)
-                    breaker.fail(failure, error.root, self._identity, self._clock())
+                    breaker.fail(failure, error.root, self._breaker_identity(), self._clock())
                 finally:
                     breaker.forget()
             if failure is not None:
@@ -241,18 +253,20 @@ class TrajectoryTools:
                     if call.name == name:
                         turn.answer(position, error_result(failure))
 
-    async def _run_lanes(self, turn: _Turn) -> None:
-        lanes: dict[int, list[_Placed]] = {}
+    async def _run_lanes(self, turn: CallTurn) -> None:
+        lanes: dict[int, list[PlacedCall]] = {}
         for placed in turn.pending:
             position, call = placed
-            serial = self._sessions[call.name].serial
+            serial = self.sessions[call.name].serial
             lanes.setdefault(-1 - position if serial is None else id(serial), []).append(placed)
         if len(lanes) > 1:
             await run_side_by_side([partial(self._run_lane, turn, lane) for lane in lanes.values()])
         else:
             await self._run_lane(turn, *lanes.values(), is_in_task=False)
 
-    async def _run_lane(self, turn: _Turn, lane: list[_Placed], *, is_in_task: bool = True) -> None:
+    async def _run_lane(
+        self, turn: CallTurn, lane: list[PlacedCall], *, is_in_task: bool = True
+    ) -> None:
         """Run calls that must not run at once, until the turn's deadline passes.
 
         A task more would cost as much as all the rest, so that on trio the calls share the
@@ -268,9 +282,9 @@ class TrajectoryTools:
             else:
                 await run_side_by_side([partial(self._run_call, turn, *placed)])
 
-    async def _run_call(self, turn: _Turn, position: int, call: ToolCall) -> None:
+    async def _run_call(self, turn: CallTurn, position: int, call: ToolCall) -> None:
         started = self._clock()
-        owner = self._contexts[call.name]
+        owner = self.contexts[call.name]
         activity = f"tool {call.name!r} of trajectory {owner.uid}/{owner.member}"  # noqa: F841
         self.calls += 1
         try:
@@ -279,9 +293,9 @@ class TrajectoryTools:
             self.seconds += self._clock() - started
 
     async def _result_of(
-        self, turn: _Turn, call: ToolCall, kwargs: Mapping[str, Any]
+        self, turn: CallTurn, call: ToolCall, kwargs: Mapping[str, Any]
     ) -> ToolResult:
-        gate = self._gates[call.name]
+        gate = self._kit.gates[call.name]
         key = gate.key(call.arguments, kwargs) if gate.policy.cache_size else None
         if key is not None and (result := gate.kept(key)) is not None:
             return result
@@ -292,7 +306,7 @@ class TrajectoryTools:
             result = await self._attempts(turn, call, gate)
         except CallError as error:
             logger.debug("tool %r failed: %s", call.name, error, exc_info=error.__cause__)
-            gate.breaker.fail(str(error), error.root, self._identity, self._clock())
+            gate.breaker.fail(str(error), error.root, self._breaker_identity(), self._clock())
             return error_result(str(error))
         except LimitExceeded as limit:
             turn.limit = limit
@@ -306,14 +320,16 @@ class TrajectoryTools:
             gate.keep(key, result)
         return result
 
-    async def _attempts(self, turn: _Turn, call: ToolCall, gate: ToolGate) -> ToolResult:
+    async def _attempts(self, turn: CallTurn, call: ToolCall, gate: ToolGate) -> ToolResult:
         """The result of the first attempt that does not fail with a transient error."""
-        session, policy = self._sessions[call.name], gate.policy
+        session, policy = self.sessions[call.name], gate.policy
         deadline: Deadline | None = None
         for tries in itertools.count(1):
             try:
                 async with self._place(session, gate, turn.deadline):
-                    deadline = deadline or self._call_deadline(call.name, policy, turn)
+                    deadline = deadline or self._kit.limits.deadline(
+                        call.name, policy, turn.deadline, self._clock()
+                    )
                     return await self._execute(session, call, deadline, turn, gate)
             except CallError as error:
                 pause_s = policy.backoff_s * 2 ** (tries - 1)
@@ -328,7 +344,7 @@ class TrajectoryTools:
         session: ToolSession,
         call: ToolCall,
         deadline: Deadline,
-        turn: _Turn,
+        turn: CallTurn,
         gate: ToolGate,
     ) -> ToolResult:
         if gate.never_waits:
@@ -360,36 +376,19 @@ class TrajectoryTools:
         self, serial: object, gate: ToolGate, deadline: Deadline
     ) -> AsyncIterator[None]:
         """Calls that must not run at once may come from several conversations."""
+        self._serial = self._serial or {}
         lock = self._serial.setdefault(id(serial), anyio.Lock(fast_acquire=True))
-        await _acquire(lock, deadline)
+        await acquire(lock, deadline)
         try:
             async with gate.place(deadline):
                 yield
         finally:
             lock.release()
 
-    def _call_deadline(self, name: str, policy: ToolPolicy, turn: _Turn) -> Deadline:
-        now = self._clock()
-        if policy.timeout_s is not None:
-            source = f"timeout_s of {name!r}"
-            return Deadline.after(policy.timeout_s, source, turn.deadline, now=now)
-        return Deadline.after(self._limits.tool_s, "limits.tool_s", turn.deadline, now=now)
-
-    def _finished(self, result: ToolResult) -> ToolResult:
-        self.errors += result.is_error
-        text, limits = result.text, self._limits
-        if len(text) > limits.max_response_length:
-            text = truncate_text(text, limits.max_response_length, limits.truncate_side)
-        text = encodable(text)
-        return result if text is result.text else msgspec.structs.replace(result, text=text)
-
-
-async def _acquire(lock: anyio.Lock, deadline: Deadline) -> None:
-    if not lock.locked():
-        lock.acquire_nowait()
-        return
-    with fail_at_deadline(deadline):
-        await lock.acquire()
+    def _breaker_identity(self) -> object:
+        """Which trajectory it is, to breakers; they may remember it for longer than it lives."""
+        self._breaker_key = self._breaker_key or object()
+        return self._breaker_key
 
 
 async def _answer(session: ToolSession, call: ToolCall) -> ToolResult:

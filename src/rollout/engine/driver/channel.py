@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.bridge import event_type, loop_clock
+from rollout.bridge import loop_clock
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad
 from rollout.engine.driver.generation import ChunkFault, Generation, TokenCounts
 from rollout.engine.driver.heartbeat import Heartbeat
@@ -36,10 +36,12 @@ from rollout.engine.wire.protocol import (
     decode_from_server,
 )
 from rollout.errors import ChannelError, EngineError
+from rollout.latches import latch_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rollout.engine.routing import Dispatch
     from rollout.engine.wire.greeting import Greeter
     from rollout.engine.wire.operations import Operation
     from rollout.token_prefix import TokenPrefix
@@ -75,26 +77,20 @@ class Channel:
         tokens: TokenCounts,
         wakes: WakeBudget,
     ) -> None:
-        self.name = name
-        self.info = info
-        self.load = EngineLoad()
+        self.name, self.info, self.load = name, info, EngineLoad()
         self.lost = anyio.Event()
-        self.lost_reason = ""
-        self.is_link_fault = False
+        self.lost_reason, self.is_link_fault = "", False
         self.on_lost: Callable[[], None] = lambda: None
         self.on_load: Callable[[EngineLoad], None] = lambda _: None
         self.tokens = tokens
-        self._wakes = wakes
-        self._vocab_size = info.vocab_size
-        self._greeter = greeter
-        self._frames = frames
-        self._data = frames["data"]
-        self._control = frames["control"]
+        self._wakes, self._vocab_size = wakes, info.vocab_size
+        self._greeter, self._frames = greeter, frames
+        self._data, self._control = frames["data"], frames["control"]
         self._pending: dict[str, PendingRequest] = {}
         self._zombies: dict[str, PendingRequest] = {}
         self._commands = PendingCommands()
         self._heartbeat = Heartbeat(frames, greeter.terms)
-        self._new_event, self._now = event_type(), loop_clock()
+        self._new_latch, self._now = latch_type(), loop_clock()
 
     @property
     def in_flight(self) -> int:
@@ -124,6 +120,7 @@ class Channel:
         *,
         prefix: TokenPrefix | None = None,
         deadline: float = math.inf,
+        dispatch: Dispatch | None = None,
     ) -> PendingRequest:
         """Send a request, at once; `generation` fills as chunks arrive.
 
@@ -136,17 +133,20 @@ class Channel:
                 the replica has and how much time is left is for the channel to say.
             prefix: The prompt; only what the replica does not have of it is sent.
             deadline: Clock time at which the engine aborts the request by itself.
+            dispatch: Of what is returned.
 
         Raises:
             ChannelError: It does not fit into a frame; nothing has been sent.
         """
-        done = self._new_event()
+        done = self._new_latch()
         request_id = request.request_id
         part = generation.begin(request_id, self.name)
         length = 0
         if prefix is not None:
             request.has_prefix, length = True, len(prefix)
-        pending = PendingRequest(request, prefix, length, deadline, generation, part, on_gone, done)
+        pending = PendingRequest(
+            request, prefix, length, deadline, generation, part, on_gone, done, dispatch
+        )
         if self.lost_reason:
             pending.is_lost = True
             self._end(pending, self.lost_reason)
@@ -172,6 +172,7 @@ class Channel:
             raise ChannelError(f"{self.name}: the request does not fit: {error}") from None
         if pending.prefix is not None:
             pending.prefix.note_sent(self._greeter.session, pending.sent_tokens)
+            message.ids = b""  # it is encoded; what is sent again is taken from the prefix again
 
     def _what_it_lacks(
         self, pending: PendingRequest, prefix: TokenPrefix, *, whole: bool
@@ -179,10 +180,9 @@ class Channel:
         """How much of the prompt the replica has, the sum of that, and the ids that follow."""
         length = pending.sent_tokens
         kept = 0 if whole else prefix.sent_to(self._greeter.session)
-        kept_sum = prefix.sum_of(kept) if kept < length else None
-        if kept_sum is None:
-            kept = kept_sum = 0
-        return kept, kept_sum, prefix.packed(kept, length)
+        if kept >= length:
+            kept = 0
+        return kept, prefix.sum_of(kept) if kept else 0, prefix.packed(kept, length)
 
     def abandon_nowait(self, pending: PendingRequest) -> None:
         """Have the engine end a request that is not waited for any longer.

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from array import array
-from collections.abc import Callable
-from functools import partial
 from itertools import accumulate
-from typing import cast
+from typing import TYPE_CHECKING
 
 import attrs
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rollout.engine.core import Chunk, FinishReason
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rollout.engine.core import Chunk, FinishReason
 
 logger = logging.getLogger("rollout.engine")
 
@@ -41,14 +43,11 @@ class TokenCounts:
         return self.taken + self.late + self.repeated + self.refused
 
 
-_log_probs = cast("Callable[[], array[float]]", partial(array, "f"))
-
-
 class ChunkFault(Exception):
     """A chunk contradicts what came before it: the engine is at fault and nothing was taken."""
 
 
-class Part(msgspec.Struct, eq=False):
+class Part(msgspec.Struct, eq=False, gc=False):
     """What one request gave to a generation; a recovered generation is made of several.
 
     Attributes:
@@ -65,20 +64,16 @@ class Part(msgspec.Struct, eq=False):
     is_discarded: bool = False
 
 
-class Generation(msgspec.Struct, eq=False):
+class Generation:
     """Sampled tokens in the order in which they were sampled, packed.
 
     Filled in place while requests run, so that a cancelled wait loses nothing.
 
     Attributes:
-        ids: Sampled ids.
-        log_probs: One for each id.
-        versions: Runs ``[weight version, number of ids]``.
         finish_reason: None until the last chunk has come.
         cached_tokens: Prompt tokens that the engine did not need to prefill.
         parts: The requests made for it, in order; more than one where replicas were lost.
         resumes: How often it resumed elsewhere from the tokens it had.
-        restarts: Why it restarted, each time it did.
         top_count: How many of the most likely ids are asked for with each token: k.
         top_ids: Where asked for, int32: the k most likely ids at each position, likeliest first.
         top_log_probs: float32, one for each of `top_ids`.
@@ -92,23 +87,67 @@ class Generation(msgspec.Struct, eq=False):
             that raises is logged and not called again. After a restart the tokens are fewer.
     """
 
-    parts: list[Part] = []
-    ids: array[int] = msgspec.field(default_factory=partial(array, "i"))
-    log_probs: array[float] = msgspec.field(default_factory=_log_probs)
-    versions: list[list[int]] = []
-    finish_reason: FinishReason | None = None
-    cached_tokens: int = 0
-    resumes: int = 0
-    restarts: list[str] = []
-    top_count: int = 0
-    top_ids: bytes = b""
-    top_log_probs: bytes = b""
-    expert_shape: tuple[int, int] | None = None
-    expert_room: int = 0
-    routed_experts: bytes = b""
-    kept: int | None = None
-    is_seeded: bool = False
-    on_tokens: list[Callable[[Generation], object]] = []
+    __slots__ = (
+        "_ids",
+        "_log_probs",
+        "_restarts",
+        "_versions",
+        "cached_tokens",
+        "expert_room",
+        "expert_shape",
+        "finish_reason",
+        "is_seeded",
+        "kept",
+        "on_tokens",
+        "parts",
+        "resumes",
+        "routed_experts",
+        "top_count",
+        "top_ids",
+        "top_log_probs",
+    )
+
+    def __init__(
+        self, on_tokens: Sequence[Callable[[Generation], object]] = (), *, is_seeded: bool = False
+    ) -> None:
+        self.parts: tuple[Part, ...] = ()
+        self._restarts: tuple[str, ...] = ()
+        self.on_tokens: tuple[Callable[[Generation], object], ...] = tuple(on_tokens)
+        # What holds tokens is made when they come: most generations wait for their first ones.
+        self._ids: array[int] | None = None
+        self._log_probs: array[float] | None = None
+        self._versions: list[list[int]] | None = None
+        self.finish_reason: FinishReason | None = None
+        self.cached_tokens = 0
+        self.resumes = 0
+        self.top_count = 0
+        self.top_ids = b""
+        self.top_log_probs = b""
+        self.expert_shape: tuple[int, int] | None = None
+        self.expert_room = 0
+        self.routed_experts = b""
+        self.kept: int | None = None
+        self.is_seeded = is_seeded
+
+    @property
+    def ids(self) -> array[int]:
+        """Sampled ids."""
+        return array("i") if self._ids is None else self._ids
+
+    @property
+    def log_probs(self) -> array[float]:
+        """One for each id."""
+        return array("f") if self._log_probs is None else self._log_probs
+
+    @property
+    def versions(self) -> list[list[int]]:
+        """Runs ``[weight version, number of ids]``."""
+        return [] if self._versions is None else self._versions
+
+    @property
+    def restarts(self) -> list[str]:
+        """Why it restarted, each time it did."""
+        return list(self._restarts)
 
     @property
     def replica(self) -> str:
@@ -137,24 +176,20 @@ class Generation(msgspec.Struct, eq=False):
             for (version, length), end in zip(self.versions, ends, strict=True)
             if end - length < count
         ]
-        experts = self.routed_experts
+        part = copy.copy(self)
+        part._ids, part._log_probs = self.ids[:count], self.log_probs[:count]
+        part._versions = versions
+        part.top_ids, part.top_log_probs = self.top_ids[:width], self.top_log_probs[:width]
         if self.expert_shape is not None:
-            experts = experts[: self._bytes_of_experts * (self.expert_room + count)]
-        return msgspec.structs.replace(
-            self,
-            ids=self.ids[:count],
-            log_probs=self.log_probs[:count],
-            versions=versions,
-            top_ids=self.top_ids[:width],
-            top_log_probs=self.top_log_probs[:width],
-            routed_experts=experts,
-        )
+            size = self._bytes_of_experts * (self.expert_room + count)
+            part.routed_experts = self.routed_experts[:size]
+        return part
 
     def begin(self, request_id: str, replica: str) -> Part:
         """What is taken from now on comes from this request, after the tokens there are."""
         self.finish_reason = None
         part = Part(request_id, replica, len(self.ids))
-        self.parts.append(part)
+        self.parts += (part,)
         return part
 
     def top(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] | None:
@@ -187,8 +222,8 @@ class Generation(msgspec.Struct, eq=False):
         """Forget the tokens, before the request is made again from its start."""
         for part in self.parts:
             part.is_discarded = True
-        self.restarts.append(reason)
-        self.ids, self.log_probs, self.versions = array("i"), array("f"), []
+        self._restarts += (reason,)
+        self._ids = self._log_probs = self._versions = None
         self.finish_reason, self.cached_tokens = None, 0
         self.top_ids = self.top_log_probs = self.routed_experts = b""
 
@@ -217,20 +252,26 @@ class Generation(msgspec.Struct, eq=False):
         elif chunk.offset > had:
             raise ChunkFault(f"tokens {had} to {chunk.offset} are missing")
         if count:
-            self.ids.frombytes(ids)
-            self.log_probs.frombytes(chunk.log_probs)
+            self._extend(ids, chunk.log_probs, chunk.weight_version, count)
             part.count = had + count
-            versions = self.versions
-            if versions and versions[-1][0] == chunk.weight_version:
-                versions[-1][1] += count
-            else:
-                versions.append([chunk.weight_version, count])
         if chunk.finish_reason is not None:
             self.finish_reason = chunk.finish_reason
             self.cached_tokens = chunk.cached_tokens
         if self.on_tokens and (count or chunk.finish_reason is not None):
             self._tell()
         return count
+
+    def _extend(self, ids: bytes, log_probs: bytes, version: int, count: int) -> None:
+        if self._ids is None or self._log_probs is None or self._versions is None:
+            self._ids, self._log_probs = array("i", ids), array("f", log_probs)
+            self._versions = [[version, count]]
+            return
+        self._ids.frombytes(ids)
+        self._log_probs.frombytes(log_probs)
+        if self._versions[-1][0] == version:
+            self._versions[-1][1] += count
+        else:
+            self._versions.append([version, count])
 
     def _check_top(self, chunk: Chunk) -> None:
         size, count = len(chunk.top_ids), len(chunk.ids) // 4
@@ -245,12 +286,16 @@ class Generation(msgspec.Struct, eq=False):
             )
 
     def _tell(self) -> None:
-        for reader in tuple(self.on_tokens):
+        for reader in self.on_tokens:
             try:
                 reader(self)
             except Exception:
                 logger.exception("a reader of tokens raised; it is not called again")
-                self.on_tokens.remove(reader)
+                self.leave_out(reader)
+
+    def leave_out(self, reader: Callable[[Generation], object]) -> None:
+        """Call a reader no more; harmless where it is none."""
+        self.on_tokens = tuple(each for each in self.on_tokens if each is not reader)
 
     def _check_experts(self, chunk: Chunk) -> None:
         if not chunk.routed_experts or self.expert_shape is None:

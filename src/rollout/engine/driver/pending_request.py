@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import anyio
 import msgspec
 
 from rollout.engine.core import FinishReason
 from rollout.engine.driver.generation import Generation, Part
+from rollout.engine.routing import Dispatch
 from rollout.engine.wire.protocol import Submit
+from rollout.latches import Latch
 from rollout.token_prefix import TokenPrefix
 
 
-class PendingRequest(msgspec.Struct, eq=False):
+class PendingRequest(msgspec.Struct, eq=False, gc=False):
     """A request under way: `done` fires at its last chunk or when the channel is lost.
 
     Attributes:
@@ -23,6 +24,7 @@ class PendingRequest(msgspec.Struct, eq=False):
             for them any more.
         part: What this request gave to it.
         on_gone: Called with it, once, when the engine no longer works on it.
+        dispatch: Where it was placed, for `on_gone`.
         finish_reason: How it ended, where its last chunk was taken; None until then.
         error: Why the engine refused or failed it; empty otherwise.
         is_lost: The channel was lost under it.
@@ -37,7 +39,8 @@ class PendingRequest(msgspec.Struct, eq=False):
     generation: Generation | None
     part: Part
     on_gone: Callable[[PendingRequest], None]
-    done: anyio.Event
+    done: Latch
+    dispatch: Dispatch | None = None
     finish_reason: FinishReason | None = None
     error: str = ""
     is_lost: bool = False

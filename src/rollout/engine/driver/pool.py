@@ -6,7 +6,7 @@ import itertools
 import math
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -28,7 +28,7 @@ from rollout.scopes import leaf_of, open_task_group
 from rollout.wake_budget import WakeBudget
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 
     from anyio.abc import TaskGroup
 
@@ -304,7 +304,7 @@ class EnginePool:
         self._replicas[replica.name] = replica
         return replica
 
-    async def generate(
+    def generate(
         self,
         generation: Generation,
         *,
@@ -315,8 +315,8 @@ class EnginePool:
         known_experts: int = 0,
         group_id: str = "",
         deadline: PausableDeadline | None = None,
-    ) -> None:
-        """Run one request to its end; `generation` fills as tokens come.
+    ) -> Coroutine[Any, Any, None]:
+        """Run one request to its end, awaited; `generation` fills as tokens come.
 
         Where its replica is lost it resumes elsewhere, as the policy says. Cancellation keeps in
         `generation` what had arrived, and has the engine end the request.
@@ -353,7 +353,7 @@ class EnginePool:
             deadline=deadline,
         )
         generation.expert_room = attempt.prompt_tokens - known_experts
-        await self._requests.run(attempt, group_id=group_id)
+        return self._requests.run(attempt, group_id=group_id)
 
     def forget(self, session_id: str) -> None:
         """The trajectory has ended; nothing is kept for it."""

@@ -21,7 +21,7 @@ from rollout.limits import PausableDeadline
 from rollout.token_prefix import TokenPrefix
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
     from contextlib import AbstractContextManager
 
 
@@ -74,6 +74,8 @@ class Attempt:
         session_id: The trajectory, for errors.
         priority: Larger is served first.
         deaths: Why replicas died while it was in flight there.
+        refusals: How often engines that were full refused it.
+        isolation: Where it has a replica to itself, until it is no suspect any more.
         is_interrupted: Its request is cut off, to resume later from the tokens that it has.
         is_running: It has a request in flight.
         was_paused: The runtime has paused its deadlines: engines may know an earlier deadline.
@@ -89,7 +91,9 @@ class Attempt:
     priority: int = 0
     _known_experts: int = 0
     _deadline: PausableDeadline | None = None
-    deaths: list[str] = attrs.field(init=False, factory=list)
+    deaths: tuple[str, ...] = attrs.field(init=False, default=())
+    refusals: int = attrs.field(init=False, default=0)
+    isolation: Isolation | None = attrs.field(init=False, default=None)
     is_interrupted: bool = attrs.field(init=False, default=False)
     is_running: bool = attrs.field(init=False, default=False)
     was_paused: bool = attrs.field(init=False, default=False)
@@ -176,7 +180,7 @@ class Attempt:
     def die(self, reason: str, *, is_alone: bool) -> None:
         """The replica died with it in flight; `is_alone`: and with nothing else."""
         was_suspect = self.is_suspect
-        self.deaths.append(reason)
+        self.deaths = (*self.deaths, reason)
         self._was_silent = not self.has_answer
         self._tokens_at_death = len(self.generation.ids)
         enough = LONE_DEATHS if is_alone else QUARANTINE_DEATHS
@@ -252,6 +256,25 @@ class Attempt:
             f"the request of {self.session_id} is quarantined: engines died {len(self.deaths)} "
             f"times with it in flight ({deaths})"
         )
+
+
+class Isolation:
+    """A suspect's: it ends at its first tokens, or with its request."""
+
+    def __init__(self, attempt: Attempt, end_isolation: Callable[[], None]) -> None:
+        self._attempt = attempt
+        self._end_isolation = end_isolation
+        attempt.generation.on_tokens += (self,)
+
+    def __call__(self, _: Generation) -> None:
+        if not self._attempt.is_suspect:
+            self.end()
+
+    def end(self) -> None:
+        """End it, once."""
+        if self in self._attempt.generation.on_tokens:
+            self._attempt.generation.leave_out(self)
+            self._end_isolation()
 
 
 def stateful_field(sampling: SamplingParams) -> str:

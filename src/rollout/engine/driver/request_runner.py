@@ -10,16 +10,15 @@ import anyio
 from rollout.bridge import loop_clock
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.deadline_watch import DeadlineWatch
-from rollout.engine.driver.recovery import NO_ENGINE
+from rollout.engine.driver.recovery import NO_ENGINE, Isolation
 from rollout.engine.wire.protocol import Submit
 from rollout.limits import cleanup_scope
 from rollout.seeds import RequestIds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from rollout.engine.driver.channel import Channel
-    from rollout.engine.driver.generation import Generation
     from rollout.engine.driver.pending_request import PendingRequest
     from rollout.engine.driver.recovery import Attempt
     from rollout.engine.driver.replica import Replica
@@ -82,13 +81,48 @@ class RequestRunner:
         self.deadlines = DeadlineWatch(wakes, last_answer_s)
         self._ids = RequestIds()
         self._now = loop_clock()
-        self._placed: dict[str, Dispatch] = {}
+        self._on_gone = self._released  # one for all requests
 
     async def run(self, attempt: Attempt, *, group_id: str) -> None:
-        """Make requests until the attempt has its answer; see `EnginePool.generate`."""
+        """Make requests until the attempt has its answer; see `EnginePool.generate`.
+
+        Cancelled, or at the deadline, it has the engine end the request, and waits a moment for the
+        tokens that the last answer brings: they have been sampled already.
+        """
+        avoid: str | None = None
         self.active[attempt] = None
         try:
-            await self._run(attempt, group_id)
+            while True:
+                dispatch = self._place_at_once(attempt, group_id, avoid)
+                if dispatch is None:
+                    dispatch = await self._place(attempt, group_id, avoid)
+                replica, channel = self._begin(attempt, dispatch)
+                try:
+                    request = self._request_of(attempt)
+                    if channel.is_full:
+                        with attempt.in_time():
+                            await self._wait_for_room(channel, dispatch, request, attempt.prefix)
+                    pending = self._submit(channel, dispatch, request, attempt)
+                    self.deadlines.begin(pending, channel, attempt)
+                    try:  # right here: each coroutine around this wait is one for each trajectory
+                        await pending.done
+                    except BaseException as error:
+                        channel.abandon_nowait(pending)
+                        if isinstance(error, anyio.get_cancelled_exc_class()):
+                            with cleanup_scope(self._last_answer_s):
+                                await pending.done
+                        raise  # else it is closed by force, which may not be awaited in
+                    finally:
+                        pending.generation = None
+                        self.deadlines.end(pending)
+                    if pending.given_up_at is not None:
+                        raise attempt.overdue()
+                finally:
+                    self._end(replica, attempt)
+                if pending.finish_reason in WHOLE_ANSWERS or await self._is_over(attempt, pending):
+                    return
+                is_cut_off = pending.finish_reason == "abort"
+                avoid = None if is_cut_off or len(self._router.replicas) == 1 else replica.name
         finally:
             attempt.resume_deadlines()
             del self.active[attempt]
@@ -130,41 +164,41 @@ class RequestRunner:
                 await self.finish(replica)
                 is_empty = True
 
-    async def _run(self, attempt: Attempt, group_id: str) -> None:
+    async def _is_over(self, attempt: Attempt, pending: PendingRequest) -> bool:
+        """Whether there is to be no other request; waits until that can be made."""
         generation = attempt.generation
-        backoff_s, avoid = REFUSED_BACKOFF_S, None
-        while True:
-            dispatch = await self._place(attempt, group_id, avoid)
-            send = self._send_alone if attempt.is_suspect else self._send
-            pending = await send(attempt, dispatch)
-            avoid = dispatch.replica.name if len(self._router.replicas) > 1 else None
-            if pending.is_lost or pending.is_garbled:
-                if pending.is_lost:
-                    with attempt.in_time():
-                        await self._replicas[dispatch.replica.name].loss_classified.wait()
-                if not attempt.recover(pending.error, is_garbled=pending.is_garbled):
-                    return
-            elif generation.finish_reason == "abort" and _has_more_to_come(attempt):
-                avoid = None
-                if not attempt.resume_interrupted():
-                    return
-            elif generation.finish_reason == "rejected":
+        if pending.is_lost or pending.is_garbled:
+            if pending.is_lost:
                 with attempt.in_time():
-                    await anyio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, MAX_REFUSED_BACKOFF_S)
-            elif generation.finish_reason == "error":
-                raise attempt.failed(pending.error or f"{dispatch.replica.name}: the engine failed")
-            else:
-                return
+                    await self._replicas[generation.replica].loss_classified.wait()
+            return not attempt.recover(pending.error, is_garbled=pending.is_garbled)
+        if generation.finish_reason == "abort" and _has_more_to_come(attempt):
+            return not attempt.resume_interrupted()
+        if generation.finish_reason == "rejected":
+            backoff_s = REFUSED_BACKOFF_S * 2**attempt.refusals
+            attempt.refusals += 1
+            with attempt.in_time():
+                await anyio.sleep(min(backoff_s, MAX_REFUSED_BACKOFF_S))
+            return False
+        if generation.finish_reason == "error":
+            raise attempt.failed(pending.error or f"{generation.replica}: the engine failed")
+        return True
 
-    async def _place(self, attempt: Attempt, group_id: str, avoid: str | None) -> Dispatch:
-        """Wait for a place on a replica; waiting requests are served by priority.
+    def _place_at_once(self, attempt: Attempt, group_id: str, avoid: str | None) -> Dispatch | None:
+        """A place on a replica; None where it is to be waited for.
 
         Args:
             avoid: A replica that gets it only where no other one does.
         """
         dispatch = None if self._wait_queue else self._ask(attempt, group_id, avoid)
-        if dispatch is None and self._pauses:
+        if dispatch is not None:
+            self._wait_queue.wake_next()  # there may be room for the next one too
+        return dispatch
+
+    async def _place(self, attempt: Attempt, group_id: str, avoid: str | None) -> Dispatch:
+        """Wait for a place on a replica; waiting requests are served by priority."""
+        dispatch: Dispatch | None = None
+        if self._pauses:
             attempt.pause_deadlines()
         while dispatch is None:
             if not self.is_open:
@@ -174,7 +208,7 @@ class RequestRunner:
             if not has_turn:
                 raise attempt.failed(f"no engine is left: {self.last_failure}", reason=NO_ENGINE)
             dispatch = self._ask(attempt, group_id, avoid)
-        self._wait_queue.wake_next()  # there may be room for the next one too
+        self._wait_queue.wake_next()
         return dispatch
 
     def _ask(self, attempt: Attempt, group_id: str, avoid: str | None) -> Dispatch | None:
@@ -192,39 +226,35 @@ class RequestRunner:
             return self._ask(attempt, group_id, None)
         return dispatch
 
-    async def _send(self, attempt: Attempt, dispatch: Dispatch) -> PendingRequest:
-        """Make one request and wait for its end."""
-        replica, prefix = self._replicas[dispatch.replica.name], attempt.prefix
-        channel = replica.channel
-        assert channel is not None  # the router offers no other
-        request = Submit(
+    def _begin(self, attempt: Attempt, dispatch: Dispatch) -> tuple[Replica, Channel]:
+        """The attempt is in flight on its replica; a suspect has that to itself at first."""
+        replica = self._replicas[dispatch.replica.name]
+        assert replica.channel is not None  # the router offers no other
+        if attempt.is_suspect:
+            self._router.isolate(replica.name)
+            attempt.isolation = Isolation(attempt, partial(self._end_isolation, replica.name))
+        attempt.begin_request()
+        replica.begin_request(attempt)
+        return replica, replica.channel
+
+    def _end(self, replica: Replica, attempt: Attempt) -> None:
+        """It is not any more."""
+        attempt.end_request()
+        replica.end_request(attempt)
+        if attempt.isolation is not None:
+            attempt.isolation.end()
+            attempt.isolation = None
+
+    def _request_of(self, attempt: Attempt) -> Submit:
+        return Submit(
             self._ids.new(),
-            attempt.prompt_ids if prefix is None else b"",
+            attempt.prompt_ids if attempt.prefix is None else b"",
             attempt.sampling,
             attempt.session_id,
             attempt.priority,
             routed_experts=attempt.generation.expert_shape is not None,
             routed_experts_start=attempt.experts_start,
         )
-        attempt.begin_request()
-        replica.begin_request(attempt)
-        try:
-            if channel.is_full:
-                with attempt.in_time():
-                    await self._wait_for_room(channel, dispatch, request, prefix)
-            self._placed[request.request_id] = dispatch
-            pending = channel.submit_nowait(
-                request,
-                attempt.generation,
-                self._released,
-                prefix=prefix,
-                deadline=attempt.deadline,
-            )
-            await self._wait(channel, pending, attempt)
-        finally:
-            attempt.end_request()
-            replica.end_request(attempt)
-        return pending
 
     async def _wait_for_room(
         self, channel: Channel, dispatch: Dispatch, request: Submit, prefix: TokenPrefix | None
@@ -235,38 +265,17 @@ class RequestRunner:
             self._release(dispatch, generated=None)
             raise
 
-    async def _wait(self, channel: Channel, pending: PendingRequest, attempt: Attempt) -> None:
-        """Wait for the end of a request.
-
-        Cancelled, or at the deadline, it has the engine end the request, and waits a moment for the
-        tokens that the last answer brings: they have been sampled already.
-        """
-        self.deadlines.begin(pending, channel, attempt)
-        try:
-            await pending.done.wait()
-        except anyio.get_cancelled_exc_class():
-            channel.abandon_nowait(pending)
-            with cleanup_scope(self._last_answer_s):
-                await pending.done.wait()
-            raise
-        except BaseException:  # closed by force, which may not be awaited in
-            channel.abandon_nowait(pending)
-            raise
-        finally:
-            pending.generation = None
-            self.deadlines.end(pending)
-        if pending.given_up_at is not None:
-            raise attempt.overdue()
-
-    async def _send_alone(self, attempt: Attempt, dispatch: Dispatch) -> PendingRequest:
-        """`_send` for a suspect, which has its replica to itself until it is none any more."""
-        name = dispatch.replica.name
-        self._router.isolate(name)
-        first_tokens = _FirstTokens(attempt, partial(self._end_isolation, name))
-        try:
-            return await self._send(attempt, dispatch)
-        finally:
-            first_tokens.end()
+    def _submit(
+        self, channel: Channel, dispatch: Dispatch, request: Submit, attempt: Attempt
+    ) -> PendingRequest:
+        return channel.submit_nowait(
+            request,
+            attempt.generation,
+            self._on_gone,
+            prefix=attempt.prefix,
+            deadline=attempt.deadline,
+            dispatch=dispatch,
+        )
 
     def _end_isolation(self, name: str) -> None:
         self._router.end_isolation(name)
@@ -275,32 +284,13 @@ class RequestRunner:
     def _released(self, pending: PendingRequest) -> None:
         """The engine no longer works on a request."""
         is_whole = pending.finish_reason in WHOLE_ANSWERS
-        dispatch = self._placed.pop(pending.request_id)
-        self._release(dispatch, generated=pending.part.count if is_whole else None)
+        assert pending.dispatch is not None
+        self._release(pending.dispatch, generated=pending.part.count if is_whole else None)
 
     def _release(self, dispatch: Dispatch, generated: int | None) -> None:
         self._router.release(dispatch, generated=generated, now=self._now())
         self._wait_queue.wake_next()
         self._changes.notify()
-
-
-class _FirstTokens:
-    """Ends the isolation of a suspect: at its first tokens, or with its request."""
-
-    def __init__(self, attempt: Attempt, end_isolation: Callable[[], None]) -> None:
-        self._attempt = attempt
-        self._end_isolation = end_isolation
-        attempt.generation.on_tokens.append(self)
-
-    def __call__(self, _: Generation) -> None:
-        if not self._attempt.is_suspect:
-            self.end()
-
-    def end(self) -> None:
-        """End it, once."""
-        if self in self._attempt.generation.on_tokens:
-            self._attempt.generation.on_tokens.remove(self)
-            self._end_isolation()
 
 
 def _has_more_to_come(attempt: Attempt) -> bool:

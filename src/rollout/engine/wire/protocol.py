@@ -101,7 +101,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=4):
     reason: str
 
 
-class Submit(msgspec.Struct, array_like=True, tag=10):
+class Submit(msgspec.Struct, array_like=True, tag=10, gc=False):
     """A request for tokens; its prompt may begin with what the server has of this trajectory.
 
     Attributes:

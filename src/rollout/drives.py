@@ -1,0 +1,147 @@
+"""A coroutine that can be stopped, whatever it does with its cancellation."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from rollout.loop_tasks import Interruptible
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from types import FrameType
+
+#: Where a coroutine waits in these says nothing about whose it is.
+_LIBRARIES = {"rollout", "anyio", "trio", "asyncio", "outcome"}
+
+
+class Ends(Protocol):
+    """Whose code a coroutine is."""
+
+    def end(self, how: BaseException) -> None:
+        """It has ended, by this error or with the value in a StopIteration."""
+
+
+Owner = TypeVar("Owner", bound=Ends)
+
+
+class UnresponsiveError(Exception):
+    """Foreign code did not end when it was cancelled, and was given up."""
+
+
+class Drive(Interruptible, Generator[Any, Any, Any], Generic[Owner]):
+    """Runs a coroutine in place of ``await``, until it is given up.
+
+    Attributes:
+        owner: Whose code the coroutine is.
+        unresponsive: Why it was given up.
+    """
+
+    __slots__ = ("_coroutine", "owner", "unresponsive")
+
+    def __init__(
+        self,
+        owner: Owner,
+        coroutine: Coroutine[Any, Any, Any],
+        unresponsive: UnresponsiveError | None = None,
+    ) -> None:
+        super().__init__()
+        self.owner = owner
+        self.unresponsive = unresponsive
+        self._coroutine = coroutine
+
+    def __await__(self) -> Drive[Owner]:
+        return self
+
+    def send(self, value: Any) -> Any:
+        if self.unresponsive is not None:
+            self._leave(self.unresponsive)
+        return self._coroutine.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        if self.unresponsive is not None:
+            self._leave(self.unresponsive)
+        return self._coroutine.throw(*error)
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def give_up(self, unresponsive: UnresponsiveError) -> None:
+        """Resume it never again; its task leaves at once where that is possible."""
+        self.unresponsive = unresponsive
+        self.interrupt(unresponsive, lambda child: Drive(self.owner, child, unresponsive))
+
+    def place(self) -> str:
+        """Where the coroutine waits: the innermost place in foreign code, where there is one."""
+        frames = [coroutine.cr_frame for coroutine in self._chain() if coroutine.cr_frame]
+        foreign = [frame for frame in frames if not _is_of_library(frame)] or frames
+        return (
+            f"{foreign[-1].f_code.co_filename}:{foreign[-1].f_lineno}" if foreign else "its start"
+        )
+
+    @property
+    def cr_frame(self) -> Any:
+        """For tools that print where tasks wait."""
+        if self._task is None:
+            return self  # trio asks whether there is one; a real one would be kept from then on
+        return getattr(self._coroutine, "cr_frame", None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("cr_"):  # what else loops ask of a coroutine
+            return getattr(self._coroutine, name, None)
+        raise AttributeError(name)
+
+    def _leave(self, unresponsive: UnresponsiveError) -> None:
+        chain = self._chain()
+        try:
+            self._coroutine.close()
+        except BaseException:  # one swallowed this too and waits again, or a clean-up failed
+            for coroutine in chain:
+                _keep_for_ever(coroutine)
+        self.disown_children()
+        raise unresponsive
+
+    def _chain(self) -> list[Any]:
+        """The coroutines that wait for each other, the outermost first."""
+        chain: list[Any] = []
+        inner: Any = self._coroutine
+        while hasattr(inner, "cr_await"):
+            chain.append(inner)
+            inner = inner.cr_await
+        return chain
+
+
+class MainDrive(Drive[Owner]):
+    """Runs a coroutine as a task's own: whatever it raises, the task ends well."""
+
+    __slots__ = ()
+
+    def send(self, value: Any) -> Any:
+        try:
+            if self.unresponsive is not None:
+                self._leave(self.unresponsive)
+            return self._coroutine.send(value)
+        except BaseException as how:
+            self.owner.end(how)
+        raise StopIteration
+
+    def throw(self, *error: Any) -> Any:
+        try:
+            return super().throw(*error)
+        except BaseException as how:
+            self.owner.end(how)
+        raise StopIteration
+
+
+def _keep_for_ever(coroutine: Any) -> None:
+    """Never let it be collected as garbage.
+
+    It would be closed again then, at the exit of the process where no loop runs; code that catches
+    whatever happens and tries again would never let the process go.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(coroutine))
+
+
+def _is_of_library(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _LIBRARIES

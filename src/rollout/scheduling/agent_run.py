@@ -1,0 +1,211 @@
+"""One attempt at a trajectory: its agent, in a task of its own."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import anyio
+
+from rollout.agents.identity import RejectedPrompt
+from rollout.drives import UnresponsiveError
+from rollout.errors import EngineError, LimitExceeded
+from rollout.scopes import leaf_of, passing_of
+from rollout.supervision import Supervised, Supervision, is_given_up
+from rollout.types import Cause, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollout.agents.agent_loop import AgentLoop
+    from rollout.agents.context import AgentContext
+    from rollout.limits import Deadline
+    from rollout.scheduling.prompts import Member
+
+
+class AgentRun(Supervised[Cause]):
+    """One attempt at a member's trajectory.
+
+    While the agent runs there is nothing else of the trajectory: no task that waits for it, and
+    nothing of what is only needed once it has ended.
+
+    Args:
+        conclude: Called with it, in no task, when the agent and its clean-up have ended or were
+            given up.
+
+    Attributes:
+        member, row: Whose trajectory it is.
+        batch_deadline: That of the call.
+        started: When the first attempt began, on the loop's clock.
+        attempt: Its number, from 1.
+        discarded, resumes, restarts: What a trajectory says of them, of the attempts before.
+        deadline_left: The trajectory's, where an attempt before has put it off; else None.
+        rejection: Why there is no agent.
+        stuck: Clean-up that was given up.
+    """
+
+    __slots__ = (
+        "_conclude",
+        "_context",
+        "attempt",
+        "batch_deadline",
+        "deadline_left",
+        "discarded",
+        "member",
+        "rejection",
+        "restarts",
+        "resumes",
+        "row",
+        "started",
+        "stuck",
+    )
+
+    def __init__(
+        self,
+        supervision: Supervision,
+        member: Member,
+        row: int,
+        batch_deadline: Deadline,
+        conclude: Callable[[AgentRun], None],
+    ) -> None:
+        super().__init__(supervision, "an agent")
+        self._conclude = conclude
+        self._context: AgentContext | None = None
+        self.member, self.row = member, row
+        self.batch_deadline = batch_deadline
+        self.started = anyio.current_time()
+        self.attempt = 1
+        self.discarded = self.resumes = 0
+        self.restarts: tuple[str, ...] = ()
+        self.deadline_left: Deadline | None = None
+        self.rejection: RejectedPrompt | None = None
+        self.stuck: tuple[UnresponsiveError, ...] = ()
+
+    @property
+    def supervision(self) -> Supervision:
+        """That of its call."""
+        return self._supervision
+
+    @property
+    def context(self) -> AgentContext:
+        """The agent's."""
+        assert self._context is not None
+        return self._context
+
+    def reject(self, why: RejectedPrompt) -> None:
+        """There is no agent."""
+        self.rejection = why
+        self._conclude(self)
+
+    def begin(self, loop: type[AgentLoop] | AgentLoop, context: AgentContext) -> None:
+        """Run the agent; cancelling the member ends it."""
+        kind = loop if isinstance(loop, type) else type(loop)
+        self._context, self._what = context, _name_of(kind)
+        context.deadline.govern(self)
+        self.member.give_scope(self)
+        self.start(_run_guarded(self, loop, context))
+
+    def again(self) -> AgentRun:
+        """Another attempt, from the start; what this one sampled is discarded."""
+        context = self.context
+        run = AgentRun(
+            self._supervision, self.member, self.row, self.batch_deadline, self._conclude
+        )
+        run.started, run.attempt = self.started, self.attempt + 1
+        run.deadline_left = context.deadline.now
+        rows = [row for each in context.main.all() for row in each.rows]
+        run.discarded = self.discarded + context.discarded_tokens
+        run.discarded += sum(row.transcript.generated_length for row in rows)
+        run.resumes = self.resumes + context.resumes
+        run.restarts = (*self.restarts, *context.restarts)
+        return run
+
+    def ended(self) -> None:
+        """Conclude it; what was given up has left its tools open."""
+        self.member.scope = None
+        if self.unresponsive is None:
+            self._conclude(self)
+        else:
+            _CleanUp(self).start(self.context.close())
+
+    def cleaned_up(self, error: BaseException | None) -> None:
+        """The clean-up after an agent that was given up has ended, or had to be given up too."""
+        if isinstance(error, UnresponsiveError):
+            self.stuck = (*self.stuck, error)
+            _CleanUp(self).start(self.context.close())
+        else:
+            self._error = self._error or error
+            self._conclude(self)
+
+    def forget(self) -> None:
+        """It is concluded: its context, whose deadline refers to it, is not needed any more."""
+        self._context = self._error = None
+
+
+class _CleanUp(Supervised[None]):
+    """Closes what is still open after code was given up, and its task with it."""
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: AgentRun) -> None:
+        super().__init__(run.supervision, "clean-up of the trajectory")
+        self._run = run
+
+    def ended(self) -> None:
+        """Tell the attempt."""
+        self._run.cleaned_up(self.unresponsive or self._error)
+
+
+@cache
+def _name_of(loop: type[AgentLoop]) -> str:
+    return f"agent {loop.__name__}"
+
+
+async def _run_guarded(
+    run: AgentRun, loop: type[AgentLoop] | AgentLoop, context: AgentContext
+) -> Cause | None:
+    """Run the agent; what it raises settles the outcome, and its root cause is returned."""
+    activity = context.identity  # noqa: F841  (see observe.loop_lag)
+    try:
+        with run:
+            try:
+                try:
+                    await (loop() if isinstance(loop, type) else loop).run(context)
+                except LimitExceeded as error:
+                    context.end(error.outcome, error.reason, limit_source=error.source)
+                await context.score()
+            except BaseException as error:
+                _let_pass(error)
+                return _failed(context, error)
+    finally:
+        if not is_given_up():
+            await context.close()
+    return None
+
+
+def _let_pass(error: BaseException) -> None:
+    """Raise what of an agent's error is not its own, if anything."""
+    passing = error if is_given_up() else passing_of(error)
+    try:
+        if passing is error:
+            raise error
+        if passing is not None:
+            raise passing from None
+    finally:
+        # Its traceback holds this frame, and only the collector would end that.
+        del error, passing
+
+
+def _failed(context: AgentContext, error: BaseException) -> Cause | None:
+    """Settle the outcome of an agent that raised; the root cause, where that is not known yet."""
+    leaf = leaf_of(error) if isinstance(error, BaseExceptionGroup) else error
+    if isinstance(leaf, LimitExceeded):
+        context.end(leaf.outcome, leaf.reason, limit_source=leaf.source)
+        return None
+    if context.ending is not None or isinstance(leaf, UnresponsiveError):
+        return None  # the agent's own words for a limit that had fired, or that it was given up
+    if isinstance(leaf, RejectedPrompt):
+        context.end(Outcome.REJECTED, leaf.reason)
+    else:
+        context.end(Outcome.FAILED, leaf.reason if isinstance(leaf, EngineError) else "agent")
+    return Cause.of(leaf)

@@ -1,0 +1,55 @@
+"""The calls of one turn on their way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollout.limits import Deadline, fail_at_deadline
+from rollout.types import ToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import anyio
+
+    from rollout.errors import LimitExceeded
+    from rollout.tools.results import ToolResult
+
+#: A call and its position among those of its turn.
+PlacedCall = tuple[int, ToolCall]
+
+
+class CallTurn:
+    """The calls of one turn on their way: their results, and those of them that are to run.
+
+    Args:
+        count: Of the calls.
+        deadline: By when all must have been answered.
+        known: Names of the tools that may be called.
+    """
+
+    __slots__ = ("deadline", "known", "limit", "pending", "results")
+
+    def __init__(self, count: int, deadline: Deadline, known: Collection[str]) -> None:
+        self.results: list[ToolResult | None] = [None] * count
+        self.pending: list[PlacedCall] = []
+        self.deadline, self.known = deadline, known
+        self.limit: LimitExceeded | None = None
+
+    def answer(self, position: int, result: ToolResult) -> None:
+        """Answer a call that is not going to run."""
+        self.results[position] = result
+        self.pending = [placed for placed in self.pending if placed[0] != position]
+
+
+async def acquire(lock: anyio.Lock, deadline: Deadline) -> None:
+    """Wait for a lock.
+
+    Raises:
+        LimitExceeded: The deadline fired before.
+    """
+    if not lock.locked():
+        lock.acquire_nowait()
+        return
+    with fail_at_deadline(deadline):
+        await lock.acquire()

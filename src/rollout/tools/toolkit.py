@@ -1,0 +1,61 @@
+"""What the tools of all trajectories of a runtime share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rollout.limits import Deadline
+from rollout.tools.gate import ToolGate
+from rollout.tools.tool_processes import ToolProcesses
+from rollout.tools.truncate import TruncateSide, truncate_text
+from rollout.utf8 import encodable
+from rollout.worker_threads import WorkerThreads
+
+if TYPE_CHECKING:
+    from rollout.tools.policy import ToolPolicy
+    from rollout.tools.results import ToolResult
+
+#: Lets a call's arguments pass, given the prompt's kwargs for its tool, or raises ArgumentsError.
+ArgumentCheck = Callable[[Any, Mapping[str, Any]], None]
+
+
+class CallLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The bounds on a trajectory's calls; see the fields of the configuration by these names."""
+
+    max_parallel_calls: int
+    max_response_length: int
+    truncate_side: TruncateSide
+    tool_s: float | None
+    cleanup_s: float
+
+    def deadline(self, name: str, policy: ToolPolicy, outer: Deadline, now: float) -> Deadline:
+        """By when a call of this tool must have been answered that begins now."""
+        if policy.timeout_s is not None:
+            return Deadline.after(policy.timeout_s, f"timeout_s of {name!r}", outer, now=now)
+        return Deadline.after(self.tool_s, "limits.tool_s", outer, now=now)
+
+    def within(self, result: ToolResult) -> ToolResult:
+        """A result whose text is no longer than may be, and can be encoded."""
+        text = result.text
+        if len(text) > self.max_response_length:
+            text = truncate_text(text, self.max_response_length, self.truncate_side)
+        text = encodable(text)
+        return result if text is result.text else msgspec.structs.replace(result, text=text)
+
+
+class Toolkit(msgspec.Struct, frozen=True, kw_only=True):
+    """What the tools of all trajectories share.
+
+    Attributes:
+        checks, gates: By tool.
+        threads, processes: Where sync and isolated code runs.
+    """
+
+    checks: Mapping[str, ArgumentCheck]
+    gates: Mapping[str, ToolGate]
+    limits: CallLimits
+    threads: WorkerThreads
+    processes: ToolProcesses
