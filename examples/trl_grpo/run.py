@@ -2,7 +2,8 @@
 
 python examples/trl_grpo/run.py [--steps 40] [--seed 0]
 
-Needs TRL: `make .venv-trl/.ready` makes an environment with it. The last line is the result as JSON.
+Needs TRL: `make .venv-trl/.ready` makes an environment with it, `.venv-trl/bin/python`. The last
+line is the result as JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from rollout.integrations.trl import rollout_func, rollout_reward
@@ -25,6 +26,18 @@ from rollout.integrations.trl import rollout_func, rollout_reward
 sys.path.insert(0, str(Path(__file__).parents[1] / "grpo"))
 import run as grpo  # its configuration, its tool and its reward
 import tiny_model
+
+
+class Progress(TrainerCallback):
+    """A line a step, in the place of all that TRL logs."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        """TRL has logged something."""
+        if "reward" in logs:
+            print(f"step {state.global_step}: reward {logs['reward']:.2f}", flush=True)
+
+
+LEARNING_RATE, ENTROPY = 2e-3, 0.02
 
 
 def arguments(directory: str, steps: int, seed: int) -> GRPOConfig:
@@ -36,12 +49,13 @@ def arguments(directory: str, steps: int, seed: int) -> GRPOConfig:
         per_device_train_batch_size=len(tiny_model.COLOURS) * grpo.MEMBERS,
         num_generations=grpo.MEMBERS,
         max_completion_length=tiny_model.RESPONSE,
-        learning_rate=grpo.LEARNING_RATE,
+        learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=grpo.WARM_UP,
         adam_beta1=grpo.BETAS[0],
         adam_beta2=grpo.BETAS[1],
         epsilon=grpo.CLIP,
+        entropy_coef=ENTROPY,
         bf16=False,
         use_cpu=True,
         gradient_checkpointing=False,
@@ -68,7 +82,9 @@ def train(directory: str, steps: int, seed: int) -> list[dict[str, Any]]:
             rollout_func=completions,
             args=arguments(directory, steps, seed),
             train_dataset=Dataset.from_list(rows),
+            callbacks=[Progress()],
         )
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
     return [each for each in trainer.state.log_history if "reward" in each]
 
