@@ -110,7 +110,8 @@ def pass_at_k(
 
     Chen et al. 2021, "Evaluating Large Language Models Trained on Code", arXiv:2107.03374, section
     2.1; computed without large numbers as 1 - Π_{i=n-c+1..n} (1 - k / i). A trajectory of unknown
-    reward has neither passed nor not: it does not count, nor does a group with fewer than k that do.
+    reward has neither passed nor not: it does not count, nor does a group with fewer than k of the
+    others.
 
     Args:
         rewards, groups, trainable, trajectories: As for `group_relative`.
@@ -118,7 +119,8 @@ def pass_at_k(
         threshold: A trajectory passes with this reward or more.
 
     Raises:
-        ValueError: As `group_relative`; or k is no count, or no group has k trajectories that count.
+        ValueError: As `group_relative`; or `k` is no count, or no group has so many trajectories
+            that count.
     """
 
     def estimate(values: torch.Tensor) -> float:
@@ -188,7 +190,8 @@ class _Rows(NamedTuple):
         if not values:
             most = max(map(len, counted), default=0)
             raise ValueError(
-                f"k = {k}: no group has so many trajectories of known reward; the largest has {most}"
+                f"k = {k}: no group has so many trajectories of known reward, the largest has "
+                f"{most}"
             )
         return sum(values) / len(values)
 
@@ -211,7 +214,7 @@ class _Rows(NamedTuple):
 def _rows_of(
     rewards: RolloutBatch | torch.Tensor, groups: Any, trainable: Any, trajectories: Any
 ) -> _Rows:
-    if hasattr(rewards, "tensors"):
+    if not isinstance(rewards, torch.Tensor) and hasattr(rewards, "tensors"):
         return _rows_of_batch(rewards)
     if groups is None:
         raise ValueError("groups = None: expected (B,) groups beside rewards that are no batch")

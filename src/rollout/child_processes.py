@@ -33,12 +33,13 @@ class ChildDiedError(Exception):
 
 
 class _Child:
-    """One process, and the frames to and from it."""
+    """One process, and the frames to and from it; it ends when `lifeline` is closed."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, lifeline: int) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         self.process = process
+        self._lifeline = lifeline
         self._requests = process.stdin
         self._replies = BufferedByteReceiveStream(process.stdout)
 
@@ -50,6 +51,7 @@ class _Child:
 
     async def kill(self, cleanup_s: float) -> int | None:
         """End the process and all others of its group; its exit code."""
+        os.close(self._lifeline)
         with cleanup_scope(cleanup_s):
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -127,11 +129,19 @@ class ChildProcesses:
 
 async def _start(module: str) -> _Child:
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    with anyio.CancelScope(shield=True):  # takes a moment, and would leave the process behind
-        process = await anyio.open_process(
-            [sys.executable, "-m", module],
-            stderr=None,
-            env={**os.environ, "PYTHONPATH": paths},
-            start_new_session=True,
-        )
-    return _Child(process)
+    theirs, ours = os.pipe()
+    try:
+        with anyio.CancelScope(shield=True):  # takes a moment, and would leave the process behind
+            process = await anyio.open_process(
+                [sys.executable, "-m", module, str(theirs)],
+                stderr=None,
+                env={**os.environ, "PYTHONPATH": paths},
+                start_new_session=True,
+                pass_fds=[theirs],
+            )
+    except BaseException:
+        os.close(ours)
+        raise
+    finally:
+        os.close(theirs)
+    return _Child(process, ours)

@@ -2,16 +2,20 @@
 
 Requests come on standard input, replies go to standard output: u32 little-endian length, then the
 message. What the user's code prints goes to standard error. The process ends when its input closes,
-with all of its group; while a request is answered, the kernel does that by a signal, also where the
-code never releases the interpreter.
+with all of its group. A second pipe, whose other end the driver holds and never writes to, tells of
+the driver's end while a request is answered: the kernel then ends the group by a signal, also where
+the code never releases the interpreter. Standard input could not tell: what the driver writes to it
+may set off the signal after it has been read.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import select
 import signal
 import struct
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,19 +42,25 @@ def _serve(answer: Callable[[bytes], bytes]) -> None:
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    flags = fcntl.fcntl(requests, fcntl.F_GETFL)
-    fcntl.fcntl(requests, fcntl.F_SETOWN, -os.getpgrp())
+    if not _ends_with(int(sys.argv[1])):
+        return
     with open(requests, "rb", buffering=0) as source, open(replies, "wb") as sink:
         while (header := _read(source, LENGTH.size)) is not None:
             body = _read(source, *LENGTH.unpack(header))
             if body is None:
                 return
-            # From here until the reply, input can only be its end: the signal then ends us.
-            fcntl.fcntl(requests, fcntl.F_SETFL, flags | os.O_ASYNC)
             reply = answer(body)
-            fcntl.fcntl(requests, fcntl.F_SETFL, flags)
             sink.write(LENGTH.pack(len(reply)) + reply)
             sink.flush()
+
+
+def _ends_with(lifeline: int) -> bool:
+    """Whether the driver is there; its end is the group's from now on."""
+    os.set_inheritable(lifeline, False)
+    flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
+    return not select.select([lifeline], [], [], 0)[0]
 
 
 def _read(source: Any, count: int) -> bytes | None:
