@@ -406,13 +406,14 @@ def silent_library() -> Iterator[None]:
 def test_checker_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, found_as = BUGS[name]
     plant(monkeypatch)
-    trajectories, seed = 0, 0
+    trajectories = 0
     found: list[str] = []
-    while trajectories < MOST_TRAJECTORIES:
+    for seed in range(MOST_TRAJECTORIES):  # a plant may keep trials from admitting anybody
         texts, recorder = findings(seed)
         trajectories += sum(call.members for each in recorder.runtimes for call in each.calls)
         found += texts
         if any(re.search(found_as, text) for text in texts):
             return
-        seed += 1
+        if trajectories >= MOST_TRAJECTORIES:
+            break
     pytest.fail(f"not found as {found_as!r} in {trajectories} trajectories; found {found[:5]}")
