@@ -152,9 +152,10 @@ async def ranked_groups(recorder: Recorder) -> None:
     )
     async with recorder.open_rollout(config, reward=length_reward, group_reward=ranked) as runtime:
         async with runtime.stream([user("one"), user("two"), user("three")]) as trajectories:
-            async for each in trajectories:
-                if each.member == 0:
-                    runtime.cancel(each.uid, 2, reason="enough")
+            await anyio.sleep(0.5)
+            runtime.cancel("prompt-1", 0, reason="enough")
+            async for _ in trajectories:
+                pass
 
 
 async def leaving_consumer(recorder: Recorder) -> None:
