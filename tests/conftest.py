@@ -86,6 +86,7 @@ WITH_PROCESSES = (
     "program_agent",
     "ray_placement",
     "real_processes",
+    "reward_processes",
     "router",
     "sandbox_attacks",
     "sandbox_tools",

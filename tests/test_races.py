@@ -46,6 +46,7 @@ UNDISTURBED = {
     "close during start-up": [(2, {"cancelled"})],
     "changing replicas": [(6, {"completed"}), (3, {"completed"})],
     "tree of conversations": [(1, {"completed"})],
+    "rewards of groups": [(9, {"completed", "cancelled"})],
 }
 
 

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import rollout
+from rollout.advantages import group_relative
 from rollout.config import RolloutConfig
 from rollout.tools import Tool
 
@@ -65,19 +66,15 @@ def log_probs_of(model: torch.nn.Module, rows: TensorDict) -> torch.Tensor:
     return logits.float().log_softmax(-1).gather(-1, chosen).squeeze(-1)
 
 
-def advantages_of(rows: TensorDict, members: int) -> torch.Tensor:
-    """(B, 1) float32: of each row's reward within its group, in standard deviations."""
-    rewards = torch.nan_to_num(rows["rewards"]).view(-1, members)
-    centred = rewards - rewards.mean(1, keepdim=True)
-    return (centred / (rewards.std(1, keepdim=True) + 1e-6)).view(-1, 1)
-
-
 def learn(
-    task: Task, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: TensorDict
+    task: Task,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: rollout.RolloutBatch,
 ) -> float:
     """One step on one batch; the largest difference of an importance ratio from 1 before it."""
+    rows, advantages = batch.tensors, group_relative(batch).unsqueeze(1)
     mask = rows["response_mask"].bool() & rows["trainable"].unsqueeze(1)
-    advantages = advantages_of(rows, task.config.scheduling.samples_per_prompt)
     errors = []
     optimizer.zero_grad()
     for at in torch.arange(len(rows)).split(task.rows_at_once):
@@ -106,7 +103,7 @@ async def train(task: Task, steps: int) -> dict[str, list[float]]:
             times = [time.perf_counter()]
             batch = await runtime.generate(task.prompts(step), step=step, trim=True)
             times.append(time.perf_counter())
-            error = await anyio.to_thread.run_sync(learn, task, model, optimizer, batch.tensors)
+            error = await anyio.to_thread.run_sync(learn, task, model, optimizer, batch)
             warm_up.step()
             times.append(time.perf_counter())
             weights = rollout.TensorWeights(model.state_dict())

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         register_agent,
     )
     from rollout.batch import RolloutBatch, collate
+    from rollout.chat.group import Group
     from rollout.chat.trajectory import Segment, Trajectory
     from rollout.config import (
         AgentConfig,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
         ModelConfig,
         RayPlacement,
         RecoveryConfig,
+        RewardsConfig,
         RolloutConfig,
         RouterConfig,
         SamplingConfig,
@@ -83,6 +85,7 @@ _HOMES = {
     ),
     "rollout.batch": ("RolloutBatch", "collate"),
     "rollout.runtime.blocking": ("BlockingRollout", "open_rollout_blocking"),
+    "rollout.chat.group": ("Group",),
     "rollout.chat.trajectory": ("Segment", "Trajectory"),
     "rollout.config": (
         "AgentConfig",
@@ -97,6 +100,7 @@ _HOMES = {
         "ModelConfig",
         "RayPlacement",
         "RecoveryConfig",
+        "RewardsConfig",
         "RolloutConfig",
         "RouterConfig",
         "SGLangEngine",

@@ -20,6 +20,7 @@ from rollout.config.placements import (
     PlacementConfig,
     RayPlacement,
 )
+from rollout.config.rewards_section import RewardsConfig
 from rollout.config.sampling_section import SamplingConfig
 from rollout.config.sections import (
     EMBEDDED_MODEL,
@@ -49,6 +50,7 @@ __all__ = [
     "PlacementConfig",
     "RayPlacement",
     "RecoveryConfig",
+    "RewardsConfig",
     "RolloutConfig",
     "RouterConfig",
     "SGLangEngine",

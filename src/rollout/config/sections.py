@@ -39,6 +39,7 @@ from rollout.config.placements import (
     AnyPlacement,
     LocalProcessPlacement,
 )
+from rollout.config.rewards_section import RewardsConfig
 from rollout.config.sampling_section import SamplingConfig
 from rollout.config.section_type import Section, annotations_of, faults_of, given_fields
 
@@ -257,6 +258,7 @@ class RolloutConfig(Section):
     limits: LimitsConfig = attrs.field(factory=LimitsConfig)
     agent: AgentConfig = attrs.field(factory=AgentConfig)
     tools: ToolsConfig = attrs.field(factory=ToolsConfig)
+    rewards: RewardsConfig = attrs.field(factory=RewardsConfig)
     scheduling: SchedulingConfig = attrs.field(factory=SchedulingConfig)
     gateway: GatewayConfig = attrs.field(factory=GatewayConfig)
     #: Seeds of all sampling derive from it; None samples afresh each run.

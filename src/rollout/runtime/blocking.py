@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.runtime.runtime import RolloutRuntime
     from rollout.runtime.statistics import RuntimeStatistics
-    from rollout.scheduling.rewards import RewardFunction
+    from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
     from rollout.tensor_layout import Layout, Trim
     from rollout.types import Prompt
 
@@ -366,18 +366,22 @@ async def _settled(future: Future[Any]) -> None:
 def open_rollout_blocking(
     config: RolloutConfig,
     tools: Sequence[Any] = (),
-    reward: RewardFunction | None = None,
+    reward: RewardFunction | str | None = None,
     interactions: Sequence[Any] = (),
     *,
+    group_reward: GroupRewardFunction | str | None = None,
     backend: Literal["trio", "asyncio"] = "trio",
 ) -> BlockingRollout:
     """A runtime for callers without a loop, or with one of their own; use it as a context manager.
 
     Args:
-        config, tools, reward, interactions: As for `open_rollout`.
+        config, tools, reward, interactions, group_reward: As for `open_rollout`.
         backend: The loop on which async tools, rewards and agents run.
 
     Raises:
         As `open_rollout`.
     """
-    return BlockingRollout(lambda: open_rollout(config, tools, reward, interactions), backend)
+    return BlockingRollout(
+        lambda: open_rollout(config, tools, reward, interactions, group_reward=group_reward),
+        backend,
+    )

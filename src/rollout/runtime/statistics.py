@@ -21,7 +21,7 @@ class RuntimeStatistics:
 
     Attributes:
         admitted: Trajectories accepted since the start.
-        running: Started, and not delivered yet.
+        running: Started, and not delivered yet; without those that wait for others of their group.
         finished: With an outcome.
         outcomes: How many ended in which way.
         generated_tokens: Sampled tokens that have arrived.

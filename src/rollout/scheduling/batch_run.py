@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 import anyio
@@ -11,6 +11,7 @@ import msgspec
 from rollout.agents.identity import Ending
 from rollout.errors import LimitExceeded, RolloutError
 from rollout.scheduling.agent_run import AgentRun
+from rollout.scheduling.ended_groups import Ended, EndedGroups
 from rollout.scheduling.endings import LISTED_CAUSES, BadEndings
 from rollout.scheduling.finished import ended_before_start
 from rollout.scopes import leaf_of
@@ -82,6 +83,9 @@ class BatchRun:
         self._started = 0
         self._last_deadline = deadline
         self._bad = BadEndings()
+        self._groups: EndedGroups | None = None
+        if runner.rewarding.group is not None:
+            self._groups = EndedGroups(Counter(m.identity.group for m in members))
         self._met_deadline = False
         self._is_closed = self._is_cancelled = False
 
@@ -190,7 +194,7 @@ class BatchRun:
                 self._start(AgentRun(supervision, member, row, deadline, conclude))
             else:
                 await self._wakes.take(UNSTARTED)
-                await self._finish(row, member, self._unstarted(member), self._deliver)
+                await self._end_unstarted(Ended(row, member, self._unstarted(member)), supervision)
 
     async def _take_place(self, member: Member) -> bool:
         """Wait for a place; False where the member was cancelled or the batch's time is over."""
@@ -214,6 +218,24 @@ class BatchRun:
             over = self._deadline.error()
             ending = Ending(outcome=over.outcome, reason=over.reason, limit_source=over.source)
         return ended_before_start(member, ending)
+
+    async def _end_unstarted(self, ended: Ended, supervision: Supervision) -> None:
+        whole = self._whole(ended)
+        if self._concluding is None or len(whole) < 2:
+            await self._settle(whole, supervision, self._deadline)
+        else:  # its reward is not to hold up the admission of others
+            scope = anyio.CancelScope()
+            self._running[scope] = None
+            self._concluding.start_soon(self._settle_apart, whole, supervision, scope)
+
+    async def _settle_apart(
+        self, whole: Sequence[Ended], supervision: Supervision, scope: anyio.CancelScope
+    ) -> None:
+        try:
+            with scope:
+                await self._settle(whole, supervision, self._deadline)
+        finally:
+            self._forget(scope)
 
     def _start(self, run: AgentRun) -> None:
         self._running[run] = None
@@ -240,7 +262,8 @@ class BatchRun:
                     again = trajectory
                     self._start(again)
                 else:
-                    await self._finish(run.row, run.member, trajectory, self._deliver)
+                    ended = Ended(run.row, run.member, trajectory)
+                    await self._settle(self._whole(ended), run.supervision, run.batch_deadline)
         finally:
             if again is None:
                 self._leave(run, scope)
@@ -249,12 +272,34 @@ class BatchRun:
 
     def _leave(self, run: AgentRun, last: Cancellable) -> None:
         """Give the member's place back; `last` was the last of it that could be cancelled."""
-        del self._running[last]
         run.forget()
         self._tally.running -= 1
         self._limiter.release_on_behalf_of(run.member)
+        self._forget(last)
+
+    def _forget(self, scope: Cancellable) -> None:
+        """What it ended is over."""
+        del self._running[scope]
         if not self._running:
             self._has_left.set()
+
+    def _whole(self, ended: Ended) -> list[Ended]:
+        """What is to be settled now that this member has ended.
+
+        It alone; where there is a reward of groups, nothing until its group is whole.
+        """
+        return [ended] if self._groups is None else self._groups.add(ended)
+
+    async def _settle(
+        self, whole: Sequence[Ended], supervision: Supervision, deadline: Deadline
+    ) -> None:
+        """Reward a group that is whole, and deliver its members."""
+        if whole and self._groups is not None:
+            await self._runner.rewarding.reward_group(whole, supervision, deadline)
+        for _, member, trajectory in whole:
+            self._finish(member, trajectory)
+        for row, _, trajectory in whole:
+            await self._deliver(row, trajectory)
 
     def _next_deadline(self) -> Deadline:
         """The batch's, for one more member."""
@@ -265,10 +310,8 @@ class BatchRun:
             self._last_deadline = msgspec.structs.replace(self._deadline, late_s=late_s)
         return self._last_deadline
 
-    async def _finish(
-        self, row: int, member: Member, trajectory: Trajectory, deliver: Deliver
-    ) -> None:
-        """Settle the member, so that nothing can end it twice, and hand its trajectory over."""
+    def _finish(self, member: Member, trajectory: Trajectory) -> None:
+        """Settle the member, so that nothing can end it twice."""
         member.is_finished = True
         self._tally.outcomes[trajectory.outcome] += 1
         if trajectory.limit_source == self._deadline.source:
@@ -278,7 +321,6 @@ class BatchRun:
         self._bad.add(trajectory)
         if trajectory.outcome is Outcome.FAILED and self._is_over_budget():
             self.cancel(None, None, "failure_budget")
-        await deliver(row, trajectory)
 
     def _is_over_budget(self) -> bool:
         failed, most = self._bad.failures.total(), self._config.max_failures

@@ -76,6 +76,8 @@ class BadEndings:
 def _line(first: Trajectory) -> str:
     if first.outcome is Outcome.FAILED and first.reason == "reward":
         what = f"reward of {first.uid} failed"
+    elif first.outcome is Outcome.FAILED and first.reason == "group_reward":
+        what = f"group reward of {first.uid} failed"
     else:
         what = f"{first.uid}/{first.member} {first.outcome} ({first.reason})"
     cause = first.cause

@@ -23,10 +23,10 @@ def exclude(trajectory: Trajectory) -> None:
 
 
 def end_without_reward(
-    trajectory: Trajectory, outcome: Outcome, source: str | None, cause: Cause | None
+    trajectory: Trajectory, outcome: Outcome, reason: str, source: str | None, cause: Cause | None
 ) -> None:
     """A trajectory whose reward is unknown keeps its tokens, and is not trained on."""
-    trajectory.outcome, trajectory.reason = outcome, "reward"
+    trajectory.outcome, trajectory.reason = outcome, reason
     trajectory.limit_source, trajectory.cause = source, cause
     exclude(trajectory)
 

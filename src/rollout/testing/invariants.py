@@ -162,10 +162,14 @@ def _use_anomalies(
 
 def _reward_anomalies(watched: WatchedRuntime) -> Iterator[str]:
     # A reward function gets a copy of each trajectory, with the same transcript.
-    times_asked = Counter(id(trajectory.transcript) for trajectory in watched.rewarded)
-    for trajectory in watched.rewarded:
-        if times_asked[id(trajectory.transcript)] > 1:
-            yield f"{trajectory.uid}/{trajectory.member}: its reward was asked for twice"
+    times_asked: Counter[int] = Counter()
+    calls = 1 + watched.config.rewards.retries
+    for rewarded in (watched.rewarded, watched.rewarded_in_groups):
+        times = Counter(id(trajectory.transcript) for trajectory in rewarded)
+        times_asked += times
+        for trajectory in rewarded:
+            if times[id(trajectory.transcript)] > calls:
+                yield f"{trajectory.uid}/{trajectory.member}: its reward was asked for too often"
     for call in watched.calls if watched.has_reward else ():  # agents may give one themselves
         for trajectory in call.delivered:
             if trajectory.reward is not None and not times_asked[id(trajectory.transcript)]:

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
     from rollout.batch import RolloutBatch
+    from rollout.chat.group import Group
     from rollout.config import RolloutConfig
     from rollout.runtime.runtime import RolloutRuntime
     from rollout.runtime.statistics import RuntimeStatistics
-    from rollout.scheduling.rewards import RewardFunction
+    from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
     from rollout.tensor_layout import Layout, Trim
     from rollout.testing.watched_core import WatchedCore
     from rollout.testing.watched_tools import Use
@@ -52,7 +53,8 @@ class WatchedRuntime:
         cores: Its engines, those that have ended included.
         reasons: Reasons given to `cancel`.
         rewarded: Trajectories that the reward function was asked about.
-        has_reward: Whether there is a reward function.
+        rewarded_in_groups: Those that the one of groups was.
+        has_reward: Whether there is either.
         run_seed: What all seeds derive from.
         statistics_before: A snapshot from when the records begin; None: they begin at the start.
         statistics_at_end: A snapshot after the calls had ended and all was quiet, or after the
@@ -69,6 +71,7 @@ class WatchedRuntime:
         self.cores: list[WatchedCore] = []
         self.reasons: set[str] = set()
         self.rewarded: list[Trajectory] = []
+        self.rewarded_in_groups: list[Trajectory] = []
         self.has_reward = False
         assert config.seed is not None
         self.run_seed = config.seed
@@ -175,6 +178,7 @@ class WatchedRuntime:
         self.is_settled = False
         self.calls.clear()
         self.rewarded.clear()
+        self.rewarded_in_groups.clear()
         self.forgotten.clear()
         self.cores[:] = [core for core in self.cores if not core.is_gone]
         for core in self.cores:
@@ -200,6 +204,23 @@ class WatchedRuntime:
         def watched(trajectory: Trajectory) -> Any:
             self.rewarded.append(trajectory)
             return real(trajectory)
+
+        return watched_async if is_async(reward) else watched
+
+    def watch_group_reward(self, reward: GroupRewardFunction | None) -> GroupRewardFunction | None:
+        """The same of a function of groups."""
+        if reward is None:
+            return None
+        self.has_reward = True
+        real: Any = reward
+
+        async def watched_async(group: Group) -> Any:
+            self.rewarded_in_groups += group.trajectories
+            return await real(group)
+
+        def watched(group: Group) -> Any:
+            self.rewarded_in_groups += group.trajectories
+            return real(group)
 
         return watched_async if is_async(reward) else watched
 
