@@ -38,7 +38,10 @@ class Progress(TrainerCallback):
 
 
 def arguments(directory: str, steps: int, seed: int) -> GRPOConfig:
-    """All colours in each step, and the other settings of the loop without TRL too."""
+    """All colours in each step, and what else the loop without TRL has; its form is held by beta.
+
+    At this learning rate the form of a call can break before any reward says what was right.
+    """
     return GRPOConfig(
         output_dir=directory,
         max_steps=steps,
@@ -49,6 +52,7 @@ def arguments(directory: str, steps: int, seed: int) -> GRPOConfig:
         learning_rate=2e-3,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=8,
+        beta=0.03,
         adam_beta1=0.9,
         adam_beta2=0.95,
         bf16=False,
