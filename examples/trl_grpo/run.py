@@ -38,7 +38,11 @@ class Progress(TrainerCallback):
 
 
 def arguments(directory: str, steps: int, seed: int) -> GRPOConfig:
-    """All colours in each step, and the other settings of the loop without TRL too."""
+    """All colours in each step, and what else the loop without TRL has.
+
+    With beta, which it has not, the form of a call holds until rewards say something, and a colour
+    for which all members try the same wrong key gets out of that.
+    """
     return GRPOConfig(
         output_dir=directory,
         max_steps=steps,
@@ -49,6 +53,7 @@ def arguments(directory: str, steps: int, seed: int) -> GRPOConfig:
         learning_rate=2e-3,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=8,
+        beta=0.1,
         adam_beta1=0.9,
         adam_beta2=0.95,
         bf16=False,
