@@ -58,6 +58,14 @@ class Repeated:
     prompts: Sequence[Prompt]
     places: Sequence[Sequence[int]]
 
+    def renamed(self, uids: Sequence[str]) -> Repeated:
+        """The same, with these uids: one for each group."""
+        prompts = [
+            msgspec.structs.replace(prompt, uid=uid)
+            for prompt, uid in zip(self.prompts, uids, strict=True)
+        ]
+        return attrs.evolve(self, prompts=prompts)
+
     async def run(
         self, runtime: BlockingRollout, *, step: int | None, validate: bool
     ) -> tuple[list[Trajectory], dict[str, float]]:
