@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from rollout import AgentLoop, DiskWeights, Outcome, Trajectory, function_tool
+from rollout import AgentLoop, DiskWeights, Outcome, Prompt, Trajectory, function_tool
 from rollout.agents import register_agent
 from rollout.chat import Transcript
 from rollout.chat.trajectory import Parent, Segment
-from rollout.config import AgentConfig, SimulatedEngine
+from rollout.config import AgentConfig, LimitsConfig, SimulatedEngine
 from rollout.integrations.trainer_rows import TrainerRows, trainer_rows
 from rollout.integrations.trainer_settings import TrainerSettings
 from rollout.testing import Scenario, tool_call
@@ -131,3 +131,15 @@ def rows() -> TrainerRows:
     return trainer_rows(every_outcome(), eos_token_id=EOS)
 
 
+
+
+def prompt_for(ending: str) -> Prompt:
+    """A prompt that has the agent end so."""
+    return Prompt(messages=messages(ending), extra={"ending": ending})
+
+
+def single_turn(*, generation_s: float | None = None, **changes: Any) -> TrainerSettings:
+    """One turn, on a trainer's engine."""
+    limits = LimitsConfig() if generation_s is None else LimitsConfig(generation_s=generation_s)
+    config = Scenario(seed=1).config(agent=AgentConfig(name="single_turn"), limits=limits)
+    return settings(config=config, tools=[], **changes)
