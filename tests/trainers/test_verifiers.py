@@ -1,0 +1,213 @@
+"""verifiers takes turns of our gateway, and prime-rl our rows: by contract, and by their code."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollout.integrations.verifiers import training_samples
+from rollout.testing import Scenario, tool_call
+
+from . import every_outcome as given
+from .contracts import prime_rl as contract
+
+
+def prime_rl_types() -> ModuleType | None:
+    """prime-rl's own types, where its source is; its package imports more than they need."""
+    found = find_spec("prime_rl")
+    if found is None or not found.submodule_search_locations:
+        return None
+    file = Path(next(iter(found.submodule_search_locations)), "transports/rollouts/types.py")
+    spec = importlib.util.spec_from_file_location("prime_rl_types", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("source", ["contract", "prime_rl"])
+def test_training_samples_of_every_outcome_are_taken(source: str) -> None:
+    types = contract if source == "contract" else prime_rl_types()
+    if types is None:
+        pytest.skip("prime_rl is not there; see docs/trainers/verifiers.md")
+    rows = given.rows().rows
+    samples = training_samples(rows, env_name="doors", temperature=0.7, types=types)
+    contract.check(samples, types.TrainingSample)
+    # Of nine rows, three have nothing to learn.
+    assert len(samples) == 6
+    first = samples[0]
+    assert first.token_ids == [10, 11, 12, 13, 60, 61, 2, 50, 51, 52, 61, 62, 2]
+    assert first.mask == [False] * 4 + [True] * 3 + [False] * 3 + [True] * 3
+    assert first.logprobs[3:8] == [0.0, -0.5, -0.25, -0.125, 0.0]
+    assert first.temperatures == [0.7] * 13
+    mean = (1.0 + 0.0 + 0.5 + 0.25) / 4
+    assert first.advantages[4] == pytest.approx(1.0 - mean)
+    assert first.advantages[7] == 0.0
+    assert first.routed_experts.shape == [13, given.LAYERS, given.TOP_K]
+    assert samples[4].routed_experts is None
+
+
+def test_training_samples_take_advantages_that_are_given() -> None:
+    rows = given.rows().rows
+    samples = training_samples(rows, env_name="", advantages=[2.0] * len(rows), types=contract)
+    assert all(max(sample.advantages) == 2.0 for sample in samples)
+
+
+@pytest.fixture
+def vf() -> Any:
+    """verifiers' own code, where it is installed."""
+    if find_spec("verifiers") is None:
+        pytest.skip("verifiers is not installed; see docs/trainers/verifiers.md")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import verifiers.v1 as v1
+        from verifiers.v1 import graph, trace, types
+        from verifiers.v1.dialects import ChatDialect
+
+        from rollout.integrations.verifiers import client
+    return SimpleNamespace(
+        v1=v1, graph=graph, trace=trace, types=types, chat=ChatDialect(), client=client
+    )
+
+
+SCENARIO = (
+    Scenario(seed=1, weight_version=7)
+    .reply("consult", tool_call("look", at="x"))
+    .then("It is there.")
+)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look.",
+            "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+        },
+    }
+]
+
+
+def new_trace(vf: Any) -> Any:
+    """A trace of no task and no agent: what turns are committed to."""
+    return vf.trace.Trace.model_construct(
+        id="rollout-1",
+        verifiers=None,  # it would ask git for its version
+        nodes=[],
+        calls=[],
+        tools=[],
+        mm_token_type_id_map={},
+    )
+
+
+async def play(vf: Any, client: Any, trace: Any) -> None:
+    """Two turns with a tool between them, as verifiers' interception server plays them."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "consult"}]
+    for _ in range(2):
+        body = {"model": "theirs", "messages": messages, "tools": TOOLS, "temperature": 1.0}
+        request = vf.chat.parse_request(body)
+        turn = vf.graph.prepare_turn(trace, request.messages, request.tools)
+        response = await client.get_response(
+            vf.chat, body, vf.types.SamplingConfig(), session_id=trace.id, turn=turn
+        )
+        assert isinstance(response, vf.types.Response)
+        turn.commit(response)
+        said = response.raw["choices"][0]["message"]
+        messages = [*messages, {key: said[key] for key in ("role", "content") if key in said}]
+        for call in said.get("tool_calls") or []:
+            messages[-1]["tool_calls"] = said["tool_calls"]
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "x is there"})
+
+
+def test_client_commits_exact_tokens_of_every_turn_to_a_trace(vf: Any) -> None:
+    from rollout.integrations.verifiers import open_door
+
+    trace = new_trace(vf)
+
+    async def run() -> dict[str, Any]:
+        async with open_door(SCENARIO.config()) as door:
+            client = door.client()
+            try:
+                await play(vf, client, trace)
+                return await client.finish(trace.id, reward=1.0)
+            finally:
+                await client.close()
+
+    told = asyncio.run(run())
+    assert told["outcome"] == "completed"
+    assert told["reward"] == 1.0
+    [row] = told["rows"]
+    [branch] = trace_branches(vf, trace)
+    assert branch.token_ids == row["ids"]
+    assert branch.sampled_mask == [bool(flag) for flag in row["mask"]]
+    assert branch.logprobs == pytest.approx(row["log_probs"])
+    assert {version for version in row["weight_versions"] if version >= 0} == {7}
+    assert sum(branch.sampled_mask) > 10
+
+
+def trace_branches(vf: Any, trace: Any) -> list[Any]:
+    """The paths of a trace, as prime-rl makes samples of them."""
+    leaves = vf.graph.leaves(trace)
+    found = []
+    for index, leaf in enumerate(leaves):
+        nodes, at = [], leaf
+        while at is not None:
+            nodes.append(trace.nodes[at])
+            at = trace.nodes[at].parent
+        found.append(vf.trace.Branch.model_construct(index=index, nodes=nodes[::-1]))
+    return found
+
+
+def test_client_refuses_other_dialects_and_errors_of_the_gateway_are_verifiers_own(vf: Any) -> None:
+    from verifiers.v1.dialects import AnthropicDialect
+    from verifiers.v1.errors import ProviderError
+
+    from rollout.integrations.verifiers import RolloutClient, RolloutClientConfig, open_door
+
+    sampling = vf.types.SamplingConfig()
+
+    async def run() -> None:
+        async with open_door(SCENARIO.config(), token="right") as door:
+            client = door.client()
+            with pytest.raises(NotImplementedError, match="chat completions only"):
+                await client.get_response(AnthropicDialect(), {}, sampling)
+            body = {"messages": [{"role": "user", "content": "consult"}], "temperature": -1}
+            with pytest.raises(ProviderError, match="temperature"):
+                await client.get_response(vf.chat, body, sampling)
+            await client.close()
+            wrong = RolloutClient(RolloutClientConfig(base_url=door.url), token="wrong")
+            with pytest.raises(ProviderError, match="token is wrong"):
+                await wrong.get_response(vf.chat, body, sampling)
+            await wrong.close()
+
+    asyncio.run(run())
+
+
+def test_install_makes_environments_take_our_configuration(vf: Any) -> None:
+    from verifiers.v1.clients import EvalClient
+    from verifiers.v1.interception import server
+
+    from rollout.integrations.verifiers import RolloutClient, RolloutClientConfig, install
+
+    before = server.resolve_client
+    try:
+        install()
+        install()
+        client = server.resolve_client(RolloutClientConfig(base_url="http://127.0.0.1:1"))
+        assert isinstance(client, RolloutClient)
+        assert isinstance(client, vf.v1.Client)
+        asyncio.run(client.close())
+        other = server.resolve_client(vf.v1.EvalClientConfig(base_url="http://127.0.0.1:1"))
+        assert isinstance(other, EvalClient)
+        asyncio.run(other.close())
+    finally:
+        server.resolve_client = before
+
+
