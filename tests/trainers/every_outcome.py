@@ -131,8 +131,6 @@ def rows() -> TrainerRows:
     return trainer_rows(every_outcome(), eos_token_id=EOS)
 
 
-
-
 def prompt_for(ending: str) -> Prompt:
     """A prompt that has the agent end so."""
     return Prompt(messages=messages(ending), extra={"ending": ending})

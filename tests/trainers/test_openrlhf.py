@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import asyncio  # noqa: TID251  (OpenRLHF runs on it)
 import sys
 import warnings
 from importlib.util import find_spec
@@ -26,9 +26,7 @@ EOS = simulated_tokenizer().eos_token_id
 
 def responses(*, has_log_probs: bool = True) -> list[dict[str, Any]]:
     """`every_outcome`, one response a trajectory."""
-    made = trainer_rows(
-        given.every_outcome(), policy_for(RowPolicy()), eos_token_id=given.EOS
-    )
+    made = trainer_rows(given.every_outcome(), policy_for(RowPolicy()), eos_token_id=given.EOS)
     return [
         response_of(row, prompt="p", label="4", images=None, has_log_probs=has_log_probs)
         for row in made.rows
@@ -236,5 +234,3 @@ def test_agent_file_of_one_line_is_what_openrlhf_loads(openrlhf: Any, tmp_path: 
     executor = space["AgentExecutor"]()
     assert issubclass(space["AgentExecutor"], openrlhf.agent.AgentExecutorBase)
     executor.close()
-
-

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import warnings
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 
 from rollout.errors import ConfigError, PromptError
@@ -80,9 +80,7 @@ def test_output_of_several_segments_is_step_wise_only() -> None:
 
 
 def test_output_follows_the_generator_options_of_skyrl() -> None:
-    output = output_of(
-        step_wise=False, zero_reward_on_non_stop=True, apply_overlong_filtering=True
-    )
+    output = output_of(step_wise=False, zero_reward_on_non_stop=True, apply_overlong_filtering=True)
     assert output["rewards"] == [1.0] + [0.0] * 6 + [1.0]
     assert [any(mask) for mask in output["loss_masks"]] == [True] + [False] * 6 + [True]
 
@@ -97,8 +95,15 @@ def generator_input(**changes: Any) -> dict[str, Any]:
             {"ending": ending, "reward_spec": {"ground_truth": "4"}} for ending in endings
         ],
         "sampling_params": {
-            **{"temperature": 0.7, "top_p": 0.9, "top_k": 0, "max_tokens": 500, "min_p": 0.0},
-            **{"min_tokens": 1, "logprobs": 1, "skip_special_tokens": True, "stop": None},
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "top_k": 0,
+            "max_tokens": 500,
+            "min_p": 0.0,
+            "min_tokens": 1,
+            "logprobs": 1,
+            "skip_special_tokens": True,
+            "stop": None,
         },
         "trajectory_ids": [
             SimpleNamespace(instance_id=ending, repetition_id=at % 2)
@@ -117,7 +122,11 @@ def test_input_becomes_groups_with_one_stable_key() -> None:
     assert prompt.ground_truth == "4"
     assert prompt.extra == {"ending": "completed", "env_class": "gsm8k"}
     assert prompt.sampling == {
-        **{"temperature": 0.7, "top_p": 0.9, "top_k": -1, "max_new_tokens": 500, "min_p": 0.0}
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": -1,
+        "max_new_tokens": 500,
+        "min_p": 0.0,
     }
 
 
@@ -198,7 +207,7 @@ def test_generator_runs_a_batch_of_every_ending_in_the_order_of_the_input(
     batch = generator_input()
     generator = RolloutGenerator(given.settings(), step_wise=step_wise)
     try:
-        output: Any = asyncio.run(generator.generate(batch))
+        output: Any = anyio.run(generator.generate, batch)
     finally:
         generator.close()
     assert isinstance(generator, skyrl.base.GeneratorInterface)
@@ -224,7 +233,7 @@ def test_generator_of_two_sizes_of_groups_keeps_the_order(skyrl: Any) -> None:
     }
     generator = RolloutGenerator(given.settings())
     try:
-        output: Any = asyncio.run(generator.generate(batch))
+        output: Any = anyio.run(generator.generate, batch)
     finally:
         generator.close()
     assert [metrics["outcome"] for metrics in output["env_metrics"]] == [

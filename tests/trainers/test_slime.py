@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import warnings
 from argparse import Namespace
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 
 from rollout.errors import ConfigError
@@ -41,9 +42,7 @@ def words(ids: Any) -> str:
 
 def groups(sample_type: Any, policy: RowPolicy | None = None, **options: bool) -> list[Any]:
     samples = asked(sample_type)
-    return groups_of(
-        samples, samples_of(samples, placed(policy or RowPolicy()), words, **options)
-    )
+    return groups_of(samples, samples_of(samples, placed(policy or RowPolicy()), words, **options))
 
 
 def test_samples_of_every_outcome_keep_the_contract() -> None:
@@ -234,10 +233,10 @@ def test_generate_runs_one_sample_with_its_segments(slime: Any, functions: Any) 
     source = DataSource(slime.types.Sample)
     sample = source.get_samples(1)[0][0]
     sampling = {"temperature": 1.0, "max_new_tokens": 500, "stop": None, "sampling_seed": 4}
-    trained = asyncio.run(functions.generate(arguments(), sample, sampling))
+    trained = anyio.run(partial(functions.generate, arguments(), sample, sampling))
     assert [each.rollout_id for each in trained] == [0, 0]
     assert sample.tokens == []
-    checked = asyncio.run(functions.generate(arguments(), sample, sampling, evaluation=True))
+    checked = anyio.run(partial(functions.generate, arguments(), sample, sampling, evaluation=True))
     assert isinstance(checked, slime.types.Sample)
     assert checked.status is slime.types.Sample.Status.COMPLETED
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import warnings
 from importlib.util import find_spec
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 
 from rollout.integrations.verifiers import training_samples
@@ -127,20 +127,20 @@ async def play(vf: Any, client: Any, trace: Any) -> None:
 
 
 def test_client_commits_exact_tokens_of_every_turn_to_a_trace(vf: Any) -> None:
-    from rollout.integrations.verifiers import open_door
+    from rollout.integrations.verifiers import RolloutClient, RolloutClientConfig, open_door
 
     trace = new_trace(vf)
 
     async def run() -> dict[str, Any]:
         async with open_door(SCENARIO.config()) as door:
-            client = door.client()
+            client = RolloutClient(RolloutClientConfig(base_url=door.url), token=door.token)
             try:
                 await play(vf, client, trace)
                 return await client.finish(trace.id, reward=1.0)
             finally:
                 await client.close()
 
-    told = asyncio.run(run())
+    told = anyio.run(run)
     assert told["outcome"] == "completed"
     assert told["reward"] == 1.0
     [row] = told["rows"]
@@ -175,7 +175,7 @@ def test_client_refuses_other_dialects_and_errors_of_the_gateway_are_verifiers_o
 
     async def run() -> None:
         async with open_door(SCENARIO.config(), token="right") as door:
-            client = door.client()
+            client = RolloutClient(RolloutClientConfig(base_url=door.url), token=door.token)
             with pytest.raises(NotImplementedError, match="chat completions only"):
                 await client.get_response(AnthropicDialect(), {}, sampling)
             body = {"messages": [{"role": "user", "content": "consult"}], "temperature": -1}
@@ -187,7 +187,7 @@ def test_client_refuses_other_dialects_and_errors_of_the_gateway_are_verifiers_o
                 await wrong.get_response(vf.chat, body, sampling)
             await wrong.close()
 
-    asyncio.run(run())
+    anyio.run(run)
 
 
 def test_install_makes_environments_take_our_configuration(vf: Any) -> None:
@@ -203,11 +203,9 @@ def test_install_makes_environments_take_our_configuration(vf: Any) -> None:
         client = server.resolve_client(RolloutClientConfig(base_url="http://127.0.0.1:1"))
         assert isinstance(client, RolloutClient)
         assert isinstance(client, vf.v1.Client)
-        asyncio.run(client.close())
+        anyio.run(client.close)
         other = server.resolve_client(vf.v1.EvalClientConfig(base_url="http://127.0.0.1:1"))
         assert isinstance(other, EvalClient)
-        asyncio.run(other.close())
+        anyio.run(other.close)
     finally:
         server.resolve_client = before
-
-

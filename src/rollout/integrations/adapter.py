@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import attrs
 
+from rollout.integrations.trainer_row import TrainerRow
 from rollout.integrations.trainer_rows import trainer_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.integrations.repeated_prompts import Repeated
     from rollout.integrations.row_policy import RowPolicy
-    from rollout.integrations.trainer_row import TrainerRow
     from rollout.integrations.trainer_settings import TrainerSettings
     from rollout.runtime.blocking import BlockingRollout
     from rollout.runtime.opening import EngineOpener

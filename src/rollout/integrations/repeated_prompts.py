@@ -165,5 +165,3 @@ def _refuse(name: str, value: Any, where: str) -> None:
         raise ConfigError(
             f"{where}.{name} = {value!r:.100}: engines here have no such setting; expected it unset"
         )
-
-

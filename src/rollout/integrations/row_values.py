@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,7 +30,7 @@ def runs_of(flags: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int, bool]]:
     """Runs ``(start, stop, flag)`` that tile `flags`."""
     edges = np.flatnonzero(flags[1:] != flags[:-1]) + 1
     bounds = [0, *edges.tolist(), len(flags)]
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         if start < stop:
             yield start, stop, bool(flags[start])
 

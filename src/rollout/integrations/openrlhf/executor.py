@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,12 @@ from rollout.integrations.openrlhf.llm_core import LlmCore
 from rollout.integrations.openrlhf.response import policy_for, prompt_of_arguments, response_of
 from rollout.integrations.repeated_prompts import Repeated
 from rollout.integrations.served_engines import evolved
+from rollout.integrations.trainer_row import TrainerRow
 from rollout.integrations.trainer_settings import refuse_nan, settings_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable
 
-    from rollout.integrations.trainer_row import TrainerRow
     from rollout.integrations.trainer_settings import TrainerSettings
     from rollout.runtime.opening import EngineOpener
     from rollout.types import Prompt
@@ -133,9 +134,7 @@ class RolloutExecutor(AgentExecutorBase):
                     core = LlmCore(
                         llm_engine,
                         sampling_params,
-                        AsyncioThread.of_current_loop(
-                            cleanup_s=settings.config.limits.cleanup_s
-                        ),
+                        AsyncioThread.of_current_loop(cleanup_s=settings.config.limits.cleanup_s),
                         max_length,
                     )
                     settings = _on_trainer(settings, hf_tokenizer.name_or_path)

@@ -19,13 +19,13 @@ from rollout.integrations.repeated_prompts import (
     prompt_of_columns,
     sampling_of_trainer,
 )
-from rollout.integrations.row_policy import RowPolicy
 from rollout.integrations.row_values import facts_of, known_experts, versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from rollout.integrations.repeated_prompts import PromptOf
+    from rollout.integrations.row_policy import RowPolicy
     from rollout.integrations.trainer_row import TrainerRow
     from rollout.types import Prompt
 

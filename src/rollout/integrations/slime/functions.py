@@ -99,7 +99,8 @@ async def _train(args: Namespace, rollout_id: int, data_source: Any) -> RolloutF
     wanted = args.rollout_batch_size
     named = args.dynamic_sampling_filter_path
     dynamic_filter = None if named is None else load_function(named)
-    dropped, metrics = MetricGatherer(), {}
+    dropped = MetricGatherer()
+    metrics: dict[str, float] = {}
     kept: list[tuple[list[Any], list[list[Any]]]] = []
     every: list[tuple[list[Any], list[list[Any]]]] = []
     while len(kept) < wanted:
@@ -221,7 +222,7 @@ def _refuse(args: Namespace) -> None:
     """
     if args.partial_rollout:
         raise ConfigError(
-            "args.partial_rollout = True: trajectories here end within their rollout; expected False"
+            "args.partial_rollout = True: trajectories end within their rollout; expected False"
         )
     if args.rollout_top_p != 1.0:
         raise ConfigError(

@@ -19,5 +19,12 @@ _HOMES = {
     "rollout.integrations.verifiers.door": ("Door", "open_door"),
     "rollout.integrations.verifiers.samples": ("training_samples",),
 }
-__all__ = ["Door", "RolloutClient", "RolloutClientConfig", "install", "open_door", "training_samples"]
+__all__ = [
+    "Door",
+    "RolloutClient",
+    "RolloutClientConfig",
+    "install",
+    "open_door",
+    "training_samples",
+]
 __getattr__ = lazy_exports(globals(), _HOMES)

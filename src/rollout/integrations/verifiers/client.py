@@ -50,7 +50,7 @@ class _Trajectory(EvalClient):
         self.model: str = address["model"]
         self.base_url = address["base_url"]
         self.api_key = address["api_key"]
-        self.headers = {}
+        self.headers: dict[str, str] = {}
         self.client = http
 
 

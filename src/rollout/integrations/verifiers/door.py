@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from rollout.config import RolloutConfig
-    from rollout.integrations.verifiers.client import RolloutClient
 
 #: Environment variable that holds the token of trainers, here and at ``rollout serve-gateway``.
 TOKEN_VARIABLE = "ROLLOUT_GATEWAY_TOKEN"
@@ -32,12 +31,6 @@ class Door:
 
     url: str
     token: str
-
-    def client(self) -> RolloutClient:
-        """A client of verifiers for it; the caller closes it."""
-        from rollout.integrations.verifiers.client import RolloutClient, RolloutClientConfig
-
-        return RolloutClient(RolloutClientConfig(base_url=self.url), token=self.token)
 
 
 @asynccontextmanager

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from rollout.integrations.row_values import known_experts
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Sequence
 
     from rollout.integrations.trainer_row import TrainerRow
 
