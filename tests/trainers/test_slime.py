@@ -1,4 +1,4 @@
-"""slime takes our samples: by its contract, and by its own code where it is."""
+"""slime itself takes our samples."""
 
 from __future__ import annotations
 
@@ -12,90 +12,11 @@ from typing import Any
 import anyio
 import pytest
 
+import every_outcome as given
 from rollout.errors import ConfigError
-from rollout.integrations.adapter import PlacedRows
 from rollout.integrations.row_policy import RowPolicy
-from rollout.integrations.slime.samples import groups_of, prompts_of, samples_of
-from rollout.integrations.trainer_rows import trainer_rows
-
-from . import every_outcome as given
-from .contracts import slime as contract
-
-
-def placed(policy: RowPolicy) -> PlacedRows:
-    trajectories = given.every_outcome()
-    made = trainer_rows(trajectories, policy, eos_token_id=given.EOS)
-    places = [trajectories.index(row.trajectory) for row in made.rows]
-    return PlacedRows(rows=made.rows, places=places, metrics=made.metrics)
-
-
-def asked(sample_type: Any) -> list[Any]:
-    """Samples as slime's data source makes them: two groups of four."""
-    return [
-        sample_type(group_index=at // 4, index=at, prompt="consult", label="4") for at in range(8)
-    ]
-
-
-def words(ids: Any) -> str:
-    return " ".join(map(str, ids))
-
-
-def groups(sample_type: Any, policy: RowPolicy | None = None, **options: bool) -> list[Any]:
-    samples = asked(sample_type)
-    return groups_of(samples, samples_of(samples, placed(policy or RowPolicy()), words, **options))
-
-
-def test_samples_of_every_outcome_keep_the_contract() -> None:
-    contract.check(groups(contract.Sample), given.LAYERS, given.TOP_K)
-
-
-def test_samples_map_spans_masks_versions_status_and_text() -> None:
-    made = groups(contract.Sample, RowPolicy(segments="last"))
-    assert [len(group) for group in made] == [4, 4]
-    flat = contract.flat(made)
-    first = flat[0]
-    assert first.tokens == [10, 11, 12, 13, 60, 61, 2, 50, 51, 52, 61, 62, 2]
-    assert first.loss_mask == [1, 1, 1, 0, 0, 0, 1, 1, 1]
-    assert first.rollout_log_probs[2:7] == [-0.125, 0.0, 0.0, 0.0, -0.5]
-    assert first.weight_versions == ["7", "8"]
-    assert first.response == "60 61 2 50 51 52 61 62 2"
-    assert [sample.status.value for sample in flat] == [
-        *("completed", "truncated", "truncated", "truncated"),
-        *("aborted", "failed", "failed", "completed"),
-    ]
-    assert [sample.reward for sample in flat] == [1.0, 0.0, 0.5, 0.25, 1.0, 1.0, 1.0, 1.0]
-    assert [sample.remove_sample for sample in flat] == [False] * 4 + [True] * 3 + [False]
-    assert flat[4].rollout_log_probs == [-0.5, -0.25, -0.125]
-    assert flat[4].loss_mask == [0, 0, 0]
-
-
-def test_samples_of_several_segments_share_a_rollout_and_nest_all_groups() -> None:
-    made = groups(contract.Sample)
-    assert [sample.metadata["rollout"]["purpose"] for sample in made[0][0]] == ["main", "side"]
-    assert [sample.rollout_id for sample in made[0][0]] == [0, 0]
-    assert all(isinstance(rows, list) for group in made for rows in group)
-
-
-def test_samples_without_reward_are_left_to_slime_s_model_where_it_has_one() -> None:
-    policy = RowPolicy(segments="last")
-    trajectories = given.every_outcome()
-    trajectories[1].reward = None
-    made = trainer_rows(trajectories, policy, eos_token_id=given.EOS)
-    rows = PlacedRows(rows=made.rows, places=list(range(8)), metrics={})
-    flat = samples_of(asked(contract.Sample), rows, words, keeps_reward=False)
-    # What failed is not judged: it has the policy's reward, and nothing is learned from it.
-    assert [rows[0].reward is None for rows in flat] == [False, True] + [False] * 6
-
-
-def test_prompts_are_grouped_by_group_index_and_carry_label_and_metadata() -> None:
-    samples = asked(contract.Sample)
-    samples[0].metadata = {"ending": "completed", "tools": [{"type": "function"}]}
-    repeated = prompts_of(samples, {"temperature": 1.0, "top_k": -1, "skip_special_tokens": False})
-    assert [list(places) for places in repeated.places] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    prompt = repeated.prompts[0]
-    assert (prompt.uid, prompt.ground_truth) == ("group-0", "4")
-    assert prompt.messages == [{"role": "user", "content": "consult"}]
-    assert prompt.extra == {"ending": "completed", "tool_schemas": [{"type": "function"}]}
+from test_slime_samples import groups
+from trainers.contracts import slime as contract
 
 
 @pytest.fixture(scope="session")
@@ -209,6 +130,12 @@ def zero_reward(args: Namespace, samples: list[Any], **_: Any) -> bool:
     return any(sample.reward for sample in samples)
 
 
+async def judge_all(args: Namespace, sample: Any, **_: Any) -> float:
+    """A reward model that must not see what failed."""
+    assert sample.status is not type(sample).Status.FAILED
+    return 0.75
+
+
 async def judge(args: Namespace, sample: Any, **_: Any) -> float:
     """slime's reward model."""
     return 0.5 if sample.metadata["ending"] == "limit" else 0.0
@@ -226,7 +153,28 @@ def test_generate_rollout_uses_slime_s_reward_model_and_dynamic_filter(
     output = functions.generate_rollout(args, 0, DataSource(slime.types.Sample))
     endings = [[sample.metadata["ending"] for sample in group] for group in output.samples]
     assert endings == [["limit", "limit"]] * 2
-    assert [[sample.reward for sample in group] for group in output.samples] == [[0.5, 0.5]] * 2
+    flat = contract.flat(output.samples)
+    assert [sample.reward for sample in flat] == [0.5] * 4
+    assert all(any(sample.loss_mask) and not sample.remove_sample for sample in flat)
+
+
+def test_generate_rollout_gives_what_failed_the_mean_of_what_slime_judged(
+    slime: Any, functions: Any
+) -> None:
+    source = DataSource(slime.types.Sample)
+    [group] = source.get_samples(1)
+    group[1].metadata["ending"] = "failed"
+    group[1].group_index = 99
+    mixed = SimpleNamespace(get_samples=lambda _: [group])
+    args = arguments(
+        rollout_settings=lambda: given.settings(reward=None, policy=RowPolicy(segments="last")),
+        rollout_batch_size=1,
+        custom_rm_path=f"{__name__}.judge_all",
+    )
+    output = functions.generate_rollout(args, 0, mixed)
+    flat = contract.flat(output.samples)
+    assert [sample.reward for sample in flat] == [0.75, 0.75]
+    assert [any(sample.loss_mask) for sample in flat] == [True, False]
 
 
 def test_generate_runs_one_sample_with_its_segments(slime: Any, functions: Any) -> None:

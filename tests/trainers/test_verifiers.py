@@ -1,4 +1,4 @@
-"""verifiers takes turns of our gateway, and prime-rl our rows: by contract, and by their code."""
+"""verifiers itself takes turns of our gateway, and prime-rl's own types our rows."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from typing import Any
 import anyio
 import pytest
 
-from rollout.integrations.verifiers import training_samples
 from rollout.testing import Scenario, tool_call
-
-from . import every_outcome as given
-from .contracts import prime_rl as contract
+from test_prime_rl_samples import check_samples
 
 
 def prime_rl_types() -> ModuleType | None:
@@ -33,32 +30,11 @@ def prime_rl_types() -> ModuleType | None:
     return module
 
 
-@pytest.mark.parametrize("source", ["contract", "prime_rl"])
-def test_training_samples_of_every_outcome_are_taken(source: str) -> None:
-    types = contract if source == "contract" else prime_rl_types()
+def test_prime_rl_itself_takes_samples_of_every_outcome() -> None:
+    types = prime_rl_types()
     if types is None:
         pytest.skip("prime_rl is not there; see docs/trainers/verifiers.md")
-    rows = given.rows().rows
-    samples = training_samples(rows, env_name="doors", temperature=0.7, types=types)
-    contract.check(samples, types.TrainingSample)
-    # Of nine rows, three have nothing to learn.
-    assert len(samples) == 6
-    first = samples[0]
-    assert first.token_ids == [10, 11, 12, 13, 60, 61, 2, 50, 51, 52, 61, 62, 2]
-    assert first.mask == [False] * 4 + [True] * 3 + [False] * 3 + [True] * 3
-    assert first.logprobs[3:8] == [0.0, -0.5, -0.25, -0.125, 0.0]
-    assert first.temperatures == [0.7] * 13
-    mean = (1.0 + 0.0 + 0.5 + 0.25) / 4
-    assert first.advantages[4] == pytest.approx(1.0 - mean)
-    assert first.advantages[7] == 0.0
-    assert first.routed_experts.shape == [13, given.LAYERS, given.TOP_K]
-    assert samples[4].routed_experts is None
-
-
-def test_training_samples_take_advantages_that_are_given() -> None:
-    rows = given.rows().rows
-    samples = training_samples(rows, env_name="", advantages=[2.0] * len(rows), types=contract)
-    assert all(max(sample.advantages) == 2.0 for sample in samples)
+    check_samples(types)
 
 
 @pytest.fixture

@@ -86,14 +86,15 @@ def settings_of(given: Any, where: str) -> TrainerSettings:
 
 
 def refuse_nan(settings: TrainerSettings, trainer: str) -> None:
-    """Refuse the policy that a trainer would learn from.
+    """Refuse a policy whose NaN a trainer would learn from.
 
     Raises:
         ConfigError: Rows without reward were to have NaN, which `trainer` does not leave out.
     """
-    if settings.policy.unrewarded == "nan":
+    unrewarded = settings.policy.unrewarded
+    if unrewarded in ("nan", "trainer"):
         raise ConfigError(
-            f"policy.unrewarded = 'nan': {trainer} does not leave out such rows; expected "
+            f"policy.unrewarded = {unrewarded!r}: {trainer} does not leave out such rows; expected "
             "'group_mean', 'zero' or 'error'"
         )
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import threading
 from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
+import attrs
 import httpx
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.filter_hub.base_types import (
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Mapping, Sequence
 
+    from rollout.integrations.row_policy import RowPolicy
     from rollout.integrations.trainer_settings import TrainerSettings
 
 #: slime's argument that names the settings, set through ``--custom-config-path``.
@@ -81,6 +84,8 @@ async def generate(
     keeps = _keeps_reward(args, adapter.settings)
     decode = adapter.runtime.template.decode
     rows: list[Any] = samples_of([sample], placed, decode, keeps_reward=keeps)[0]
+    # slime's model judges what can be learned from; the rest must not be None.
+    _fill_rewards(args, [each for each in rows if each.remove_sample])
     if adapter.settings.policy.segments == "rows" and not evaluation:
         return rows
     return rows[0]
@@ -141,16 +146,27 @@ async def _run_groups(
 
 
 async def _judge(args: Namespace, samples: Sequence[Any]) -> None:
-    """Have slime's reward model judge what has no reward: whole groups where it wants those."""
-    unjudged = [sample for sample in samples if sample.reward is None]
+    """Have slime's reward model judge what has no reward: whole groups where it wants those.
+
+    What nothing is to be learned from is not judged: it gets the mean of its group, which so
+    stays where it is.
+    """
+    unjudged = [each for each in samples if each.reward is None and not each.remove_sample]
     if args.group_rm and unjudged:
-        rewards = await batched_async_rm(args, list(samples))
-        given = dict(zip(map(id, samples), rewards, strict=True))
-        for sample in unjudged:
-            sample.reward = given[id(sample)]
+        for sample, reward in zip(unjudged, await batched_async_rm(args, unjudged), strict=True):
+            sample.reward = reward
     else:
         for sample in unjudged:
             sample.reward = await async_rm(args, sample)
+    _fill_rewards(args, samples)
+
+
+def _fill_rewards(args: Namespace, samples: Sequence[Any]) -> None:
+    known = [each.get_reward_value(args) for each in samples if each.reward is not None]
+    mean = math.fsum(known) / len(known) if known else 0.0
+    for sample in samples:
+        if sample.reward is None:
+            sample.reward = {args.reward_key: mean} if args.reward_key else mean
 
 
 def _process(args: Namespace, data: list[Any], every: list[Any], data_source: Any) -> None:
@@ -183,6 +199,13 @@ def _keeps_reward(args: Namespace, settings: TrainerSettings) -> bool:
     return settings.reward is not None or not has_model
 
 
+def _policy(args: Namespace, settings: TrainerSettings) -> RowPolicy:
+    """What slime's reward model is to judge, no policy may mask."""
+    if _keeps_reward(args, settings):
+        return settings.policy
+    return attrs.evolve(settings.policy, unrewarded="trainer")
+
+
 async def _adapter(args: Namespace) -> Adapter:
     return await anyio.to_thread.run_sync(_opened, args)
 
@@ -203,7 +226,7 @@ def _opened(args: Namespace) -> Adapter:
             if settings.engines == "trainer":
                 urls = _worker_urls(args)
                 settings = engines_at(settings, urls, api="sglang", model=args.hf_checkpoint)
-            _adapters[named] = Adapter(settings)
+            _adapters[named] = Adapter(settings, _policy(args, settings))
         return _adapters[named]
 
 

@@ -81,8 +81,8 @@ def fill(sample: Any, row: TrainerRow, decode: Decode, *, keeps_reward: bool = T
         sample: As slime's data source made it.
         row: One segment.
         decode: Ids to text.
-        keeps_reward: Whether a row without a reward of its own has the policy's; else None, which
-            has slime ask its reward model.
+        keeps_reward: Whether a row without a reward of its own has the policy's; else it has None,
+            since slime gives rewards.
     """
     filled = copy.deepcopy(sample)
     filled.tokens = row.prompt_ids.tolist()
@@ -99,8 +99,8 @@ def fill(sample: Any, row: TrainerRow, decode: Decode, *, keeps_reward: bool = T
     filled.remove_sample = not row.mask.any()
     filled.weight_versions = [str(version) for version in versions_of(row)]
     filled.rollout_routed_experts = _experts(row)
-    is_open = not keeps_reward and not row.is_rewarded and row.is_trainable
-    filled.reward = None if is_open else float(row.reward)
+    is_given = row.is_rewarded or keeps_reward
+    filled.reward = float(row.reward) if is_given else None
     filled.status = type(sample).Status[STATUS[row.trajectory.outcome]]
     filled.non_generation_time = row.trajectory.metrics.get("tool_s", 0.0)
     filled.metadata = {**(sample.metadata or {}), METADATA: _about(row)}
