@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +12,8 @@ import anyio.to_thread
 import pytest
 
 import every_outcome as given
-from recorded_server import recorded_server
+import rollout
+from recorded_server import RecordedServer, recorded_server
 from rollout.config import HttpEngine
 from rollout.errors import ConfigError
 from rollout.integrations.adapter import Adapter
@@ -82,23 +84,31 @@ async def vllm(_: dict[str, Any], send: Callable[[str], Awaitable[None]]) -> Non
     await send(f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n")
 
 
+def save_model(directory: Path) -> None:
+    """A tokenizer and a configuration of what the servers serve."""
+    simulated_tokenizer().save_pretrained(directory)
+    facts = {"model_type": "qwen2", "vocab_size": 600, "max_position_embeddings": 20_000}
+    (directory / "config.json").write_text(json.dumps(facts))
+
+
+def serve_answers(server: RecordedServer) -> None:
+    """Answer as SGLang's server and as vLLM's."""
+    server.on("GET /server_info", json.dumps({"max_req_input_len": 20_000}))
+    server.on("GET /v1/models", json.dumps({"data": [{"id": "theirs", "max_model_len": 20_000}]}))
+    server.on("GET /health", "")
+    server.on_stream("POST /generate", sglang)
+    server.on_stream("POST /v1/completions", vllm)
+
+
 @pytest.mark.parametrize(("api", "version"), [("sglang", 3), ("vllm", 0)])
 def test_adapter_generates_on_servers_that_the_trainer_serves(
     api: Literal["sglang", "vllm"], version: int, tmp_path: Path
 ) -> None:
-    simulated_tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "qwen2", "vocab_size": 600, "max_position_embeddings": 20_000})
-    )
+    save_model(tmp_path)
 
     async def run() -> None:
         async with recorded_server() as server:
-            server.on("GET /server_info", json.dumps({"max_req_input_len": 20_000}))
-            models = {"data": [{"id": "theirs", "max_model_len": 20_000}]}
-            server.on("GET /v1/models", json.dumps(models))
-            server.on("GET /health", "")
-            server.on_stream("POST /generate", sglang)
-            server.on_stream("POST /v1/completions", vllm)
+            serve_answers(server)
             served = engines_at(
                 given.single_turn(engines="trainer"), [server.url], api=api, model=str(tmp_path)
             )
@@ -121,3 +131,16 @@ def test_adapter_generates_on_servers_that_the_trainer_serves(
 def test_engines_of_a_trainer_without_servers_are_refused() -> None:
     with pytest.raises(ConfigError, match="the trainer names no servers"):
         engines_at(given.single_turn(engines="trainer"), [], api="vllm", model=None)
+
+
+def test_adapter_gives_weights_to_engines_of_its_configuration() -> None:
+    adapter = Adapter(given.settings())
+    weights = rollout.DiskWeights(str(Path(__file__).parent))
+    try:
+        adapter.update_weights(version=9, source=weights)
+        prompts = Repeated(prompts=[given.prompt_for("limit")], places=[[0]])
+        placed = anyio.run(partial(adapter.rows, prompts, step=None, validate=False))
+    finally:
+        adapter.close()
+    assert {*placed.rows[0].weight_versions.tolist()} == {-1, 9}
+    assert placed.metrics["outcomes/limit"] == 1

@@ -120,8 +120,11 @@ def test_generator_refuses_what_skyrl_would_learn_from(skyrl: Any) -> None:
 
     with pytest.raises(ConfigError, match=r"policy.unrewarded = 'nan': SkyRL does not leave out"):
         RolloutGenerator(given.settings(policy=RowPolicy(unrewarded="nan")))
+    theirs = given.settings(engines="trainer")
     with pytest.raises(ConfigError, match="names no servers"):
-        RolloutGenerator(given.settings(engines="trainer"))
+        RolloutGenerator(theirs)
+    with pytest.raises(ConfigError, match="enable_return_routed_experts = True: SkyRL's servers"):
+        RolloutGenerator(theirs, server_urls=["http://127.0.0.1:1"], wants_experts=True)
 
 
 def test_entry_point_is_skyrl_s_experiment_with_our_generator(skyrl: Any) -> None:
@@ -141,6 +144,7 @@ def test_entry_point_is_skyrl_s_experiment_with_our_generator(skyrl: Any) -> Non
     assert server_urls(client) == ["http://one", "http://two"]
     cfg = SimpleNamespace(
         generator=SimpleNamespace(
+            inference_engine=SimpleNamespace(enable_return_routed_experts=True),
             step_wise_trajectories=True,
             zero_reward_on_non_stop=False,
             apply_overlong_filtering=False,

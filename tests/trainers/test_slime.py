@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from argparse import Namespace
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
 
 import every_outcome as given
+from recorded_server import recorded_server
 from rollout.errors import ConfigError
 from rollout.integrations.row_policy import RowPolicy
 from test_slime_samples import groups
+from test_trainer_settings import ANSWER, save_model, serve_answers
 from trainers.contracts import slime as contract
 
 
@@ -195,6 +200,13 @@ def test_generate_runs_one_sample_with_its_segments(slime: Any, functions: Any) 
         ({"partial_rollout": True}, "args.partial_rollout = True"),
         ({"rollout_top_p": 0.9}, "args.rollout_top_p = 0.9"),
         ({"rollout_stop": ["x"]}, r"sampling_params.stop = \['x'\]"),
+        (
+            {
+                "use_rollout_routing_replay": True,
+                "rollout_settings": lambda: given.settings(engines="trainer"),
+            },
+            "args.use_rollout_routing_replay = True",
+        ),
         ({"rollout_settings": None}, "args.rollout_settings: not set"),
         ({"rollout_settings": "nowhere:settings"}, "No module named 'nowhere'"),
     ],
@@ -204,3 +216,31 @@ def test_generate_rollout_refuses_by_name_what_it_cannot_do(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         functions.generate_rollout(arguments(**changes), 0, DataSource(slime.types.Sample))
+
+
+def test_generate_rollout_generates_on_the_servers_of_slime_s_router(
+    slime: Any, functions: Any, tmp_path: Path
+) -> None:
+    save_model(tmp_path)
+
+    async def run_rollout() -> Any:
+        async with recorded_server() as server:
+            serve_answers(server)
+            server.on("GET /workers", json.dumps({"workers": [{"url": server.url}]}))
+            args = arguments(
+                rollout_settings=lambda: given.single_turn(engines="trainer"),
+                rollout_batch_size=1,
+                hf_checkpoint=str(tmp_path),
+                sglang_router_ip="127.0.0.1",
+                sglang_router_port=server.url.rpartition(":")[2],
+            )
+            rolled = partial(functions.generate_rollout, args, 0, DataSource(slime.types.Sample))
+            try:
+                return await anyio.to_thread.run_sync(rolled)
+            finally:
+                await anyio.to_thread.run_sync(functions.close)
+
+    [group] = anyio.run(run_rollout).samples
+    assert [sample.tokens[-3:] for sample in group] == [ANSWER] * 2
+    assert [sample.weight_versions for sample in group] == [["3"]] * 2
+    assert group[0].status is slime.types.Sample.Status.COMPLETED

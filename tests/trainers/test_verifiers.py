@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import pytest
 
+from rollout import DiskWeights
 from rollout.testing import Scenario, tool_call
 from test_prime_rl_samples import check_samples
 
@@ -83,8 +84,8 @@ def new_trace(vf: Any) -> Any:
     )
 
 
-async def play(vf: Any, client: Any, trace: Any) -> None:
-    """Two turns with a tool between them, as verifiers' interception server plays them."""
+async def play(vf: Any, client: Any, trace: Any, runtime: Any) -> None:
+    """Two turns, with a tool and other weights between them, as verifiers' server plays them."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "consult"}]
     for _ in range(2):
         body = {"model": "theirs", "messages": messages, "tools": TOOLS, "temperature": 1.0}
@@ -95,6 +96,8 @@ async def play(vf: Any, client: Any, trace: Any) -> None:
         )
         assert isinstance(response, vf.types.Response)
         turn.commit(response)
+        weights = DiskWeights(str(Path(__file__).parent))  # what is there makes no difference
+        await runtime.update_weights(version=8, source=weights, mode="in_place")
         said = response.raw["choices"][0]["message"]
         messages = [*messages, {key: said[key] for key in ("role", "content") if key in said}]
         for call in said.get("tool_calls") or []:
@@ -111,7 +114,7 @@ def test_client_commits_exact_tokens_of_every_turn_to_a_trace(vf: Any) -> None:
         async with open_door(SCENARIO.config()) as door:
             client = RolloutClient(RolloutClientConfig(base_url=door.url), token=door.token)
             try:
-                await play(vf, client, trace)
+                await play(vf, client, trace, door.runtime)
                 return await client.finish(trace.id, reward=1.0)
             finally:
                 await client.close()
@@ -124,7 +127,7 @@ def test_client_commits_exact_tokens_of_every_turn_to_a_trace(vf: Any) -> None:
     assert branch.token_ids == row["ids"]
     assert branch.sampled_mask == [bool(flag) for flag in row["mask"]]
     assert branch.logprobs == pytest.approx(row["log_probs"])
-    assert {version for version in row["weight_versions"] if version >= 0} == {7}
+    assert {version for version in row["weight_versions"] if version >= 0} == {7, 8}
     assert sum(branch.sampled_mask) > 10
 
 

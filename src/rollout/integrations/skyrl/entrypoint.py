@@ -42,6 +42,7 @@ class RolloutExp(BasePPOExp):
             self._rollout_settings,
             server_urls=server_urls(inference_engine_client),
             model=cfg.trainer.policy.model.path,
+            wants_experts=generator.inference_engine.enable_return_routed_experts,
             step_wise=generator.step_wise_trajectories,
             zero_reward_on_non_stop=generator.zero_reward_on_non_stop,
             apply_overlong_filtering=generator.apply_overlong_filtering,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 from skyrl.train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput
 from skyrl.train.generators.utils import get_rollout_metrics
 
+from rollout.errors import ConfigError
 from rollout.integrations.adapter import Adapter
 from rollout.integrations.served_engines import engines_at
 from rollout.integrations.skyrl.output import generator_output, policy_for, prompts_of
@@ -25,6 +26,7 @@ class RolloutGenerator(GeneratorInterface):
         settings: `TrainerSettings`, or where to find them: ``package.module:name``.
         server_urls: Base URLs of SkyRL's vLLM servers, where `settings.engines` is "trainer".
         model: What they serve: a path or a hub name.
+        wants_experts: Whether SkyRL replays routed experts, which its servers tell none of here.
         step_wise: `generator.step_wise_trajectories`: trajectories may then have several rows.
         zero_reward_on_non_stop, apply_overlong_filtering: As `generator` has them.
 
@@ -39,6 +41,7 @@ class RolloutGenerator(GeneratorInterface):
         *,
         server_urls: Sequence[str] = (),
         model: str | None = None,
+        wants_experts: bool = False,
         step_wise: bool = False,
         zero_reward_on_non_stop: bool = False,
         apply_overlong_filtering: bool = False,
@@ -46,6 +49,7 @@ class RolloutGenerator(GeneratorInterface):
         found = settings_of(settings, "rollout")
         refuse_nan(found, "SkyRL")
         if found.engines == "trainer":
+            _refuse_experts(wants_experts)
             found = engines_at(found, server_urls, api="vllm", model=model)
         self._step_wise = step_wise
         self._options = {
@@ -94,3 +98,12 @@ class RolloutGenerator(GeneratorInterface):
     def close(self) -> None:
         """End the runtime; the end of the process does so too."""
         self._adapter.close()
+
+
+def _refuse_experts(wants_experts: bool) -> None:
+    if wants_experts:
+        raise ConfigError(
+            "generator.inference_engine.enable_return_routed_experts = True: SkyRL's servers are "
+            "asked for no routed experts; expected False, or engines = 'config' with engines that "
+            "tell them"
+        )

@@ -224,6 +224,7 @@ def _opened(args: Namespace) -> Adapter:
             settings = settings_of(named, f"args.{ARGUMENT}")
             refuse_nan(settings, "slime")
             if settings.engines == "trainer":
+                _refuse_experts(args)
                 urls = _worker_urls(args)
                 settings = engines_at(settings, urls, api="sglang", model=args.hf_checkpoint)
             _adapters[named] = Adapter(settings, _policy(args, settings))
@@ -251,4 +252,17 @@ def _refuse(args: Namespace) -> None:
         raise ConfigError(
             f"args.rollout_top_p = {args.rollout_top_p}: slime then wants the ids that top-p kept, "
             "which engines here do not tell; expected 1.0"
+        )
+
+
+def _refuse_experts(args: Namespace) -> None:
+    """Refuse replay of routed experts where servers are asked over HTTP, which tells none.
+
+    Raises:
+        ConfigError: It is asked for.
+    """
+    if getattr(args, "use_rollout_routing_replay", False):
+        raise ConfigError(
+            "args.use_rollout_routing_replay = True: slime's servers are asked for no routed "
+            "experts; expected False, or engines = 'config' with engines that tell them"
         )

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from rollout.gateway.serving import open_trajectory_server
+from rollout.gateway.serving import own_config, serve_runtime
+from rollout.runtime.opening import open_rollout
+from rollout.runtime.runtime import RolloutRuntime
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -27,10 +29,12 @@ class Door:
     Attributes:
         url: Its base URL.
         token: What it wants to be shown.
+        runtime: Where the trajectories run: `update_weights` and the like are called there.
     """
 
     url: str
     token: str
+    runtime: RolloutRuntime
 
 
 @asynccontextmanager
@@ -47,5 +51,8 @@ async def open_door(config: RolloutConfig, *, token: str | None = None) -> Async
         RolloutError: As `open_rollout` and `open_gateway`.
     """
     shown = token or os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
-    async with open_trajectory_server(config, shown) as gateway:
-        yield Door(url=gateway.url, token=shown)
+    async with (
+        open_rollout(own_config(config)) as runtime,
+        serve_runtime(runtime, shown) as gateway,
+    ):
+        yield Door(url=gateway.url, token=shown, runtime=runtime)
