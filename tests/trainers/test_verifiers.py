@@ -188,3 +188,47 @@ def test_install_makes_environments_take_our_configuration(vf: Any) -> None:
         anyio.run(other.close)
     finally:
         server.resolve_client = before
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_interception_server_of_verifiers_plays_an_agent_on_our_gateway(
+    vf: Any, streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import httpx
+    from verifiers.v1.clients import ModelContext
+    from verifiers.v1.interception import server as interception
+    from verifiers.v1.session import RolloutSession
+
+    from rollout.integrations.verifiers import RolloutClientConfig, install, open_door
+
+    monkeypatch.setenv("ROLLOUT_GATEWAY_TOKEN", "shown")
+    monkeypatch.setattr(interception, "resolve_client", interception.resolve_client)
+    trace = new_trace(vf)
+
+    async def ask(http: Any, slot: Any, messages: list[dict[str, Any]]) -> str:
+        """What the program of a harness asks, with the SDK that it likes."""
+        body = {"model": "theirs", "messages": messages, "tools": TOOLS, "stream": streams}
+        answer = await http.post(
+            f"{slot[0]}/v1/chat/completions",
+            json=body,
+            headers={"authorization": f"Bearer {slot[1]}"},
+            timeout=60,
+        )
+        assert answer.status_code == 200, answer.text
+        return str(answer.text)
+
+    async def run() -> None:
+        install()
+        async with open_door(SCENARIO.config()) as door:
+            config = RolloutClientConfig(base_url=door.url)
+            session = RolloutSession(ctx=ModelContext(model="theirs", client=config), trace=trace)
+            async with interception.InterceptionServer() as served, httpx.AsyncClient() as http:
+                async with served.acquire(session) as slot:
+                    said = await ask(http, slot, [{"role": "user", "content": "consult"}])
+                    assert ("data: " in said) == streams
+                    assert '"look"' in said
+
+    anyio.run(run)
+    [branch] = trace_branches(vf, trace)
+    assert sum(branch.sampled_mask) == len([value for value in branch.logprobs if value])
+    assert sum(branch.sampled_mask) > 5
