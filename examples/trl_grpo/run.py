@@ -38,9 +38,10 @@ class Progress(TrainerCallback):
 
 
 def arguments(directory: str, steps: int, seed: int) -> GRPOConfig:
-    """All colours in each step, and what else the loop without TRL has; its form is held by beta.
+    """All colours in each step, and what else the loop without TRL has.
 
-    At this learning rate the form of a call can break before any reward says what was right.
+    With beta, which it has not, the form of a call holds until rewards say something, and a colour
+    for which all members try the same wrong key gets out of that.
     """
     return GRPOConfig(
         output_dir=directory,
@@ -52,7 +53,7 @@ def arguments(directory: str, steps: int, seed: int) -> GRPOConfig:
         learning_rate=2e-3,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=8,
-        beta=0.03,
+        beta=0.1,
         adam_beta1=0.9,
         adam_beta2=0.95,
         bf16=False,
