@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import typing
 import warnings
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 
 import anyio
 import pytest
+import typing_extensions
 
 import every_outcome as given
 from rollout.errors import ConfigError
@@ -17,19 +19,14 @@ from rollout.integrations.row_policy import RowPolicy
 from test_skyrl_output import generator_input, output_of
 from trainers.contracts import skyrl as contract
 
-if sys.version_info < (3, 12):  # SkyRL hands its TypedDicts to pydantic, which takes these only
-    import typing
-
-    import typing_extensions
-
-    typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
-
 
 @pytest.fixture
 def skyrl() -> Any:
     """SkyRL's own code, where it is installed."""
     if find_spec("skyrl") is None:
         pytest.skip("skyrl is not installed; see docs/trainers/skyrl.md")
+    if sys.version_info < (3, 12):  # it hands its TypedDicts to pydantic, which takes these only
+        typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from skyrl.train.dataset import preprocess
