@@ -172,7 +172,7 @@ def _refuse(settings: TrainerSettings, max_length: int, images: Any) -> None:
     if lengths.prompt + lengths.response > max_length:
         raise ConfigError(
             f"lengths.prompt + lengths.response = {lengths.prompt + lengths.response}: expected at "
-            f"most max_length = {max_length}, behind which OpenRLHF cuts"
+            f"most max_length = {max_length}, after which OpenRLHF cuts"
         )
 
 
