@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
 from rollout.config import RolloutConfig
+from rollout.engine.driver.engine_opening import open_engines
 from rollout.errors import ConfigError
 from rollout.integrations.row_policy import RowPolicy
 from rollout.runtime.blocking import BlockingRollout
-from rollout.runtime.opening import open_rollout, open_rollout_on
+from rollout.runtime.opening import open_rollout_on
+from rollout.runtime.reward_opening import GivenRewards
 from rollout.types import Prompt
 from rollout.user_files import UserCodeError, import_module, make_importable, run_file
 
@@ -35,7 +36,8 @@ class TrainerSettings:
     #: Lengths, limits, the agent, tools by name and all else.
     config: RolloutConfig = attrs.field(validator=attrs.validators.instance_of(RolloutConfig))
     #: As for `open_rollout`.
-    reward: Callable[..., Any] | None = None
+    reward: Callable[..., Any] | str | None = None
+    group_reward: Callable[..., Any] | str | None = None
     tools: Sequence[Any] = ()
     interactions: Sequence[Any] = ()
     #: What becomes of what the trainer cannot represent.
@@ -62,9 +64,13 @@ class TrainerSettings:
         Raises:
             As `open_rollout`.
         """
-        parts = (self.config, self.tools, self.reward, self.interactions)
-        opening = open_rollout if engines is None else partial(open_rollout_on, engines)
-        return BlockingRollout(lambda: opening(*parts), "trio")
+        rewards = GivenRewards(self.reward, self.group_reward)
+        return BlockingRollout(
+            lambda: open_rollout_on(
+                engines or open_engines, self.config, self.tools, rewards, self.interactions
+            ),
+            "trio",
+        )
 
 
 def settings_of(given: Any, where: str) -> TrainerSettings:

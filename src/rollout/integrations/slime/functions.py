@@ -196,7 +196,7 @@ def _sampling(args: Namespace) -> dict[str, Any]:
 def _keeps_reward(args: Namespace, settings: TrainerSettings) -> bool:
     """Whether slime has no reward model to ask, or need not be asked."""
     has_model = bool(args.rm_type or args.custom_rm_path or args.group_rm)
-    return settings.reward is not None or not has_model
+    return bool(settings.reward or settings.group_reward) or not has_model
 
 
 def _policy(args: Namespace, settings: TrainerSettings) -> RowPolicy:
