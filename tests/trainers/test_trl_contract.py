@@ -364,3 +364,29 @@ def test_trl_adapters_are_merged_into_the_weights(model: Path) -> None:
     assert set(weights) == set(expected)
     changed = [name for name in expected if not torch.equal(weights[name], expected[name])]
     assert changed == ["model.layers.0.self_attn.q_proj.weight"]
+
+
+def test_trl_adapters_are_trained_and_the_engines_get_whole_weights(model: Path) -> None:
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(target_modules=["q_proj"], r=2)
+    given: list[set[str]] = []
+
+    def noting(*, version: int, source: Any) -> None:
+        given.append(set(source.tensors))
+        update(version=version, source=source)
+
+    with open_rollout_blocking(config_of()) as runtime, rollout_func(runtime) as completions:
+        update, runtime.update_weights = runtime.update_weights, noting  # type: ignore[assignment]
+        trainer = trainer_of(
+            model,
+            completions,
+            asks("a", "b"),
+            Scores(),
+            arguments={"max_steps": 2},
+            peft_config=adapter,
+        )
+        train(trainer)
+    names = {name for name in trainer.model.get_base_model().state_dict() if "lora" not in name}
+    assert given == [{name.replace(".base_layer", "") for name in names}] * 2
+    layer = trainer.model.get_base_model().model.layers[0].self_attn.q_proj
+    assert not layer.merged  # it learns on beside its base
