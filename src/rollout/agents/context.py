@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from rollout.agents.conversation import Conversation
@@ -15,7 +16,7 @@ from rollout.agents.interacting import (
     new_interaction,
 )
 from rollout.agents.message_log import MessageLog
-from rollout.agents.places import Row
+from rollout.agents.places import Row, check_ids
 from rollout.agents.segment_opening import open_segment
 from rollout.agents.trajectory_state import SettlingLimits, TrajectoryState
 from rollout.chat.drift import DRIFT_KINDS
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from rollout.agents.gateway_door import GatewayDoor
     from rollout.agents.services import Services
-    from rollout.agents.turn import AssistantTurn
+    from rollout.agents.turn import AssistantTurn, SampledTokens
     from rollout.agents.wording import Given
     from rollout.chat.drift import Drift
     from rollout.config import AgentConfig
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from rollout.tools import ToolResult, TrajectoryTools
 
 T = TypeVar("T")
+
+logger = logging.getLogger("rollout.agents")
 
 
 class _Shared(Generic[T]):
@@ -83,6 +86,7 @@ class AgentContext:
         resumes: How often a generation continued elsewhere because its replica was lost.
         restarts: Why generations began again then, each time one did.
         discarded_tokens: Tokens that were dropped by that.
+        cut_prompt_tokens: Tokens that the prompt has lost, to fit; see `lengths.overlong_prompts`.
     """
 
     extra = _Shared[dict[str, Any]]()
@@ -94,6 +98,7 @@ class AgentContext:
     resumes = _Shared[int]()
     restarts = _Shared[list[str]]()
     discarded_tokens = _Shared[int]()
+    cut_prompt_tokens = _Shared[int]()
 
     def __init__(
         self,
@@ -239,18 +244,31 @@ class AgentContext:
         """Settle the outcome; return from `run` afterwards. The first call counts."""
         self._state.end(outcome, reason, limit_source=limit_source)
 
-    async def begin(self, messages: Given | None = None) -> None:
+    async def begin(
+        self, messages: Given | None = None, *, ids: Sequence[int] | None = None
+    ) -> None:
         """Render the prompt and start the simulated user; `generate` does so where nobody has.
 
         Args:
             messages: In place of the prompt's own.
+            ids: The prompt in tokens, which is then not rendered. The history is not rendered again
+                either, nor compared with a full rendering.
         """
         if self.transcript and messages is None and not self._is_whole:
             return  # a segment begins as it is opened
         if self.transcript:
             raise AgentError("begin: the trajectory has begun already")
         given = self.prompt.messages if messages is None else messages
-        worded = await self._state.wording.prompt(given)
+        wording = self._state.wording
+        if ids is None:
+            worded = await wording.prompt(given)
+        else:
+            packed = check_ids(ids, self._services.engines.info.vocab_size, "begin")
+            if not packed:
+                raise AgentError("begin: no ids; expected those of a prompt")
+            worded = wording.raw_prompt(packed, given)
+        if worded.cut_tokens:
+            self._note_cut(worded.cut_tokens)
         self._interaction = new_interaction(self._services, self._interaction_name)
         self._main.begin(worded)
         if self._interaction is not None:
@@ -261,6 +279,16 @@ class AgentContext:
         if not self.transcript:
             await self.begin()
         return await self._main.generate()
+
+    async def generate_ids(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Mapping[str, Any] | SamplingParams | None = None,
+    ) -> SampledTokens:
+        """As `Conversation.generate_ids`; where nobody has begun, the ids are the prompt."""
+        if not self.transcript:
+            await self.begin(ids=prompt_ids)
+        return await self._main.generate_ids(prompt_ids, sampling)
 
     async def call_tools(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
         """As `Conversation.call_tools`."""
@@ -383,6 +411,18 @@ class AgentContext:
         if interaction is not None:
             cleanup_s = self._services.config.limits.cleanup_s
             await finish(interaction, self.identity.session_id, cleanup_s)
+
+    def _note_cut(self, tokens: int) -> None:
+        self._state.cut_prompt_tokens = tokens
+        tally = self._services.tally
+        if not tally.cut_prompts:
+            logger.warning(
+                "%s: the prompt has %d tokens too many, which it loses at its beginning "
+                "(lengths.overlong_prompts = 'cut'); further ones are counted only",
+                self.identity.session_id,
+                tokens,
+            )
+        tally.cut_prompts += 1
 
     @property
     def _interaction_name(self) -> str | None:

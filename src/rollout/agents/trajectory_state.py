@@ -10,6 +10,7 @@ import msgspec
 from rollout.agents.budget import generation_budget
 from rollout.agents.identity import Ending, Identity
 from rollout.agents.kept_messages import TurnReader
+from rollout.agents.prompt_sampling import sampling_given
 from rollout.agents.wording import Wording
 from rollout.bridge import loop_clock
 from rollout.engine.core import WHOLE_ANSWERS
@@ -43,6 +44,7 @@ class TrajectoryState:
             cached_tokens, resumes, restarts, discarded_tokens: As in `AgentContext`.
         wording: Renders, encodes and reads where the trajectory's own tools are offered.
         clock: The loop's time.
+        cut_prompt_tokens: Tokens that the prompt has lost, to fit.
         deadline: The trajectory's own.
         outermost: The deadline that nothing puts off.
     """
@@ -72,6 +74,7 @@ class TrajectoryState:
         self.resumes = 0
         self.restarts: list[str] = []
         self.discarded_tokens = 0
+        self.cut_prompt_tokens = 0
         self.prompt = prompt
         self.identity = identity
         self.tools = tools
@@ -149,6 +152,13 @@ class TrajectoryState:
             sampling.max_new_tokens,
             kept_tokens,
         )
+
+    def sampling_given(
+        self, what: str, sampling: Mapping[str, Any] | SamplingParams
+    ) -> SamplingParams:
+        """As `prompt_sampling.sampling_given`, for this trajectory's prompt."""
+        validate = self.identity.validate
+        return sampling_given(what, self.services, self.prompt, sampling, validate=validate)
 
     def sampling_of_turn(self, sampling: SamplingParams, budget: int, seed: int) -> SamplingParams:
         """How a turn is sampled, in the engine's terms."""

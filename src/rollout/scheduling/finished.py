@@ -52,6 +52,7 @@ def finished(
             "tool_calls": context.tools.calls,
             "tool_errors": context.tools.errors,
             "cached_tokens": context.cached_tokens,
+            **({"cut_prompt_tokens": cut} if (cut := context.cut_prompt_tokens) else {}),
             **context.tools.metrics,
         },
         extra=context.extra,
