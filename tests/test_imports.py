@@ -51,6 +51,10 @@ def test_public_names_are_importable_and_torch_stays_out_until_a_batch(name: str
     assert "torch" not in loaded_by(f"from rollout import {name}")
 
 
+def test_rows_of_trainers_need_no_torch() -> None:
+    assert "torch" not in loaded_by("import rollout.integrations.trainer_rows")
+
+
 def test_every_public_name_resolves() -> None:
     import rollout
 
