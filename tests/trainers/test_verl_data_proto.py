@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio  # noqa: TID251  (verl runs on it)
 import copy
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
 from verl_side import (
+    CUSTOM,
     END,
     AgentLoopWorker,
     AgentState,
@@ -23,76 +21,22 @@ from verl_side import (
     ToolAgentLoop,
     agent_loop_registry,
     batch_of,
+    both,
     call,
-    make_config,
-    save_model,
+    config_of,
+    differences,
+    opened,
+    save_files,
     torch,
     verls_own,
 )
 
-from rollout.integrations.verl import AgentLoopManager
 from rollout.testing import encode_text, simulated_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
 )
 
-FUNCTIONS = '''
-from verl.tools.function_tool import function_tool
-
-
-@function_tool
-def add(a: int, b: int) -> str:
-    """Adds two numbers.
-
-    Args:
-        a: The first.
-        b: The second.
-    """
-    return str(a + b)
-
-
-@function_tool
-async def look(what: str):
-    """Looks at something.
-
-    Args:
-        what: Its name.
-    """
-    if what == "nothing":
-        raise ValueError("there is nothing")
-    return "seen " * 40 + what, 0.5
-'''
-TOOLS = """
-tools:
-  - class_name: verl_note.Note
-    config: {type: native}
-    tool_schema:
-      type: function
-      function:
-        name: note
-        description: Keeps a note.
-        parameters:
-          type: object
-          properties:
-            text: {type: string, description: What to keep.}
-          required: [text]
-"""
-#: Of `meta_info["timing"]`: what the adapter says beside verl's own figures.
-ROW_FIGURES = {
-    f"agent_loop/rows/{name}"
-    for name in (
-        "total",
-        "empty",
-        "unrewarded",
-        "over_long",
-        "untrainable",
-        "masked",
-        "masked_tokens",
-        "segments_left_out",
-        "tokens_left_out",
-    )
-}
 ANSWERS: dict[str, list[Any]] = {
     "sum": [call("add", a=1, b=2), "The sum is 3."],
     "twice": [
@@ -105,78 +49,12 @@ ANSWERS: dict[str, list[Any]] = {
 }
 
 
+LOOPS = ["rollout", "verl"]
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's directory and files of tools."""
-    directory = save_model(tmp_path_factory.mktemp("model"))
-    (directory / "functions.py").write_text(FUNCTIONS)
-    (directory / "tools.yaml").write_text(TOOLS)
-    return directory
-
-
-def config_of(files: Path, *overrides: str, **widths: int) -> Any:
-    multi_turn = "actor_rollout_ref.rollout.multi_turn"
-    return make_config(
-        files,
-        f"{multi_turn}.function_tool_path={files / 'functions.py'}",
-        f"{multi_turn}.tool_config_path={files / 'tools.yaml'}",
-        *overrides,
-        **widths,
-    )
-
-
-@contextmanager
-def opened(config: Any, servers: Any, **options: Any) -> Iterator[AgentLoopManager]:
-    manager = AgentLoopManager.create(config, servers, **options)
-    try:
-        yield manager
-    finally:
-        manager.close()
-
-
-def both(
-    config: Any, answers: Any, batch: DataProto, *custom: str, **options: Any
-) -> tuple[DataProto, DataProto]:
-    """verl's own batch, and the adapter's."""
-    worker = AgentLoopWorker(config, ScriptedServers(answers, **options))
-    theirs = asyncio.run(verls_own(worker, copy.deepcopy(batch)))
-    with opened(config, ScriptedServers(answers, **options)) as manager:
-        return theirs, manager.generate_sequences(copy.deepcopy(batch))
-
-
-def differences(theirs: DataProto, ours: DataProto) -> list[str]:
-    """Every key, dtype, shape and value that is not the same."""
-    found = [
-        f"batch {sorted(theirs.batch.keys())} / {sorted(ours.batch.keys())}"
-        for _ in [0]
-        if theirs.batch.keys() != ours.batch.keys()
-    ]
-    for name in theirs.batch.keys() & ours.batch.keys():
-        one, other = theirs.batch[name], ours.batch[name]
-        if (one.dtype, one.shape) != (other.dtype, other.shape) or not torch.equal(one, other):
-            rows = [at for at in range(len(one)) if not torch.equal(one[at], other[at])]
-            found.append(f"batch.{name}: {one.dtype} {other.dtype}, rows {rows}")
-    keys = theirs.non_tensor_batch.keys() ^ ours.non_tensor_batch.keys()
-    found += [f"non_tensor_batch keys {sorted(keys)}"] if keys else []
-    for name in theirs.non_tensor_batch.keys() & ours.non_tensor_batch.keys():
-        one, other = theirs.non_tensor_batch[name], ours.non_tensor_batch[name]
-        same = [
-            type(x) is type(y) and x == y for x, y in zip(one.tolist(), other.tolist(), strict=True)
-        ]
-        if (one.dtype, one.shape) != (other.dtype, other.shape) or not all(same):
-            found.append(f"non_tensor_batch.{name}: {one.tolist()} / {other.tolist()}")
-    timing, own = dict(theirs.meta_info), dict(ours.meta_info)
-    figures, own_figures = timing.pop("timing"), own.pop("timing")
-    assert own_figures.keys() - figures.keys() == ROW_FIGURES
-    assert figures.keys() - own_figures.keys() == set()
-    assert all(type(own_figures[name]) is type(figures[name]) for name in figures)
-    if timing != own:
-        found.append(f"meta_info {timing} / {own}")
-    return found
-
-
-LOOPS = ["rollout", "verl"]
-CUSTOM = "+actor_rollout_ref.rollout.custom.rollout"
+    return save_files(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("loops", LOOPS)

@@ -1,11 +1,13 @@
-"""verl as tests need it: its configuration, a model's directory, and scripted servers."""
+"""verl as tests need it: its configuration, a model's files, scripted servers, its batches."""
 
 from __future__ import annotations
 
 import asyncio  # noqa: TID251  (verl runs on it)
+import copy
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ with warnings.catch_warnings():
     from verl.protocol import DataProto
     from verl.workers.rollout.replica import TokenOutput
 
+    from rollout.integrations.verl import AgentLoopManager as Adapter
+
 __all__ = [
     "END",
     "AgentLoopBase",
@@ -49,6 +53,7 @@ __all__ = [
 
 P, R = 1500, 260
 END = 258
+CUSTOM = "+actor_rollout_ref.rollout.custom.rollout"
 CONFIG = Path(verl.__file__).parent / "trainer" / "config"
 
 
@@ -174,3 +179,111 @@ async def verls_own(worker: AgentLoopWorker, batch: DataProto) -> DataProto:
     manager = object.__new__(AgentLoopManager)
     manager.agent_loop_workers = [_Actor(worker)]
     return await manager.generate_sequences(batch)
+
+
+#: verl's registry takes each name from one file only.
+FUNCTIONS = Path(__file__).with_name("verl_functions.py")
+TOOLS = """
+tools:
+  - class_name: verl_note.Note
+    config: {type: native}
+    tool_schema:
+      type: function
+      function:
+        name: note
+        description: Keeps a note.
+        parameters:
+          type: object
+          properties:
+            text: {type: string, description: What to keep.}
+          required: [text]
+"""
+#: Of `meta_info["timing"]`: what the adapter says beside verl's own figures.
+ROW_FIGURES = {
+    f"agent_loop/rows/{name}"
+    for name in (
+        "total",
+        "empty",
+        "unrewarded",
+        "over_long",
+        "untrainable",
+        "masked",
+        "masked_tokens",
+        "segments_left_out",
+        "tokens_left_out",
+    )
+}
+
+
+def save_files(directory: Path) -> Path:
+    """A model's directory, with files of tools in it."""
+    save_model(directory)
+    (directory / "tools.yaml").write_text(TOOLS)
+    return directory
+
+
+def config_of(files: Path, *overrides: str, **widths: int) -> Any:
+    multi_turn = "actor_rollout_ref.rollout.multi_turn"
+    return make_config(
+        files,
+        f"{multi_turn}.function_tool_path={FUNCTIONS}",
+        f"{multi_turn}.tool_config_path={files / 'tools.yaml'}",
+        *overrides,
+        **widths,
+    )
+
+
+@contextmanager
+def opened(config: Any, servers: Any, **options: Any) -> Iterator[Adapter]:
+    """The adapter on these servers."""
+    manager = Adapter.create(config, servers, **options)
+    try:
+        yield manager
+    finally:
+        manager.close()
+
+
+def both(
+    config: Any,
+    answers: Any,
+    batch: DataProto,
+    *,
+    log_probs: bool = True,
+    **options: Any,
+) -> tuple[DataProto, DataProto]:
+    """verl's own batch, and the adapter's, made with the same options of `create`."""
+    worker = AgentLoopWorker(config, ScriptedServers(answers, log_probs=log_probs), **options)
+    theirs = asyncio.run(verls_own(worker, copy.deepcopy(batch)))
+    with opened(config, ScriptedServers(answers, log_probs=log_probs), **options) as manager:
+        return theirs, manager.generate_sequences(copy.deepcopy(batch))
+
+
+def differences(theirs: DataProto, ours: DataProto) -> list[str]:
+    """Every key, dtype, shape and value that is not the same."""
+    found = [
+        f"batch {sorted(theirs.batch.keys())} / {sorted(ours.batch.keys())}"
+        for _ in [0]
+        if theirs.batch.keys() != ours.batch.keys()
+    ]
+    for name in theirs.batch.keys() & ours.batch.keys():
+        one, other = theirs.batch[name], ours.batch[name]
+        if (one.dtype, one.shape) != (other.dtype, other.shape) or not torch.equal(one, other):
+            rows = [at for at in range(len(one)) if not torch.equal(one[at], other[at])]
+            found.append(f"batch.{name}: {one.dtype} {other.dtype}, rows {rows}")
+    keys = theirs.non_tensor_batch.keys() ^ ours.non_tensor_batch.keys()
+    found += [f"non_tensor_batch keys {sorted(keys)}"] if keys else []
+    for name in theirs.non_tensor_batch.keys() & ours.non_tensor_batch.keys():
+        one, other = theirs.non_tensor_batch[name], ours.non_tensor_batch[name]
+        same = [
+            type(x) is type(y) and x == y for x, y in zip(one.tolist(), other.tolist(), strict=True)
+        ]
+        if (one.dtype, one.shape) != (other.dtype, other.shape) or not all(same):
+            found.append(f"non_tensor_batch.{name}: {one.tolist()} / {other.tolist()}")
+    timing, own = dict(theirs.meta_info), dict(ours.meta_info)
+    figures, own_figures = timing.pop("timing"), own.pop("timing")
+    assert own_figures.keys() - figures.keys() == ROW_FIGURES
+    assert figures.keys() - own_figures.keys() == set()
+    assert all(type(own_figures[name]) is type(figures[name]) for name in figures)
+    if timing != own:
+        found.append(f"meta_info {timing} / {own}")
+    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,13 +70,16 @@ class AgentLoopManager:
         self._worker = AgentLoopWorker(
             config, llm_client, teacher_client, reward_loop_worker_handles
         )
-        self._files = tempfile.TemporaryDirectory(prefix="rollout-verl-")
-        self.settings = _settings(config, self._worker, Path(self._files.name))
-        sessions = None if self.settings.has_own_engines else Sessions()
-        self._adapter = Adapter(self._worker, self.settings, sessions)
         self._warned: set[str] = set()
         self.metrics: dict[str, float] = {}
-        self.rollout = self._open(llm_client, sessions)
+        with ExitStack() as opened:
+            self.settings = _settings(config, self._worker, opened)
+            sessions = None if self.settings.has_own_engines else Sessions()
+            self._adapter = Adapter(self._worker, self.settings, sessions)
+            opened.callback(self._adapter.close)
+            self.rollout = self._open(llm_client, sessions)
+            opened.callback(self.rollout.close)
+            self._opened = opened.pop_all()
 
     @classmethod
     @auto_await
@@ -141,9 +145,7 @@ class AgentLoopManager:
 
     def close(self) -> None:
         """End the runtime, and engines of ours; verl's servers stay. Idempotent."""
-        self.rollout.close()
-        self._adapter.close()
-        self._files.cleanup()
+        self._opened.close()
 
     async def _rows(self, prompts: Any) -> list[VerlRow]:
         """The rows of a batch, with the columns and sampling that verl's worker gives its loops."""
@@ -276,15 +278,16 @@ def _traced(index: Any) -> set[int]:
     return {at for at, sample in enumerate(index.tolist()) if sample in chosen}
 
 
-def _settings(config: Any, worker: Any, directory: Path) -> Settings:
-    """The configuration in our words; files that it needs are written to `directory`."""
+def _settings(config: Any, worker: Any, opened: ExitStack) -> Settings:
+    """The configuration in our words; files that it needs are there until `opened` is closed."""
     from omegaconf import OmegaConf
 
     plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     model, tokenizer = worker.model_config, worker.tokenizer
     template = None
     if model.get("custom_chat_template", None) is not None:
-        template = directory / "chat_template.jinja"
+        directory = opened.enter_context(tempfile.TemporaryDirectory(prefix="rollout-verl-"))
+        template = Path(directory, "chat_template.jinja")
         template.write_text(model.custom_chat_template, encoding="utf-8")
     ends = getattr(model.generation_config, "eos_token_id", None)
     given = [ends] if isinstance(ends, int) else list(ends or ())
