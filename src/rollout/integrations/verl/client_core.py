@@ -6,6 +6,7 @@ keeps the turns of a trajectory on one.
 
 from __future__ import annotations
 
+import logging
 import math
 from array import array
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from rollout.engine.core import FinishReason, GenerationRequest, SamplingParams
     from rollout.integrations.verl.sessions import Sessions
+
+logger = logging.getLogger("rollout.integrations")
 
 #: Requests at once; past that verl's servers queue by themselves.
 MAX_REQUESTS = 1 << 16
@@ -100,6 +103,7 @@ class ClientCore:
                 output = await self._threads.run("verl's client", self._ask, request, placed)
                 return self._chunk(request, output)
             except Exception as error:
+                logger.debug("verl's client failed a request", exc_info=True)
                 what = f"verl's client: {type(error).__name__}: {error}"
                 return Chunk(
                     request_id=request.request_id, finish_reason="error", error=f"{what:.2000}"

@@ -46,26 +46,25 @@ def watched(client: Any) -> Any:
 
     Clients that are no ``LLMServerClient`` stay as they are.
     """
-    acquire = getattr(client, "_acquire_server", None)
-    name = getattr(client, "_vllm_request_id", None)
-    if acquire is None or name is None:
+    kind: Any = type(client)
+    if not (hasattr(kind, "_acquire_server") and hasattr(kind, "_vllm_request_id")):
         return client
+    twin = copy.copy(client)
 
     async def acquire_server(request_id: str, *args: Any, **kwargs: Any) -> Any:
-        server_id, handle = await acquire(request_id, *args, **kwargs)
+        server_id, handle = await kind._acquire_server(twin, request_id, *args, **kwargs)
         placed = _placed.get()
         if placed is not None:
             placed.server = handle
         return server_id, handle
 
     def server_request_id(request_id: str) -> Any:
-        named = name(request_id)
+        named = kind._vllm_request_id(twin, request_id)
         placed = _placed.get()
         if placed is not None:
             placed.request_id = named
         return named
 
-    twin = copy.copy(client)
     twin._acquire_server, twin._vllm_request_id = acquire_server, server_request_id
     return twin
 
