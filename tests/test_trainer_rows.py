@@ -233,9 +233,7 @@ async def test_trainer_rows_longer_than_the_trainer_takes_are_cut_and_masked(
     assert not made.rows[0].mask.any()
     assert made.rows[0].response_ids.tolist() == row.response_ids.tolist()
     assert made.metrics["rows/over_long"] == made.metrics["rows/masked"] == 1
-    with pytest.raises(
-        RolloutError, match=r"'consult' member 0 .* prompt and .*over_long = 'error'"
-    ):
+    with pytest.raises(RolloutError, match=r"'consult' member 0 .* prompt and .*over_long = "):
         rows_of(batch, lengths=lengths, over_long="error")
 
 

@@ -23,8 +23,9 @@ class RowPolicy(Section):
     empty: Literal["eos", "error"] = "eos"
     #: No reward. "group_mean": the mean of the trainable rows of its group that have one (0.0
     #: where none has), with mask 0, so that the group's mean stays where it is; "nan" with mask 0,
-    #: for trainers that leave those out themselves; "zero": 0.0, and learned from like others.
-    unrewarded: Literal["group_mean", "nan", "zero", "error"] = "group_mean"
+    #: for trainers that leave those out themselves; "zero": 0.0, and learned from like others;
+    #: "trainer": NaN, and learned from, since the trainer gives rewards itself.
+    unrewarded: Literal["group_mean", "nan", "zero", "trainer", "error"] = "group_mean"
     #: More tokens than the trainer has room for, where it says so. "mask" and "cut" both take
     #: tokens off the beginning of the prompt and off the end of the response; after "cut" the rest
     #: is learned from, although its tokens were sampled after a longer prompt.

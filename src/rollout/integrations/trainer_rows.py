@@ -169,6 +169,8 @@ def _unrewarded(
 ) -> TrainerRow:
     if policy.unrewarded == "error":
         raise _refused(row.trajectory, "has no reward", "unrewarded")
+    if policy.unrewarded == "trainer":
+        return row
     counts["unrewarded"] += 1
     if policy.unrewarded == "zero":
         return attrs.evolve(row, reward=0.0)

@@ -115,6 +115,11 @@ class BlockingRollout:
         self.close()
 
     @property
+    def config(self) -> RolloutConfig:
+        """What it was opened with."""
+        return self._runtime.config
+
+    @property
     def template(self) -> ChatTemplate:
         """The model's tokenizer and chat format."""
         return self._runtime.template
