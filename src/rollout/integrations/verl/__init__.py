@@ -13,14 +13,22 @@ from rollout.integrations.verl.tools_config import load_verl_tools
 from rollout.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from rollout.integrations.verl.checkpoint_manager import CheckpointManager
     from rollout.integrations.verl.manager import AgentLoopManager
 
 __all__ = [
     "AgentLoopManager",
+    "CheckpointManager",
     "VerlInteraction",
     "VerlMultiTurn",
     "load_verl_interactions",
     "load_verl_multi_turn",
     "load_verl_tools",
 ]
-__getattr__ = lazy_exports(globals(), {"rollout.integrations.verl.manager": ("AgentLoopManager",)})
+__getattr__ = lazy_exports(
+    globals(),
+    {
+        "rollout.integrations.verl.checkpoint_manager": ("CheckpointManager",),
+        "rollout.integrations.verl.manager": ("AgentLoopManager",),
+    },
+)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import tempfile
+import weakref
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,7 @@ class AgentLoopManager:
             self.rollout = self._open(llm_client, sessions)
             opened.callback(self.rollout.close)
             self._opened = opened.pop_all()
+        _open.add(self)
 
     @classmethod
     @auto_await
@@ -143,8 +145,19 @@ class AgentLoopManager:
             for each in trajectories:
                 self._adapter.end(each)
 
+    @property
+    def model_path(self) -> str:
+        """The directory of the model that training began with."""
+        return str(self._worker.model_config.local_path)
+
+    @property
+    def frees_memory(self) -> bool:
+        """Whether engines are to sleep while verl trains."""
+        return bool(self._worker.rollout_config.free_cache_engine)
+
     def close(self) -> None:
         """End the runtime, and engines of ours; verl's servers stay. Idempotent."""
+        _open.discard(self)
         self._opened.close()
 
     async def _rows(self, prompts: Any) -> list[VerlRow]:
@@ -251,6 +264,15 @@ class AgentLoopManager:
             load_verl_interactions(users) if users else (),
         )
         return BlockingRollout(make, options.backend)
+
+
+#: Those of this process: verl makes its checkpoint manager without telling it of any.
+_open: weakref.WeakSet[AgentLoopManager] = weakref.WeakSet()
+
+
+def manager_with_engines() -> AgentLoopManager | None:
+    """A manager of this process whose engines are ours; None where there is none."""
+    return next((each for each in _open if each.settings.has_own_engines), None)
 
 
 def _as_returned(row: Any, output: Any) -> Any:
