@@ -70,6 +70,8 @@ def test_batch_with_tools_and_a_long_prompt_is_the_one_that_verl_makes(
     assert differences(theirs, ours) == []
     assert len(ours) == 16
     assert ours.batch["response_mask"].sum() > 0
+    cut = ours.meta_info["timing"]["agent_loop/rows/cut_prompts"]
+    assert cut == (4 if loops == "rollout" else 0)  # verl's own loops cut by themselves
 
 
 @pytest.mark.parametrize("loops", LOOPS)

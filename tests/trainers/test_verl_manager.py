@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio  # noqa: TID251  (verl runs on it)
+import contextlib
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ ANSWERS: dict[str, list[Any]] = {
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save_files(tmp_path_factory.mktemp("model"))
-    loops = ("Rewriting", "Raising", "TooLong", "Listing", "Patient")
+    loops = ("Rewriting", "Raising", "TooLong", "Listing", "Patient", "Stubborn")
     (directory / "loops.yaml").write_text(
         "".join(f"- {{name: {each}, _target_: {__name__}.{each}}}\n" for each in loops)
     )
@@ -173,7 +175,8 @@ def test_calls_beyond_the_bound_are_answered(files: Path) -> None:
 
 
 def test_custom_chat_template_holds_here_too(files: Path) -> None:
-    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    opening = "{% if add_generation_prompt %}>{% endif %}"
+    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}" + opening
     config = make_config(files)
     config.actor_rollout_ref.model.custom_chat_template = template
     theirs, ours = both(config, ANSWERS | {"[hi]": ["Hello."]}, batch_of(["hi"]))
@@ -271,6 +274,32 @@ class Patient(Loop):
         except TimeoutError:
             return self.output(prompt, encode_text("gave up"))
         raise AssertionError
+
+
+class Stubborn(Loop):
+    """Does not let itself be cancelled."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        while not STUBBORN_MAY_END.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.05)
+        return self.output([1], [2])
+
+
+STUBBORN_MAY_END = threading.Event()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_loop_that_cannot_be_cancelled_is_given_up(files: Path, backend: str) -> None:
+    limits = "{trajectory_s: 0.5, cleanup_s: 0.3}"
+    config = loops_config(files, f"{CUSTOM}={{backend: {backend}, limits: {limits}}}")
+    STUBBORN_MAY_END.clear()
+    with opened(config, ScriptedServers(ANSWERS)) as manager:
+        batch = batch_of(["hi there"], agent="Stubborn")
+        ours = manager.generate_sequences(batch)
+        assert ours.batch["response_mask"].sum() == 0
+        assert manager.metrics["outcomes/failed/unresponsive"] == 1
+        STUBBORN_MAY_END.set()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

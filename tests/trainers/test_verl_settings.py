@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +82,14 @@ def test_own_section_stands_over_what_is_translated(model: Path) -> None:
     assert (found.options.backend, found.options.agent_loops) == ("trio", "verl")
     assert found.options.rows == RowPolicy(segments="last", unrewarded="zero")
     assert found.config.limits.generation_s == 60
-    assert found.config.limits.tool_s == 600
+    assert (found.config.limits.tool_s, found.config.limits.turn_s) == (600, 4500)
     assert found.config.scheduling.max_in_flight == 3
+
+
+def test_limits_that_are_not_given_fit_into_those_that_are(model: Path) -> None:
+    limits = settings(model, f"{CUSTOM}={{limits: {{trajectory_s: 30}}}}").config.limits
+    assert (limits.generation_s, limits.tool_s, limits.turn_s) == (30, 30, 30)
+    assert (limits.trajectory_s, limits.batch_s) == (30, 14400)
 
 
 def test_engines_of_ours_take_the_place_of_verls(model: Path) -> None:
@@ -159,3 +167,27 @@ def test_rows_that_nobody_can_run_are_refused_before_any_work(model: Path) -> No
     finally:
         manager.close()
     assert servers.calls == []
+
+
+def test_checkpoint_engine_of_the_docs_is_composed(model: Path) -> None:
+    config = make_config(
+        model,
+        f"+{ROLLOUT}.checkpoint_engine={{backend: rollout_disk, custom_backend_module: "
+        "rollout.integrations.verl.weights_backend, engine_kwargs: {rollout_disk: "
+        "{directory: /dev/shm/weights}}}",
+    )
+    found = config.actor_rollout_ref.rollout.checkpoint_engine
+    assert found.engine_kwargs.rollout_disk.directory == "/dev/shm/weights"
+    assert found.update_weights_bucket_megabytes == 2048
+
+
+def test_readers_of_verls_files_do_not_import_verl() -> None:
+    script = (
+        "import sys, rollout.integrations.verl as v; v.load_verl_tools; v.load_verl_multi_turn; "
+        "loaded = {name.partition('.')[0] for name in sys.modules}; "
+        "print({'verl', 'ray', 'hydra', 'torch'} & loaded)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "set()"

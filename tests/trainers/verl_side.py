@@ -202,6 +202,7 @@ tools:
 ROW_FIGURES = {
     f"agent_loop/rows/{name}"
     for name in (
+        "cut_prompts",
         "total",
         "empty",
         "unrewarded",

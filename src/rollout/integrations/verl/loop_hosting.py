@@ -108,8 +108,7 @@ class HostedClient:
         Where a length leaves no room for a token, the answer is empty.
         """
         asked = Asked(request_id=str(request_id), sampling_params=sampling_params, options=options)
-        ids = array("i", [int(each) for each in prompt_ids])
-        request = _Request(ids, asked)
+        request = _Request(array("i", prompt_ids), asked)
         self._post(lambda: self._accept(request))
         try:
             return await wait_future(request.future)

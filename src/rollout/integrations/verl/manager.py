@@ -129,7 +129,7 @@ class AgentLoopManager:
         batch = await self.rollout.agenerate(
             call.prompts,
             samples=call.samples,
-            step=step if step >= 0 else None,
+            step=int(step) if step is not None and step >= 0 else None,
             validate=validate,
             trim=True,
         )
@@ -224,7 +224,8 @@ class AgentLoopManager:
         )
         self._warned |= warned - expected
         rows = [_as_returned(row, row_of_trajectory(row.trajectory).output) for row in made.rows]
-        decided = dict(made.metrics)
+        cut = sum("cut_prompt_tokens" in each.metrics for each in trajectories)
+        decided = {**made.metrics, "rows/cut_prompts": float(cut)}
         if not has_scores:
             decided["rows/unrewarded"] = 0.0
         self.metrics = {**metrics, **decided}
@@ -295,8 +296,9 @@ def _as_returned(row: Any, output: Any) -> Any:
 def _traced(index: Any) -> set[int]:
     """Rows that are traced: those of a few samples, where the configuration says so."""
     most = RolloutTraceConfig.get_instance().max_samples_per_step_per_worker
-    samples = np.unique(index)
-    chosen = set(samples.tolist() if most is None else samples[:most].tolist())
+    if most is None:
+        return set(range(len(index)))
+    chosen = set(np.unique(index)[:most].tolist())
     return {at for at, sample in enumerate(index.tolist()) if sample in chosen}
 
 

@@ -8,6 +8,7 @@ import attrs
 
 from rollout.config import RolloutConfig, config_from_dict
 from rollout.config.checks import Text
+from rollout.config.limits_section import WIDER_LIMITS
 from rollout.config.section_type import Section, annotations_of
 from rollout.errors import ConfigError
 from rollout.integrations.row_policy import RowPolicy
@@ -103,6 +104,7 @@ def settings_of(config: Mapping[str, Any], model: Model) -> Settings:
         del translated["engine"], translated["placement"]
         for name in ("max_in_flight", "adaptive_admission"):
             del translated["scheduling"][name]
+    translated["limits"] = _limits(given.get("limits"))
     for name, values in given.items():
         own = translated.get(name)
         translated[name] = {**own, **values} if own and isinstance(values, Mapping) else values
@@ -206,11 +208,24 @@ def _translated(section: Mapping[str, Any], model: Model) -> dict[str, Any]:
         },
         "validation_sampling": _sampling(validation),
         "lengths": {"prompt": prompt, "response": response, "overlong_prompts": "cut"},
-        "limits": dict(LIMITS),
         "agent": {**NO_LIMITS, **multi_turn.get("agent", {})},
         "tools": multi_turn.get("tools", {}),
         "scheduling": {"max_in_flight": MAX_IN_FLIGHT, "adaptive_admission": False},
         "seed": section.get("seed"),
+    }
+
+
+def _limits(given: Any) -> dict[str, float]:
+    """`LIMITS`, none longer than the wider ones that are given."""
+    known = given if isinstance(given, Mapping) else {}
+    return {
+        name: min(
+            [
+                length,
+                *(w for each in WIDER_LIMITS.get(name, ()) if (w := known.get(each)) is not None),
+            ]
+        )
+        for name, length in LIMITS.items()
     }
 
 
