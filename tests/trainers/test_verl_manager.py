@@ -94,6 +94,24 @@ def plainly(config: Any) -> DataProto:
         manager.close()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_cancelled_call_leaves_the_manager_usable(
+    files: Path, backend: str
+) -> None:
+    async def main() -> None:
+        config = make_config(files, f"{CUSTOM}.backend={backend}")
+        manager = await Adapter.create(config, Hanging(ANSWERS))
+        try:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(manager.generate_sequences(batch_of(["wait"], n=2)), 0.3)
+            assert manager.rollout.statistics().running == 0
+            assert len(await manager.generate_sequences(batch_of(["hi there"]))) == 1
+        finally:
+            manager.close()
+
+    asyncio.run(main())
+
+
 def test_manager_is_closed_twice_without_harm(files: Path) -> None:
     manager = Adapter.create(make_config(files), ScriptedServers(ANSWERS))
     manager.close()

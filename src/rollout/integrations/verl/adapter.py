@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rollout.bridge import AsyncioThread
@@ -11,7 +12,7 @@ from rollout.integrations.verl.rows import ROWS, VerlRow, agent_for, row_of
 from rollout.integrations.verl.sessions import Asked, Told
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from rollout.agents import AgentContext
     from rollout.chat.trajectory import Trajectory
@@ -59,17 +60,23 @@ class Adapter:
 
         return agent_for(row, _agent_loop_registry, prefers_verl=self._prefers_verl)
 
-    def begin(self, context: AgentContext) -> None:
-        """A row is run, or run again."""
+    @contextmanager
+    def running(self, context: AgentContext) -> Iterator[VerlRow]:
+        """A row is run, or run again; what verl's servers said of it is kept with the row."""
         row, session = row_of(context), context.identity.session_id
         row.begin()
         if self._sessions is None:
+            yield row
             return
         priority = int(row.kwargs.get("priority", 0))
         request_id = f"det-{priority}" if self._full_determinism else session
         is_single = str(row.kwargs["agent_name"]) == "single_turn_agent"
         options = {"priority": priority} if is_single else {}
-        self._sessions.begin(session, Asked(request_id=request_id, options=options))
+        row.told = self._sessions.begin(session, Asked(request_id=request_id, options=options))
+        try:
+            yield row
+        finally:
+            self._sessions.end(session)
 
     async def run_loop(self, context: AgentContext, row: VerlRow) -> None:
         """Run a row's loop of verl's; see `loop_hosting.run_loop`."""
@@ -100,20 +107,22 @@ class Adapter:
         row = row_of_trajectory(trajectory)
         if row.scored is not None:
             return row.scored
-        return output_of(trajectory, row, self._told(trajectory), log_probs=self.log_probs)
+        return output_of(trajectory, row, self._told(trajectory, row), log_probs=self.log_probs)
 
     def end(self, trajectory: Trajectory) -> None:
         """Forget what was asked for it."""
         if self._sessions is not None:
-            self._sessions.end(trajectory.segments[0].session_id)
+            self._sessions.end(session_of(trajectory))
 
     def close(self) -> None:
         """End the thread on which reward workers were asked."""
         self._threads.close()
 
-    def _told(self, trajectory: Trajectory) -> Told:
-        session = trajectory.segments[0].session_id
-        return Told() if self._sessions is None or not session else self._sessions.told(session)
+    def _told(self, trajectory: Trajectory, row: VerlRow) -> Told:
+        if row.told is not None:
+            told: Told = row.told
+            return told
+        return Told() if self._sessions is None else self._sessions.told(session_of(trajectory))
 
     async def _score(self, row: VerlRow, output: Any) -> None:
         """As verl's worker does once a loop has returned; on asyncio."""
@@ -159,6 +168,11 @@ def row_of_trajectory(trajectory: Trajectory) -> VerlRow:
     assert trajectory.prompt is not None
     row: VerlRow = trajectory.prompt.extra[ROWS].rows[trajectory.member]
     return row
+
+
+def session_of(trajectory: Trajectory) -> str:
+    """The session of its main conversation; empty where it never began."""
+    return trajectory.segments[0].session_id
 
 
 def _without_agent(kwargs: Mapping[str, Any]) -> dict[str, Any]:

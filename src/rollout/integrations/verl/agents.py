@@ -21,8 +21,8 @@ class VerlSingleTurn(AgentLoop):
 
     async def run(self, context: AgentContext) -> None:
         """Generate once."""
-        context.prompt.extra[ROWS].adapter.begin(context)
-        await context.generate()
+        with context.prompt.extra[ROWS].adapter.running(context):
+            await context.generate()
 
 
 @register_agent(OWN_AGENTS["tool_agent"])
@@ -31,8 +31,8 @@ class VerlToolAgent(ToolAgent):
 
     async def run(self, context: AgentContext) -> None:
         """Run the machine until it terminates."""
-        context.prompt.extra[ROWS].adapter.begin(context)
-        await super().run(context)
+        with context.prompt.extra[ROWS].adapter.running(context):
+            await super().run(context)
 
     async def call_tools(self, context: AgentContext, turn: AssistantTurn) -> list[ToolResult]:
         """Run a turn's calls and append their answers."""
@@ -51,5 +51,5 @@ class VerlAgentLoop(AgentLoop):
     async def run(self, context: AgentContext) -> None:
         """Run the loop, and keep what it returned for its row."""
         adapter = context.prompt.extra[ROWS].adapter
-        adapter.begin(context)
-        await adapter.run_loop(context, row_of(context))
+        with adapter.running(context) as row:
+            await adapter.run_loop(context, row)

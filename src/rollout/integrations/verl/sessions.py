@@ -80,7 +80,7 @@ class Session(msgspec.Struct, kw_only=True):
 
 
 class Sessions:
-    """What is asked and told, by trajectories; used on the runtime's loop only."""
+    """What is asked and told, by trajectories."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
@@ -100,8 +100,10 @@ class Sessions:
         return asked.get(name) or asked.get(trajectory) or Asked(request_id=trajectory)
 
     def tell(self, name: str, output: Any) -> None:
-        """A conversation has an answer."""
-        session = self._of(name)
+        """A conversation has an answer; nothing happens where its trajectory has ended."""
+        session = self._sessions.get(trajectory_of(name))
+        if session is None:
+            return
         session.told.note(output)
         session.answers[name] = output
 
@@ -110,8 +112,9 @@ class Sessions:
         return self._of(name).answers.get(name)
 
     def told(self, trajectory: str) -> Told:
-        """What has been said of a trajectory."""
-        return self._of(trajectory).told
+        """What has been said of a trajectory that nobody has ended."""
+        session = self._sessions.get(trajectory)
+        return Told() if session is None else session.told
 
     def end(self, trajectory: str) -> None:
         """Forget it."""
