@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import BatchFeature
 from verl_side import (
     CUSTOM,
     Adapter,
@@ -26,6 +27,7 @@ from verl_side import (
     make_config,
     opened,
     save_files,
+    torch,
 )
 
 from rollout import AgentContext, AgentLoop, register_agent
@@ -42,7 +44,7 @@ ANSWERS: dict[str, list[Any]] = {
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save_files(tmp_path_factory.mktemp("model"))
-    loops = ("Rewriting", "Raising", "TooLong", "Listing", "Patient", "Stubborn")
+    loops = ("Rewriting", "Raising", "TooLong", "Listing", "Patient", "Stubborn", "Seeing")
     (directory / "loops.yaml").write_text(
         "".join(f"- {{name: {each}, _target_: {__name__}.{each}}}\n" for each in loops)
     )
@@ -95,9 +97,7 @@ def plainly(config: Any) -> DataProto:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_cancelled_call_leaves_the_manager_usable(
-    files: Path, backend: str
-) -> None:
+def test_cancelled_call_leaves_the_manager_usable(files: Path, backend: str) -> None:
     async def main() -> None:
         config = make_config(files, f"{CUSTOM}.backend={backend}")
         manager = await Adapter.create(config, Hanging(ANSWERS))
@@ -385,3 +385,62 @@ def test_answer_that_never_comes_costs_its_row_at_the_limit(
     assert ours.batch["response_mask"].sum(dim=1).tolist() == [0, 0, 7, 7]
     assert manager.metrics["outcomes/deadline"] == 2
     assert np.isfinite(ours.batch["rollout_log_probs"]).all()
+
+
+class Seeing(Loop):
+    """Hands over images, as loops for models that see do."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        prompt = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
+        answer = await self.server_manager.generate(
+            request_id="one",
+            prompt_ids=prompt,
+            sampling_params={**sampling_params, "stop": ["never"]},
+            image_data=["an image", "another"],
+        )
+        output = self.output(prompt, answer.token_ids)
+        output.multi_modal_data = {"images": ["an image", "another"]}
+        return output
+
+
+class Processor:
+    """What verl asks of a processor: features of images, and positions in three dimensions."""
+
+    chat_template = "a template"
+    image_token_id = 7
+
+    def __call__(self, text: list[str], images: Any = None, **_: Any) -> Any:
+        count = len(images or ())
+        return BatchFeature(
+            {
+                "input_ids": torch.zeros(1, len(text[0])),
+                "attention_mask": torch.ones(1, len(text[0])),
+                "pixel_values": torch.full((4 * count, 3), 0.5),
+                "image_grid_thw": torch.tensor([[1, 2, 2]] * count),
+            }
+        )
+
+    def get_rope_index(self, input_ids: Any, attention_mask: Any, **_: Any) -> Any:
+        positions = (attention_mask.cumsum(-1) - 1).clip(0)
+        return torch.stack([positions, positions + 1, positions + 2]), None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_features_of_images_are_in_the_batch_as_verl_has_them(
+    files: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl.workers.config.model.hf_processor", lambda *_, **__: Processor())
+    config = loops_config(files, f"{CUSTOM}.backend={backend}")
+    servers = ScriptedServers(ANSWERS)
+    batch = batch_of(["hi there", "again"], n=2, agent="Seeing")
+    theirs, ours = both(config, ANSWERS, batch)
+    with opened(config, servers) as manager:
+        manager.generate_sequences(batch)
+    one, other = (each.non_tensor_batch.pop("multi_modal_inputs") for each in (theirs, ours))
+    assert differences(theirs, ours) == []
+    assert ours.batch["position_ids"].shape == (4, 4, 1760)
+    for mine, wanted in zip(other, one, strict=True):
+        assert mine.keys() == wanted.keys() >= {"pixel_values", "images_seqlens"}
+        assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
+    assert all(each["image_data"] == ["an image", "another"] for each in servers.calls)
+    assert all(each["sampling_params"]["stop"] == ["never"] for each in servers.calls)

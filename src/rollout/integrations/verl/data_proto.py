@@ -105,7 +105,7 @@ def _padded(worker: Any, row: TrainerRow, output: Any, tensors: Mapping[str, tor
             tensors["input_ids"],
             tensors["attention_mask"],
             inputs,
-            output.mm_processor_kwargs,
+            _processor_kwargs(worker, output),
         )
     return _InternalAgentLoopOutput.model_construct(
         **{**tensors, "position_ids": position_ids},
@@ -119,6 +119,12 @@ def _padded(worker: Any, row: TrainerRow, output: Any, tensors: Mapping[str, tor
         teacher_ids=None,
         routed_experts=None,
     )
+
+
+def _processor_kwargs(worker: Any, output: Any) -> Any:
+    if output.mm_processor_kwargs is not None:
+        return output.mm_processor_kwargs
+    return worker._get_mm_processor_kwargs((output.multi_modal_data or {}).get("audios"))
 
 
 class _Extras:

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 def output_of(trajectory: Trajectory, row: VerlRow, told: Told, *, log_probs: bool) -> Any:
     """A trajectory's main row as an ``AgentLoopOutput``; that of its loop, where verl's ran it."""
-    from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
     output = row.output
     if output is None:
         found = trainer_row_of(trajectory, trajectory.main_index, is_last=True)
-        output = AgentLoopOutput(
+        # Not checked again: that would cost as much as all the rest.
+        output = AgentLoopOutput.model_construct(
             prompt_ids=found.prompt_ids.tolist(),
             response_ids=found.response_ids.tolist(),
             response_mask=found.sampled.astype(int).tolist(),
@@ -28,7 +29,7 @@ def output_of(trajectory: Trajectory, row: VerlRow, told: Told, *, log_probs: bo
             routed_experts=_experts(told, found),
             multi_modal_data={},
             num_turns=trajectory.num_turns,
-            metrics=_metrics(trajectory, told),
+            metrics=AgentLoopMetrics(**_metrics(trajectory, told)),
             extra_fields=_extra_fields(trajectory, row, told, found),
         )
     output.extra_fields["raw_prompt"] = row.kwargs["raw_prompt"]
