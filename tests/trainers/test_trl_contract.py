@@ -321,7 +321,7 @@ def test_trl_sampling_of_the_trainer_is_that_of_the_engine(model: Path) -> None:
 def test_trl_dataset_columns_that_cannot_be_used_are_named(model: Path) -> None:
     with rollout_func(config_of()) as completions:
         trainer = trainer_of(model, completions, asks("a", trajectory=1), Scores())
-        with pytest.raises(ConfigError, match="dataset column 'trajectory': expected another name"):
+        with pytest.raises(ConfigError, match="column 'trajectory': expected another name"):
             trainer.train()
     with rollout_func(config_of()) as completions:
         trainer = trainer_of(model, completions, asks("a", agent_name=3), Scores())
@@ -329,9 +329,19 @@ def test_trl_dataset_columns_that_cannot_be_used_are_named(model: Path) -> None:
             trainer.train()
 
 
+def test_trl_policy_keeps_what_trl_needs_where_it_says_nothing(model: Path) -> None:
+    scores = Scores()
+    with rollout_func(config_of(), policy=RowPolicy(untrainable="keep")) as completions:
+        trainer = trainer_of(model, completions, asks("a", "b"), scores)
+        seen = seen_by(trainer)
+        (logged,) = train(trainer)
+    assert logged["rollout/rows/masked"] == 0  # the runtime has no reward, and TRL does
+    assert seen[0]["tool_mask"].any()
+
+
 def test_trl_policy_of_several_rows_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        rollout_func("x", policy=RowPolicy())  # type: ignore[arg-type]
+        rollout_func("x", policy=RowPolicy(segments="rows"))  # type: ignore[arg-type]
     assert len(caught.value.faults) == 2
     assert "policy.segments = 'rows'" in str(caught.value)
     assert "source = 'x': expected a RolloutConfig" in str(caught.value)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import msgspec
 
+from rollout.config.config_faults import Fault, config_error
 from rollout.errors import PromptError
 from rollout.scheduling.prompt_columns import prompt_of_row
 
@@ -83,6 +84,14 @@ def dataset_rows(prompts: Sequence[Any]) -> list[Mapping[str, Any]] | None:
     if not isinstance(rows, list) or len(rows) != len(prompts):
         return None
     return rows if all(isinstance(row, Mapping) for row in rows) else None
+
+
+def refuse_columns(rows: Sequence[Mapping[str, Any]], taken: Sequence[str]) -> None:
+    """Raise a `ConfigError` where columns have names of lists that reward functions get."""
+    text = "expected another name: reward functions get a list of this one"
+    faults = [Fault(f"column {name!r}", text) for name in taken if rows and name in rows[0]]
+    if faults:
+        raise config_error("the dataset", faults)
 
 
 def prompt_of(

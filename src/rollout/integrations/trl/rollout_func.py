@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from rollout.config import RolloutConfig
 from rollout.config.config_faults import Fault, config_error
+from rollout.config.section_type import given_fields
 from rollout.engine.weights import TensorWeights
 from rollout.errors import ConfigError
 from rollout.integrations.trainer_rows import RowPolicy, TrainerRow, trainer_rows
@@ -16,11 +17,11 @@ from rollout.integrations.trl.prompt_groups import (
     dataset_rows,
     groups_of,
     prompt_of,
+    refuse_columns,
 )
 from rollout.integrations.trl.trainer_rewards import IS_TRAINED, REWARD, TRAJECTORY
 from rollout.integrations.trl.trainer_setup import (
     check,
-    column_faults,
     is_adapted,
     named_weights,
     sampling_of,
@@ -39,8 +40,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.integrations")
 
-#: TRL's reward functions score; a trajectory is one row, the one that ends it.
-POLICY = RowPolicy(unrewarded="trainer", segments="last")
+#: What a policy says that does not say otherwise: TRL's reward functions score, and a trajectory is
+#: one row.
+_POLICY = {"unrewarded": "trainer", "segments": "last"}
 #: Names that reward functions get from TRL itself.
 _TAKEN = (
     "prompt", "prompts", "completion", "completions", "completion_ids", "prompt_ids", "logprobs",
@@ -55,7 +57,7 @@ def rollout_func(
     reward: RewardFunction | None = None,
     interactions: Sequence[Any] = (),
     *,
-    policy: RowPolicy = POLICY,
+    policy: RowPolicy | None = None,
     backend: Literal["trio", "asyncio"] = "trio",
 ) -> TrlRollout:
     """For ``GRPOTrainer(rollout_func=rollout_func(config))``.
@@ -64,7 +66,9 @@ def rollout_func(
         source: A configuration, of which a runtime is opened when the trainer first asks; or a
             runtime that is open, and stays so.
         tools, reward, interactions: As for `open_rollout`; the trainer's own tools come to these.
-        policy: What becomes of rows that TRL cannot represent; every trajectory is one row.
+        policy: What becomes of rows that TRL cannot represent. Where it does not say otherwise,
+            ``unrewarded`` is "trainer" and ``segments`` "last": TRL scores, and takes one row of a
+            trajectory.
         backend: The loop on which async tools, rewards and agents run.
 
     Raises:
@@ -79,12 +83,13 @@ def rollout_func(
     if isinstance(source, BlockingRollout):
         text = "expected none with a runtime that is open: give it to open_rollout_blocking"
         faults += [Fault(name, text) for name, value in given.items() if value]
-    if policy.segments == "rows":
+    whole = _whole(policy or RowPolicy())
+    if whole.segments == "rows":
         text = "expected 'last', 'longest' or 'error': TRL takes one row a completion"
-        faults.append(Fault("policy.segments", text, policy.segments))
+        faults.append(Fault("policy.segments", text, whole.segments))
     if faults:
         raise config_error("rollout_func", faults)
-    return TrlRollout(source, tools, reward, interactions, policy, backend)
+    return TrlRollout(source, tools, reward, interactions, whole, backend)
 
 
 class TrlRollout:
@@ -229,31 +234,41 @@ class TrlRollout:
         self, prompts: Sequence[Any], groups: Sequence[PromptGroup], trainer: Any
     ) -> dict[int, Prompt]:
         """What the groups start from, by their first rows."""
+        rows = self._dataset_rows(prompts)
+        call = self._call_name(trainer)
+        # In an evaluation, `validation_sampling` says all.
+        sampling = sampling_of(trainer) if trainer.model.training else {}
+        made = {}
+        for group in groups:
+            at = group.first
+            made[at] = prompt_of(prompts[at], rows[at], f"{call}-{group.name}", sampling)
+        return made
+
+    def _dataset_rows(self, prompts: Sequence[Any]) -> Sequence[Mapping[str, Any]]:
+        """The rows that the prompts are of; empty ones where TRL does not show them."""
         rows = dataset_rows(prompts)
-        if rows is None and "columns" not in self._warned:
+        if rows is not None:
+            refuse_columns(rows, (TRAJECTORY, REWARD, IS_TRAINED))
+            return rows
+        if "columns" not in self._warned:
             self._warned.add("columns")
             logger.warning(
                 "this version of TRL does not show the rows of its dataset: their columns reach "
                 "its reward functions, and no tool, agent or reward of the runtime"
             )
-        faults = [*column_faults(rows or [], (TRAJECTORY, REWARD, IS_TRAINED))]
-        if faults:
-            raise config_error("the dataset", faults)
-        step, is_training = int(trainer.state.global_step), trainer.model.training
-        self._calls = (step, self._calls[1] + 1 if self._calls[0] == step else 0)
-        call = f"{'train' if is_training else 'eval'}-{step}.{self._calls[1]}"
-        # In an evaluation, `validation_sampling` says all.
-        sampling = sampling_of(trainer) if is_training else {}
-        empty: Mapping[str, Any] = {}
-        return {
-            group.first: prompt_of(
-                prompts[group.first],
-                rows[group.first] if rows else empty,
-                f"{call}-{group.name}",
-                sampling,
-            )
-            for group in groups
-        }
+        return [{}] * len(prompts)
+
+    def _call_name(self, trainer: Any) -> str:
+        """Tells this call from every other one of the training: seeds derive from it."""
+        step, before = int(trainer.state.global_step), self._calls
+        self._calls = (step, before[1] + 1 if before[0] == step else 0)
+        return f"{'train' if trainer.model.training else 'eval'}-{step}.{self._calls[1]}"
+
+
+def _whole(policy: RowPolicy) -> RowPolicy:
+    """A policy, in which TRL's defaults stand for what it does not say."""
+    given = given_fields(policy)
+    return RowPolicy(**{**_POLICY, **{name: getattr(policy, name) for name in given}})
 
 
 def _output(rows: Sequence[TrainerRow]) -> dict[str, list[Any]]:

@@ -14,7 +14,7 @@ from rollout.config.section_type import given_fields
 from rollout.integrations.trl.trainer_rewards import scoring_rollouts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from rollout.config import RolloutConfig
 
@@ -147,10 +147,3 @@ def _name_in_base(name: str) -> str:
     for part in (".base_layer", "modules_to_save.default."):
         name = name.replace(part, "")
     return name
-
-
-def column_faults(rows: Sequence[Any], names: Sequence[str]) -> Iterator[Fault]:
-    """Columns of the dataset whose names are taken."""
-    for name in names:
-        if rows and name in rows[0]:
-            yield Fault(f"dataset column {name!r}", "expected another name: this one is taken")
