@@ -11,6 +11,7 @@ import pytest
 
 from rollout import AgentContext, Conversation, RolloutBatch, Trajectory
 from rollout.agents import AssistantTurn
+from rollout.agents.turn import SampledTokens
 from rollout.chat import Transcript
 from rollout.chat.spans import Span
 from rollout.config import RolloutConfig
@@ -50,6 +51,7 @@ def public(cls: Any) -> set[str]:
     "cls",
     [
         AssistantTurn,
+        SampledTokens,
         Transcript,
         Span,
         Message,

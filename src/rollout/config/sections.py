@@ -104,8 +104,11 @@ class LengthsConfig(Section):
     """Widths of the tensors and bounds on a trajectory, in tokens."""
 
     section: ClassVar[str] = "lengths"
-    #: Prompts past this are rejected; P of the tensors.
+    #: Tokens of the longest prompt; P of the tensors.
     prompt: Count = 1024
+    #: What becomes of longer prompts: "reject" ends their trajectories as `rejected`, "cut" drops
+    #: their first tokens, without regard to what these are.
+    overlong_prompts: Literal["reject", "cut"] = "reject"
     #: Generated and observed tokens together; R of the tensors.
     response: Count = 4096
     #: Tokens of one generation; None leaves it to `response`.

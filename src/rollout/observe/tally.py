@@ -20,6 +20,7 @@ class Tally:
         generated_tokens: Sampled tokens that reached a transcript.
         tool_calls: Calls answered, errors included.
         unresponsive: Pieces of foreign code that did not end when cancelled, and were given up.
+        cut_prompts: Prompts that have lost tokens, to fit.
         known_tokens: Tokens of their trajectory with which later generations began, and which an
             engine had computed or sampled before.
         reused_tokens: Those that it had not forgotten.
@@ -31,6 +32,7 @@ class Tally:
     generated_tokens: int = 0
     tool_calls: int = 0
     unresponsive: int = 0
+    cut_prompts: int = 0
     known_tokens: int = 0
     reused_tokens: int = 0
 

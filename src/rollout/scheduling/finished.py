@@ -55,6 +55,7 @@ def finished(run: AgentRun, ending: Ending, cause: Cause | None) -> Trajectory:
             "tool_calls": tools.calls,
             "tool_errors": tools.errors,
             "cached_tokens": context.cached_tokens,
+            **({"cut_prompt_tokens": cut} if (cut := context.cut_prompt_tokens) else {}),
             **tools.metrics,
             "attempts": run.attempt,
             "discarded_tokens": run.discarded + context.discarded_tokens,

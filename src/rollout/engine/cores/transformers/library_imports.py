@@ -70,12 +70,15 @@ def _leave_out_compiler() -> None:
         return
     sys.modules[COMPILER] = stand_in = _CompilerStandIn(spec)
     sys.meta_path.insert(0, _CompilerFinder(stand_in))
-    from transformers.utils.import_utils import is_torch_distributed_available
+    from transformers.utils import import_utils
 
+    remember = getattr(import_utils, "is_torch_distributed_available", None)
+    if remember is None:  # earlier versions ask in many places
+        return
     is_available = torch.distributed.is_available
     torch.distributed.is_available = lambda: False
     try:
-        is_torch_distributed_available()  # which remembers the answer
+        remember()
     finally:
         torch.distributed.is_available = is_available
 
