@@ -156,3 +156,14 @@ def test_teachers_are_asked_as_verl_asks_them(files: Path, with_rewards: bool) -
     assert ours.batch["teacher_logprobs"].shape == (4, 1760, 1)
     assert ("rm_scores" in ours.batch) == with_rewards
     assert len(teacher.asked) == 8
+
+
+@pytest.mark.parametrize("unrewarded", ["group_mean", "nan", "error"])
+def test_rows_are_left_to_a_trainer_that_scores_them_itself(files: Path, unrewarded: str) -> None:
+    # Without quotation marks Hydra reads nan as a number.
+    config = config_of(files, f"{CUSTOM}.rows.unrewarded='{unrewarded}'")
+    with opened(config, ScriptedServers(ANSWERS)) as manager:
+        ours = manager.generate_sequences(batch_of(["hi there"], n=2))
+    assert "rm_scores" not in ours.batch
+    assert ours.batch["response_mask"].sum(dim=1).tolist() == [7, 7]
+    assert ours.meta_info["timing"]["agent_loop/rows/unrewarded"] == 0

@@ -210,25 +210,21 @@ class AgentLoopManager:
         known = any(each.reward is not None for each in trajectories)
         has_scores = known or self._worker.reward_loop_worker_handles is not None
         policy = self.settings.options.rows
-        is_zero = not has_scores or bool(prompts.meta_info.get("validate", False))
-        if is_zero and policy.unrewarded == "group_mean":
-            # Without scores the trainer finds them out; a validation's mean is of all rows.
-            policy = attrs.evolve(policy, unrewarded="zero")
-        expected = set() if has_scores else {"unrewarded"}
-        warned = self._warned | expected
+        validates = bool(prompts.meta_info.get("validate", False))
+        if not has_scores:
+            policy = attrs.evolve(policy, unrewarded="trainer")
+        elif validates and policy.unrewarded == "group_mean":
+            policy = attrs.evolve(policy, unrewarded="zero")  # its mean is of all rows
         made = trainer_rows(
             trajectories,
             policy,
             eos_token_id=self._eos,
             lengths=self.settings.config.lengths,
-            warned=warned,
+            warned=self._warned,
         )
-        self._warned |= warned - expected
         rows = [_as_returned(row, row_of_trajectory(row.trajectory).output) for row in made.rows]
         cut = sum("cut_prompt_tokens" in each.metrics for each in trajectories)
         decided = {**made.metrics, "rows/cut_prompts": float(cut)}
-        if not has_scores:
-            decided["rows/unrewarded"] = 0.0
         self.metrics = {**metrics, **decided}
         return data_proto(
             self._worker,
