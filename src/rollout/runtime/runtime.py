@@ -23,6 +23,7 @@ from rollout.runtime.statistics import RuntimeStatistics, statistics_of
 from rollout.scheduling.admission import Admission
 from rollout.scheduling.batch_run import BatchRun
 from rollout.scheduling.call_arguments import check_call, check_target
+from rollout.scheduling.member_runs import MemberRuns
 from rollout.scheduling.pressure import Progress
 from rollout.scheduling.prompt_names import check_names
 from rollout.scheduling.prompts import check_prompts, members_of
@@ -294,13 +295,16 @@ class RolloutRuntime:
         self._refuse_when_closed()
         return BatchRun(
             members=members,
-            runner=self._runner,
-            limiter=self.admission.limiter,
+            runs=self._new_runs(),
+            rewarding=self._runner.rewarding,
             deadline=deadline,
             config=scheduling,
             tally=self._tally,
-            wakes=self._runner.services.engines.wakes,
         )
+
+    def _new_runs(self) -> MemberRuns:
+        wakes = self.services.engines.wakes
+        return MemberRuns(self._runner, self.admission.limiter, self._tally, wakes)
 
     def _members(
         self, prompts: Sequence[Prompt], samples: int, step: int, validate: bool

@@ -26,12 +26,14 @@ class Member:
 
     Attributes:
         cancel_reason: Set once it has been cancelled.
+        row: Its place in its call.
         scope: What ends its agent or its reward, or its wait for a place, while there is one.
         is_finished: Whether it has its outcome.
     """
 
     prompt: Prompt
     identity: Identity
+    row: int = 0
     cancel_reason: str | None = None
     scope: Cancellable | None = None
     is_finished: bool = False
@@ -151,6 +153,7 @@ def members_of(
                 run_seed=run_seed,
                 validate=validate,
             ),
+            row=group * samples + member,
         )
         for group, prompt in enumerate(prompts)
         for member in range(samples)
