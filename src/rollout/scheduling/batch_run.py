@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rollout.errors import LimitExceeded, RolloutError
+from rollout.errors import RolloutError
 from rollout.scheduling.ended_groups import Ended, EndedGroups
-from rollout.scheduling.endings import LISTED_CAUSES, BadEndings
+from rollout.scheduling.endings import BadEndings
 from rollout.scheduling.finished import unstarted
 from rollout.types import Outcome
 
@@ -124,13 +124,10 @@ class BatchRun:
     async def end_unstarted(self, member: Member) -> None:
         """See `MemberSource`."""
         whole = self._whole(Ended(member.row, member, unstarted(member, self._deadline)))
-        if len(whole) < 2:
-            await self._settle(whole, self._runs.supervision, self._deadline)
-        else:  # its reward is not to hold up the admission of others
-            supervision = self._runs.supervision
-            await self._runs.conclude_apart(
-                partial(self._settle, whole, supervision, self._deadline)
-            )
+        settle = partial(self._settle, whole, self._runs.supervision, self._deadline)
+        # The reward of a group is not to hold up the admission of others.
+        if len(whole) < 2 or not self._runs.conclude_soon(settle):
+            await settle()
 
     async def end(self, run: AgentRun, trajectory: Trajectory) -> None:
         """See `MemberHome`."""
@@ -177,29 +174,14 @@ class BatchRun:
             self.cancel(None, None, "failure_budget")
 
     def _is_over_budget(self) -> bool:
-        failed, most = self._bad.failures.total(), self._config.max_failures
-        share = self._config.max_failure_share * len(self.members)
-        return most is not None and failed > most and failed > share
+        return self._bad.are_too_many(len(self.members), self._config)
 
     def _final_error(self) -> RolloutError | None:
         """The error that a finished batch ends with, if any."""
         if self._is_closed:
             return RolloutError("the runtime was closed while this call was running")
         if self._is_over_budget():
-            causes = self._bad.failures
-            listed = causes.most_common(LISTED_CAUSES)
-            lines = "".join(f"\n  {count} × {words}" for words, count in listed)
-            more = len(causes) - len(listed)
-            return LimitExceeded(
-                f"{causes.total()} of {len(self.members)} trajectories failed "
-                f"(scheduling.max_failures = {self._config.max_failures}, scheduling."
-                f"max_failure_share = {self._config.max_failure_share:g}); the batch stopped:"
-                + lines
-                + (f"\n  and {more} further causes" if more else ""),
-                source="scheduling.max_failures",
-                reason="failures",
-                outcome=Outcome.FAILED,
-            )
+            return self._bad.error(len(self.members), self._config)
         if self._met_deadline and self._config.on_deadline == "raise":
             return self._deadline.error()
         return None

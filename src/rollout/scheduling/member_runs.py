@@ -7,7 +7,7 @@ them is a `MemberSource`: which member comes next, and what becomes of one that 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import anyio
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from rollout.supervision import Supervision
     from rollout.wake_budget import WakeBudget
 
+M = TypeVar("M", bound="Member")
+
 #: To end a member that was never started takes this share of what one wake-up sets off.
 UNSTARTED = 1 / 16
 
@@ -39,19 +41,19 @@ class MemberHome(Protocol):
         """A member of it has ended. May wait, and holds the member's place meanwhile."""
 
 
-class MemberSource(Protocol):
+class MemberSource(Protocol[M]):
     """Where the members of a call come from."""
 
-    async def next_member(self) -> Member | None:
+    async def next_member(self) -> M | None:
         """The next one to be admitted, once there is one; None: there will be none."""
 
-    def waits_until(self, member: Member) -> float:
+    def waits_until(self, member: M) -> float:
         """Clock time until which it may wait for a place."""
 
-    def begin(self, member: Member) -> AgentRun | None:
+    def begin(self, member: M) -> AgentRun | None:
         """It has a place: its first attempt; None where it runs already, and may now continue."""
 
-    async def end_unstarted(self, member: Member) -> None:
+    async def end_unstarted(self, member: M) -> None:
         """It got no place in time, or was cancelled before."""
 
 
@@ -97,11 +99,14 @@ class MemberRuns:
 
         Where they are many, those that run are reached one after the other.
         """
-        scopes: deque[Cancellable] = deque()
-        for member in members:
+        chosen = list(members)
+        for member in chosen:
             member.cancel_reason = reason
-            if member.scope is not None:
-                scopes.append(member.scope)
+        self.end(chosen)
+
+    def end(self, members: Iterable[Member]) -> None:
+        """End what runs of these members, or waits for a place."""
+        scopes = deque(s for m in members for s in (m.scope, m.door) if s is not None)
         while scopes and not self._wakes.is_spent:
             self._wakes.spend()
             scopes.popleft().cancel()
@@ -132,7 +137,7 @@ class MemberRuns:
             finally:
                 del error  # its traceback holds this frame, and only the collector would end that
 
-    async def admit(self, source: MemberSource) -> None:
+    async def admit(self, source: MemberSource[M]) -> None:
         """Give the members of a call places, one after the other, and run them."""
         while (member := await source.next_member()) is not None:
             if await self._take_place(member, source.waits_until(member)):
@@ -148,14 +153,14 @@ class MemberRuns:
         """The first attempt at a member; `deadline` is the outermost of its call."""
         return AgentRun(self.supervision, member, home, deadline, self._conclude_soon)
 
-    async def conclude_apart(self, work: Callable[[], Awaitable[object]]) -> None:
-        """Do what ends trajectories in a task that `run` waits for; or here, at its end."""
+    def conclude_soon(self, work: Callable[[], Awaitable[object]]) -> bool:
+        """Do what ends trajectories in a task that `run` waits for; False where it is too late."""
         if self._concluding is None:
-            await work()
-            return
+            return False
         scope = anyio.CancelScope()
         self._running[scope] = None
         self._concluding.start_soon(self._within, scope, work)
+        return True
 
     async def _within(
         self, scope: anyio.CancelScope, work: Callable[[], Awaitable[object]]
@@ -204,9 +209,9 @@ class MemberRuns:
         if member.cancel_reason is not None:
             return False
         with anyio.CancelScope(deadline=until) as scope:
-            member.scope = scope
+            member.door = scope
             await self.limiter.acquire_on_behalf_of(member)
-        member.scope = None
+        member.door = None
         if scope.cancelled_caught:
             return False
         if member.cancel_reason is not None:

@@ -206,7 +206,7 @@ def _judged(run: AgentRun) -> tuple[Ending, Cause | None]:
 def _ending_of_cancelled(member: Member, deadline: Deadline) -> Ending:
     if member.cancel_reason is not None:
         return Ending(outcome=Outcome.CANCELLED, reason=member.cancel_reason)
-    error = deadline.error()
+    error = (member.over or deadline).error()
     return Ending(outcome=error.outcome, reason=error.reason, limit_source=error.source)
 
 

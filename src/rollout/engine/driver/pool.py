@@ -144,6 +144,12 @@ class EnginePool:
         return self._transitions.info
 
     @property
+    def weight_version(self) -> int:
+        """Of the weights that every engine has now; while they change, of those before."""
+        version = self._weight_updater.version
+        return self.info.weight_version if version is None else version
+
+    @property
     def router(self) -> Router:
         """Decides where requests go; its `statistics` say why."""
         return self._router
