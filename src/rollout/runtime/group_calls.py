@@ -11,10 +11,11 @@ import attrs
 from rollout.chat.group import Group
 from rollout.config import GroupPolicy
 from rollout.errors import PromptError
+from rollout.holds import NEVER
 from rollout.limits import Deadline
 from rollout.scheduling.call_arguments import check_group_call
 from rollout.scheduling.group_book import GroupBook, StalenessBound, Wanted
-from rollout.scheduling.group_run import NEVER, GroupRun
+from rollout.scheduling.group_run import GroupRun
 from rollout.scheduling.prompt_source import PromptSource, check_source
 from rollout.scheduling.selection import Accept, acceptance
 
@@ -33,8 +34,16 @@ class GroupStream(AsyncIterator[Group]):
     def __init__(self, run: GroupRun) -> None:
         self._run = run
 
+    async def receive(self) -> Group | None:
+        """The next accepted group; None where there will be none.
+
+        Raises:
+            PromptError, LimitExceeded, RolloutError: As `RolloutRuntime.collect`.
+        """
+        return await self._run.next_group()
+
     async def __anext__(self) -> Group:
-        group = await self._run.next_group()
+        group = await self.receive()
         if group is None:
             raise StopAsyncIteration
         return group

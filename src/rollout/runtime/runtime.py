@@ -311,6 +311,7 @@ class RolloutRuntime(GroupingRuntime):
     def _new_desk(self) -> GroupDesk:
         return GroupDesk(
             self.config,
+            self.engines,
             self._runner.rewarding,
             self._threads,
             self._tally,

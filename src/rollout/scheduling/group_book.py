@@ -169,7 +169,7 @@ class GroupBook:
 
     def adopt(self, group: PulledGroup) -> bool:
         """Take a group on; whether it is whole already."""
-        if not group.is_begun:
+        if group.version is None:
             group.version = self._version()
         self._open[group] = None
         if group.waiting:
@@ -197,7 +197,7 @@ class GroupBook:
 
     def ended(self, group: PulledGroup, ended: Ended) -> bool:
         """A member has ended; whether it counts, and is not to be restarted."""
-        group.running.pop(ended.member, None)  # type: ignore[call-overload]
+        group.forget(ended.member)
         if group.is_settled:
             return True
         number = ended.member.identity.member
@@ -257,8 +257,8 @@ class GroupBook:
         if bound is None:
             return True
         now = self._version()
-        due = max(group.version + bound.most, now)
-        others = [max(g.version + bound.most, now) for g in (*self._open, *self._ready)]
+        due = max(_version_of(group) + bound.most, now)
+        others = [max(_version_of(g) + bound.most, now) for g in (*self._open, *self._ready)]
         for each in sorted({other for other in others if other < due}):
             count = sum(other <= each for other in others)
             if count > bound.taken_by(each) - self.consumed - 1:
@@ -297,3 +297,8 @@ class GroupBook:
 
     def _is_being_judged(self, group: PulledGroup) -> bool:
         return group.is_settled
+
+
+def _version_of(group: PulledGroup) -> int:
+    assert group.version is not None  # it was adopted
+    return group.version

@@ -8,6 +8,7 @@ import anyio
 import msgspec
 
 from rollout.agents.identity import Identity
+from rollout.holds import NEVER, Hold
 from rollout.limits import Deadline
 from rollout.scheduling.ended_groups import Ended
 from rollout.scheduling.prompt_source import PromptSource
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
+    from rollout.engine.driver.pool import EnginePool
     from rollout.observe.tally import Tally
     from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.group_run import GroupRun
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
 
     #: Starts a task of the runtime's.
     Start = Callable[..., object]
+
+
+#: Reasons of carried members that do not continue.
+DISCARDED, CLOSED = "discarded", "closed"
 
 
 class GroupDesk:
@@ -44,6 +50,7 @@ class GroupDesk:
     def __init__(
         self,
         config: RolloutConfig,
+        engines: EnginePool,
         rewarding: Rewarding,
         threads: WorkerThreads,
         tally: Tally,
@@ -52,6 +59,8 @@ class GroupDesk:
         start: Start,
     ) -> None:
         self.runs: MemberRuns
+        self._engines = engines
+        self._changed = anyio.Event()
         self._config, self._rewarding, self._threads = config, rewarding, threads
         self._tally, self._run_seed = tally, run_seed
         self._new_runs, self._start = new_runs, start
@@ -97,12 +106,9 @@ class GroupDesk:
         for call in tuple(self._calls):
             call.change()
 
-    async def discard_carried(self) -> int:
-        """End every carried member; how many there were."""
-        return 0
-
     async def close(self) -> None:
         """End what is kept; no call is left. Shielded by the caller."""
+        await self.discard_carried(CLOSED)
         self._is_over.set()
         if self._ready is not None:
             await self._has_ended.wait()
@@ -181,14 +187,16 @@ class GroupDesk:
                 run_seed=self._run_seed,
                 validate=False,
             )
-            group.waiting.append(GroupMember(group.prompt, identity, group=group))
+            hold = Hold(self._config.limits)
+            group.waiting.append(GroupMember(group.prompt, identity, hold=hold, group=group))
 
     def member_like(self, member: GroupMember) -> GroupMember:
         """Another one in the place of one that failed."""
-        return GroupMember(member.prompt, member.identity, group=member.group)
+        hold = Hold(self._config.limits)
+        return GroupMember(member.prompt, member.identity, hold=hold, group=member.group)
 
-    def trajectory_deadline(self, group: PulledGroup) -> Deadline | None:
-        """Where its group's own comes before a trajectory's."""
+    def trajectory_deadline(self, group: PulledGroup) -> Deadline:
+        """Of a member that starts, or continues, now."""
         own = Deadline.after(self._config.limits.trajectory_s, "limits.trajectory_s")
         return group.deadline if group.deadline and group.deadline.at < own.at else own
 
@@ -197,8 +205,7 @@ class GroupDesk:
         if self._rewarding.group is None or group.is_rewarded:
             return
         group.is_rewarded = True
-        forever = Deadline(float("inf"), "limits.batch_s", float("inf"))
-        await self._rewarding.reward_group(wanted, self.runs.supervision, forever)
+        await self._rewarding.reward_group(wanted, self.runs.supervision, NEVER)
 
     async def end(self, run: AgentRun, trajectory: Trajectory) -> None:
         """See `MemberHome`."""
@@ -209,12 +216,33 @@ class GroupDesk:
             await group.call.end(run, trajectory)
             return
         member.is_finished = True
-        group.running.pop(member, None)
+        group.forget(member)
         group.ended.append(Ended(0, member, trajectory))
         self._tally.outcomes[trajectory.outcome] += 1
+        self._changed.set()
+        self._changed = anyio.Event()
 
     async def hold(self, members: Sequence[GroupMember]) -> None:
-        """Have members stop at their next token."""
+        """Have members stop at their next token; returns when they have, or soon."""
+        for member in reversed(members):
+            group = member.group
+            group.running.pop(member, None)
+            group.waiting.appendleft(member)
+            self.runs.suspend(member)
+        holds = [member.hold for member in members if member.hold is not None]
+        with anyio.move_on_after(self._config.limits.cleanup_s):
+            await self._engines.stop(holds)
 
-    def release(self, member: GroupMember) -> None:
-        """Let one continue."""
+    async def discard_carried(self, reason: str = DISCARDED) -> int:
+        """End every carried member, and drop its group; how many there were."""
+        stores = [self._orphans, *(source.kept for source in self._sources.values())]
+        carried = []
+        for store in stores:
+            carried += [m for group in store for m in group.waiting if m.is_held]
+            store[:] = [group for group in store if not group.is_carried]
+        carried = [member for member in carried if not member.is_finished]
+        if carried:
+            self.runs.cancel(carried, reason)
+            while not all(member.is_finished for member in carried):
+                await self._changed.wait()
+        return len(carried)

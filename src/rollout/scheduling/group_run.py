@@ -9,6 +9,7 @@ import anyio
 
 from rollout.chat.group import Group
 from rollout.errors import LimitExceeded, RolloutError, SourceEnded
+from rollout.holds import NEVER
 from rollout.limits import Deadline
 from rollout.scheduling.ended_groups import Ended
 from rollout.scheduling.endings import BadEndings
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 #: Reason of members that nobody wants any more.
 SURPLUS = "surplus"
 CLOSED = "closed"
-#: Members of groups are ended by their call, not by a deadline around theirs.
-NEVER = Deadline(float("inf"), "limits.batch_s", float("inf"))
 
 
 class GroupRun:
@@ -298,10 +297,13 @@ class GroupRun:
         group = member.group
         if group.deadline is None and self._group_s is not None:
             group.deadline = Deadline.after(self._group_s, GROUP_S)
+        if member.is_finished:  # it was carried, and ended while it waited here
+            self._desk.runs.give_back(member)
+            return None
         self._running[member] = None
         self.book.begun(member)
         if member.is_held:
-            self._desk.release(member)
+            self._desk.runs.resume(member, self._desk.trajectory_deadline(group))
             return None
         self._tally.admitted += 1
         run = self._desk.runs.new_run(member, self._desk, NEVER)

@@ -153,6 +153,26 @@ class MemberRuns:
         """The first attempt at a member; `deadline` is the outermost of its call."""
         return AgentRun(self.supervision, member, home, deadline, self._conclude_soon)
 
+    def give_back(self, member: Member) -> None:
+        """It has its place no more."""
+        self._tally.running -= 1
+        self.limiter.release_on_behalf_of(member)
+
+    def suspend(self, member: Member) -> None:
+        """It stays, and makes no further request, without a place."""
+        assert member.hold is not None
+        member.is_held = True
+        member.hold.close()
+        self.give_back(member)
+        self._tally.carried += 1
+
+    def resume(self, member: Member, deadline: Deadline) -> None:
+        """It has a place again, and this deadline."""
+        assert member.hold is not None
+        member.is_held = False
+        member.hold.open(deadline)
+        self._tally.carried -= 1
+
     def conclude_soon(self, work: Callable[[], Awaitable[object]]) -> bool:
         """Do what ends trajectories in a task that `run` waits for; False where it is too late."""
         if self._concluding is None:
@@ -254,8 +274,10 @@ class MemberRuns:
     def _leave(self, run: AgentRun, last: Cancellable) -> None:
         """Give the member's place back; `last` was the last of it that could be cancelled."""
         run.forget()
-        self._tally.running -= 1
-        self.limiter.release_on_behalf_of(run.member)
+        if run.member.is_held:
+            self._tally.carried -= 1
+        else:
+            self.give_back(run.member)
         self._forget(last)
 
     def _forget(self, scope: Cancellable) -> None:

@@ -10,6 +10,7 @@ import msgspec
 
 from rollout.agents.identity import Identity
 from rollout.errors import PromptError
+from rollout.holds import Hold
 from rollout.limits import Deadline
 from rollout.types import Prompt
 
@@ -31,6 +32,7 @@ class Member:
         scope: What ends its agent or its reward, while there is one.
         door: What ends its wait for a place.
         over: Whose time is over, where that ends it.
+        hold: Where it waits while it is carried; None where it never is.
         is_held: It runs and has no place: it is carried to the next call.
         is_finished: Whether it has its outcome.
     """
@@ -42,6 +44,7 @@ class Member:
     scope: Cancellable | None = None
     door: Cancellable | None = None
     over: Deadline | None = None
+    hold: Hold | None = None
     is_held: bool = False
     is_finished: bool = False
 

@@ -23,11 +23,9 @@ class GroupMember(Member):
 
     Attributes:
         group: That one.
-        hold: Where it waits while its group is carried.
     """
 
     group: PulledGroup = attrs.field(kw_only=True)
-    hold: Any = attrs.field(kw_only=True, default=None)
 
 
 @attrs.define(eq=False)
@@ -42,7 +40,7 @@ class PulledGroup:
         waiting: Not admitted, or carried.
         running: Admitted and not ended.
         ended: In the order in which they did.
-        version: Of the weights when it was first admitted.
+        version: Of the weights when a call took it on first.
         deadline: Its own, while a call has it.
         call: The call that has it; None while it is kept for the next one.
         refills: How often each member was restarted.
@@ -57,7 +55,7 @@ class PulledGroup:
     waiting: deque[GroupMember] = attrs.field(factory=deque)
     running: dict[GroupMember, None] = attrs.field(factory=dict)
     ended: list[Ended] = attrs.field(factory=list)
-    version: int = 0
+    version: int | None = None
     deadline: Deadline | None = None
     call: Any = None
     refills: Counter[int] = attrs.field(factory=Counter)
@@ -73,7 +71,7 @@ class PulledGroup:
     @property
     def is_begun(self) -> bool:
         """Whether any member of it has been admitted."""
-        return bool(self.running or self.ended)
+        return bool(self.running or self.ended) or self.is_carried
 
     @property
     def is_carried(self) -> bool:
@@ -96,6 +94,12 @@ class PulledGroup:
     def is_overdue(self) -> bool:
         """Whether its own deadline has ended a member."""
         return any(each.trajectory.limit_source == GROUP_S for each in self.ended)
+
+    def forget(self, member: Member) -> None:
+        """It has ended; a carried one may wait for its readmission."""
+        self.running.pop(member, None)  # type: ignore[call-overload]
+        if member.is_held and member in self.waiting:
+            self.waiting.remove(member)  # type: ignore[arg-type]
 
     def fresh(self) -> PulledGroup:
         """The same prompt, as it was when it was pulled."""

@@ -95,7 +95,8 @@ class TrajectoryRunner:
             exclude(trajectory)
         if trajectory.trainable:
             await self._reward(run, trajectory)
-        trajectory.metrics["total_s"] = anyio.current_time() - run.started
+        held_s = 0.0 if run.member.hold is None else run.member.hold.seconds
+        trajectory.metrics["total_s"] = anyio.current_time() - run.started - held_s
         for segment in trajectory.segments:
             if isinstance(segment.messages, KeptMessages):
                 segment.messages.settle()
@@ -162,7 +163,15 @@ class TrajectoryRunner:
         except ToolError as error:
             raise RejectedPrompt("unknown_tool", str(error)) from None
         context = AgentContext(
-            self.services, prompt, identity, sampling, tools, deadline, extra, batch_deadline
+            self.services,
+            prompt,
+            identity,
+            sampling,
+            tools,
+            deadline,
+            extra,
+            batch_deadline,
+            member.hold,
         )
         return loop, context
 
