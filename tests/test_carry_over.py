@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import pytest
@@ -99,7 +99,7 @@ async def test_carried_trajectory_has_its_deadlines_afresh() -> None:
 
 class Shelf(Tool):
     name = "shelf"
-    schema = {
+    schema: ClassVar = {
         "type": "function",
         "function": {"name": "shelf", "description": "", "parameters": {"type": "object"}},
     }

@@ -181,18 +181,21 @@ class GroupBook:
         while self._with_waiting:
             group = self._with_waiting[0]
             if group.waiting and not group.is_settled:
-                return group.waiting.popleft()
+                group.at_door = group.waiting.popleft()
+                return group.at_door
             self._with_waiting.popleft()
         return None
 
     def put_back(self, member: GroupMember) -> None:
         """A member that `next_member` gave was not admitted."""
+        member.group.at_door = None
         if not member.group.is_settled:
             member.group.waiting.appendleft(member)
             self._with_waiting.appendleft(member.group)
 
     def begun(self, member: GroupMember) -> None:
         """It is admitted."""
+        member.group.at_door = None
         member.group.running[member] = None
 
     def ended(self, group: PulledGroup, ended: Ended) -> bool:
@@ -224,7 +227,8 @@ class GroupBook:
     def settle(self, group: PulledGroup) -> list[GroupMember]:
         """It is whole: the members that are not wanted, some of which run."""
         group.is_settled = True
-        surplus = [*group.running, *group.waiting]
+        door = [] if group.at_door is None else [group.at_door]
+        surplus = [*group.running, *group.waiting, *door]
         group.waiting.clear()
         return surplus
 

@@ -14,6 +14,7 @@ from rollout.scheduling.ended_groups import Ended
 from rollout.scheduling.prompt_source import PromptSource
 from rollout.scheduling.prompts import check_prompt
 from rollout.scheduling.pulled_group import GroupMember, PulledGroup
+from rollout.types import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -45,6 +46,7 @@ class GroupDesk:
 
     Attributes:
         runs: What members of groups run in, whichever call has them.
+        live: Members that were admitted and have not ended.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class GroupDesk:
         start: Start,
     ) -> None:
         self.runs: MemberRuns
+        self.live: dict[GroupMember, None] = {}
         self._engines = engines
         self._changed = anyio.Event()
         self._config, self._rewarding, self._threads = config, rewarding, threads
@@ -120,9 +123,25 @@ class GroupDesk:
             for call in tuple(self._calls):
                 call.fail(error)
         finally:
+            self._count_lost()
             self._ready = None
             self._has_ended.set()
             self.tell()
+
+    def _count_lost(self) -> None:
+        """Members that nobody concluded, because the tasks that would have were cancelled."""
+        for member in self.live:
+            member.is_finished = True
+        self._tally.outcomes[Outcome.CANCELLED] += len(self.live)
+        self.live.clear()
+        for store in self._stores():
+            store[:] = [group.fresh() if group.is_carried else group for group in store]
+        self._note_change()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether members run, or could."""
+        return self._ready is not None and not self.runs.is_cancelled
 
     async def _serve(self) -> None:
         assert self._ready is not None
@@ -216,11 +235,18 @@ class GroupDesk:
             await group.call.end(run, trajectory)
             return
         member.is_finished = True
+        self.live.pop(member, None)
         group.forget(member)
         group.ended.append(Ended(0, member, trajectory))
         self._tally.outcomes[trajectory.outcome] += 1
+        self._note_change()
+
+    def _note_change(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
+
+    def _stores(self) -> list[list[PulledGroup]]:
+        return [self._orphans, *(source.kept for source in self._sources.values())]
 
     async def hold(self, members: Sequence[GroupMember]) -> None:
         """Have members stop at their next token; returns when they have, or soon."""
@@ -235,9 +261,8 @@ class GroupDesk:
 
     async def discard_carried(self, reason: str = DISCARDED) -> int:
         """End every carried member, and drop its group; how many there were."""
-        stores = [self._orphans, *(source.kept for source in self._sources.values())]
         carried = []
-        for store in stores:
+        for store in self._stores():
             carried += [m for group in store for m in group.waiting if m.is_held]
             store[:] = [group for group in store if not group.is_carried]
         carried = [member for member in carried if not member.is_finished]

@@ -226,14 +226,14 @@ class GroupRun:
         self._return_from_door()
         while self._judging:
             await self._changed.wait()
-        leaving = self.book.leave(is_over=self._is_closed or self._desk.runs.is_cancelled)
+        leaving = self.book.leave(is_over=self._is_closed or not self._desk.is_running)
         self._desk.runs.cancel([m for m in leaving.surplus if not m.is_finished], SURPLUS)
         for group in leaving.kept:
             group.call = None
         await self._desk.hold(leaving.carried)
         for member in leaving.carried:
             self._running.pop(member, None)
-        while self._running and not self._desk.runs.is_cancelled:
+        while any(member in self._desk.live for member in self._running):
             await self._changed.wait()
         del self._source.users[self.change]
         self._desk.keep(leaving.kept)
@@ -298,6 +298,7 @@ class GroupRun:
         if group.deadline is None and self._group_s is not None:
             group.deadline = Deadline.after(self._group_s, GROUP_S)
         if member.is_finished:  # it was carried, and ended while it waited here
+            member.group.at_door = None
             self._desk.runs.give_back(member)
             return None
         self._running[member] = None
@@ -306,6 +307,7 @@ class GroupRun:
             self._desk.runs.resume(member, self._desk.trajectory_deadline(group))
             return None
         self._tally.admitted += 1
+        self._desk.live[member] = None
         run = self._desk.runs.new_run(member, self._desk, NEVER)
         run.deadline_left = self._desk.trajectory_deadline(group)
         return run
@@ -314,6 +316,7 @@ class GroupRun:
         """See `MemberSource`."""
         self._at_door = None
         if member.group.is_settled:
+            member.group.at_door = None
             return
         over = member.group.deadline or self._deadline
         if self._deadline.at <= over.at:
@@ -333,6 +336,7 @@ class GroupRun:
         group = member.group
         member.is_finished = True
         self._running.pop(member, None)
+        self._desk.live.pop(member, None)
         self._tally.outcomes[trajectory.outcome] += 1
         self._ended_count += 1
         if self._config.on_deadline == "drop" and trajectory.limit_source == self._deadline.source:

@@ -32,12 +32,13 @@ class GroupMember(Member):
 class PulledGroup:
     """A prompt, and what has become of its members so far.
 
-    A member is in one of `waiting`, `running` and `ended`.
+    A member is in one of `waiting`, `running` and `ended`, or `at_door`.
 
     Attributes:
         number: Its place among all prompts that the runtime pulled.
         source: Where it was pulled from.
         waiting: Not admitted, or carried.
+        at_door: The one that waits for a place.
         running: Admitted and not ended.
         ended: In the order in which they did.
         version: Of the weights when a call took it on first.
@@ -53,6 +54,7 @@ class PulledGroup:
     prompt: Prompt
     source: Any = None
     waiting: deque[GroupMember] = attrs.field(factory=deque)
+    at_door: GroupMember | None = None
     running: dict[GroupMember, None] = attrs.field(factory=dict)
     ended: list[Ended] = attrs.field(factory=list)
     version: int | None = None
@@ -84,7 +86,7 @@ class PulledGroup:
         Those that ended first and did not fail; failed ones where there are too few others.
         """
         sound = [each for each in self.ended if each.trajectory.outcome is not Outcome.FAILED]
-        if len(sound) < members and (self.waiting or self.running):
+        if len(sound) < members and (self.waiting or self.running or self.at_door):
             return []
         failed = [each for each in self.ended if each.trajectory.outcome is Outcome.FAILED]
         chosen = [*sound, *failed][:members]
@@ -98,6 +100,8 @@ class PulledGroup:
     def forget(self, member: Member) -> None:
         """It has ended; a carried one may wait for its readmission."""
         self.running.pop(member, None)  # type: ignore[call-overload]
+        if self.at_door is member:
+            self.at_door = None
         if member.is_held and member in self.waiting:
             self.waiting.remove(member)  # type: ignore[arg-type]
 

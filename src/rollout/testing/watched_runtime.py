@@ -129,6 +129,31 @@ class WatchedRuntime:
             ) as stream:
                 yield _WatchedStream(stream, call)
 
+    async def collect(
+        self, source: Any, groups: int, *, step: int | None = None, **options: Any
+    ) -> RolloutBatch:
+        """See `RolloutRuntime.collect`."""
+        with self._recording("collect", (), None, step, validate=False) as call:
+            call.groups, call.wanted_members = groups, self._wanted_members(options)
+            call.batch = await self._real.collect(source, groups, step=call.step, **options)
+            call.is_complete = True
+            return call.batch
+
+    @asynccontextmanager
+    async def stream_groups(
+        self, source: Any, *, step: int | None = None, **options: Any
+    ) -> AsyncIterator[AsyncIterator[Group]]:
+        """See `RolloutRuntime.stream_groups`."""
+        with self._recording("stream_groups", (), None, step, validate=False) as call:
+            call.wanted_members = self._wanted_members(options)
+            async with self._real.stream_groups(source, step=call.step, **options) as groups:
+                yield _noted(groups, call)
+
+    def _wanted_members(self, options: dict[str, Any]) -> int:
+        scheduling = self.config.scheduling
+        policy = options.get("policy") or scheduling.groups
+        return policy.over(scheduling.groups).members or scheduling.samples_per_prompt
+
     def cancel(
         self, uid: str | None = None, member: int | None = None, *, reason: str = "cancelled"
     ) -> int:
@@ -282,7 +307,7 @@ class WatchedRuntime:
         except BaseException as error:
             call.failure = name_of(error)
             call.is_refused = isinstance(error, PromptError) or str(error) == _IS_CLOSED
-            if isinstance(error, RolloutError) and kind == "generate":
+            if isinstance(error, RolloutError) and kind in ("generate", "collect"):
                 call.batch = cast("RolloutBatch | None", error.partial)
             raise
         finally:
@@ -306,6 +331,13 @@ class _WatchedStream(ObjectReceiveStream[Trajectory]):
 
     async def aclose(self) -> None:
         await self._stream.aclose()
+
+
+async def _noted(groups: AsyncIterator[Group], call: CallRecord) -> AsyncIterator[Group]:
+    async for group in groups:
+        call.received += group.trajectories
+        yield group
+    call.is_complete = True
 
 
 def patience_s(config: RolloutConfig) -> float:
