@@ -16,9 +16,9 @@ the first time; one that is started again samples afresh. Between two steps no t
 `carry` and `async` run over the prompts of all steps and drain what is left. Gains are in
 *delivered* tokens in a second over `plain`: counting trajectories would reward dropping the long
 ones. Biases are mean lengths of what was taken over those of `plain`; `members_8_of_12_shown` is
-the metric ``selection/length_bias``, which a user sees. `async_busy` is delivered tokens over those of an
-engine whose places are never idle. Values are means over the seeds; `staleness_max` and
-`carry_lost_tokens` are the worst.
+the metric ``selection/length_bias``, which a user sees. `async_busy` is delivered tokens over
+those of an engine whose places are never idle. Values are means over the seeds; `staleness_max`
+and `carry_lost_tokens` are the worst.
 
     python benchmarks/long_tail.py [--seeds 3] [--steps 100] [--quick]
 

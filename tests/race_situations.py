@@ -12,6 +12,7 @@ import rollout
 from rollout import (
     AgentLoop,
     EnvironmentAgent,
+    Group,
     GroupPolicy,
     Prompt,
     Trajectory,
@@ -22,6 +23,8 @@ from rollout.agents import AgentContext, ToolAgent
 from rollout.config import (
     AgentConfig,
     LengthsConfig,
+    LimitsConfig,
+    RewardsConfig,
     SamplingConfig,
     SchedulingConfig,
     SimulatedEngine,
@@ -128,6 +131,32 @@ async def slow_consumer(recorder: Recorder) -> None:
         async with runtime.stream([user("go")]) as trajectories:
             async for _ in trajectories:
                 await anyio.sleep(0.6)  # so that the buffer is full for a while
+
+
+async def ranked(group: Group) -> list[float | None]:
+    """The group's rewards, after a while; none of the longest."""
+    await anyio.sleep(0.3)
+    lengths = [len(each.answer) for each in group.trajectories]
+    return [None if length == max(lengths) else -float(length) for length in lengths]
+
+
+async def ranked_groups(recorder: Recorder) -> None:
+    config = (
+        Scenario(seed=12)
+        .reply("", "", filler={"median": 20, "sigma": 0.8, "max": 60})
+        .config(
+            scheduling=SchedulingConfig(samples_per_prompt=3, max_in_flight=4),
+            limits=LimitsConfig(reward_s=1.0),
+            rewards=RewardsConfig(retries=1, backoff_s=0.1),
+            lengths=LENGTHS,
+        )
+    )
+    async with recorder.open_rollout(config, reward=length_reward, group_reward=ranked) as runtime:
+        async with runtime.stream([user("one"), user("two"), user("three")]) as trajectories:
+            await anyio.sleep(0.5)
+            runtime.cancel("prompt-1", 0, reason="enough")
+            async for _ in trajectories:
+                pass
 
 
 async def leaving_consumer(recorder: Recorder) -> None:
@@ -395,6 +424,7 @@ SITUATIONS: dict[str, Callable[[Recorder], Awaitable[None]]] = {
     "tool agent with parallel calls": tool_agent,
     "scripted user": scripted_user,
     "slow consumer": slow_consumer,
+    "rewards of groups": ranked_groups,
     "consumer that leaves": leaving_consumer,
     "close during start-up": close_during_start,
     "changing replicas": changing_replicas,

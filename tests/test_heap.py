@@ -312,3 +312,19 @@ async def test_batch_objects_go_as_others_come_the_youngest_are_looked_at_while_
 def test_process_memory_is_known_here() -> None:
     assert 1 << 20 < process_memory.resident_bytes() < 1 << 40
     assert 0 < process_memory.available_bytes() < 1 << 50
+
+
+def test_heap_frozen_again_and_again_cycles_left_between_are_found() -> None:
+    class Node:
+        pass
+
+    seen: list[weakref.ref[Node]] = []
+    for _ in range(40):
+        with frozen_heap():
+            for _ in range(20_000):
+                node = Node()
+                node.own = node  # type: ignore[attr-defined]
+            seen.append(weakref.ref(node))
+            del node
+    assert sum(each() is not None for each in seen) < len(seen)
+    gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,18 @@ async def test_reward_that_no_process_can_import_is_refused_before_anything_star
     with pytest.raises(rollout.ConfigError) as caught:
         await rewarded([user()], reward)
     assert str(caught.value).startswith(said)
+
+
+async def test_reward_of_a_module_loaded_from_a_file_is_found_there(tmp_path: Path) -> None:
+    path = tmp_path / "by_hand.py"
+    path.write_text("def score(trajectory):\n    return 0.5\n")
+    spec = importlib.util.spec_from_file_location("loaded_by_hand", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (one,) = (await rewarded([user()], module.score)).trajectories
+    assert one.reward == 0.5
 
 
 async def test_reward_whose_module_fails_in_the_process_is_refused_when_the_runtime_opens(

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import rollout
+from rollout.advantages import group_relative
 from rollout.config import (
     AgentConfig,
     LengthsConfig,
@@ -102,18 +103,13 @@ def log_probs_of(model: torch.nn.Module, rows: TensorDict) -> torch.Tensor:
     return logits.float().log_softmax(-1).gather(-1, chosen).squeeze(-1)
 
 
-def advantages_of(rows: TensorDict) -> torch.Tensor:
-    """(B, 1) float32: of each row's reward within its group, in standard deviations."""
-    rewards = torch.nan_to_num(rows["rewards"]).view(-1, MEMBERS)
-    centred = rewards - rewards.mean(1, keepdim=True)
-    return (centred / (rewards.std(1, keepdim=True) + 1e-6)).view(-1, 1)
-
-
-def learn(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: TensorDict) -> float:
+def learn(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: rollout.RolloutBatch
+) -> float:
     """One step on one batch; the largest difference of an importance ratio from 1 before it."""
+    rows, advantages = batch.tensors, group_relative(batch).unsqueeze(1)
     mask = rows["response_mask"].bool() & rows["trainable"].unsqueeze(1)
     ratio = (log_probs_of(model, rows) - rows["rollout_log_probs"]).exp()
-    advantages = advantages_of(rows)
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
     gain = torch.minimum(ratio * advantages, clipped * advantages)
     optimizer.zero_grad()
@@ -139,7 +135,7 @@ async def train(directory: str, steps: int, seed: int) -> dict[str, list[float]]
             times = [time.perf_counter()]
             batch = await runtime.generate(prompts_of(step), step=step)
             times.append(time.perf_counter())
-            error = await anyio.to_thread.run_sync(learn, model, optimizer, batch.tensors)
+            error = await anyio.to_thread.run_sync(learn, model, optimizer, batch)
             warm_up.step()
             times.append(time.perf_counter())
             weights = rollout.TensorWeights(model.state_dict())

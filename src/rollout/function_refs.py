@@ -24,8 +24,8 @@ class FunctionRef(msgspec.Struct, frozen=True):
     """Where a function is found: in a module, or in a file that is run once.
 
     Attributes:
-        module: Importable name; empty where there is a file.
-        file: Path of a Python file.
+        module: Importable name; empty where there is only a file.
+        file: Path of a Python file; counts where no module of that name can be found.
         qualname: The function within it.
     """
 
@@ -53,7 +53,7 @@ def function_ref(function: Callable[..., Any]) -> FunctionRef:
         raise NotImportableError("needs a file to import the function from: write it into a module")
     return FunctionRef(
         module=function.__module__ if is_importable else "",
-        file="" if is_importable else os.path.abspath(str(file)),
+        file=os.path.abspath(str(file)) if file else "",
         qualname=function.__qualname__,
     )
 
@@ -75,4 +75,11 @@ def function_at(ref: FunctionRef) -> Any:
 def _module_of(module: str, file: str) -> ModuleType:
     from rollout.user_files import run_file
 
-    return run_file(Path(file)) if file else importlib.import_module(module)
+    try:
+        if module:
+            return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        is_itself = error.name is not None and f"{module}.".startswith(f"{error.name}.")
+        if not file or not is_itself:
+            raise
+    return run_file(Path(file))

@@ -37,6 +37,8 @@ NEVER = 1_000_000_000
 #: Memory asks for a collection once a process has grown by this share of what was free before, but
 #: by neither less nor more than these bytes.
 SHARE, LEAST, MOST = 0.25, 256 << 20, 8 << 30
+#: What lives is swept before it is frozen where there is so many times what the last sweep left.
+GROWN = 1.5
 #: Seconds between two looks at the process's memory.
 LOOK_S = 1.0
 #: Seconds between two collections of the youngest objects, while a batch runs.
@@ -50,7 +52,7 @@ class _Heap:
         self._lock = threading.Lock()
         self._runtimes = 0
         self._is_ours = False
-        self._is_swept = False
+        self._swept = 0  # objects that the last sweep left
         self._batches = 0
         self._callers: tuple[int, int, int] | None = None  # thresholds, while ours stand
         self._resident = 0
@@ -63,10 +65,13 @@ class _Heap:
             is_disabled = not (gc.isenabled() or importing.is_pausing)
             if self._runtimes > 1 or is_disabled or gc.get_freeze_count():
                 return
-            if not self._is_swept:  # later ones find little, and each takes as long
-                gc.collect()
-                self._is_swept = True
+            # Each takes long and finds little, but for what runtimes before left in cycles.
             gc.freeze()
+            if gc.get_freeze_count() > GROWN * self._swept:
+                gc.unfreeze()
+                gc.collect()
+                gc.freeze()
+                self._swept = gc.get_freeze_count()
             self._is_ours = True
 
     def freeze_more(self) -> None:

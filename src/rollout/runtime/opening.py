@@ -142,9 +142,9 @@ async def _open_runtime(
     processes = reward_processes(config, rewards, threads)
     tally = Tally()
     try:
-        await executor.prepare()
         if processes is not None:
             await processes.prepare(config.limits.reward_s)
+        await executor.prepare()
         async with open_task_group() as tasks:
             loading = tasks.start_soon(load_driver_model, config, threads)  # while engines start
 

@@ -21,7 +21,7 @@ class RuntimeStatistics:
 
     Attributes:
         admitted: Trajectories accepted since the start.
-        running: Started, and not delivered yet.
+        running: Started, and not delivered yet; without those that wait for others of their group.
         carried: Started, and kept for the next call of `collect` or `stream_groups`.
         finished: With an outcome.
         outcomes: How many ended in which way.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import anyio
 import attrs
@@ -29,11 +30,21 @@ from rollout.types import Cause, Outcome, Reward
 if TYPE_CHECKING:
     from rollout.scheduling.ended_groups import Ended
 
+logger = logging.getLogger("rollout.scheduling")
+
 A = TypeVar("A")
 
 #: Pauses between retries double up to this.
 MAX_PAUSE_S = 30.0
 LIMIT = "limits.reward_s"
+
+
+class _Names(NamedTuple):
+    """What a call is called: as a trajectory's reason, in messages, and with what it is about."""
+
+    reason: str
+    who: str
+    what: str
 
 
 @attrs.frozen(kw_only=True)
@@ -74,6 +85,22 @@ class _Call:
         """Whether nobody wants it any more."""
         return all(member.cancel_reason is not None for member in self.members)
 
+    async def run(
+        self, work: SupervisedCall[A], score: Callable[[], Awaitable[A]]
+    ) -> tuple[A | None, Cause | None]:
+        """What `score` returns, or why it raised; neither where it was cancelled or given up."""
+        for member in self.members:
+            member.give_scope(_Shared(self, work))
+        try:
+            return await work.run(score), None
+        except BaseException as error:
+            if passing_of(error) is not None:
+                raise
+            return None, _cause_of(error)
+        finally:
+            for member in self.members:
+                member.scope = None
+
 
 @attrs.frozen(kw_only=True)
 class Rewarding:
@@ -108,9 +135,8 @@ class Rewarding:
         call = _Call(members=[member], supervision=supervision, deadline=deadline)
         started = anyio.current_time()
         what = f"reward of trajectory {trajectory.uid}/{trajectory.member}"
-        answer = await self._ask(
-            self.single, partial(_copied, trajectory), call, ("reward", REWARD, what)
-        )
+        names = _Names("reward", REWARD, what)
+        answer = await self._ask(self.single, partial(_copied, trajectory), call, names)
         if isinstance(answer, Unrewarded):
             answer.end(trajectory)
         else:
@@ -138,9 +164,8 @@ class Rewarding:
         members = [each.member for each in asked]
         call = _Call(members=members, supervision=supervision, deadline=deadline)
         what = f"reward of the group {ended[0].trajectory.uid}"
-        answer = await self._ask(
-            self.group, partial(_group_of, ended), call, ("group_reward", GROUP_REWARD, what)
-        )
+        names = _Names("group_reward", GROUP_REWARD, what)
+        answer = await self._ask(self.group, partial(_group_of, ended), call, names)
         _end_cancelled(ended)
         for at, (_, _, trajectory) in enumerate(ended):
             reward = answer if isinstance(answer, Unrewarded) else answer[at]
@@ -159,7 +184,7 @@ class Rewarding:
         scorer: Scorer[Any, A],
         subject: Callable[[], Any],
         call: _Call,
-        names: tuple[str, str, str],
+        names: _Names,
     ) -> A | Unrewarded:
         """What the function says; asked again where that may help."""
         for attempt in itertools.count():
@@ -169,6 +194,8 @@ class Rewarding:
                 break
             if attempt >= self.retries or anyio.current_time() >= call.deadline.at:
                 break
+            said = "" if answer.cause is None else f" ({answer.cause.type}: {answer.cause.message})"
+            logger.info("%s: asked again%s", names.what, said)
         return answer
 
     async def _attempt(
@@ -176,45 +203,31 @@ class Rewarding:
         scorer: Scorer[Any, A],
         subject: Callable[[], Any],
         call: _Call,
-        names: tuple[str, str, str],
+        names: _Names,
         pause_s: float,
     ) -> A | Unrewarded:
-        reason, who, what = names
-        work = SupervisedCall[A](call.supervision, who)
+        work = SupervisedCall[A](call.supervision, names.who)
         clock = _Clock(work, self.limit_s, call.deadline)
 
         async def score() -> A:
-            activity = what  # noqa: F841  (see observe.loop_lag)
+            activity = names.what  # noqa: F841  (see observe.loop_lag)
             if pause_s:
                 await anyio.sleep(pause_s)
             return await scorer.score(subject(), clock.begin)
 
-        failure: BaseException | None = None
-        answer: A | None = None
-        for member in call.members:
-            member.give_scope(_Shared(call, work))
-        try:
-            answer = await work.run(score)
-        except BaseException as error:
-            if passing_of(error) is not None:
-                raise
-            failure = error
-        finally:
-            for member in call.members:
-                member.scope = None
+        ran = await call.run(work, score)
+        answer, cause = ran
         if work.unresponsive is not None:
             self.tally.unresponsive += 1
             cause = Cause.of(work.unresponsive)
             return Unrewarded(outcome=Outcome.FAILED, reason=UNRESPONSIVE, cause=cause)
-        if failure is not None:
-            cause = _cause_of(failure)
-            failure = None  # its traceback holds this frame
-            return Unrewarded(outcome=Outcome.FAILED, reason=reason, cause=cause)
+        if cause is not None:
+            return Unrewarded(outcome=Outcome.FAILED, reason=names.reason, cause=cause)
         if answer is not None:
             return answer
         if call.is_cancelled:
             return Unrewarded(outcome=Outcome.CANCELLED, reason=call.members[0].cancel_reason or "")
-        return clock.over(reason, who, scorer.when_late)
+        return clock.over(names, scorer.when_late)
 
 
 def _cause_of(failure: BaseException) -> Cause:
@@ -236,13 +249,16 @@ class _Clock:
         self._deadline = Deadline.after(self._limit_s, LIMIT, self._batch)
         self._work.deadline = self._deadline.fires_at
 
-    def over(self, reason: str, who: str, when_late: str) -> Unrewarded:
+    def over(self, names: _Names, when_late: str) -> Unrewarded:
         """Why the reward is not known, when it is over."""
         error = self._deadline.error()
         state = f"had not returned{when_late}" if self._has_begun else "had not been called"
-        cause = Cause(type=type(error).__qualname__, message=f"{error}: {who} {state}")
+        cause = Cause(type=type(error).__qualname__, message=f"{error}: {names.who} {state}")
         return Unrewarded(
-            outcome=Outcome.DEADLINE, reason=reason, source=self._deadline.source, cause=cause
+            outcome=Outcome.DEADLINE,
+            reason=names.reason,
+            source=self._deadline.source,
+            cause=cause,
         )
 
 

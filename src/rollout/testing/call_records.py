@@ -63,6 +63,7 @@ class CallRecord:
         generations: Those of each trajectory, by session id, in the order of their beginning.
         uses: Tools and simulated users of each trajectory, by (uid, member).
         groups, wanted_members: How many groups `collect` was to return, and members of each.
+        may_carry: Whether its trajectories may be carried to the next call.
         cancelled_at: Clock time at which the harness cancelled its caller.
         stopped_at: Clock time at which `cancel` was called for all that there is.
     """
@@ -87,6 +88,7 @@ class CallRecord:
     uses: dict[tuple[str, int], list[Use]] = field(default_factory=lambda: defaultdict(list))
     groups: int = 0
     wanted_members: int = 0
+    may_carry: bool = False
     cancelled_at: float | None = None
     stopped_at: float | None = None
 

@@ -134,7 +134,8 @@ class WatchedRuntime:
     ) -> RolloutBatch:
         """See `RolloutRuntime.collect`."""
         with self._recording("collect", (), None, step, validate=False) as call:
-            call.groups, call.wanted_members = groups, self._wanted_members(options)
+            call.groups = groups
+            self._note_policy(call, options)
             call.batch = await self._real.collect(source, groups, step=call.step, **options)
             call.is_complete = True
             return call.batch
@@ -145,14 +146,16 @@ class WatchedRuntime:
     ) -> AsyncIterator[AsyncIterator[Group]]:
         """See `RolloutRuntime.stream_groups`."""
         with self._recording("stream_groups", (), None, step, validate=False) as call:
-            call.wanted_members = self._wanted_members(options)
+            self._note_policy(call, options)
             async with self._real.stream_groups(source, step=call.step, **options) as groups:
                 yield _noted(groups, call)
 
-    def _wanted_members(self, options: dict[str, Any]) -> int:
+    def _note_policy(self, call: CallRecord, options: dict[str, Any]) -> None:
         scheduling = self.config.scheduling
-        policy = options.get("policy") or scheduling.groups
-        return policy.over(scheduling.groups).members or scheduling.samples_per_prompt
+        given = options.get("policy") or scheduling.groups
+        policy = given.over(scheduling.groups)
+        call.wanted_members = policy.members or scheduling.samples_per_prompt
+        call.may_carry = policy.surplus == "carry"
 
     def cancel(
         self, uid: str | None = None, member: int | None = None, *, reason: str = "cancelled"
