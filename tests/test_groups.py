@@ -204,6 +204,9 @@ async def test_stream_groups_gives_groups_as_they_finish() -> None:
             found = [await anext(groups) for _ in range(3)]
         assert [group.uid for group in found] == ["p1", "p2", "p3"]
         assert found[0].min_version == found[0].max_version == 0
+        batch = await runtime.batch_of(found)
+        assert uids(batch) == ["p1", "p1", "p2", "p2", "p3", "p3"]
+        assert batch.tensors["groups"].tolist() == [0, 0, 1, 1, 2, 2]
         assert runtime.statistics().running == 0
         again = await runtime.collect(source, 1)
         assert uids(again) == ["p0", "p0"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rollout.chat.group import Group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
     from rollout.batch import RolloutBatch
@@ -96,6 +96,12 @@ class BlockingGroups:
             )
         ) as (stream, _):
             yield BlockingGroupStream(stream, self._wait)
+
+    def batch_of(
+        self, groups: Sequence[Group], *, layout: Layout = "padded", trim: Trim = False
+    ) -> RolloutBatch:
+        """`RolloutRuntime.batch_of`, waited for in this thread."""
+        return self._wait(lambda: self._runtime.batch_of(groups, layout=layout, trim=trim))
 
     def discard_carried(self) -> int:
         """`RolloutRuntime.discard_carried`, waited for in this thread."""

@@ -11,7 +11,7 @@ import anyio
 from rollout.scheduling.call_arguments import check_call
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
     from contextlib import AbstractContextManager
 
     from rollout.batch import RolloutBatch
@@ -141,6 +141,17 @@ class GroupingRuntime:
                 finally:
                     del self._streams[run]
 
+    async def batch_of(
+        self, groups: Sequence[Group], *, layout: Layout = "padded", trim: Trim = False
+    ) -> RolloutBatch:
+        """The tensors of groups that `stream_groups` gave; rows of a group adjacent, in this order.
+
+        Args:
+            layout, trim: See `rollout.batch.collate`.
+        """
+        with self._lag.window() as window:
+            return await self._collation.batch(rows_of(groups), window, layout, trim)
+
     async def discard_carried(self) -> int:
         """End every carried trajectory as `cancelled`; how many there were.
 
@@ -154,7 +165,7 @@ class GroupingRuntime:
             await run.serve()
 
 
-def rows_of(groups: list[Group]) -> list[Any]:
+def rows_of(groups: Sequence[Group]) -> list[Any]:
     """The trajectories of a batch of these groups, numbered by their places in it."""
     rows = []
     for place, group in enumerate(groups):
