@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +13,7 @@ from rollout import (
     AgentLoop,
     EnvironmentAgent,
     Group,
+    GroupPolicy,
     Prompt,
     Trajectory,
     function_tool,
@@ -358,6 +359,66 @@ async def environment(recorder: Recorder) -> None:
         await runtime.generate([user("play")])
 
 
+def loader(*texts: str) -> Iterator[Prompt]:
+    for index, text in enumerate(texts):
+        yield user(text, uid=f"g{index}")
+
+
+def group_config(seed: int, **policy: Any) -> Any:
+    return (
+        Scenario(seed=seed)
+        .reply("long", filler=60)
+        .reply("sum", tool_call("add", a=2, b=3))
+        .then("The sum is 5.")
+        .reply("", filler=10)
+        .timing(load_weights_s=0.1)
+        .config(
+            scheduling=SchedulingConfig(
+                samples_per_prompt=2, max_in_flight=5, groups=GroupPolicy(**policy)
+            ),
+            engine=SimulatedEngine(replicas=2),
+            lengths=LENGTHS,
+        )
+    )
+
+
+async def collected_groups(recorder: Recorder) -> None:
+    """Two steps; the surplus of the first is cancelled, and its prompt starts again."""
+    config = group_config(11, oversample=1.5, refill_failed=True)
+    source = loader("long", "a sum", "go", "go")
+    async with recorder.open_rollout(config, [add], length_reward) as runtime:
+        await runtime.collect(source, 2)
+        await runtime.collect(source, 2, policy=GroupPolicy(oversample=1.0, members=1))
+
+
+async def carried_groups(recorder: Recorder) -> None:
+    """What is unfinished sleeps, gets other weights, and continues."""
+    config = group_config(12, oversample=2.0, surplus="carry")
+    source = loader("long", "a sum", "go", "go", "long")
+    async with recorder.open_rollout(config, [add], length_reward) as runtime:
+        await runtime.collect(source, 1)
+        await runtime.sleep()
+        await runtime.update_weights(version=1, source=DiskWeights("."))
+        await runtime.wake_up()
+        await runtime.collect(source, 2)
+        await runtime.discard_carried()
+
+
+async def streamed_groups(recorder: Recorder) -> None:
+    """A consumer that trains while others generate, and leaves."""
+    config = group_config(13, surplus="carry")
+    source = loader(*["long", "a sum", "go"] * 3)
+    async with recorder.open_rollout(config, [add]) as runtime:
+        taken = 0
+        async with runtime.stream_groups(source, max_staleness=1, groups_per_step=2) as groups:
+            async for _ in groups:
+                taken += 1
+                if taken % 2 == 0:
+                    await runtime.update_weights(version=taken, source=DiskWeights("."))
+                if taken == 4:
+                    break
+
+
 SITUATIONS: dict[str, Callable[[Recorder], Awaitable[None]]] = {
     "single turn": single_turn,
     "tool agent with parallel calls": tool_agent,
@@ -370,4 +431,7 @@ SITUATIONS: dict[str, Callable[[Recorder], Awaitable[None]]] = {
     "tree of conversations": tree,
     "sub-agents and compaction": delegates,
     "environment": environment,
+    "groups collected": collected_groups,
+    "groups carried": carried_groups,
+    "groups streamed": streamed_groups,
 }

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from rollout.config import AgentConfig
     from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
+    from rollout.holds import Hold
     from rollout.interactions import Interaction, InteractionTurn
     from rollout.tools import ToolResult, TrajectoryTools
 
@@ -90,9 +91,12 @@ class AgentContext:
         deadline: Deadline,
         extra: dict[str, Any],
         outermost: Deadline,
+        hold: Hold | None = None,
     ) -> None:
         self._services = services
-        self._state = TrajectoryState(services, prompt, identity, tools, deadline, extra, outermost)
+        self._state = TrajectoryState(
+            services, prompt, identity, tools, deadline, extra, outermost, hold
+        )
         self._main = Conversation(
             self._state,
             ConversationLog(Row(Transcript(), MAIN), MessageLog(self._state.wording.reader)),

@@ -137,6 +137,7 @@ class Conversation(ListeningConversation):
                         known_experts=self.transcript.routed_length,
                         group_id=self._group_id,
                         deadline=deadline,
+                        hold=state.hold,
                     )
                     if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
                         raise state.abort_error(self._session_id, deadline.now)
@@ -153,7 +154,8 @@ class Conversation(ListeningConversation):
                     end = TurnEnd("stop", None)
                 is_cut = end.finish_reason not in WHOLE_ANSWERS
                 stays_open = is_over or (is_cut and options.stays_open)
-                self._arrived(generation, seed, end, now - started, stays_open=stays_open)
+                seconds = now - started - generation.held_s
+                self._arrived(generation, seed, end, seconds, stays_open=stays_open)
             return self._say()
         finally:
             self._is_generating = False

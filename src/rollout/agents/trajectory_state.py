@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rollout.config import AgentConfig
     from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
+    from rollout.holds import Hold
     from rollout.tools import ToolResult, TrajectoryTools
 
 T = TypeVar("T")
@@ -73,6 +74,7 @@ class TrajectoryState:
         cut_prompt_tokens: Tokens that the prompt has lost, to fit.
         deadline: The trajectory's own.
         outermost: The deadline that nothing puts off.
+        hold: Where it waits while it is carried to another call; None where it never is.
     """
 
     turn_scores = _ListOnDemand()
@@ -93,6 +95,7 @@ class TrajectoryState:
         "ending",
         "extra",
         "generation_s",
+        "hold",
         "identity",
         "outermost",
         "prompt",
@@ -112,6 +115,7 @@ class TrajectoryState:
         deadline: Deadline,
         extra: dict[str, Any],
         outermost: Deadline,
+        hold: Hold | None,
     ) -> None:
         self.services = services
         self.config: AgentConfig = services.config.agent
@@ -131,6 +135,9 @@ class TrajectoryState:
         self.identity = identity
         self.tools = tools
         self.deadline = PausableDeadline(deadline, outermost)
+        self.hold = hold
+        if hold is not None:
+            hold.govern(self.deadline, tools.has_open_sessions)
         self._calls_asked = 0
 
     def wording_of(self, tools: Sequence[Mapping[str, Any]] | None) -> Wording:

@@ -13,6 +13,7 @@ from rollout.config.engines import (
 )
 from rollout.config.explain import describe_config
 from rollout.config.gateway_section import GatewayConfig
+from rollout.config.group_policy import GroupPolicy
 from rollout.config.limits_section import LimitsConfig
 from rollout.config.placements import (
     InProcessPlacement,
@@ -41,6 +42,7 @@ __all__ = [
     "CustomEngine",
     "EngineConfig",
     "GatewayConfig",
+    "GroupPolicy",
     "HttpEngine",
     "InProcessPlacement",
     "LengthsConfig",

@@ -32,6 +32,7 @@ from rollout.config.checks import (
 from rollout.config.config_faults import Fault
 from rollout.config.engines import AnyEngine, TransformersEngine
 from rollout.config.gateway_section import GatewayConfig
+from rollout.config.group_policy import GroupPolicy
 from rollout.config.limits_section import LimitsConfig
 from rollout.config.placements import (
     ALLOWED_PLACEMENTS,
@@ -237,6 +238,21 @@ class SchedulingConfig(Section):
     freeze_heap: Flag = True
     #: Outcomes that a trainer may learn from, and for which rewards are computed.
     trainable: Outcomes = ("completed", "length", "limit")
+    #: Of `collect` and `stream_groups`, where a call says nothing else.
+    groups: GroupPolicy = attrs.field(factory=GroupPolicy)
+
+    def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
+        """A group wants no more members than it has, and names what says which are taken."""
+        groups, samples = self.groups, self.samples_per_prompt
+        if "groups" not in sound or not isinstance(groups, GroupPolicy):
+            return
+        members = groups.members
+        if "samples_per_prompt" in sound and isinstance(members, int) and members > samples:
+            problem = f"expected at most scheduling.samples_per_prompt = {samples}"
+            yield Fault("groups.members", problem, members)
+        if callable(groups.accept):
+            problem = "expected 'package.module:name' in a configuration"
+            yield Fault("groups.accept", problem, groups.accept)
 
     def samples_of(self, *, validate: bool) -> int:
         """Members of a group, where the caller says nothing."""

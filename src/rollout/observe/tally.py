@@ -16,6 +16,7 @@ class Tally:
     Attributes:
         admitted: Trajectories accepted by `generate` or `stream`.
         running: Those of them that hold a place and have not been delivered.
+        carried: Those that were started, have no place, and wait for the next call.
         outcomes: Those that have ended, by outcome.
         generated_tokens: Sampled tokens that reached a transcript.
         tool_calls: Calls answered, errors included.
@@ -28,6 +29,7 @@ class Tally:
 
     admitted: int = 0
     running: int = 0
+    carried: int = 0
     outcomes: Counter[Outcome] = attrs.field(factory=Counter)
     generated_tokens: int = 0
     tool_calls: int = 0

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rollout.agents.agent_loop import AgentLoop
     from rollout.agents.context import AgentContext
     from rollout.limits import Deadline
+    from rollout.scheduling.member_runs import MemberHome
     from rollout.scheduling.prompts import Member
 
 
@@ -34,7 +35,8 @@ class AgentRun(Supervised[Cause]):
             given up.
 
     Attributes:
-        member, row: Whose trajectory it is.
+        member: Whose trajectory it is.
+        home: Gets the trajectory.
         batch_deadline: That of the call.
         started: When the first attempt began, on the loop's clock.
         attempt: Its number, from 1.
@@ -51,11 +53,11 @@ class AgentRun(Supervised[Cause]):
         "batch_deadline",
         "deadline_left",
         "discarded",
+        "home",
         "member",
         "rejection",
         "restarts",
         "resumes",
-        "row",
         "started",
         "stuck",
     )
@@ -64,14 +66,14 @@ class AgentRun(Supervised[Cause]):
         self,
         supervision: Supervision,
         member: Member,
-        row: int,
+        home: MemberHome,
         batch_deadline: Deadline,
         conclude: Callable[[AgentRun], None],
     ) -> None:
         super().__init__(supervision, "an agent")
         self._conclude = conclude
         self._context: AgentContext | None = None
-        self.member, self.row = member, row
+        self.member, self.home = member, home
         self.batch_deadline = batch_deadline
         self.started = anyio.current_time()
         self.attempt = 1
@@ -109,7 +111,7 @@ class AgentRun(Supervised[Cause]):
         """Another attempt, from the start; what this one sampled is discarded."""
         context = self.context
         run = AgentRun(
-            self._supervision, self.member, self.row, self.batch_deadline, self._conclude
+            self._supervision, self.member, self.home, self.batch_deadline, self._conclude
         )
         run.started, run.attempt = self.started, self.attempt + 1
         run.deadline_left = context.deadline.now

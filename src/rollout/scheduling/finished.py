@@ -11,6 +11,7 @@ from rollout.chat.transcript import Transcript
 from rollout.types import Cause, Outcome
 
 if TYPE_CHECKING:
+    from rollout.limits import Deadline
     from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.prompts import Member
 
@@ -91,4 +92,16 @@ def ended_before_start(member: Member, ending: Ending, cause: Cause | None = Non
         trainable=False,
         extra=dict(member.prompt.extra),
         prompt=member.prompt,
+    )
+
+
+def unstarted(member: Member, deadline: Deadline) -> Trajectory:
+    """The trajectory of a member that was cancelled, or whose time was over, while it waited."""
+    if member.cancel_reason is not None:
+        return ended_before_start(
+            member, Ending(outcome=Outcome.CANCELLED, reason=member.cancel_reason)
+        )
+    over = deadline.error()
+    return ended_before_start(
+        member, Ending(outcome=over.outcome, reason=over.reason, limit_source=over.source)
     )

@@ -95,7 +95,8 @@ class TrajectoryRunner:
             exclude(trajectory)
         if trajectory.trainable:
             await self._reward(run, trajectory)
-        trajectory.metrics["total_s"] = anyio.current_time() - run.started
+        held_s = 0.0 if run.member.hold is None else run.member.hold.seconds
+        trajectory.metrics["total_s"] = anyio.current_time() - run.started - held_s
         for segment in trajectory.segments:
             if isinstance(segment.messages, KeptMessages):
                 segment.messages.settle()
@@ -162,7 +163,15 @@ class TrajectoryRunner:
         except ToolError as error:
             raise RejectedPrompt("unknown_tool", str(error)) from None
         context = AgentContext(
-            self.services, prompt, identity, sampling, tools, deadline, extra, batch_deadline
+            self.services,
+            prompt,
+            identity,
+            sampling,
+            tools,
+            deadline,
+            extra,
+            batch_deadline,
+            member.hold,
         )
         return loop, context
 
@@ -206,7 +215,7 @@ def _judged(run: AgentRun) -> tuple[Ending, Cause | None]:
 def _ending_of_cancelled(member: Member, deadline: Deadline) -> Ending:
     if member.cancel_reason is not None:
         return Ending(outcome=Outcome.CANCELLED, reason=member.cancel_reason)
-    error = deadline.error()
+    error = (member.over or deadline).error()
     return Ending(outcome=error.outcome, reason=error.reason, limit_source=error.source)
 
 

@@ -129,6 +129,34 @@ class WatchedRuntime:
             ) as stream:
                 yield _WatchedStream(stream, call)
 
+    async def collect(
+        self, source: Any, groups: int, *, step: int | None = None, **options: Any
+    ) -> RolloutBatch:
+        """See `RolloutRuntime.collect`."""
+        with self._recording("collect", (), None, step, validate=False) as call:
+            call.groups = groups
+            self._note_policy(call, options)
+            call.batch = await self._real.collect(source, groups, step=call.step, **options)
+            call.is_complete = True
+            return call.batch
+
+    @asynccontextmanager
+    async def stream_groups(
+        self, source: Any, *, step: int | None = None, **options: Any
+    ) -> AsyncIterator[AsyncIterator[Group]]:
+        """See `RolloutRuntime.stream_groups`."""
+        with self._recording("stream_groups", (), None, step, validate=False) as call:
+            self._note_policy(call, options)
+            async with self._real.stream_groups(source, step=call.step, **options) as groups:
+                yield _noted(groups, call)
+
+    def _note_policy(self, call: CallRecord, options: dict[str, Any]) -> None:
+        scheduling = self.config.scheduling
+        given = options.get("policy") or scheduling.groups
+        policy = given.over(scheduling.groups)
+        call.wanted_members = policy.members or scheduling.samples_per_prompt
+        call.may_carry = policy.surplus == "carry"
+
     def cancel(
         self, uid: str | None = None, member: int | None = None, *, reason: str = "cancelled"
     ) -> int:
@@ -282,7 +310,7 @@ class WatchedRuntime:
         except BaseException as error:
             call.failure = name_of(error)
             call.is_refused = isinstance(error, PromptError) or str(error) == _IS_CLOSED
-            if isinstance(error, RolloutError) and kind == "generate":
+            if isinstance(error, RolloutError) and kind in ("generate", "collect"):
                 call.batch = cast("RolloutBatch | None", error.partial)
             raise
         finally:
@@ -306,6 +334,13 @@ class _WatchedStream(ObjectReceiveStream[Trajectory]):
 
     async def aclose(self) -> None:
         await self._stream.aclose()
+
+
+async def _noted(groups: AsyncIterator[Group], call: CallRecord) -> AsyncIterator[Group]:
+    async for group in groups:
+        call.received += group.trajectories
+        yield group
+    call.is_complete = True
 
 
 def patience_s(config: RolloutConfig) -> float:

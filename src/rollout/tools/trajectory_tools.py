@@ -120,6 +120,11 @@ class TrajectoryTools:
             )
         return self._sessions
 
+    def has_open_sessions(self) -> bool:
+        """Whether a tool is open that may hold something: plain functions hold nothing."""
+        sessions = self._sessions
+        return sessions is not None and not sessions.is_closed and sessions.are_stateful
+
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the tools offered to this trajectory."""

@@ -28,7 +28,7 @@ from rollout.scopes import leaf_of, open_task_group
 from rollout.wake_budget import WakeBudget
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
 
     from anyio.abc import TaskGroup
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from rollout.engine.routing import Router
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.engine.wire.protocol import Terms
+    from rollout.holds import Hold
     from rollout.limits import PausableDeadline
     from rollout.token_prefix import TokenPrefix
 
@@ -142,6 +143,12 @@ class EnginePool:
         if self._transitions.info is None:
             raise EngineError("no engine has started yet")
         return self._transitions.info
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that every engine has now; while they change, of those before."""
+        version = self._weight_updater.version
+        return self.info.weight_version if version is None else version
 
     @property
     def router(self) -> Router:
@@ -315,6 +322,7 @@ class EnginePool:
         known_experts: int = 0,
         group_id: str = "",
         deadline: PausableDeadline | None = None,
+        hold: Hold | None = None,
     ) -> Coroutine[Any, Any, None]:
         """Run one request to its end, awaited; `generation` fills as tokens come.
 
@@ -330,6 +338,7 @@ class EnginePool:
                 others are asked for where the engines tell them.
             group_id: Trajectories that begin with the same prompt; "" for one on its own.
             deadline: When it ends; paused while the runtime lets it wait. None never ends it.
+            hold: Where it waits while its trajectory is carried.
 
         Raises:
             LimitExceeded: The deadline passed.
@@ -351,9 +360,14 @@ class EnginePool:
             priority=priority,
             known_experts=known_experts,
             deadline=deadline,
+            hold=hold,
         )
         generation.expert_room = attempt.prompt_tokens - known_experts
         return self._requests.run(attempt, group_id=group_id)
+
+    async def stop(self, holds: Collection[Hold]) -> None:
+        """No engine works on trajectories that are held afterwards; their tokens are kept."""
+        await self._requests.stop(holds)
 
     def forget(self, session_id: str) -> None:
         """The trajectory has ended; nothing is kept for it."""

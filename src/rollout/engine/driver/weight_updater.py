@@ -41,6 +41,9 @@ class WeightUpdater:
     Args:
         limit_s: How long a replica may load, and how long it may take to end requests before.
         changed: Called when replicas may get requests again.
+
+    Attributes:
+        version: Of the last update that was completed; None before the first one.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class WeightUpdater:
         self._replicas = replicas
         self._limit_s = limit_s
         self._changed = changed
+        self.version: int | None = None
         self._current: Weights | None = None
         self._kept: list[Weights] = []
         self._changed_again = anyio.Event()
@@ -97,6 +101,7 @@ class WeightUpdater:
         self._requests.pause_deadlines(running=mode != "wait")
         try:
             await self._change(weights, mode)
+            self.version = version
         finally:
             self._requests.resume_deadlines()
 
