@@ -11,6 +11,7 @@ import pytest
 import rollout
 from rollout import Group, GroupPolicy, Outcome, Prompt
 from rollout.config import AgentConfig, LimitsConfig, SchedulingConfig
+from rollout.engine import DiskWeights
 from rollout.errors import ConfigError, LimitExceeded, PromptError, SourceEnded
 from rollout.scheduling import has_signal
 from rollout.testing import Scenario
@@ -352,6 +353,47 @@ async def test_collect_runtime_closed_meanwhile_says_so() -> None:
             tasks.start_soon(collect)
             await anyio.sleep(1.0)
     assert runtime.statistics().outcomes == {"cancelled": 2}
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+async def test_stream_groups_staleness_is_bounded_and_no_work_is_thrown_away(
+    staleness: int,
+) -> None:
+    lengths = Scenario(seed=2).reply("", filler={"median": 50, "sigma": 1.5, "max": 4000})
+    source = Counted()
+    async with rollout.open_rollout(config(lengths, max_in_flight=12)) as runtime:
+        version, taken, seen = 0, 0, []
+        async with runtime.stream_groups(
+            source, max_staleness=staleness, groups_per_step=3
+        ) as groups:
+            async for group in groups:
+                taken += 1
+                assert group.min_version is not None
+                seen.append(version - group.min_version)
+                assert source.count <= (staleness + 1 + version) * 3
+                if taken % 3 == 0:
+                    version += 1
+                    await runtime.update_weights(version=version, source=DiskWeights("."))
+                if taken == 60:
+                    break
+            assert groups.metrics()["groups/accepted"] == 60
+        assert max(seen) <= staleness
+        assert runtime.statistics().outcomes["completed"] >= 120
+
+
+async def test_stream_groups_version_does_not_rise_admission_waits() -> None:
+    source = Counted()
+    async with rollout.open_rollout(config()) as runtime:
+        async with runtime.stream_groups(source, max_staleness=1, groups_per_step=2) as groups:
+            for _ in range(4):
+                await anext(groups)
+            with anyio.move_on_after(1000.0) as scope:
+                await anext(groups)
+            assert scope.cancelled_caught
+            assert source.count == 4
+            await runtime.update_weights(version=1, source=DiskWeights("."))
+            group = await anext(groups)
+            assert group.min_version == 1
 
 
 async def test_collect_same_uid_again_is_told_apart() -> None:

@@ -286,7 +286,7 @@ class GroupBook:
         carries = self.wanted.surplus == "carry" and not is_over
         leaving = Leaving(kept=list(self._ready))
         for group in self._open:
-            if carries or not group.is_begun or self._is_being_judged(group):
+            if carries or not group.is_begun:
                 self.counts["carried"] += group.is_begun
                 leaving.kept.append(group)
                 leaving.carried += group.running
@@ -298,9 +298,6 @@ class GroupBook:
         self._ready.clear()
         leaving.kept.sort(key=lambda group: group.number)
         return leaving
-
-    def _is_being_judged(self, group: PulledGroup) -> bool:
-        return group.is_settled
 
 
 def _version_of(group: PulledGroup) -> int:

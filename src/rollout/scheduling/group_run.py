@@ -264,9 +264,10 @@ class GroupRun:
             self._pause = None
 
     def _adopt_one(self) -> bool:
-        group = self._desk.first_kept(self._source)
-        if group is None:
+        kept = self._desk.first_kept(self._source)
+        if kept is None:
             return False
+        group = kept.for_call(self.book.wanted.members)
         group.call = self
         group.deadline = None
         self._desk.prepare(group, self)

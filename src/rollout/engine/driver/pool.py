@@ -365,9 +365,9 @@ class EnginePool:
         generation.expert_room = attempt.prompt_tokens - known_experts
         return self._requests.run(attempt, group_id=group_id)
 
-    async def stop(self, holds: Collection[Hold]) -> None:
-        """No engine works on trajectories that are held afterwards; their tokens are kept."""
-        await self._requests.stop(holds)
+    def stop(self, holds: Collection[Hold]) -> Coroutine[Any, Any, None]:
+        """No engine works on trajectories that are held, once awaited; their tokens are kept."""
+        return self._requests.stop(holds)
 
     def forget(self, session_id: str) -> None:
         """The trajectory has ended; nothing is kept for it."""
