@@ -142,6 +142,12 @@ class GroupBook:
         return len(self._ready) < GROUP_BUFFER
 
     @property
+    def waits_for_version(self) -> bool:
+        """Whether nothing is under way, and nothing may start before the weights are newer."""
+        is_idle = not (self._open or self._ready or self._is_stopped)
+        return is_idle and self._bound is not None and not self.wants_group
+
+    @property
     def is_complete(self) -> bool:
         """Whether it has as many as it wants, or will never have more."""
         groups = self.wanted.groups
