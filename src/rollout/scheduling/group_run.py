@@ -38,8 +38,8 @@ CLOSED = "closed"
 HINT_S = 60.0
 WAITS_FOR_VERSION = (
     "stream_groups: %d groups were taken, and nothing has run for %g s: further ones would be "
-    "older than max_staleness allows; call update_weights, with a version that is one higher, after each "
-    "groups_per_step groups"
+    "older than max_staleness allows; call update_weights, with a version that is one higher, "
+    "after each groups_per_step groups"
 )
 
 logger = logging.getLogger("rollout.scheduling")
