@@ -25,6 +25,7 @@ SAYS = {
     "environment": "steps [0.1, 0.0, 0.1, 0.0, 1.0], reward 1.2",
     "program": "rows 1, reward 1",
     "python_sandbox": "reward     1",
+    "training_modes": "modes: 3, versions: 6",
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 import rollout
 from rollout import Group, GroupPolicy, Outcome, Prompt
 from rollout.config import AgentConfig, LimitsConfig, SchedulingConfig
+from rollout.engine import DiskWeights
 from rollout.errors import ConfigError, LimitExceeded, PromptError, SourceEnded
 from rollout.scheduling import has_signal
 from rollout.testing import Scenario
@@ -245,6 +246,39 @@ async def test_collect_source_that_raises_leaves_its_error_as_itself() -> None:
         assert runtime.statistics().running == 0
 
 
+async def test_collect_accept_that_raises_or_says_neither_leaves_as_itself() -> None:
+    def broken(group: Group) -> bool:
+        raise LookupError(f"no judge of {group.uid}")
+
+    source = Counted()
+    async with rollout.open_rollout(config()) as runtime:
+        with pytest.raises(LookupError, match="no judge of p"):
+            await runtime.collect(source, 2, policy=GroupPolicy(accept=broken))
+        with pytest.raises(PromptError, match="accept returned None for 'p"):
+            await runtime.collect(source, 2, policy=GroupPolicy(accept=lambda group: None))
+        assert runtime.statistics().running == 0
+        await runtime.collect(source, 2)
+
+
+async def test_collect_group_reward_ranks_the_wanted_members() -> None:
+    asked: list[list[int]] = []
+
+    async def rank(group: Group) -> list[float]:
+        asked.append([t.member for t in group.trajectories])
+        await anyio.sleep(1.0)
+        lengths = sorted(t.generated_length for t in group.trajectories)
+        return [float(lengths.index(t.generated_length)) for t in group.trajectories]
+
+    scenario = Scenario(seed=3).reply("", filler={"median": 100, "sigma": 1.0, "max": 3000})
+    policy = GroupPolicy(members=3, accept=has_signal)
+    async with rollout.open_rollout(config(scenario, samples=5), group_reward=rank) as runtime:
+        batch = await runtime.collect(Counted(), 2, policy=policy)
+    assert len(asked) == 2
+    found = [t.member for t in batch.trajectories]
+    assert sorted([found[:3], found[3:]]) == sorted(asked)
+    assert sorted(t.reward for t in batch.trajectories[:3]) == [0.0, 1.0, 2.0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -352,6 +386,50 @@ async def test_collect_runtime_closed_meanwhile_says_so() -> None:
             tasks.start_soon(collect)
             await anyio.sleep(1.0)
     assert runtime.statistics().outcomes == {"cancelled": 2}
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+async def test_stream_groups_staleness_is_bounded_and_no_work_is_thrown_away(
+    staleness: int,
+) -> None:
+    lengths = Scenario(seed=2).reply("", filler={"median": 50, "sigma": 1.5, "max": 4000})
+    source = Counted()
+    async with rollout.open_rollout(config(lengths, max_in_flight=12)) as runtime:
+        version, taken, seen = 0, 0, []
+        async with runtime.stream_groups(
+            source, max_staleness=staleness, groups_per_step=3
+        ) as groups:
+            async for group in groups:
+                taken += 1
+                assert group.min_version is not None
+                seen.append(version - group.min_version)
+                assert source.count <= (staleness + 1 + version) * 3
+                if taken % 3 == 0:
+                    version += 1
+                    await runtime.update_weights(version=version, source=DiskWeights("."))
+                if taken == 60:
+                    break
+            assert groups.metrics()["groups/accepted"] == 60
+        assert max(seen) <= staleness
+        assert runtime.statistics().outcomes["completed"] >= 120
+
+
+async def test_stream_groups_version_does_not_rise_admission_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = Counted()
+    async with rollout.open_rollout(config()) as runtime:
+        async with runtime.stream_groups(source, max_staleness=1, groups_per_step=2) as groups:
+            for _ in range(4):
+                await anext(groups)
+            with anyio.move_on_after(1000.0) as scope:
+                await anext(groups)
+            assert scope.cancelled_caught
+            assert source.count == 4
+            assert caplog.text.count("4 groups were taken, and nothing has run for 60 s") == 1
+            await runtime.update_weights(version=1, source=DiskWeights("."))
+            group = await anext(groups)
+            assert group.min_version == 1
 
 
 async def test_collect_same_uid_again_is_told_apart() -> None:

@@ -1,7 +1,5 @@
 """Groups come as they finish, and weights change while others are generated."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import anyio

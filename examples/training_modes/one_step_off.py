@@ -1,7 +1,5 @@
 """Learn from one batch while the next one is generated: its weights are one step old."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import anyio

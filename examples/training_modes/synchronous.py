@@ -1,7 +1,5 @@
 """Generate, learn, update, and again: every token is of the newest weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import anyio

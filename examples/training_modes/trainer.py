@@ -1,7 +1,5 @@
 """A trainer that learns a little: the last norm of the embedded model, by policy gradient."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

@@ -23,6 +23,7 @@ from rollout.config.placements import (
 )
 from rollout.config.rewards_section import RewardsConfig
 from rollout.config.sampling_section import SamplingConfig
+from rollout.config.scheduling_section import SchedulingConfig
 from rollout.config.sections import (
     EMBEDDED_MODEL,
     AgentConfig,
@@ -31,7 +32,6 @@ from rollout.config.sections import (
     RecoveryConfig,
     RolloutConfig,
     RouterConfig,
-    SchedulingConfig,
     ToolsConfig,
 )
 

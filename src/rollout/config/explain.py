@@ -25,7 +25,8 @@ from rollout.config.sections import RolloutConfig
 if TYPE_CHECKING:
     from rollout.config.limits_section import LimitsConfig
     from rollout.config.rewards_section import RewardsConfig
-    from rollout.config.sections import LengthsConfig, SchedulingConfig
+    from rollout.config.scheduling_section import SchedulingConfig
+    from rollout.config.sections import LengthsConfig
 
 _LABEL_WIDTH = 12
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from rollout.bridge import has_virtual_clock
-from rollout.engine.wire.operations import ALL_TAGS
 from rollout.errors import PromptError, RolloutError
 from rollout.limits import Deadline
 from rollout.observe.loop_lag import LoopLag
 from rollout.runtime.collation import Collation
+from rollout.runtime.engine_controls import EngineControls
 from rollout.runtime.group_calls import GroupCalls
 from rollout.runtime.grouping import GroupingRuntime
 from rollout.runtime.heap import collect_as_memory_asks, collections_put_off
@@ -35,7 +35,7 @@ from rollout.scopes import open_task_group
 from rollout.seeds import fresh_seed
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 
     from anyio.abc import TaskGroup
     from anyio.streams.memory import MemoryObjectReceiveStream
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from rollout.chat import ChatTemplate
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
-    from rollout.engine.driver.pool import EnginePool
-    from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.observe.tally import Tally
     from rollout.scheduling.group_run import GroupRun
     from rollout.scheduling.prompts import Member
@@ -65,7 +63,7 @@ STREAM_DROPPED = (
 logger = logging.getLogger("rollout")
 
 
-class RolloutRuntime(GroupingRuntime):
+class RolloutRuntime(EngineControls, GroupingRuntime):
     """Runs batches of trajectories on its engines; made by `open_rollout`.
 
     Several `generate` and `stream` calls may run at once; they share engines, threads and
@@ -113,50 +111,6 @@ class RolloutRuntime(GroupingRuntime):
     def template(self) -> ChatTemplate:
         """The model's tokenizer and chat format."""
         return self.services.template
-
-    @property
-    def engines(self) -> EnginePool:
-        """The engines: replicas can be added, removed and drained there while calls run."""
-        return self.services.engines
-
-    async def update_weights(
-        self, *, version: int, source: WeightSource, mode: UpdateMode = "abort_and_resume"
-    ) -> None:
-        """Every engine has these weights afterwards; see `EnginePool.update_weights`.
-
-        Args:
-            version: What tokens sampled with them are stamped with, in `weight_versions`.
-            mode: What becomes of generations under way: "wait", "abort_and_resume" or "in_place".
-
-        Raises:
-            EngineError: No engine could load them; all keep the weights that they have.
-            RolloutError: The runtime is closed.
-        """
-        self._refuse_when_closed()
-        await self.engines.update_weights(version, source, mode)
-        self._groups.weights_changed()
-
-    async def sleep(self, level: int = 1) -> None:
-        """The engines have released memory afterwards; see `EnginePool.sleep`.
-
-        Trajectories stay as they are; those that generate wait until `wake_up`.
-
-        Args:
-            level: 1 releases the KV cache, 2 the weights as well.
-        """
-        await self.engines.sleep(level)
-
-    async def wake_up(self, tags: Iterable[str] = ALL_TAGS) -> None:
-        """The engines have taken memory back afterwards; see `EnginePool.wake_up`.
-
-        Args:
-            tags: "weights", "kv_cache", or both.
-        """
-        await self.engines.wake_up(tags)
-
-    async def flush_cache(self) -> None:
-        """The engines have forgotten what they computed so far; see `EnginePool.flush_cache`."""
-        await self.engines.flush_cache()
 
     async def generate(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import anyio
 
@@ -19,9 +19,16 @@ if TYPE_CHECKING:
 
     from rollout.agents.agent_loop import AgentLoop
     from rollout.agents.context import AgentContext
+    from rollout.chat.trajectory import Trajectory
     from rollout.limits import Deadline
-    from rollout.scheduling.member_runs import MemberHome
     from rollout.scheduling.prompts import Member
+
+
+class MemberHome(Protocol):
+    """Whom a member belongs to."""
+
+    async def end(self, run: AgentRun, trajectory: Trajectory) -> None:
+        """A member of it has ended. May wait, and holds the member's place meanwhile."""
 
 
 class AgentRun(Supervised[Cause]):

@@ -142,6 +142,12 @@ class GroupBook:
         return len(self._ready) < GROUP_BUFFER
 
     @property
+    def waits_for_version(self) -> bool:
+        """Whether nothing is under way, and nothing may start before the weights are newer."""
+        is_idle = not (self._open or self._ready or self._is_stopped)
+        return is_idle and self._bound is not None and not self.wants_group
+
+    @property
     def is_complete(self) -> bool:
         """Whether it has as many as it wants, or will never have more."""
         groups = self.wanted.groups
@@ -286,7 +292,7 @@ class GroupBook:
         carries = self.wanted.surplus == "carry" and not is_over
         leaving = Leaving(kept=list(self._ready))
         for group in self._open:
-            if carries or not group.is_begun or self._is_being_judged(group):
+            if carries or not group.is_begun:
                 self.counts["carried"] += group.is_begun
                 leaving.kept.append(group)
                 leaving.carried += group.running
@@ -298,9 +304,6 @@ class GroupBook:
         self._ready.clear()
         leaving.kept.sort(key=lambda group: group.number)
         return leaving
-
-    def _is_being_judged(self, group: PulledGroup) -> bool:
-        return group.is_settled
 
 
 def _version_of(group: PulledGroup) -> int:

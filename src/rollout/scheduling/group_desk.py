@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 import msgspec
@@ -24,13 +24,25 @@ if TYPE_CHECKING:
     from rollout.engine.driver.pool import EnginePool
     from rollout.observe.tally import Tally
     from rollout.scheduling.agent_run import AgentRun
-    from rollout.scheduling.group_run import GroupRun
     from rollout.scheduling.member_runs import MemberRuns
     from rollout.scheduling.rewarding import Rewarding
     from rollout.worker_threads import WorkerThreads
 
     #: Starts a task of the runtime's.
     Start = Callable[..., object]
+
+
+class GroupCall(Protocol):
+    """A call of `collect` or `stream_groups`, as `GroupRun` is."""
+
+    step: int
+    taken_names: set[str]
+
+    def change(self) -> None:
+        """Something is not as it was."""
+
+    def fail(self, error: BaseException) -> None:
+        """It ends with this."""
 
 
 #: Reasons of carried members that do not continue.
@@ -70,7 +82,7 @@ class GroupDesk:
         self._sources: dict[int, PromptSource] = {}
         #: Kept of sources that have given all that they have.
         self._orphans: list[PulledGroup] = []
-        self._calls: dict[GroupRun, None] = {}
+        self._calls: dict[GroupCall, None] = {}
         self._numbers = 0
         self._ready: anyio.Event | None = None
         self._is_over = anyio.Event()
@@ -90,7 +102,7 @@ class GroupDesk:
         """A caller was told that it is over: should it be given again, it begins again."""
         self._sources.pop(id(source.given), None)
 
-    async def open(self, call: GroupRun, serve: Callable[[], Coroutine[Any, Any, object]]) -> None:
+    async def open(self, call: GroupCall, serve: Callable[[], Coroutine[Any, Any, object]]) -> None:
         """Let a call begin."""
         if self._ready is None:
             self._ready, self.runs = anyio.Event(), self._new_runs()
@@ -100,7 +112,7 @@ class GroupDesk:
         self._calls[call] = None
         self._start(serve)
 
-    def left(self, call: GroupRun) -> None:
+    def left(self, call: GroupCall) -> None:
         """It has ended."""
         self._calls.pop(call, None)
 
@@ -188,7 +200,7 @@ class GroupDesk:
 
     # Members.
 
-    def prepare(self, group: PulledGroup, call: GroupRun) -> None:
+    def prepare(self, group: PulledGroup, call: GroupCall) -> None:
         """Make the members of a group that has none yet, with names of their own."""
         if group.is_begun or group.waiting:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,15 @@ if TYPE_CHECKING:
 #: Reason of members that nobody wants any more.
 SURPLUS = "surplus"
 CLOSED = "closed"
+#: A consumer that waits for so long, and for itself, is told why.
+HINT_S = 60.0
+WAITS_FOR_VERSION = (
+    "stream_groups: %d groups were taken, and nothing has run for %g s: further ones would be "
+    "older than max_staleness allows; call update_weights, with a version that is one higher, "
+    "after each groups_per_step groups"
+)
+
+logger = logging.getLogger("rollout.scheduling")
 
 
 class GroupRun:
@@ -72,6 +82,7 @@ class GroupRun:
         self._at_door: GroupMember | None = None
         self._judging = self._ended_count = 0
         self._is_closed = self._met_deadline = self._is_cancelled = False
+        self._has_hinted = False
         self._pause: anyio.CancelScope | None = None
         self._admission = anyio.CancelScope()
         self._changed = anyio.Event()
@@ -95,7 +106,11 @@ class GroupRun:
                 raise self.failure
             if self.book.is_complete:
                 return None
-            await self._changed.wait()
+            with anyio.move_on_after(HINT_S) as scope:
+                await self._changed.wait()
+            if scope.cancelled_caught and self.book.waits_for_version and not self._has_hinted:
+                self._has_hinted = True
+                logger.warning(WAITS_FOR_VERSION, self.book.consumed, HINT_S)
 
     async def all_groups(self) -> list[Group]:
         """As many accepted ones as are wanted, or what there is; `failure` says why."""
@@ -264,9 +279,10 @@ class GroupRun:
             self._pause = None
 
     def _adopt_one(self) -> bool:
-        group = self._desk.first_kept(self._source)
-        if group is None:
+        kept = self._desk.first_kept(self._source)
+        if kept is None:
             return False
+        group = kept.for_call(self.book.wanted.members)
         group.call = self
         group.deadline = None
         self._desk.prepare(group, self)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import anyio
 
-from rollout.scheduling.agent_run import AgentRun
+from rollout.scheduling.agent_run import AgentRun, MemberHome
 from rollout.scopes import leaf_of
 from rollout.supervision import open_supervision
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
 
-    from rollout.chat.trajectory import Trajectory
     from rollout.limits import Deadline
     from rollout.observe.tally import Tally
     from rollout.scheduling.prompts import Cancellable, Member
@@ -32,13 +31,6 @@ M = TypeVar("M", bound="Member")
 
 #: To end a member that was never started takes this share of what one wake-up sets off.
 UNSTARTED = 1 / 16
-
-
-class MemberHome(Protocol):
-    """Whom a member belongs to."""
-
-    async def end(self, run: AgentRun, trajectory: Trajectory) -> None:
-        """A member of it has ended. May wait, and holds the member's place meanwhile."""
 
 
 class MemberSource(Protocol[M]):

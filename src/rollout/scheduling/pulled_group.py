@@ -105,6 +105,16 @@ class PulledGroup:
         if member.is_held and member in self.waiting:
             self.waiting.remove(member)  # type: ignore[arg-type]
 
+    def for_call(self, members: int) -> PulledGroup:
+        """It, for a call that wants so many members; as it was pulled, where it has too few.
+
+        One that was whole for another call has let the members go that were not wanted there.
+        """
+        if self.is_settled and len(self.ended) < members:
+            return self.fresh()
+        self.is_settled = False
+        return self
+
     def fresh(self) -> PulledGroup:
         """The same prompt, as it was when it was pulled."""
         return PulledGroup(self.number, self.prompt, self.source)
