@@ -148,7 +148,7 @@ class WatchedRuntime:
         with self._recording("stream_groups", (), None, step, validate=False) as call:
             self._note_policy(call, options)
             async with self._real.stream_groups(source, step=call.step, **options) as groups:
-                yield _noted(groups, call)
+                yield _WatchedGroups(groups, call)
 
     def _note_policy(self, call: CallRecord, options: dict[str, Any]) -> None:
         scheduling = self.config.scheduling
@@ -336,11 +336,22 @@ class _WatchedStream(ObjectReceiveStream[Trajectory]):
         await self._stream.aclose()
 
 
-async def _noted(groups: AsyncIterator[Group], call: CallRecord) -> AsyncIterator[Group]:
-    async for group in groups:
-        call.received += group.trajectories
-        yield group
-    call.is_complete = True
+class _WatchedGroups:
+    def __init__(self, groups: AsyncIterator[Group], call: CallRecord) -> None:
+        self._groups = groups
+        self._call = call
+
+    def __aiter__(self) -> _WatchedGroups:
+        return self
+
+    async def __anext__(self) -> Group:
+        try:
+            group = await anext(self._groups)
+        except StopAsyncIteration:
+            self._call.is_complete = True
+            raise
+        self._call.received += group.trajectories
+        return group
 
 
 def patience_s(config: RolloutConfig) -> float:
