@@ -106,6 +106,7 @@ class AgentContext:
             group_id=f"{identity.step}/{identity.uid}",
         )
         self._interaction: Interaction | None = None
+        self._interaction_name = interaction_name(prompt, self.config)
         self._is_whole = True
 
     def beside(self, conversation: Conversation) -> AgentContext:
@@ -397,7 +398,3 @@ class AgentContext:
         if interaction is not None:
             cleanup_s = self._services.config.limits.cleanup_s
             await finish(interaction, self.identity.session_id, cleanup_s)
-
-    @property
-    def _interaction_name(self) -> str | None:
-        return interaction_name(self.prompt, self.config)
