@@ -10,6 +10,9 @@ from __future__ import annotations
 import zlib
 from array import array
 
+#: How many ids a digest is of, and that.
+_NOTHING = (0, 0)
+
 
 class TokenPrefix:
     """Append-only token ids, held as the pieces in which they came.
@@ -22,6 +25,7 @@ class TokenPrefix:
     """
 
     __slots__ = (
+        "_digested",
         "_length",
         "_others",
         "_pieces",
@@ -37,6 +41,7 @@ class TokenPrefix:
         self._pieces: list[bytes] = []
         self._length = 0
         self._sum = self._summed = 0  # of the first `_summed` ids
+        self._digested = _NOTHING
         #: What the replica has that was asked last; of earlier ones in `_others`.
         self._session, self._sent = "", 0
         self._others: dict[str, int] | None = None
@@ -70,6 +75,14 @@ class TokenPrefix:
         self._sum = zlib.crc32(self.packed(self._summed, length), self._sum)
         self._summed = length
         return self._sum
+
+    def digest(self) -> int:
+        """CRC-32 of all ids; cheap where few have come since it was asked for last."""
+        length, digest = self._digested
+        if length < self._length:
+            digest = zlib.crc32(self.packed(length), digest)
+            self._digested = (self._length, digest)
+        return digest
 
     def packed(self, start: int = 0, stop: int | None = None) -> bytes:
         """The ids from index `start` up to `stop`, int32 little-endian."""

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from rollout.agents.gateway_door import GatewayDoor
     from rollout.agents.services import Services
     from rollout.agents.turn import AssistantTurn
+    from rollout.agents.turn_log import TurnLog
     from rollout.agents.wording import Given
     from rollout.chat.drift import Drift
     from rollout.config import AgentConfig
@@ -105,9 +106,12 @@ class AgentContext:
         deadline: Deadline,
         extra: dict[str, Any],
         outermost: Deadline,
+        log: TurnLog | None = None,
     ) -> None:
         self._services = services
-        self._state = TrajectoryState(services, prompt, identity, tools, deadline, extra, outermost)
+        self._state = TrajectoryState(
+            services, prompt, identity, tools, deadline, extra, outermost, log
+        )
         self._main = Conversation(
             self._state,
             ConversationLog(Row(Transcript(), MAIN), MessageLog(self._state.wording.reader)),

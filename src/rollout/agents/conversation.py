@@ -16,6 +16,7 @@ from rollout.drives import UnresponsiveError
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.generation import Generation
 from rollout.errors import AgentError, LimitExceeded
+from rollout.tools.answers import Answers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -114,7 +115,8 @@ class Conversation(ListeningConversation):
             if self._unsettled:
                 await self._settle()
             state, stop, is_over, bounded_by = self._state, options.stop, False, ""
-            started = state.clock()
+            log, place = state.log, None
+            started, recalled_s = state.clock(), None
             deadline = state.deadline_of_generation(started)
             generation, seed = self._begun(options)
             try:
@@ -124,20 +126,29 @@ class Conversation(ListeningConversation):
                             await self._render_again()
                     kept = self._wording.kept_tokens
                     budget, bounded_by = state.budget(self.transcript, self.sampling, kept)
-                    # Not in a coroutine of its own: every trajectory waits here.
-                    await state.services.engines.generate(
-                        generation,
-                        session_id=self._session_id,
-                        prompt_ids=self.transcript.prefix,
-                        sampling=state.sampling_of_turn(self.sampling, budget, seed),
-                        priority=state.prompt.priority,
-                        known_experts=self.transcript.routed_length,
-                        group_id=self._group_id,
-                        deadline=deadline,
-                    )
+                    sampling = state.sampling_of_turn(self.sampling, budget, seed)
+                    if log is not None:
+                        place = log.place_of_turn(self.transcript.prefix, sampling)
+                        if log.has_answers:
+                            recalled_s = await log.recall_turn(place, generation)
+                    if recalled_s is None:
+                        # Not in a coroutine of its own: every trajectory waits here.
+                        await state.services.engines.generate(
+                            generation,
+                            session_id=self._session_id,
+                            prompt_ids=self.transcript.prefix,
+                            sampling=sampling,
+                            priority=state.prompt.priority,
+                            known_experts=self.transcript.routed_length,
+                            group_id=self._group_id,
+                            deadline=deadline,
+                        )
                     if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
                         raise state.abort_error(self._session_id, deadline.now)
                 is_over = True
+                if log is not None and place is not None and recalled_s is None:
+                    turn, took_s = self.assistant_turns, state.clock() - started
+                    await log.note_turn(place, self._session_id, turn, generation, took_s, sampling)
             except (LimitExceeded, UnresponsiveError) as error:
                 self._settling_limits.settle(error)
                 raise
@@ -150,7 +161,8 @@ class Conversation(ListeningConversation):
                     end = TurnEnd("stop", None)
                 is_cut = end.finish_reason not in WHOLE_ANSWERS
                 stays_open = is_over or (is_cut and options.stays_open)
-                self._arrived(generation, seed, end, now - started, stays_open=stays_open)
+                seconds = now - started + (recalled_s or 0.0)
+                self._arrived(generation, seed, end, seconds, stays_open=stays_open)
             return self._say()
         finally:
             self._is_generating = False
@@ -201,12 +213,26 @@ class Conversation(ListeningConversation):
         state = self._state
         with self._settling_limits:
             state.count_calls(len(calls))
-            results = await state.tools.run(
-                calls, turn_deadline=self._turn_deadline, offered=self._offered
-            )
+            results = await self._answers_to(calls)
             state.tool_rewards += [r.reward for r in results if r.reward is not None]
-            state.services.tally.tool_calls += len(calls)
             self._errors_in_a_row = state.count_errors(results, self._errors_in_a_row)
+        return results
+
+    async def _answers_to(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
+        """What the tools answer, or have answered when the trajectory came here before."""
+        state, log, offered = self._state, self._state.log, self._offered
+        place = None if log is None else log.place_of_calls(self.transcript.prefix, calls)
+        if log is not None and place is not None and log.has_answers:
+            known = await log.recall_answers(place)
+            if known is not None:
+                return state.tools.recall(calls, known, self._turn_deadline, offered)
+        before = state.tools.seconds
+        results = await state.tools.run(calls, turn_deadline=self._turn_deadline, offered=offered)
+        state.services.tally.tool_calls += len(calls)
+        if log is not None and place is not None:
+            stateful, snapshots = await state.tools.states_after(calls)
+            answers = Answers(results, state.tools.seconds - before, stateful, snapshots)
+            await log.note_answers(place, self._session_id, self.assistant_turns, answers)
         return results
 
     async def branch(

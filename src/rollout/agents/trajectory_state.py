@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from rollout.agents.services import Services
+    from rollout.agents.turn_log import TurnLog
     from rollout.chat.transcript import Transcript
     from rollout.config import AgentConfig
     from rollout.engine.core import SamplingParams
@@ -66,6 +67,7 @@ class TrajectoryState:
         clock: The loop's time.
         deadline: The trajectory's own.
         outermost: The deadline that nothing puts off.
+        log: Remembers its answers; None where nothing does.
     """
 
     turn_scores = _ListOnDemand()
@@ -86,6 +88,7 @@ class TrajectoryState:
         "extra",
         "generation_s",
         "identity",
+        "log",
         "outermost",
         "prompt",
         "resumes",
@@ -104,8 +107,10 @@ class TrajectoryState:
         deadline: Deadline,
         extra: dict[str, Any],
         outermost: Deadline,
+        log: TurnLog | None = None,
     ) -> None:
         self.services = services
+        self.log = log
         self.config: AgentConfig = services.config.agent
         self.clock = loop_clock()
         self.wording = Wording(services, services.reader_of(tools))
@@ -211,6 +216,8 @@ class TrajectoryState:
     def count_tokens(self, generation: Generation, known_tokens: int) -> None:
         """Count what a generation brought, and how much of `known_tokens` its engine still had."""
         self.cached_tokens += generation.cached_tokens
+        if not generation.parts:
+            return  # none arrived, or all of it is remembered
         tally = self.services.tally
         tally.generated_tokens += len(generation.ids)
         if generation.finish_reason in WHOLE_ANSWERS:  # others need not say what was cached

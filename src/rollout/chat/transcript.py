@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain
-from typing import Any, Literal
+from itertools import accumulate, chain, pairwise
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,28 @@ NO_VERSION = -1
 NO_ID = -1
 #: What stands in `Transcript.routed_experts` where nobody knows.
 NO_EXPERT = -1
+
+
+class PackedTranscript(NamedTuple):
+    """A transcript as bytes; `Transcript.from_packed` makes an equal one.
+
+    Attributes:
+        ids: int32 of each token.
+        spans: Of each its author and where it stops; see `SpanTable`.
+        runs, reasons: As in `SpanTable`.
+        log_probs: float32 of the generated ids, in order.
+        top: By where their span starts, how many most likely ids each token has, their ids, int32,
+            and log-probs, float32.
+        experts: (layers, top_k) and int16 of the first tokens; None where nobody knows them.
+    """
+
+    ids: bytes
+    spans: bytes
+    runs: bytes
+    reasons: tuple[str, ...]
+    log_probs: bytes
+    top: dict[int, tuple[int, bytes, bytes]] | None
+    experts: tuple[int, int, bytes] | None
 
 
 class Transcript:
@@ -201,6 +223,48 @@ class Transcript:
     def log_probs_bytes(self) -> bytes:
         """Those of the generated ids, in order, as packed float32."""
         return b"".join(self._log_probs or ())
+
+    def packed(self) -> PackedTranscript:
+        """All of it."""
+        spans, top, experts = self._spans, None, None
+        if self._top is not None:
+            top = {
+                start: (ids.shape[1], ids.tobytes(), values.tobytes())
+                for start, (ids, values) in self._top.items()
+            }
+        if self.expert_shape is not None and self._experts is not None:
+            experts = (*self.expert_shape, self._experts.tobytes())
+        return PackedTranscript(
+            self.prefix.packed(),
+            spans.places,
+            spans.runs,
+            spans.reasons,
+            self.log_probs_bytes(),
+            top,
+            experts,
+        )
+
+    @classmethod
+    def from_packed(cls, packed: PackedTranscript) -> Transcript:
+        """The transcript of which this was `packed`."""
+        made = cls()
+        made.prefix.extend(packed.ids)
+        made._spans = SpanTable(len(packed.ids) // 4, packed.spans, packed.runs, packed.reasons)
+        ends = accumulate((stop - start for start, stop in made._spans.generated()), initial=0)
+        own = [packed.log_probs[4 * start : 4 * stop] for start, stop in pairwise(ends)]
+        made._log_probs = own or None
+        if packed.top is not None:
+            made._top = {
+                start: (
+                    np.frombuffer(ids, np.int32).reshape(-1, width),
+                    np.frombuffer(values, np.float32).reshape(-1, width),
+                )
+                for start, (width, ids, values) in packed.top.items()
+            }
+        if packed.experts is not None:
+            made.expert_shape = packed.experts[:2]
+            made._experts = array("h", packed.experts[2])
+        return made
 
     def runs(self) -> Iterator[tuple[int, int | None]]:
         """What follows the prompt, in pieces: so many ids, and which weights sampled them.

@@ -13,6 +13,7 @@ from rollout.config.engines import (
 )
 from rollout.config.explain import describe_config
 from rollout.config.gateway_section import GatewayConfig
+from rollout.config.journal_section import JournalConfig
 from rollout.config.limits_section import LimitsConfig
 from rollout.config.placements import (
     InProcessPlacement,
@@ -42,6 +43,7 @@ __all__ = [
     "GatewayConfig",
     "HttpEngine",
     "InProcessPlacement",
+    "JournalConfig",
     "LengthsConfig",
     "LimitsConfig",
     "LocalProcessPlacement",

@@ -26,6 +26,7 @@ from rollout.runtime.driver_model import load_driver_model, warn_of_end_token
 from rollout.runtime.gateway_opening import gateway_of
 from rollout.runtime.heap import freeze_loaded, frozen_heap
 from rollout.runtime.runtime import RolloutRuntime
+from rollout.scheduling.journal.journal import open_journal, read_before
 from rollout.scheduling.reward_signatures import check_reward, of_trajectory
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory_runner import TrajectoryRunner
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from rollout.config import ToolsConfig
     from rollout.engine.core import EngineInfo
     from rollout.engine.wire.protocol import DriverFacts
+    from rollout.scheduling.journal.journal_reading import Contents
     from rollout.scheduling.rewards import RewardFunction
     from rollout.tools import Tool
 
@@ -54,6 +56,8 @@ def open_rollout(
     tools: Sequence[Any] = (),
     reward: RewardFunction | None = None,
     interactions: Sequence[Any] = (),
+    *,
+    resume: bool = False,
 ) -> AbstractAsyncContextManager[RolloutRuntime]:
     """A runtime with its engines serving; nothing of it is left when the block has been left.
 
@@ -66,8 +70,12 @@ def open_rollout(
             solution_str, ground_truth, extra_info)``, told by its parameters' names; sync (runs in
             a thread) or async. A mapping with a ``score`` is a reward too.
         interactions: Factories of simulated users, found by their names.
+        resume: Continue the run of `journal.path`, where there is one: what it has finished is
+            returned as it was, and what it has not goes on from there; see ``docs/journal.md``.
 
     Raises:
+        ConfigError: The journal is of another model, configuration or prompt file, or is there and
+            not to be resumed.
         ConfigError: The agent, the tool format or an interaction of the configuration is unknown,
             the reward function cannot be called like that, or the engines cannot do what `sampling`
             asks of them.
@@ -75,7 +83,7 @@ def open_rollout(
         EngineError: An engine did not start, or refused to serve with this tokenizer.
         RolloutError: It is left in another task than it was entered in; nothing has happened then.
     """
-    return open_rollout_on(open_engines, config, tools, reward, interactions)
+    return open_rollout_on(open_engines, config, tools, reward, interactions, resume=resume)
 
 
 def open_rollout_on(
@@ -84,9 +92,12 @@ def open_rollout_on(
     tools: Sequence[Any] = (),
     reward: RewardFunction | None = None,
     interactions: Sequence[Any] = (),
+    *,
+    resume: bool = False,
 ) -> AbstractAsyncContextManager[RolloutRuntime]:
     """`open_rollout` on the engines that `engines` opens."""
-    return OneTask("open_rollout", _open(engines, config, tools, reward, interactions))
+    opening = _open(engines, config, tools, reward, interactions, resume)
+    return OneTask("open_rollout", opening)
 
 
 @asynccontextmanager
@@ -96,18 +107,20 @@ async def _open(
     tools: Sequence[Any],
     reward: RewardFunction | None,
     interactions: Sequence[Any],
+    resume: bool,
 ) -> AsyncIterator[RolloutRuntime]:
     if not isinstance(config, RolloutConfig):
         raise ConfigError(f"config: expected a RolloutConfig, got {type(config).__name__}")
     if reward is not None:
         check_reward(reward)
+    before = await read_before(config, resume=resume)
     registry = InteractionRegistry(interactions)
     parser = tool_parser(config, registry)
     builtin = await builtin_tools(config.tools)
     with frozen_heap() if config.scheduling.freeze_heap else nullcontext():
         async with (
             open_tools([*builtin, *tools]) as opened,
-            _open_runtime(engines, config, opened, reward, registry, parser) as runtime,
+            _open_runtime(engines, config, opened, reward, registry, parser, before) as runtime,
         ):
             freeze_loaded()
             yield runtime
@@ -121,6 +134,7 @@ async def _open_runtime(
     reward: RewardFunction | None,
     registry: InteractionRegistry,
     parser: ToolParser,
+    before: Contents | None,
 ) -> AsyncIterator[RolloutRuntime]:
     threads = WorkerThreads(
         max_threads=config.tools.max_threads, max_abandoned=config.tools.max_abandoned_threads
@@ -163,10 +177,12 @@ async def _open_runtime(
                         config.agent.tokenization_check, config.agent.tokenization_ignore
                     ),
                 )
-                runtime = RolloutRuntime(config, runner, threads, tally)
+                fingerprint = loading.return_value.facts.fingerprint
                 with closing(services.texts):
-                    async with gateway_of(services), runtime.serving():
-                        yield runtime
+                    async with open_journal(services, before, fingerprint) as journal:
+                        runtime = RolloutRuntime(config, runner, threads, tally, journal)
+                        async with gateway_of(services), runtime.serving():
+                            yield runtime
     finally:
         await executor.close()
         threads.close()

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from rollout.engine.driver.pool import EnginePool
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.observe.tally import Tally
+    from rollout.scheduling.journal.entries import PromptEntry
+    from rollout.scheduling.journal.journal import Journal
     from rollout.scheduling.prompts import Member
     from rollout.scheduling.trajectory_runner import TrajectoryRunner
     from rollout.tensor_layout import Layout, Trim
@@ -76,7 +78,12 @@ class RolloutRuntime:
     """
 
     def __init__(
-        self, config: RolloutConfig, runner: TrajectoryRunner, threads: WorkerThreads, tally: Tally
+        self,
+        config: RolloutConfig,
+        runner: TrajectoryRunner,
+        threads: WorkerThreads,
+        tally: Tally,
+        journal: Journal | None = None,
     ) -> None:
         self.config = config
         self._runner = runner
@@ -92,7 +99,10 @@ class RolloutRuntime:
         self._long_work = LongWork()
         self._collation = Collation(config.lengths, runner.services.template, self._long_work)
         self._lag = LoopLag()
+        self._journal = journal
         self._run_seed = fresh_seed() if config.seed is None else config.seed
+        if journal is not None:
+            self._run_seed = journal.run_seed
         self._next_step = 0
         self._calls: dict[BatchRun, BatchRun | StreamedRun] = {}
         self._streams: dict[StreamedRun, int] = {}  # with the task that entered each
@@ -128,6 +138,8 @@ class RolloutRuntime:
         """
         self._refuse_when_closed()
         await self.engines.update_weights(version, source, mode)
+        if self._journal is not None:
+            self._journal.note_version(version)
 
     async def sleep(self, level: int = 1) -> None:
         """The engines have released memory afterwards; see `EnginePool.sleep`.
@@ -195,9 +207,14 @@ class RolloutRuntime:
                     with self._running(run, run):
                         await run.run(keep)
             except Exception as error:
+                for row, trajectory in run.unwritten:
+                    rows[row] = trajectory
                 await self._collation.attach(error, rows, window, layout, trim)
                 raise
-            return await self._collation.batch(rows, window, layout, trim)
+            batch = await self._collation.batch(rows, window, layout, trim)
+        if self._journal is not None:
+            self._journal.delivered(each.log.key for each in run.members if each.log is not None)
+        return batch
 
     @asynccontextmanager
     async def stream(
@@ -271,6 +288,7 @@ class RolloutRuntime:
             self._lag.total,
             abandoned_threads=self._threads.abandoned | services.texts.abandoned,
             max_running=self.admission.allowed,
+            journal=None if self._journal is None else self._journal.statistics(),
         )
 
     async def _new_run(
@@ -283,6 +301,8 @@ class RolloutRuntime:
         trim: Trim = False,
     ) -> BatchRun:
         self._refuse_when_closed()
+        if self._journal is not None:
+            self._journal.check_announced()
         step, samples = check_call(step, validate, samples, layout, trim)
         scheduling = self.config.scheduling
         deadline = Deadline.after(self.config.limits.batch_s, "limits.batch_s")
@@ -290,8 +310,11 @@ class RolloutRuntime:
         is_long = isinstance(prompts, Sized) and len(prompts) * samples > MANY_MEMBERS
         with self._counted(step) as step:
             make = partial(self._members, prompts, samples, step, validate)
-            members = await self._long_work.run(is_long, make)
+            members, prompt_entries = await self._long_work.run(is_long, make)
         self._refuse_when_closed()
+        for entry in prompt_entries:
+            assert self._journal is not None
+            self._journal.put(entry)
         return BatchRun(
             members=members,
             runner=self._runner,
@@ -304,17 +327,18 @@ class RolloutRuntime:
 
     def _members(
         self, prompts: Sequence[Prompt], samples: int, step: int, validate: bool
-    ) -> list[Member]:
-        """Those of a call, once its prompts are known to be good."""
+    ) -> tuple[list[Member], list[PromptEntry]]:
+        """Those of a call, once its prompts are known to be good; and what is written of them."""
         prompts, services = check_prompts(prompts), self.services
         check_names(prompts, self.config.agent, services.tools.names, services.interactions)
-        return members_of(
+        members = members_of(
             prompts,
             samples=samples,
             step=step,
             run_seed=self._run_seed,
             validate=validate,
         )
+        return members, [] if self._journal is None else self._journal.enrol(members)
 
     @contextmanager
     def _counted(self, step: int | None) -> Iterator[int]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rollout.config import SchedulingConfig
     from rollout.limits import Deadline
     from rollout.observe.tally import Tally
+    from rollout.scheduling.journal.trajectory_log import TrajectoryLog
     from rollout.scheduling.prompts import Cancellable, Member
     from rollout.scheduling.trajectory_runner import TrajectoryRunner
     from rollout.supervision import Supervision
@@ -84,6 +85,9 @@ class BatchRun:
         self._bad = BadEndings()
         self._met_deadline = False
         self._is_closed = self._is_cancelled = False
+        #: Rows whose end could not be written to the journal; they are not delivered.
+        self.unwritten: list[tuple[int, Trajectory]] = []
+        self._unwritten_error: RolloutError | None = None
 
     def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
         """Cancel the members that match, also those not started yet; how many there were.
@@ -184,7 +188,15 @@ class BatchRun:
     async def _admit(self, supervision: Supervision) -> None:
         conclude = self._conclude_soon
         for row, member in _by_priority(self.members):
-            if await self._take_place(member):
+            recorded = (
+                None
+                if member.log is None
+                else member.log.finished(member.prompt, member.identity.group)
+            )
+            if recorded is not None:
+                await self._wakes.take(UNSTARTED)
+                await self._finish(row, member, recorded, self._deliver, is_recorded=True)
+            elif await self._take_place(member):
                 self._tally.running += 1
                 deadline = self._next_deadline()
                 self._start(AgentRun(supervision, member, row, deadline, conclude))
@@ -266,19 +278,37 @@ class BatchRun:
         return self._last_deadline
 
     async def _finish(
-        self, row: int, member: Member, trajectory: Trajectory, deliver: Deliver
+        self,
+        row: int,
+        member: Member,
+        trajectory: Trajectory,
+        deliver: Deliver,
+        *,
+        is_recorded: bool = False,
     ) -> None:
         """Settle the member, so that nothing can end it twice, and hand its trajectory over."""
         member.is_finished = True
-        self._tally.outcomes[trajectory.outcome] += 1
         if trajectory.limit_source == self._deadline.source:
             self._met_deadline = True
             if self._config.on_deadline == "drop":
                 trajectory.trainable = False
+        if member.log is not None and not is_recorded:
+            member.log.end(trajectory)
+        self._tally.outcomes[trajectory.outcome] += 1
         self._bad.add(trajectory)
         if trajectory.outcome is Outcome.FAILED and self._is_over_budget():
             self.cancel(None, None, "failure_budget")
-        await deliver(row, trajectory)
+        if member.log is None or await self._is_written(member.log):
+            await deliver(row, trajectory)
+        else:
+            self.unwritten.append((row, trajectory))
+
+    async def _is_written(self, log: TrajectoryLog) -> bool:
+        """Whether the journal has it; waits for that until the batch's time is over."""
+        is_written = await log.until_written(self._deadline.at, lambda: self._is_closed)
+        if not is_written:
+            self._unwritten_error = log.failure
+        return is_written
 
     def _is_over_budget(self) -> bool:
         failed, most = self._bad.failures.total(), self._config.max_failures
@@ -287,6 +317,8 @@ class BatchRun:
 
     def _final_error(self) -> RolloutError | None:
         """The error that a finished batch ends with, if any."""
+        if self._unwritten_error is not None:
+            return self._unwritten_error
         if self._is_closed:
             return RolloutError("the runtime was closed while this call was running")
         if self._is_over_budget():

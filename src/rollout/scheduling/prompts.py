@@ -10,6 +10,7 @@ import msgspec
 
 from rollout.agents.identity import Identity
 from rollout.errors import PromptError
+from rollout.scheduling.journal.trajectory_log import TrajectoryLog
 from rollout.types import Prompt
 
 
@@ -28,6 +29,7 @@ class Member:
         cancel_reason: Set once it has been cancelled.
         scope: What ends its agent or its reward, or its wait for a place, while there is one.
         is_finished: Whether it has its outcome.
+        log: Its journal; None where there is none.
     """
 
     prompt: Prompt
@@ -35,6 +37,7 @@ class Member:
     cancel_reason: str | None = None
     scope: Cancellable | None = None
     is_finished: bool = False
+    log: TrajectoryLog | None = None
 
     def give_scope(self, scope: Cancellable) -> None:
         """This ends it from now on."""

@@ -159,8 +159,11 @@ class TrajectoryRunner:
             )
         except ToolError as error:
             raise RejectedPrompt("unknown_tool", str(error)) from None
+        log = member.log
+        if log is not None:
+            log.begin()
         context = AgentContext(
-            self.services, prompt, identity, sampling, tools, deadline, extra, batch_deadline
+            self.services, prompt, identity, sampling, tools, deadline, extra, batch_deadline, log
         )
         return loop, context
 

@@ -261,6 +261,15 @@ class Generation:
             self._tell()
         return count
 
+    def recall(
+        self, ids: bytes, log_probs: bytes, versions: list[list[int]], finish: FinishReason | None
+    ) -> None:
+        """It is over, and was made before: tokens, as they came then."""
+        self._ids, self._log_probs = array("i", ids), array("f", log_probs)
+        self._versions, self.finish_reason = versions, finish
+        if self.on_tokens:
+            self._tell()
+
     def _extend(self, ids: bytes, log_probs: bytes, version: int, count: int) -> None:
         if self._ids is None or self._log_probs is None or self._versions is None:
             self._ids, self._log_probs = array("i", ids), array("f", log_probs)

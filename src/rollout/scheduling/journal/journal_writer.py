@@ -1,0 +1,187 @@
+"""Appends records to a journal, in batches, in a thread beside the event loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import anyio
+
+from rollout.batch.disk import unwritable
+from rollout.bridge import has_virtual_clock, loop_poster
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rollout.errors import RolloutError
+
+logger = logging.getLogger("rollout.journal")
+
+#: How long records are gathered before they are written together.
+GATHER_S = 0.004
+#: Between two attempts to write where the last one failed.
+RETRY_S = 1.0
+#: Bytes of records that wait to be written before trajectories wait for them.
+MAX_WAITING = 64 << 20
+#: Bytes of one write.
+_AT_ONCE = 4 << 20
+
+
+class JournalWriter:
+    """Records in the order in which they were put; each stands in the file whole, or not at all.
+
+    What cannot be written waits, is said once, and is tried again. In virtual time it writes at
+    once, on the loop.
+
+    Args:
+        path: The file, which is its own from now on.
+        descriptor: Of the file, which it closes.
+        size: Where the file ends.
+        syncs: Whether each batch is on the disk, and not only with the system, before it counts as
+            written.
+
+    Attributes:
+        put_count: Records given so far.
+        written: Of these, as many as are written.
+        size: Bytes in the file.
+        failure: Why the last attempt to write failed; None where it did not.
+    """
+
+    def __init__(self, path: Path, descriptor: int, size: int, *, syncs: bool) -> None:
+        self.put_count = self.written = 0
+        self.size = size
+        self.failure: RolloutError | None = None
+        self._path, self._descriptor, self._syncs = path, descriptor, syncs
+        self._frames: deque[bytes] = deque()
+        #: Taken from `_frames`, and not written yet; the thread's.
+        self._taken: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._written_bytes = 0
+        self._changed = anyio.Event()
+        self._has_waiters = False
+        self._is_awake = False
+        self._wake, self._closing, self._done = (threading.Event() for _ in range(3))
+        self._thread: threading.Thread | None = None
+        self._post = loop_poster()
+        if not has_virtual_clock():
+            self._thread = threading.Thread(target=self._run, name="rollout-journal", daemon=True)
+            self._thread.start()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much waits that nothing should be added."""
+        return self._waiting_bytes - self._written_bytes > MAX_WAITING
+
+    def put(self, frame: bytes) -> int:
+        """Have a record written; its number. On the loop."""
+        self._frames.append(frame)
+        self._waiting_bytes += len(frame)
+        self.put_count += 1
+        if self._thread is None:
+            self._write_all()
+        elif not self._is_awake:
+            self._is_awake = True
+            self._wake.set()
+        return self.put_count
+
+    async def wait(self, limit_s: float) -> None:
+        """Until something has been written or has failed, or this long."""
+        changed = self._changed
+        self._has_waiters = True
+        if not self._is_awake:  # nothing is under way: what is waited for may be written already
+            limit_s = min(limit_s, GATHER_S)
+        with anyio.move_on_after(limit_s):
+            await changed.wait()
+
+    async def close(self, limit_s: float) -> None:
+        """Write what waits, for no longer than this, and close the file; on the loop, shielded."""
+        if self._thread is None:
+            self._write_all()
+        else:
+            self._closing.set()
+            self._wake.set()
+            with anyio.CancelScope(deadline=anyio.current_time() + limit_s, shield=True):
+                while not self._done.is_set():
+                    await self.wait(limit_s)
+        left = self.put_count - self.written
+        if left:
+            logger.error(
+                "%s; %d records are lost: a resumption works again on them", self._path, left
+            )
+        if self._thread is None or self._done.is_set():
+            os.close(self._descriptor)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            self._wake.wait(RETRY_S if self._taken else None)
+            self._wake.clear()
+            self._closing.wait(GATHER_S)
+            self._is_awake = False
+            self._write_all()
+        self._write_all()
+        self._done.set()
+        self._post(self._tell)
+
+    def _write_all(self) -> None:
+        """Write what was put so far."""
+        while self._frames:
+            self._taken.append(self._frames.popleft())
+        before, failure = self.written, self.failure
+        try:
+            while self._taken:
+                self._write_some()
+            self.failure = None
+        except Exception as error:  # whatever it is, nobody else would learn of it
+            self.failure = unwritable(self._path, error, sum(map(len, self._taken)))
+            if failure is None:
+                logger.warning("%s; it is tried again", self.failure)
+        if self._has_waiters and (self.written > before or self.failure is not failure):
+            self._has_waiters = False
+            if self._thread is None:
+                self._tell()
+            else:
+                self._post(self._tell)
+
+    def _write_some(self) -> None:
+        """The next frames, or as many of them as there is room for.
+
+        Raises:
+            OSError: Not all of them.
+        """
+        size = count = 0
+        for frame in self._taken:
+            if count and size + len(frame) > _AT_ONCE:
+                break
+            size, count = size + len(frame), count + 1
+        try:
+            self._append(b"".join(islice(self._taken, count)), count)
+        except OSError:
+            if count == 1:
+                raise
+            self._append(self._taken[0], 1)  # perhaps there is room for some
+
+    def _append(self, data: bytes, count: int) -> None:
+        """These bytes, which are so many of the next frames; or nothing of them."""
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+            if self._syncs:
+                os.fdatasync(self._descriptor)
+        except OSError:
+            os.ftruncate(self._descriptor, self.size)
+            raise
+        self.size += len(data)
+        self._written_bytes += len(data)
+        for _ in range(count):
+            self._taken.popleft()
+        self.written += count
+
+    def _tell(self) -> None:
+        """Wake those who wait; on the loop."""
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()

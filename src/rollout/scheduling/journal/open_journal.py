@@ -1,0 +1,169 @@
+"""The open journal, as the logs of trajectories use it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import anyio
+import attrs
+
+from rollout.agents.kept_messages import TurnReader
+from rollout.errors import JournalError, ToolError
+from rollout.scheduling.journal.entries import DeliveredEntry, Entry, Key, encode
+from rollout.scheduling.journal.frames import framed
+from rollout.scheduling.journal.plain_data import Unwritable, logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from typing import Any
+
+    from rollout.agents.services import Services
+    from rollout.config import JournalConfig
+    from rollout.scheduling.journal.journal_reading import Payload
+    from rollout.scheduling.journal.journal_writer import JournalWriter
+    from rollout.types import Prompt
+
+#: Between two looks at whether a call that waits for the disk is to end.
+_CHECK_S = 0.2
+
+
+@attrs.define
+class JournalCounts:
+    """What became of what a journal held.
+
+    Attributes:
+        returned: Finished trajectories that were returned from it.
+        continued: Unfinished ones that went on from their last whole turn.
+        restarted: Unfinished ones that began again, for a tool whose state is lost.
+        departed: Of the continued ones those that asked otherwise than before.
+        recalled: Turns, and answers of tools to a turn, that were given again.
+    """
+
+    returned: int = 0
+    continued: int = 0
+    restarted: int = 0
+    departed: int = 0
+    recalled: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class JournalStatistics(JournalCounts):
+    """A journal now.
+
+    Attributes:
+        records, bytes: Written since the runtime was opened; size of the file.
+        waiting: Records that are not written yet.
+        failure: Why the last attempt to write failed; "" where it did not.
+    """
+
+    records: int
+    bytes: int
+    waiting: int
+    failure: str
+
+
+class OpenJournal:
+    """Takes records, and reads those that there are.
+
+    Attributes:
+        counts: Of what was there.
+        unwritable: What becomes of values that are no plain data.
+        read: A record of before.
+    """
+
+    def __init__(
+        self,
+        config: JournalConfig,
+        writer: JournalWriter,
+        read: Callable[[Payload], Entry],
+        services: Services,
+    ) -> None:
+        self.counts = JournalCounts()
+        self.unwritable = Unwritable(as_text=config.unwritable == "text")
+        self.read = read
+        self._config, self._writer, self._services = config, writer, services
+        self._readers: dict[tuple[str, ...] | None, TurnReader] = {}
+        self._said = False
+
+    @property
+    def failure(self) -> JournalError | None:
+        """Why it cannot be written at present."""
+        failure = self._writer.failure
+        return None if failure is None else JournalError(str(failure))
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether trajectories wait for what they put."""
+        return self._config.fsync == "always" or self._writer.is_full
+
+    def statistics(self) -> JournalStatistics:
+        """A snapshot."""
+        writer = self._writer
+        return JournalStatistics(
+            **attrs.asdict(self.counts),
+            records=writer.written,
+            bytes=writer.size,
+            waiting=writer.put_count - writer.written,
+            failure="" if writer.failure is None else str(writer.failure),
+        )
+
+    def put(self, entry: Entry) -> int:
+        """Have a record written; its number."""
+        return self._writer.put(framed(encode(entry)))
+
+    async def room(self, ticket: int) -> None:
+        """Until more may be put: with ``fsync = "always"`` until this record is on the disk."""
+        every = self._config.fsync == "always"
+        while self._writer.is_full or (every and self._writer.written < ticket):
+            if self._goes_on:
+                return
+            await self._writer.wait(_CHECK_S)
+
+    async def until_written(
+        self, ticket: int, deadline: float, is_over: Callable[[], bool]
+    ) -> bool:
+        """Whether a record is written; see `TrajectoryLog.until_written`."""
+        while self._writer.written < ticket and not self._goes_on:
+            is_late = is_over() or anyio.current_time() >= deadline
+            if is_late and self._writer.failure is not None:
+                return False
+            await self._writer.wait(_CHECK_S)
+        return True
+
+    @property
+    def _goes_on(self) -> bool:
+        return self._writer.failure is not None and self._config.on_failure == "continue"
+
+    def delivered(self, keys: Iterable[Key]) -> None:
+        """The caller has these."""
+        self.put(DeliveredEntry(list(keys)))
+
+    def say_unwritable(self, error: JournalError) -> None:
+        """What a tool answered is not written; said once."""
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "%s: it is not in the journal, and a resumed trajectory calls the tool again", error
+            )
+
+    def schemas_for(self, prompt: Prompt | None) -> Sequence[Mapping[str, Any]]:
+        """Of the tools that a prompt offers."""
+        return self._reader(prompt).schemas
+
+    def reader_for(
+        self, prompt: Prompt | None
+    ) -> Callable[[Sequence[Mapping[str, Any]] | None], TurnReader]:
+        """Makes what the messages of a prompt's trajectories are read with."""
+        own = self._reader(prompt)
+        return lambda schemas: own if schemas is None else own._replace(schemas=schemas)
+
+    def _reader(self, prompt: Prompt | None) -> TurnReader:
+        names = None if prompt is None or prompt.tools is None else tuple(prompt.tools)
+        reader = self._readers.get(names)
+        if reader is None:
+            services, schemas = self._services, []
+            with suppress(ToolError):  # a prompt that was rejected for its tools
+                schemas = services.tools.schemas(names)
+            reader = self._readers[names] = TurnReader(services.template, services.parser, schemas)
+        return reader

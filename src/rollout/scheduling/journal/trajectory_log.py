@@ -1,0 +1,349 @@
+"""The journal of one trajectory: answers written as they come, and given again when it resumes."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.lowlevel
+import msgspec
+
+from rollout.errors import JournalError
+from rollout.scheduling.journal.entries import AnswersEntry, EndEntry, Key, TurnEntry
+from rollout.scheduling.journal.journal_reading import Recorded
+from rollout.scheduling.journal.packed_trajectory import packed_trajectory, trajectory_of
+from rollout.scheduling.journal.plain_data import plain
+from rollout.tools import ToolResult
+from rollout.tools.answers import Answers
+from rollout.types import Cause, Outcome, ToolCall, said
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rollout.agents.turn_log import Place
+    from rollout.chat.trajectory import Trajectory
+    from rollout.engine.core import SamplingParams
+    from rollout.engine.driver.generation import Generation
+    from rollout.scheduling.journal.open_journal import OpenJournal
+    from rollout.token_prefix import TokenPrefix
+    from rollout.types import InvalidToolCall, Prompt
+
+logger = logging.getLogger("rollout.journal")
+
+#: Reasons of cancelled trajectories that are not finished by it: the runtime was closed, or a
+#: signal ended `rollout run`. A resumption continues them.
+UNFINISHED = frozenset(("closed", "interrupted"))
+#: Reason of a trajectory that holds what cannot be written.
+UNWRITABLE = "journal"
+
+_encode = msgspec.msgpack.Encoder().encode
+_NOTHING = Recorded()
+
+
+class TrajectoryLog:
+    """Answers by what was asked: the same question after the same tokens gets the same answer.
+
+    A resumed trajectory runs again from the start of its agent; while it asks what it asked before
+    it is answered from here, in no time, and no engine and no tool is asked. The first question
+    that is not known is a new one. So conversations that run side by side resume as well, and an
+    agent that asks otherwise than before simply has fewer answers.
+
+    Attributes:
+        key: Which trajectory it is.
+        recalled: Answers that were given again.
+    """
+
+    __slots__ = (
+        "_answers",
+        "_begun",
+        "_journal",
+        "_recorded",
+        "_start",
+        "_ticket",
+        "_turns",
+        "key",
+        "recalled",
+    )
+
+    def __init__(self, journal: OpenJournal, key: Key, recorded: Recorded | None) -> None:
+        self.key = key
+        self.recalled = 0
+        self._journal = journal
+        self._recorded = recorded or _NOTHING
+        self._start = self._recorded.start
+        self._ticket = 0
+        self._begun = False
+        self._turns: dict[Place, deque[TurnEntry]] | None = None
+        self._answers: dict[Place, deque[AnswersEntry]] | None = None
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether there are any to give again."""
+        return bool(self._turns or self._answers)
+
+    def finished(self, prompt: Prompt, group: int) -> Trajectory | None:
+        """The trajectory, where the journal has it.
+
+        Raises:
+            JournalError: It has it no more: the file was changed meanwhile.
+        """
+        if self._recorded.end is None:
+            return None
+        entry = self._journal.read(self._recorded.end)
+        assert isinstance(entry, EndEntry)
+        reader = self._journal.reader_for(prompt)
+        trajectory = trajectory_of(entry.trajectory, prompt, reader)
+        trajectory.group = group
+        self._journal.counts.returned += 1
+        return trajectory
+
+    def begin(self) -> None:
+        """An attempt begins at the start of its agent; the first has what is recorded."""
+        if self._begun or (self._recorded.stateful and self._recorded.answers):
+            if not self._begun:
+                self._say_restart()
+            self._begun, self._turns, self._answers = True, None, None
+            self._start += 1
+            return
+        self._begun = True
+        if self._recorded.answers:
+            self._journal.counts.continued += 1
+        for payload in self._recorded.answers:
+            entry = self._journal.read(payload)
+            if isinstance(entry, TurnEntry):
+                self._turns = self._turns or {}
+                self._turns.setdefault(entry.place, deque()).append(entry)
+            elif isinstance(entry, AnswersEntry):
+                self._answers = self._answers or {}
+                self._answers.setdefault(entry.place, deque()).append(entry)
+
+    def _say_restart(self) -> None:
+        self._journal.counts.restarted += 1
+        logger.info(
+            "%s starts from its beginning: the state of %s is lost, which has no snapshot()",
+            self.key,
+            ", ".join(sorted(self._recorded.stateful)),
+        )
+
+    def place_of_turn(self, prefix: TokenPrefix, sampling: SamplingParams) -> Place:
+        """Where a turn begins that is sampled so."""
+        return len(prefix), prefix.digest(), zlib.crc32(_encode(sampling))
+
+    async def recall_turn(self, place: Place, generation: Generation) -> float | None:
+        """Fill a generation as it was; the seconds that it took, None where nothing is known."""
+        await anyio.lowlevel.checkpoint()
+        known = _next(self._turns, place)
+        if known is None:
+            return None
+        self._count()
+        generation.cached_tokens, generation.resumes = known.cached_tokens, known.resumes
+        if known.top is not None:
+            generation.top_count, generation.top_ids, generation.top_log_probs = known.top
+        if known.experts is not None:
+            layers, top_k, generation.expert_room, generation.routed_experts = known.experts
+            generation.expert_shape = (layers, top_k)
+        finish: Any = known.finish_reason
+        generation.recall(known.ids, known.log_probs, known.versions, finish)
+        seconds: float = known.seconds
+        return seconds
+
+    async def note_turn(
+        self,
+        place: Place,
+        segment: str,
+        turn: int,
+        generation: Generation,
+        seconds: float,
+        sampling: SamplingParams,
+    ) -> None:
+        """A generation is over."""
+        top, experts, shape = None, None, generation.expert_shape
+        if generation.top_count:
+            top = (generation.top_count, generation.top_ids, generation.top_log_probs)
+        if shape is not None:
+            experts = (*shape, generation.expert_room, generation.routed_experts)
+        await self._put(
+            TurnEntry(
+                self.key,
+                self._start,
+                segment,
+                turn,
+                place,
+                generation.ids.tobytes(),
+                generation.log_probs.tobytes(),
+                generation.versions,
+                generation.finish_reason,
+                generation.cached_tokens,
+                generation.resumes,
+                seconds,
+                sampling.seed or 0,
+                top,
+                experts,
+            )
+        )
+
+    def place_of_calls(
+        self, prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
+    ) -> Place | None:
+        """Where these calls are made; None where they cannot be remembered."""
+        try:
+            asked = _encode([_asked(call) for call in calls])
+        except (TypeError, ValueError, OverflowError):
+            return None
+        return len(prefix), prefix.digest(), zlib.crc32(asked)
+
+    async def recall_answers(self, place: Place) -> Answers | None:
+        """What was answered then; None where nothing is known."""
+        await anyio.lowlevel.checkpoint()
+        known = _next(self._answers, place)
+        if known is None:
+            return None
+        self._count()
+        results = [_result(each) for each in known.results]
+        return Answers(results, known.seconds, known.stateful, known.snapshots)
+
+    async def note_answers(self, place: Place, segment: str, turn: int, answers: Answers) -> None:
+        """Calls have been answered; what holds no plain data is not written, and asked again."""
+        try:
+            results = [_fields(each, at) for at, each in enumerate(answers.results)]
+            snapshots = {
+                name: plain(state, f"the snapshot of tool {name!r}")
+                for name, state in answers.snapshots.items()
+            }
+        except JournalError as error:
+            self._journal.say_unwritable(error)
+            return
+        await self._put(
+            AnswersEntry(
+                self.key,
+                self._start,
+                segment,
+                turn,
+                place,
+                results,
+                answers.seconds,
+                list(answers.stateful),
+                snapshots,
+            )
+        )
+
+    def end(self, trajectory: Trajectory) -> None:
+        """It has its outcome. One that holds what cannot be written fails by that."""
+        if trajectory.outcome is Outcome.CANCELLED and trajectory.reason in UNFINISHED:
+            return
+        self._say_departure()
+        self._ticket = self._journal.put(EndEntry(self.key, self._packed(trajectory)))
+
+    def _packed(self, trajectory: Trajectory) -> bytes:
+        schemas = self._journal.schemas_for(trajectory.prompt)
+        try:
+            packed, fault = packed_trajectory(trajectory, schemas, self._journal.unwritable)
+            if fault is None:
+                return packed
+        except (JournalError, TypeError, ValueError, OverflowError) as error:
+            fault = error if isinstance(error, JournalError) else JournalError(said(error))
+            _drop_messages(trajectory)
+        _fail(trajectory, fault)
+        packed, _ = packed_trajectory(trajectory, schemas, self._journal.unwritable)
+        return packed
+
+    def _say_departure(self) -> None:
+        left = sum(len(each) for each in (self._turns or {}).values())
+        left += sum(len(each) for each in (self._answers or {}).values())
+        self._turns = self._answers = None
+        if left:
+            self._journal.counts.departed += 1
+            logger.warning(
+                "%s asked otherwise than before it was resumed: %d of its recorded answers were of "
+                "no use, and it went on from the %d before them",
+                self.key,
+                left,
+                self.recalled,
+            )
+
+    @property
+    def failure(self) -> JournalError:
+        """Why its end cannot be written."""
+        return self._journal.failure or JournalError("the journal cannot be written")
+
+    async def until_written(self, deadline: float, is_over: Callable[[], bool]) -> bool:
+        """Whether its end is written.
+
+        Args:
+            deadline: Up to when that is waited for where the disk refuses it.
+            is_over: Whether nobody waits any more.
+        """
+        ticket = self._ticket
+        return not ticket or await self._journal.until_written(ticket, deadline, is_over)
+
+    def delivered(self) -> None:
+        """The caller has it."""
+        self._journal.delivered([self.key])
+
+    def _count(self) -> None:
+        self.recalled += 1
+        self._journal.counts.recalled += 1
+
+    async def _put(self, entry: TurnEntry | AnswersEntry) -> None:
+        ticket = self._journal.put(entry)
+        if self._journal.holds_back:
+            await self._journal.room(ticket)
+
+
+def _next(known: dict[Place, deque[Any]] | None, place: Place) -> Any:
+    """The next answer there; each is given once."""
+    found = known.get(place) if known else None
+    if not found or known is None:
+        return None
+    entry = found.popleft()
+    if not found:
+        del known[place]
+    return entry
+
+
+def _asked(call: ToolCall | InvalidToolCall) -> list[Any]:
+    if isinstance(call, ToolCall):
+        return [call.name, call.arguments, call.id, call.raw]
+    return [call.raw, call.reason]
+
+
+_RESULT_FIELDS = ("text", "data", "reward", "metrics", "is_error", "end_trajectory", "extra")
+
+
+def _fields(result: ToolResult, at: int) -> list[Any]:
+    return [plain(getattr(result, name), f"answers[{at}].{name}") for name in _RESULT_FIELDS]
+
+
+def _result(fields: list[Any]) -> ToolResult:
+    return ToolResult(**dict(zip(_RESULT_FIELDS, fields, strict=True)))
+
+
+def _fail(trajectory: Trajectory, fault: JournalError) -> None:
+    """It fails, and what of it cannot be written is gone from it."""
+    trajectory.outcome, trajectory.reason = Outcome.FAILED, UNWRITABLE
+    trajectory.limit_source, trajectory.cause = None, Cause.of(fault)
+    trajectory.trainable, trajectory.reward = False, None
+    for segment in trajectory.segments:
+        segment.reward = segment.token_rewards = None
+    trajectory.extra = {
+        key: value for key, value in trajectory.extra.items() if _is_plain(key, value)
+    }
+
+
+def _drop_messages(trajectory: Trajectory) -> None:
+    """What they hold cannot be written at all."""
+    trajectory.messages = []
+    for segment in trajectory.segments:
+        segment.messages = []
+    trajectory.turn_scores, trajectory.tool_rewards = [], []
+
+
+def _is_plain(key: Any, value: Any) -> bool:
+    try:
+        plain({key: value}, "extra")
+    except JournalError:
+        return False
+    return True
