@@ -148,7 +148,9 @@ class Conversation(ListeningConversation):
                 is_over = True
                 if log is not None and place is not None and recalled_s is None:
                     turn, took_s = self.assistant_turns, state.clock() - started
-                    await log.note_turn(place, self._session_id, turn, generation, took_s, sampling)
+                    log.note_turn(place, self._session_id, turn, generation, took_s, sampling)
+                    if log.holds_back:
+                        await log.room()
             except (LimitExceeded, UnresponsiveError) as error:
                 self._settling_limits.settle(error)
                 raise
@@ -232,7 +234,9 @@ class Conversation(ListeningConversation):
         if log is not None and place is not None:
             stateful, snapshots = await state.tools.states_after(calls)
             answers = Answers(results, state.tools.seconds - before, stateful, snapshots)
-            await log.note_answers(place, self._session_id, self.assistant_turns, answers)
+            log.note_answers(place, self._session_id, self.assistant_turns, answers)
+            if log.holds_back:
+                await log.room()
         return results
 
     async def branch(

@@ -24,13 +24,20 @@ class TurnLog(Protocol):
     def has_answers(self) -> bool:
         """Whether there are any to give again."""
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether the trajectory is to wait for `room` after what it has noted."""
+
+    async def room(self) -> None:
+        """Until more can be taken."""
+
     def place_of_turn(self, prefix: TokenPrefix, sampling: SamplingParams) -> Place:
         """Where a turn begins that is sampled so."""
 
     async def recall_turn(self, place: Place, generation: Generation) -> float | None:
         """Fill a generation as it was; the seconds that it took, None where nothing is known."""
 
-    async def note_turn(
+    def note_turn(
         self,
         place: Place,
         segment: str,
@@ -49,5 +56,5 @@ class TurnLog(Protocol):
     async def recall_answers(self, place: Place) -> Answers | None:
         """What was answered then; None where nothing is known."""
 
-    async def note_answers(self, place: Place, segment: str, turn: int, answers: Answers) -> None:
+    def note_answers(self, place: Place, segment: str, turn: int, answers: Answers) -> None:
         """Calls have been answered."""

@@ -100,7 +100,7 @@ class AnswersEntry(msgspec.Struct, array_like=True, tag=3):
     """What tools answered to the calls of one turn.
 
     Attributes:
-        results: Of each call the fields of its `ToolResult`, in order.
+        results: Of each call the fields of its `ToolResult`, in order; of most its text is all.
         seconds: Time in calls.
         stateful: Tools among them whose state nobody holds.
         snapshots: The states of the others that have one, by tool.
@@ -111,7 +111,7 @@ class AnswersEntry(msgspec.Struct, array_like=True, tag=3):
     segment: str
     turn: int
     place: Place
-    results: list[list[Any]]
+    results: list[str | list[Any]]
     seconds: float
     stateful: list[str] = []
     snapshots: dict[str, Any] = {}

@@ -22,9 +22,7 @@ from rollout.scheduling.journal.entries import (
     PromptEntry,
     VersionEntry,
     decode,
-    encode,
 )
-from rollout.scheduling.journal.frames import MAGIC, framed
 from rollout.scheduling.journal.journal_reading import (
     Contents,
     Payload,
@@ -33,10 +31,11 @@ from rollout.scheduling.journal.journal_reading import (
     say_torn,
 )
 from rollout.scheduling.journal.journal_writer import JournalWriter
-from rollout.scheduling.journal.open_journal import OpenJournal
+from rollout.scheduling.journal.open_journal import CHECK_S, OpenJournal
 from rollout.scheduling.journal.packed_trajectory import packed_prompt
 from rollout.scheduling.journal.run_identity import check_same, header_of
 from rollout.scheduling.journal.trajectory_log import TrajectoryLog
+from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -219,16 +218,19 @@ async def open_journal(
     descriptor = _opened(path, contents)
     writer = JournalWriter(path, descriptor, contents.size, syncs=config.journal.fsync != "never")
     if contents.header is None:
-        writer.put(MAGIC + framed(encode(header)))
+        writer.begin(header)
 
     def read(payload: Payload) -> Entry:
         return decode(os.pread(descriptor, payload.size, payload.start))
 
     run_seed = (contents.header or header).run_seed
-    try:
-        yield Journal(config.journal, contents, writer, read, services, run_seed)
-    finally:
-        await writer.close(_CLOSE_S if writer.failure is None else 0.0)
+    async with open_task_group() as tasks:
+        if not has_virtual_clock():
+            tasks.start_soon(writer.watch, CHECK_S)
+        try:
+            yield Journal(config.journal, contents, writer, read, services, run_seed)
+        finally:
+            await writer.close(_CLOSE_S if writer.failure is None else 0.0)
 
 
 def _opened(path: Path, contents: Contents) -> int:

@@ -12,21 +12,24 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.batch.disk import unwritable
-from rollout.bridge import has_virtual_clock, loop_poster
+from rollout.bridge import event_type, has_virtual_clock, loop_poster
+from rollout.scheduling.journal.entries import encode
+from rollout.scheduling.journal.frames import MAGIC, framed
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from rollout.errors import RolloutError
+    from rollout.scheduling.journal.entries import Entry
 
 logger = logging.getLogger("rollout.journal")
 
 #: How long records are gathered before they are written together.
-GATHER_S = 0.004
+GATHER_S = 0.005
 #: Between two attempts to write where the last one failed.
 RETRY_S = 1.0
-#: Bytes of records that wait to be written before trajectories wait for them.
-MAX_WAITING = 64 << 20
+#: Records that wait to be written before trajectories wait for them.
+MAX_WAITING = 1 << 16
 #: Bytes of one write.
 _AT_ONCE = 4 << 20
 
@@ -56,12 +59,11 @@ class JournalWriter:
         self.size = size
         self.failure: RolloutError | None = None
         self._path, self._descriptor, self._syncs = path, descriptor, syncs
+        self._entries: deque[Entry] = deque()
+        #: Of entries that were taken from there, and are not written yet; the thread's.
         self._frames: deque[bytes] = deque()
-        #: Taken from `_frames`, and not written yet; the thread's.
-        self._taken: deque[bytes] = deque()
-        self._waiting_bytes = 0
-        self._written_bytes = 0
-        self._changed = anyio.Event()
+        self._event_type = event_type()
+        self._changed = self._event_type()
         self._has_waiters = False
         self._is_awake = False
         self._wake, self._closing, self._done = (threading.Event() for _ in range(3))
@@ -74,12 +76,17 @@ class JournalWriter:
     @property
     def is_full(self) -> bool:
         """Whether so much waits that nothing should be added."""
-        return self._waiting_bytes - self._written_bytes > MAX_WAITING
+        return self.put_count - self.written > MAX_WAITING
 
-    def put(self, frame: bytes) -> int:
-        """Have a record written; its number. On the loop."""
-        self._frames.append(frame)
-        self._waiting_bytes += len(frame)
+    def begin(self, header: Entry) -> None:
+        """The first record of a new file."""
+        self._frames.append(MAGIC)
+        self.put_count += 1
+        self.put(header)
+
+    def put(self, entry: Entry) -> int:
+        """Have a record written; its number. On the loop; nothing of it may change afterwards."""
+        self._entries.append(entry)
         self.put_count += 1
         if self._thread is None:
             self._write_all()
@@ -88,14 +95,28 @@ class JournalWriter:
             self._wake.set()
         return self.put_count
 
-    async def wait(self, limit_s: float) -> None:
-        """Until something has been written or has failed, or this long."""
-        changed = self._changed
-        self._has_waiters = True
-        if not self._is_awake:  # nothing is under way: what is waited for may be written already
-            limit_s = min(limit_s, GATHER_S)
-        with anyio.move_on_after(limit_s):
+    async def until_written(self, number: int, look_s: float) -> None:
+        """Until so many records are written, or it is worth to look whether to wait on.
+
+        Args:
+            number: As from `put`.
+            look_s: How long to wait where they cannot be written.
+        """
+        changed, self._has_waiters = self._changed, True
+        if self.written >= number:  # the thread looks for waiters after it has written
+            return
+        if self.failure is None and self._thread is not None:
             await changed.wait()
+            return
+        with anyio.move_on_after(look_s):
+            await changed.wait()
+
+    async def watch(self, look_s: float) -> None:
+        """Let those who wait look around now and then, should the disk never answer."""
+        while True:
+            await anyio.sleep(look_s)
+            if self._has_waiters:
+                self._tell()
 
     async def close(self, limit_s: float) -> None:
         """Write what waits, for no longer than this, and close the file; on the loop, shielded."""
@@ -106,7 +127,7 @@ class JournalWriter:
             self._wake.set()
             with anyio.CancelScope(deadline=anyio.current_time() + limit_s, shield=True):
                 while not self._done.is_set():
-                    await self.wait(limit_s)
+                    await self.until_written(self.put_count + 1, limit_s)
         left = self.put_count - self.written
         if left:
             logger.error(
@@ -117,7 +138,7 @@ class JournalWriter:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            self._wake.wait(RETRY_S if self._taken else None)
+            self._wake.wait(RETRY_S if self._frames else None)
             self._wake.clear()
             self._closing.wait(GATHER_S)
             self._is_awake = False
@@ -128,15 +149,15 @@ class JournalWriter:
 
     def _write_all(self) -> None:
         """Write what was put so far."""
-        while self._frames:
-            self._taken.append(self._frames.popleft())
+        while self._entries:
+            self._frames.append(framed(encode(self._entries.popleft())))
         before, failure = self.written, self.failure
         try:
-            while self._taken:
+            while self._frames:
                 self._write_some()
             self.failure = None
         except Exception as error:  # whatever it is, nobody else would learn of it
-            self.failure = unwritable(self._path, error, sum(map(len, self._taken)))
+            self.failure = unwritable(self._path, error, sum(map(len, self._frames)))
             if failure is None:
                 logger.warning("%s; it is tried again", self.failure)
         if self._has_waiters and (self.written > before or self.failure is not failure):
@@ -153,16 +174,16 @@ class JournalWriter:
             OSError: Not all of them.
         """
         size = count = 0
-        for frame in self._taken:
+        for frame in self._frames:
             if count and size + len(frame) > _AT_ONCE:
                 break
             size, count = size + len(frame), count + 1
         try:
-            self._append(b"".join(islice(self._taken, count)), count)
+            self._append(b"".join(islice(self._frames, count)), count)
         except OSError:
             if count == 1:
                 raise
-            self._append(self._taken[0], 1)  # perhaps there is room for some
+            self._append(self._frames[0], 1)  # perhaps there is room for some
 
     def _append(self, data: bytes, count: int) -> None:
         """These bytes, which are so many of the next frames; or nothing of them."""
@@ -176,12 +197,11 @@ class JournalWriter:
             os.ftruncate(self._descriptor, self.size)
             raise
         self.size += len(data)
-        self._written_bytes += len(data)
         for _ in range(count):
-            self._taken.popleft()
+            self._frames.popleft()
         self.written += count
 
     def _tell(self) -> None:
         """Wake those who wait; on the loop."""
-        changed, self._changed = self._changed, anyio.Event()
+        changed, self._changed = self._changed, self._event_type()
         changed.set()

@@ -5,13 +5,12 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import anyio
 import attrs
 
 from rollout.agents.kept_messages import TurnReader
+from rollout.bridge import loop_clock
 from rollout.errors import JournalError, ToolError
-from rollout.scheduling.journal.entries import DeliveredEntry, Entry, Key, encode
-from rollout.scheduling.journal.frames import framed
+from rollout.scheduling.journal.entries import DeliveredEntry, Entry, Key
 from rollout.scheduling.journal.plain_data import Unwritable, logger
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from rollout.types import Prompt
 
 #: Between two looks at whether a call that waits for the disk is to end.
-_CHECK_S = 0.2
+CHECK_S = 0.2
 
 
 @attrs.define
@@ -85,6 +84,7 @@ class OpenJournal:
         self._config, self._writer, self._services = config, writer, services
         self._readers: dict[tuple[str, ...] | None, TurnReader] = {}
         self._said = False
+        self._clock = loop_clock()
 
     @property
     def failure(self) -> JournalError | None:
@@ -110,7 +110,7 @@ class OpenJournal:
 
     def put(self, entry: Entry) -> int:
         """Have a record written; its number."""
-        return self._writer.put(framed(encode(entry)))
+        return self._writer.put(entry)
 
     async def room(self, ticket: int) -> None:
         """Until more may be put: with ``fsync = "always"`` until this record is on the disk."""
@@ -118,17 +118,17 @@ class OpenJournal:
         while self._writer.is_full or (every and self._writer.written < ticket):
             if self._goes_on:
                 return
-            await self._writer.wait(_CHECK_S)
+            await self._writer.until_written(ticket if every else self._writer.written + 1, CHECK_S)
 
     async def until_written(
         self, ticket: int, deadline: float, is_over: Callable[[], bool]
     ) -> bool:
         """Whether a record is written; see `TrajectoryLog.until_written`."""
         while self._writer.written < ticket and not self._goes_on:
-            is_late = is_over() or anyio.current_time() >= deadline
-            if is_late and self._writer.failure is not None:
-                return False
-            await self._writer.wait(_CHECK_S)
+            if is_over() or (self._writer.failure is not None and self._clock() >= deadline):
+                await self._writer.until_written(ticket, CHECK_S)
+                return self._writer.written >= ticket
+            await self._writer.until_written(ticket, CHECK_S)
         return True
 
     @property

@@ -19,9 +19,23 @@ EXPECTED = (
 _ARRAY, _SCALAR, _TUPLE = 1, 2, 3
 #: Kinds of NumPy's types that are numbers.
 _NUMBERS = "biufc"
+_SIMPLE = frozenset((bool, float, bytes))
 _LEAST, _MOST = -(2**63), 2**64 - 1
 
 _encoder = msgspec.msgpack.Encoder()
+
+
+class _Unplain(Exception):
+    """What is no plain data, and where it stands, from the inside."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.path = ""
+
+    def within(self, place: object) -> _Unplain:
+        """It stands there in what holds it."""
+        self.path = f"[{place!r}]{self.path}"
+        return self
 
 
 def plain(value: Any, where: str) -> Any:
@@ -30,46 +44,73 @@ def plain(value: Any, where: str) -> Any:
     Raises:
         JournalError: It holds what is no plain data; names where that stands.
     """
+    try:
+        return _plain(value)
+    except _Unplain as error:
+        raise JournalError(f"{where}{error.path} {error}") from None
+
+
+def _plain(value: Any) -> Any:
     kind = type(value)
-    if value is None or kind in (bool, float, bytes):
+    if value is None or kind in _SIMPLE:
         return value
     if kind is str:
-        return _encodable(value, where)
+        return value if value.isascii() else _encodable(value)
     if kind is int:
         if not _LEAST <= value <= _MOST:
-            raise JournalError(f"{where} is an int of more than 64 bits; {EXPECTED}")
+            raise _Unplain(f"is an int of more than 64 bits; {EXPECTED}")
         return value
     if isinstance(value, dict):
-        return {_key(key, where): plain(each, f"{where}[{key!r}]") for key, each in value.items()}
-    if kind is list or kind is tuple:
-        items = [plain(each, f"{where}[{at}]") for at, each in enumerate(value)]
-        return items if kind is list else msgspec.msgpack.Ext(_TUPLE, _encoder.encode(items))
-    return _array(value, where)
+        return _items(value)
+    if kind is list:
+        return _each(value)
+    if kind is tuple:
+        return msgspec.msgpack.Ext(_TUPLE, _encoder.encode(_each(value)))
+    return _array(value)
 
 
-def _encodable(value: str, where: str) -> str:
-    if not value.isascii():
+def _items(value: dict[Any, Any]) -> dict[Any, Any]:
+    made = {}
+    for key, each in value.items():
         try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise JournalError(f"{where} is a str that UTF-8 cannot hold: {error}") from None
+            made[_key(key)] = _plain(each)
+        except _Unplain as error:
+            raise error.within(key) from None
+    return made
+
+
+def _each(values: Any) -> list[Any]:
+    made: list[Any] = []
+    for each in values:
+        try:
+            made.append(_plain(each))
+        except _Unplain as error:
+            raise error.within(len(made)) from None
+    return made
+
+
+def _encodable(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise _Unplain(f"is a str that UTF-8 cannot hold: {error}") from None
     return value
 
 
-def _key(key: Any, where: str) -> Any:
+def _key(key: Any) -> Any:
     if type(key) not in (str, int, bool):
-        raise JournalError(f"{where} has a key that is a {type(key).__qualname__}; expected a str")
-    return plain(key, f"{where}, its key {key!r:.80}")
+        raise _Unplain(f"has a key that is a {type(key).__qualname__}; expected a str")
+    return _plain(key)
 
 
-def _array(value: Any, where: str) -> Any:
+def _array(value: Any) -> Any:
     is_array = isinstance(value, np.ndarray)
     if (is_array or isinstance(value, np.generic)) and value.dtype.kind in _NUMBERS:
         array = np.ascontiguousarray(value)
         fields = [array.dtype.str, list(np.shape(value)), array.tobytes()]
         return msgspec.msgpack.Ext(_ARRAY if is_array else _SCALAR, _encoder.encode(fields))
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    raise JournalError(f"{where} is a {kind}; {EXPECTED}")
+    raise _Unplain(f"is a {kind}; {EXPECTED}")
 
 
 def restored(code: int, data: memoryview) -> Any:
@@ -101,17 +142,19 @@ class Unwritable:
             items: Mapping of keys to values.
             where: Names it.
         """
+        try:
+            return _items(items), None
+        except _Unplain as error:
+            fault = JournalError(f"{where}{error.path} {error}")
         written: dict[Any, Any] = {}
-        fault: JournalError | None = None
         for key, value in items.items():
             try:
-                written[_key(key, where)] = plain(value, f"{where}[{key!r}]")
-            except JournalError as error:
+                written[_key(key)] = _plain(value)
+            except _Unplain as error:
                 if self._as_text:
-                    written[str(key)] = self._text(value, error)
-                else:
-                    fault = fault or error
-        return written, fault
+                    found = JournalError(f"{where}{error.within(key).path} {error}")
+                    written[str(key)] = self._text(value, found)
+        return written, None if self._as_text else fault
 
     def _text(self, value: Any, error: JournalError) -> str:
         kind = type(value).__qualname__

@@ -60,6 +60,7 @@ class TrajectoryLog:
         "_answers",
         "_begun",
         "_journal",
+        "_latest",
         "_recorded",
         "_start",
         "_ticket",
@@ -74,7 +75,7 @@ class TrajectoryLog:
         self._journal = journal
         self._recorded = recorded or _NOTHING
         self._start = self._recorded.start
-        self._ticket = 0
+        self._ticket = self._latest = 0
         self._begun = False
         self._turns: dict[Place, deque[TurnEntry]] | None = None
         self._answers: dict[Place, deque[AnswersEntry]] | None = None
@@ -150,7 +151,7 @@ class TrajectoryLog:
         seconds: float = known.seconds
         return seconds
 
-    async def note_turn(
+    def note_turn(
         self,
         place: Place,
         segment: str,
@@ -165,7 +166,7 @@ class TrajectoryLog:
             top = (generation.top_count, generation.top_ids, generation.top_log_probs)
         if shape is not None:
             experts = (*shape, generation.expert_room, generation.routed_experts)
-        await self._put(
+        self._latest = self._journal.put(
             TurnEntry(
                 self.key,
                 self._start,
@@ -205,7 +206,7 @@ class TrajectoryLog:
         results = [_result(each) for each in known.results]
         return Answers(results, known.seconds, known.stateful, known.snapshots)
 
-    async def note_answers(self, place: Place, segment: str, turn: int, answers: Answers) -> None:
+    def note_answers(self, place: Place, segment: str, turn: int, answers: Answers) -> None:
         """Calls have been answered; what holds no plain data is not written, and asked again."""
         try:
             results = [_fields(each, at) for at, each in enumerate(answers.results)]
@@ -216,7 +217,7 @@ class TrajectoryLog:
         except JournalError as error:
             self._journal.say_unwritable(error)
             return
-        await self._put(
+        self._latest = self._journal.put(
             AnswersEntry(
                 self.key,
                 self._start,
@@ -229,6 +230,15 @@ class TrajectoryLog:
                 snapshots,
             )
         )
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether the trajectory is to wait for `room`."""
+        return self._journal.holds_back
+
+    async def room(self) -> None:
+        """Until the journal takes more."""
+        await self._journal.room(self._latest)
 
     def end(self, trajectory: Trajectory) -> None:
         """It has its outcome. One that holds what cannot be written fails by that."""
@@ -287,11 +297,6 @@ class TrajectoryLog:
         self.recalled += 1
         self._journal.counts.recalled += 1
 
-    async def _put(self, entry: TurnEntry | AnswersEntry) -> None:
-        ticket = self._journal.put(entry)
-        if self._journal.holds_back:
-            await self._journal.room(ticket)
-
 
 def _next(known: dict[Place, deque[Any]] | None, place: Place) -> Any:
     """The next answer there; each is given once."""
@@ -313,11 +318,17 @@ def _asked(call: ToolCall | InvalidToolCall) -> list[Any]:
 _RESULT_FIELDS = ("text", "data", "reward", "metrics", "is_error", "end_trajectory", "extra")
 
 
-def _fields(result: ToolResult, at: int) -> list[Any]:
+def _fields(result: ToolResult, at: int) -> str | list[Any]:
+    """Of most results their text is all."""
+    says_more = result.metrics or result.extra or result.is_error or result.end_trajectory
+    if result.data is None and result.reward is None and not says_more:
+        return result.text
     return [plain(getattr(result, name), f"answers[{at}].{name}") for name in _RESULT_FIELDS]
 
 
-def _result(fields: list[Any]) -> ToolResult:
+def _result(fields: str | list[Any]) -> ToolResult:
+    if isinstance(fields, str):
+        return ToolResult(fields)
     return ToolResult(**dict(zip(_RESULT_FIELDS, fields, strict=True)))
 
 
