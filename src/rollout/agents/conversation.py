@@ -148,8 +148,8 @@ class Conversation(ListeningConversation):
                 is_over = True
                 if log is not None and place is not None and recalled_s is None:
                     turn, took_s = self.assistant_turns, state.clock() - started
-                    log.note_turn(place, self._session_id, turn, generation, took_s, sampling)
-                    if log.holds_back:
+                    session = self._session_id
+                    if log.note_turn(place, session, turn, generation, took_s, sampling):
                         await log.room()
             except (LimitExceeded, UnresponsiveError) as error:
                 self._settling_limits.settle(error)
@@ -232,10 +232,11 @@ class Conversation(ListeningConversation):
         results = await state.tools.run(calls, turn_deadline=self._turn_deadline, offered=offered)
         state.services.tally.tool_calls += len(calls)
         if log is not None and place is not None:
-            stateful, snapshots = await state.tools.states_after(calls)
-            answers = Answers(results, state.tools.seconds - before, stateful, snapshots)
-            log.note_answers(place, self._session_id, self.assistant_turns, answers)
-            if log.holds_back:
+            answers = Answers(results, state.tools.seconds - before)
+            if state.tools.has_states:
+                stateful, snapshots = await state.tools.states_after(calls)
+                answers = answers._replace(stateful=stateful, snapshots=snapshots)
+            if log.note_answers(place, self._session_id, self.assistant_turns, answers):
                 await log.room()
         return results
 

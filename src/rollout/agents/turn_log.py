@@ -24,10 +24,6 @@ class TurnLog(Protocol):
     def has_answers(self) -> bool:
         """Whether there are any to give again."""
 
-    @property
-    def holds_back(self) -> bool:
-        """Whether the trajectory is to wait for `room` after what it has noted."""
-
     async def room(self) -> None:
         """Until more can be taken."""
 
@@ -45,8 +41,8 @@ class TurnLog(Protocol):
         generation: Generation,
         seconds: float,
         sampling: SamplingParams,
-    ) -> None:
-        """A generation is over."""
+    ) -> bool:
+        """A generation is over; whether the trajectory is to wait for `room`."""
 
     def place_of_calls(
         self, prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
@@ -56,5 +52,5 @@ class TurnLog(Protocol):
     async def recall_answers(self, place: Place) -> Answers | None:
         """What was answered then; None where nothing is known."""
 
-    def note_answers(self, place: Place, segment: str, turn: int, answers: Answers) -> None:
-        """Calls have been answered."""
+    def note_answers(self, place: Place, segment: str, turn: int, answers: Answers) -> bool:
+        """Calls have been answered; whether the trajectory is to wait for `room`."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rollout.journal")
 
 #: How long records are gathered before they are written together.
-GATHER_S = 0.005
+GATHER_S = 0.01
 #: Between two attempts to write where the last one failed.
 RETRY_S = 1.0
 #: Records that wait to be written before trajectories wait for them.
@@ -72,11 +72,6 @@ class JournalWriter:
         if not has_virtual_clock():
             self._thread = threading.Thread(target=self._run, name="rollout-journal", daemon=True)
             self._thread.start()
-
-    @property
-    def is_full(self) -> bool:
-        """Whether so much waits that nothing should be added."""
-        return self.put_count - self.written > MAX_WAITING
 
     def begin(self, header: Entry) -> None:
         """The first record of a new file."""

@@ -11,6 +11,7 @@ from rollout.agents.kept_messages import TurnReader
 from rollout.bridge import loop_clock
 from rollout.errors import JournalError, ToolError
 from rollout.scheduling.journal.entries import DeliveredEntry, Entry, Key
+from rollout.scheduling.journal.journal_writer import MAX_WAITING
 from rollout.scheduling.journal.plain_data import Unwritable, logger
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class OpenJournal:
     Attributes:
         counts: Of what was there.
         unwritable: What becomes of values that are no plain data.
+        put: Has a record written; gives its number.
         read: A record of before.
     """
 
@@ -85,6 +87,8 @@ class OpenJournal:
         self._readers: dict[tuple[str, ...] | None, TurnReader] = {}
         self._said = False
         self._clock = loop_clock()
+        self._allowance = 0 if config.fsync == "always" else MAX_WAITING
+        self.put = writer.put
 
     @property
     def failure(self) -> JournalError | None:
@@ -93,9 +97,9 @@ class OpenJournal:
         return None if failure is None else JournalError(str(failure))
 
     @property
-    def holds_back(self) -> bool:
-        """Whether trajectories wait for what they put."""
-        return self._config.fsync == "always" or self._writer.is_full
+    def taken(self) -> int:
+        """The number up to which records are put without waiting."""
+        return self._writer.written + self._allowance
 
     def statistics(self) -> JournalStatistics:
         """A snapshot."""
@@ -108,17 +112,10 @@ class OpenJournal:
             failure="" if writer.failure is None else str(writer.failure),
         )
 
-    def put(self, entry: Entry) -> int:
-        """Have a record written; its number."""
-        return self._writer.put(entry)
-
     async def room(self, ticket: int) -> None:
-        """Until more may be put: with ``fsync = "always"`` until this record is on the disk."""
-        every = self._config.fsync == "always"
-        while self._writer.is_full or (every and self._writer.written < ticket):
-            if self._goes_on:
-                return
-            await self._writer.until_written(ticket if every else self._writer.written + 1, CHECK_S)
+        """Until the record of this number is among those that are `taken`."""
+        while self.taken < ticket and not self._goes_on:
+            await self._writer.until_written(ticket - self._allowance, CHECK_S)
 
     async def until_written(
         self, ticket: int, deadline: float, is_over: Callable[[], bool]

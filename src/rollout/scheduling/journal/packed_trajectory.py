@@ -112,8 +112,8 @@ def packed_trajectory(
         cause=_encodable(trajectory.cause),
         trainable=trajectory.trainable,
         reward=plain(trajectory.reward, "reward"),
-        turn_scores=plain(trajectory.turn_scores, "turn_scores"),
-        tool_rewards=plain(trajectory.tool_rewards, "tool_rewards"),
+        turn_scores=trajectory.turn_scores and plain(trajectory.turn_scores, "turn_scores"),
+        tool_rewards=trajectory.tool_rewards and plain(trajectory.tool_rewards, "tool_rewards"),
         num_turns=trajectory.num_turns,
         metrics=plain(trajectory.metrics, "metrics"),
         extra=items(trajectory.extra, "extra") if trajectory.extra else {},
@@ -150,7 +150,8 @@ def _packed_messages(
         packed = messages.packed(rows, message)
         if packed is not None:
             own = messages.schemas
-            return packed, None if list(own) == list(schemas) else [dict(each) for each in own]
+            is_known = own is schemas or list(own) == list(schemas)
+            return packed, None if is_known else [dict(each) for each in own]
     return pack_texts([message(each) for each in messages]), None
 
 

@@ -18,7 +18,7 @@ from rollout.scheduling.journal.packed_trajectory import packed_trajectory, traj
 from rollout.scheduling.journal.plain_data import plain
 from rollout.tools import ToolResult
 from rollout.tools.answers import Answers
-from rollout.types import Cause, Outcome, ToolCall, said
+from rollout.types import Cause, Outcome, said
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rollout.engine.driver.generation import Generation
     from rollout.scheduling.journal.open_journal import OpenJournal
     from rollout.token_prefix import TokenPrefix
-    from rollout.types import InvalidToolCall, Prompt
+    from rollout.types import InvalidToolCall, Prompt, ToolCall
 
 logger = logging.getLogger("rollout.journal")
 
@@ -131,7 +131,7 @@ class TrajectoryLog:
 
     def place_of_turn(self, prefix: TokenPrefix, sampling: SamplingParams) -> Place:
         """Where a turn begins that is sampled so."""
-        return len(prefix), prefix.digest(), zlib.crc32(_encode(sampling))
+        return len(prefix), prefix.digest(), sampling.seed or 0
 
     async def recall_turn(self, place: Place, generation: Generation) -> float | None:
         """Fill a generation as it was; the seconds that it took, None where nothing is known."""
@@ -159,14 +159,14 @@ class TrajectoryLog:
         generation: Generation,
         seconds: float,
         sampling: SamplingParams,
-    ) -> None:
-        """A generation is over."""
+    ) -> bool:
+        """A generation is over; whether to wait for `room`."""
         top, experts, shape = None, None, generation.expert_shape
         if generation.top_count:
             top = (generation.top_count, generation.top_ids, generation.top_log_probs)
         if shape is not None:
             experts = (*shape, generation.expert_room, generation.routed_experts)
-        self._latest = self._journal.put(
+        return self._put(
             TurnEntry(
                 self.key,
                 self._start,
@@ -191,7 +191,7 @@ class TrajectoryLog:
     ) -> Place | None:
         """Where these calls are made; None where they cannot be remembered."""
         try:
-            asked = _encode([_asked(call) for call in calls])
+            asked = _encode(calls)
         except (TypeError, ValueError, OverflowError):
             return None
         return len(prefix), prefix.digest(), zlib.crc32(asked)
@@ -206,8 +206,11 @@ class TrajectoryLog:
         results = [_result(each) for each in known.results]
         return Answers(results, known.seconds, known.stateful, known.snapshots)
 
-    def note_answers(self, place: Place, segment: str, turn: int, answers: Answers) -> None:
-        """Calls have been answered; what holds no plain data is not written, and asked again."""
+    def note_answers(self, place: Place, segment: str, turn: int, answers: Answers) -> bool:
+        """Calls have been answered; whether to wait for `room`.
+
+        What holds no plain data is not written, and asked again.
+        """
         try:
             results = [_fields(each, at) for at, each in enumerate(answers.results)]
             snapshots = {
@@ -216,8 +219,8 @@ class TrajectoryLog:
             }
         except JournalError as error:
             self._journal.say_unwritable(error)
-            return
-        self._latest = self._journal.put(
+            return False
+        return self._put(
             AnswersEntry(
                 self.key,
                 self._start,
@@ -231,10 +234,9 @@ class TrajectoryLog:
             )
         )
 
-    @property
-    def holds_back(self) -> bool:
-        """Whether the trajectory is to wait for `room`."""
-        return self._journal.holds_back
+    def _put(self, entry: TurnEntry | AnswersEntry) -> bool:
+        self._latest = number = self._journal.put(entry)
+        return number > self._journal.taken
 
     async def room(self) -> None:
         """Until the journal takes more."""
@@ -307,12 +309,6 @@ def _next(known: dict[Place, deque[Any]] | None, place: Place) -> Any:
     if not found:
         del known[place]
     return entry
-
-
-def _asked(call: ToolCall | InvalidToolCall) -> list[Any]:
-    if isinstance(call, ToolCall):
-        return [call.name, call.arguments, call.id, call.raw]
-    return [call.raw, call.reason]
 
 
 _RESULT_FIELDS = ("text", "data", "reward", "metrics", "is_error", "end_trajectory", "extra")
