@@ -365,14 +365,17 @@ def open_rollout_blocking(
     interactions: Sequence[Any] = (),
     *,
     backend: Literal["trio", "asyncio"] = "trio",
+    resume: bool = False,
 ) -> BlockingRollout:
     """A runtime for callers without a loop, or with one of their own; use it as a context manager.
 
     Args:
-        config, tools, reward, interactions: As for `open_rollout`.
+        config, tools, reward, interactions, resume: As for `open_rollout`.
         backend: The loop on which async tools, rewards and agents run.
 
     Raises:
         As `open_rollout`.
     """
-    return BlockingRollout(lambda: open_rollout(config, tools, reward, interactions), backend)
+    return BlockingRollout(
+        lambda: open_rollout(config, tools, reward, interactions, resume=resume), backend
+    )

@@ -39,15 +39,6 @@ def framed(payload: bytes) -> bytes:
     return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
 
 
-def is_journal(path: Path) -> bool:
-    """Whether a file is a journal, of whatever version."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_MAGIC_OF_ANY)) == _MAGIC_OF_ANY
-    except OSError:
-        return False
-
-
 def check_magic(path: Path, data: memoryview) -> bool:
     """Whether the file's first line is whole; one that a death cut short is not.
 

@@ -230,7 +230,7 @@ async def open_journal(
         try:
             yield Journal(config.journal, contents, writer, read, services, run_seed)
         finally:
-            await writer.close(_CLOSE_S if writer.failure is None else 0.0)
+            await writer.close(_CLOSE_S)
 
 
 def _opened(path: Path, contents: Contents) -> int:
