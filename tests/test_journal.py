@@ -342,3 +342,219 @@ def test_extra_of_plain_data_comes_back_exactly(tmp_path: Path) -> None:
     assert type(found["scalar"]) is np.float64
     assert found == {key: value for key, value in extra.items() if key != "array"}
     assert resumed.trajectories[0].reward == 0.1
+
+
+class Counter(Tool):
+    """Adds up what it is called with."""
+
+    name = "add"
+    schema = add.schema
+
+    def __init__(self, session: type[CounterSession]) -> None:
+        self._session = session
+
+    async def open(self, context: ToolContext) -> ToolSession:
+        return self._session()
+
+
+class CounterSession(ToolSession):
+    def __init__(self) -> None:
+        self.total = 0
+
+    async def execute(self, call: ToolCall) -> str:
+        CALLED.append((call.arguments["a"], call.arguments["b"]))
+        self.total += call.arguments["a"] + call.arguments["b"]
+        return str(self.total)
+
+    async def calc_reward(self) -> float:
+        return float(self.total)
+
+
+class HeldSession(CounterSession):
+    async def snapshot(self) -> Any:
+        return {"total": self.total}
+
+    async def restore(self, state: Any) -> None:
+        self.total = state["total"]
+
+
+def cut_before_last_answers(path: Path, before: type) -> Path:
+    """A copy that ends before the last record of a kind."""
+    entries = entries_of(path)
+    at = max(at for at, each in enumerate(entries) if isinstance(each, before))
+    return cut(path, record_ends(path)[at - 1])
+
+
+def test_resume_of_a_stateful_tool_begins_from_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    whole = run(config_of(path), prompts("sum"), tools=[Counter(CounterSession)])
+    assert whole.trajectories[0].tool_rewards == [6.0]
+    half = cut_before_last_answers(path, AnswersEntry)
+    resumed = run(config_of(half), prompts("sum"), tools=[Counter(CounterSession)], resume=True)
+    assert CALLED == [(1, 1), (2, 2)]
+    assert (resumed.statistics.restarted, resumed.statistics.recalled) == (1, 0)
+    assert content(resumed.trajectories[0]) == content(whole.trajectories[0])
+    again = read_journal(half).trajectories.popitem()[1]
+    assert again.start == 1
+
+
+@pytest.mark.parametrize("before", [AnswersEntry, EndEntry])
+def test_resume_of_a_tool_with_snapshots_restores_its_state(tmp_path: Path, before: type) -> None:
+    path = tmp_path / "journal"
+    whole = run(config_of(path), prompts("sum"), tools=[Counter(HeldSession)])
+    half = cut_before_last_answers(path, before)
+    resumed = run(config_of(half), prompts("sum"), tools=[Counter(HeldSession)], resume=True)
+    assert ([(2, 2)] if before is AnswersEntry else []) == CALLED
+    assert resumed.statistics.continued == 1
+    assert content(resumed.trajectories[0]) == content(whole.trajectories[0])
+    assert resumed.trajectories[0].tool_rewards == [6.0]
+
+
+def test_resume_with_an_agent_that_asks_otherwise_is_counted_and_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = ["first"]
+
+    @register_agent("changing")
+    class Changing(AgentLoop):
+        async def run(self, context: AgentContext) -> None:
+            await context.generate()
+            context.observe([{"role": "user", "content": said[0]}])
+            await context.generate()
+
+    path = tmp_path / "journal"
+    agent = AgentConfig(name="changing")
+    run(config_of(path, agent=agent), prompts("quick"))
+    half = cut_before_last_answers(path, EndEntry)
+    said[0] = "second"
+    with caplog.at_level(logging.WARNING, "rollout.journal"):
+        resumed = run(config_of(half, agent=agent), prompts("quick"), resume=True)
+    assert (resumed.statistics.departed, resumed.statistics.recalled) == (1, 1)
+    assert "asked otherwise than before it was resumed: 1 of its recorded answers" in caplog.text
+    assert resumed.trajectories[0].outcome is Outcome.COMPLETED
+    fresh = run(config_of(tmp_path / "fresh", agent=agent), prompts("quick"))
+    assert content(resumed.trajectories[0]) == content(fresh.trajectories[0])
+
+
+def test_resume_of_side_by_side_conversations_recalls_each(tmp_path: Path) -> None:
+    @register_agent("forking")
+    class Forking(AgentLoop):
+        async def run(self, context: AgentContext) -> None:
+            await context.generate()
+            one = await context.subagent([{"role": "user", "content": "quick one"}])
+            other = await context.branch()
+            other.observe([{"role": "user", "content": "quick other"}])
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(one.generate)
+                tasks.start_soon(other.generate)
+            await context.compact([{"role": "user", "content": "quick again"}])
+            await context.generate()
+
+    path = tmp_path / "journal"
+    agent = AgentConfig(name="forking")
+    whole = run(config_of(path, agent=agent), prompts("quick"))
+    assert len(whole.trajectories[0].segments) == 4
+    for size in record_ends(path):
+        half = cut(path, size)
+        turns = sum(isinstance(each, TurnEntry) for each in entries_of(half))
+        resumed = run(config_of(half, agent=agent), prompts("quick"), resume=True)
+        assert content(resumed.trajectories[0]) == content(whole.trajectories[0])
+        assert resumed.statistics.departed == 0
+        assert resumed.statistics.recalled == (0 if resumed.statistics.returned else turns)
+
+
+def test_stream_resumed_yields_the_same_and_marks_what_was_delivered(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+
+    async def act(resume: bool) -> list[Trajectory]:
+        async with (
+            rollout.open_rollout(config_of(path), [add], reward, resume=resume) as runtime,
+            runtime.stream(GIVEN, step=3) as trajectories,
+        ):
+            seen = []
+            async for each in trajectories:
+                seen.append(each)
+                known = read_journal(path).trajectories.values()
+                assert sum(recorded.end is not None for recorded in known) >= len(seen)
+            return seen
+
+    first = run_virtual(act, False)
+    recorded = read_journal(path).trajectories
+    assert all(each.is_delivered for each in recorded.values())
+    assert {key.step for key in recorded} == {3}
+    again = run_virtual(act, True)
+    by_uid = {each.uid: content(each) for each in first}
+    assert {each.uid: content(each) for each in again} == by_uid
+
+
+def test_trajectories_ended_by_a_closing_runtime_are_continued(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+
+    async def act() -> None:
+        async with (
+            rollout.open_rollout(config_of(path), [add], reward) as runtime,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(runtime.generate, prompts("sum"))
+            while not CALLED:
+                await anyio.sleep(0.1)
+            await anyio.sleep(0.1)
+            tasks.cancel_scope.cancel()
+
+    CALLED.clear()
+    run_virtual(act)
+    (recorded,) = read_journal(path).trajectories.values()
+    assert recorded.end is None
+    assert recorded.answers
+    resumed = run(config_of(path), prompts("sum"), resume=True)
+    assert resumed.statistics.recalled == len(recorded.answers)
+    assert resumed.trajectories[0].outcome is Outcome.COMPLETED
+
+
+def test_resume_without_announcing_the_weights_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+
+    async def act(resume: bool, version: int | None) -> RolloutBatch:
+        async with rollout.open_rollout(config_of(path), [add], resume=resume) as runtime:
+            if version is not None:
+                source = rollout.DiskWeights(path=str(tmp_path))
+                await runtime.update_weights(version=version, source=source)
+            return await runtime.generate(prompts("quick"), step=len(path.read_bytes()))
+
+    run_virtual(act, False, 8)
+    with pytest.raises(ConfigError) as refused:
+        run_virtual(act, True, None)
+    assert str(refused.value) == (
+        f"journal.path = {str(path)!r}: its last tokens are of weights of version 8, the engines "
+        "have version 0; announce the weights to continue with: update_weights(version=8, "
+        "source=...)"
+    )
+    batch = run_virtual(act, True, 8)
+    assert set(batch.trajectories[0].transcript.weight_versions().tolist()) == {-1, 8}
+
+
+def test_same_uid_in_two_calls_of_a_step_is_resumed_as_two(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+
+    async def act(resume: bool) -> list[dict[str, Any]]:
+        async with rollout.open_rollout(config_of(path), [add], resume=resume) as runtime:
+            batches = [await runtime.generate(prompts("quick"), step=1) for _ in range(2)]
+            validated = await runtime.generate(prompts("quick"), step=1, validate=True)
+            return [content(batch.trajectories[0]) for batch in (*batches, validated)]
+
+    first = run_virtual(act, False)
+    assert len(read_journal(path).trajectories) == 3
+    assert run_virtual(act, True) == first
+    assert len(read_journal(path).trajectories) == 3
+
+
+def test_second_runtime_on_the_same_journal_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+
+    async def act() -> None:
+        async with rollout.open_rollout(config_of(path), [add]):
+            async with rollout.open_rollout(config_of(path), [add], resume=True):
+                pass
+
+    with pytest.raises(ConfigError, match="cannot be opened: another process writes it"):
+        run_virtual(act)
