@@ -138,7 +138,6 @@ class VersionEntry(msgspec.Struct, array_like=True, tag=6):
 
 Entry = Header | PromptEntry | TurnEntry | AnswersEntry | EndEntry | DeliveredEntry | VersionEntry
 
-encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry, ext_hook=restored)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
 
 from rollout.errors import JournalError
 
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
 MAGIC = b"rollout journal 1\n"
 _MAGIC_OF_ANY = b"rollout journal "
 _HEAD = struct.Struct("<II")
+encode_into = msgspec.msgpack.Encoder().encode_into
+_NO_HEAD = bytes(_HEAD.size)
+#: Bytes for which zlib keeps the interpreter: to hand it over costs more than their checksum.
+_PIECE = 4096
 #: No frame is longer; what says otherwise is no frame.
 MAX_PAYLOAD = 1 << 30
 
@@ -34,9 +40,22 @@ class TornTail(NamedTuple):
     size: int
 
 
-def framed(payload: bytes) -> bytes:
-    """A payload as it stands in the file."""
-    return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
+def frame_into(frames: bytearray, entry: Any) -> None:
+    """Append a record as it stands in the file."""
+    start = len(frames)
+    frames += _NO_HEAD
+    encode_into(entry, frames, start + _HEAD.size)
+    with memoryview(frames) as view:
+        checksum = _checksum(view[start + _HEAD.size :])
+    _HEAD.pack_into(frames, start, len(frames) - start - _HEAD.size, checksum)
+
+
+def _checksum(payload: memoryview) -> int:
+    """Its CRC-32; of pieces, because zlib lets other threads run during longer ones."""
+    value = 0
+    for start in range(0, len(payload), _PIECE):
+        value = zlib.crc32(payload[start : start + _PIECE], value)
+    return value
 
 
 def check_magic(path: Path, data: memoryview) -> bool:

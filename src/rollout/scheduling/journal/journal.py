@@ -30,7 +30,7 @@ from rollout.scheduling.journal.journal_reading import (
     read_journal,
     say_torn,
 )
-from rollout.scheduling.journal.journal_writer import JournalWriter
+from rollout.scheduling.journal.journal_writer import GATHER_S, JournalWriter
 from rollout.scheduling.journal.open_journal import CHECK_S, OpenJournal
 from rollout.scheduling.journal.packed_trajectory import packed_prompt
 from rollout.scheduling.journal.run_identity import check_same, header_of
@@ -216,7 +216,11 @@ async def open_journal(
     check_same(config.journal.path, contents, header)
     path = Path(config.journal.path)
     descriptor = _opened(path, contents)
-    writer = JournalWriter(path, descriptor, contents.size, syncs=config.journal.fsync != "never")
+    fsync = config.journal.fsync
+    gather_s = 0.0 if fsync == "always" else GATHER_S
+    writer = JournalWriter(
+        path, descriptor, contents.size, syncs=fsync != "never", gather_s=gather_s
+    )
     if contents.header is None:
         writer.begin(header)
 

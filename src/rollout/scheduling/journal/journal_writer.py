@@ -6,15 +6,13 @@ import logging
 import os
 import threading
 from collections import deque
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import anyio
 
 from rollout.batch.disk import unwritable
 from rollout.bridge import event_type, has_virtual_clock, loop_poster
-from rollout.scheduling.journal.entries import encode
-from rollout.scheduling.journal.frames import MAGIC, framed
+from rollout.scheduling.journal.frames import MAGIC, frame_into
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,8 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.journal")
 
-#: How long records are gathered before they are written together.
-GATHER_S = 0.01
+#: How long records are gathered where nobody waits for each of them.
+GATHER_S = 0.03
 #: Between two attempts to write where the last one failed.
 RETRY_S = 1.0
 #: Records that wait to be written before trajectories wait for them.
@@ -46,6 +44,7 @@ class JournalWriter:
         size: Where the file ends.
         syncs: Whether each batch is on the disk, and not only with the system, before it counts as
             written.
+        gather_s: How long records are gathered before they are written together.
 
     Attributes:
         put_count: Records given so far.
@@ -54,14 +53,18 @@ class JournalWriter:
         failure: Why the last attempt to write failed; None where it did not.
     """
 
-    def __init__(self, path: Path, descriptor: int, size: int, *, syncs: bool) -> None:
+    def __init__(
+        self, path: Path, descriptor: int, size: int, *, syncs: bool, gather_s: float = GATHER_S
+    ) -> None:
+        self._gather_s = gather_s
         self.put_count = self.written = 0
         self.size = size
         self.failure: RolloutError | None = None
         self._path, self._descriptor, self._syncs = path, descriptor, syncs
         self._entries: deque[Entry] = deque()
         #: Of entries that were taken from there, and are not written yet; the thread's.
-        self._frames: deque[bytes] = deque()
+        self._frames = bytearray()
+        self._sizes: deque[int] = deque()
         self._event_type = event_type()
         self._changed = self._event_type()
         self._has_waiters = False
@@ -75,7 +78,8 @@ class JournalWriter:
 
     def begin(self, header: Entry) -> None:
         """The first record of a new file."""
-        self._frames.append(MAGIC)
+        self._frames += MAGIC
+        self._sizes.append(len(MAGIC))
         self.put_count += 1
         self.put(header)
 
@@ -133,9 +137,9 @@ class JournalWriter:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            self._wake.wait(RETRY_S if self._frames else None)
+            self._wake.wait(RETRY_S if self._sizes else None)
             self._wake.clear()
-            self._closing.wait(GATHER_S)
+            self._closing.wait(self._gather_s)
             self._is_awake = False
             self._write_all()
         self._write_all()
@@ -145,14 +149,14 @@ class JournalWriter:
     def _write_all(self) -> None:
         """Write what was put so far."""
         while self._entries:
-            self._frames.append(framed(encode(self._entries.popleft())))
+            self._take(self._entries.popleft())
         before, failure = self.written, self.failure
         try:
-            while self._frames:
+            while self._sizes:
                 self._write_some()
             self.failure = None
         except Exception as error:  # whatever it is, nobody else would learn of it
-            self.failure = unwritable(self._path, error, sum(map(len, self._frames)))
+            self.failure = unwritable(self._path, error, len(self._frames))
             if failure is None:
                 logger.warning("%s; it is tried again", self.failure)
         if self._has_waiters and (self.written > before or self.failure is not failure):
@@ -162,6 +166,12 @@ class JournalWriter:
             else:
                 self._post(self._tell)
 
+    def _take(self, entry: Entry) -> None:
+        """Encode a record in its place."""
+        before = len(self._frames)
+        frame_into(self._frames, entry)
+        self._sizes.append(len(self._frames) - before)
+
     def _write_some(self) -> None:
         """The next frames, or as many of them as there is room for.
 
@@ -169,31 +179,33 @@ class JournalWriter:
             OSError: Not all of them.
         """
         size = count = 0
-        for frame in self._frames:
-            if count and size + len(frame) > _AT_ONCE:
+        for each in self._sizes:
+            if count and size + each > _AT_ONCE:
                 break
-            size, count = size + len(frame), count + 1
+            size, count = size + each, count + 1
         try:
-            self._append(b"".join(islice(self._frames, count)), count)
+            self._append(size, count)
         except OSError:
             if count == 1:
                 raise
-            self._append(self._frames[0], 1)  # perhaps there is room for some
+            self._append(self._sizes[0], 1)  # perhaps there is room for some
 
-    def _append(self, data: bytes, count: int) -> None:
-        """These bytes, which are so many of the next frames; or nothing of them."""
-        rest = memoryview(data)
+    def _append(self, size: int, count: int) -> None:
+        """So many bytes of the next frames, which are so many; or nothing of them."""
         try:
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
+            with memoryview(self._frames) as view:
+                done = 0
+                while done < size:
+                    done += os.write(self._descriptor, view[done:size])
             if self._syncs:
                 os.fdatasync(self._descriptor)
         except OSError:
             os.ftruncate(self._descriptor, self.size)
             raise
-        self.size += len(data)
+        del self._frames[:size]
         for _ in range(count):
-            self._frames.popleft()
+            self._sizes.popleft()
+        self.size += size
         self.written += count
 
     def _tell(self) -> None:
