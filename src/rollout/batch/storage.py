@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tensordict import TensorDict
 
-from rollout.batch.disk import NewFiles, unwritable
+from rollout.batch.disk import NewFiles
 from rollout.batch.records import (
     Number,
     number,
@@ -24,6 +24,7 @@ from rollout.batch.records import (
     trajectory_from_line,
     trajectory_line,
 )
+from rollout.disk_room import unwritable
 from rollout.errors import RolloutError
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.batch.disk import unwritable
 from rollout.bridge import event_type, has_virtual_clock, loop_poster
+from rollout.disk_room import unwritable
 from rollout.scheduling.journal.frames import MAGIC, frame_into
 
 if TYPE_CHECKING:
