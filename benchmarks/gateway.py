@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,13 @@ def compared(backend: str, n: int, rounds: int) -> dict[str, Any]:
     }
     try:
         found = alternate({way: side.ask for way, side in sides.items()}, rounds)
-        probed = {way: side.ask(probe=True) for way, side in sides.items()}
+        probes = alternate(
+            {way: partial(side.ask, probe=True) for way, side in sides.items()}, rounds, warm_ups=0
+        )
     finally:
         for side in sides.values():
             side.close()
+    probed = {way: medians(figures) for way, figures in probes.items()}
     digests = {each["digest"] for side in found.values() for each in side}
     return {
         "cpu_ratio": ratio(found["http"], found["native"], "cpu_ms"),

@@ -86,6 +86,7 @@ WITH_PROCESSES = (
     "program_agent",
     "ray_placement",
     "real_processes",
+    "reward_processes",
     "router",
     "sandbox_attacks",
     "sandbox_tools",
@@ -112,7 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
             group = item.path.name
         if group is not None and is_parallel:
             item.add_marker(pytest.mark.xdist_group(name=group))
-        has_own_packages = item.path.parent.name in ("sglang", "clients")  # all of them
+        has_own_packages = item.path.parent.name in ("sglang", "clients", "trainers")  # all of them
         if has_own_packages or item.path.stem.removeprefix("test_") in WITH_PROCESSES:
             item.add_marker("processes")
 

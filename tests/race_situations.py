@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -12,6 +12,8 @@ import rollout
 from rollout import (
     AgentLoop,
     EnvironmentAgent,
+    Group,
+    GroupPolicy,
     Prompt,
     Trajectory,
     function_tool,
@@ -21,6 +23,8 @@ from rollout.agents import AgentContext, ToolAgent
 from rollout.config import (
     AgentConfig,
     LengthsConfig,
+    LimitsConfig,
+    RewardsConfig,
     SamplingConfig,
     SchedulingConfig,
     SimulatedEngine,
@@ -127,6 +131,32 @@ async def slow_consumer(recorder: Recorder) -> None:
         async with runtime.stream([user("go")]) as trajectories:
             async for _ in trajectories:
                 await anyio.sleep(0.6)  # so that the buffer is full for a while
+
+
+async def ranked(group: Group) -> list[float | None]:
+    """The group's rewards, after a while; none of the longest."""
+    await anyio.sleep(0.3)
+    lengths = [len(each.answer) for each in group.trajectories]
+    return [None if length == max(lengths) else -float(length) for length in lengths]
+
+
+async def ranked_groups(recorder: Recorder) -> None:
+    config = (
+        Scenario(seed=12)
+        .reply("", "", filler={"median": 20, "sigma": 0.8, "max": 60})
+        .config(
+            scheduling=SchedulingConfig(samples_per_prompt=3, max_in_flight=4),
+            limits=LimitsConfig(reward_s=1.0),
+            rewards=RewardsConfig(retries=1, backoff_s=0.1),
+            lengths=LENGTHS,
+        )
+    )
+    async with recorder.open_rollout(config, reward=length_reward, group_reward=ranked) as runtime:
+        async with runtime.stream([user("one"), user("two"), user("three")]) as trajectories:
+            await anyio.sleep(0.5)
+            runtime.cancel("prompt-1", 0, reason="enough")
+            async for _ in trajectories:
+                pass
 
 
 async def leaving_consumer(recorder: Recorder) -> None:
@@ -329,15 +359,79 @@ async def environment(recorder: Recorder) -> None:
         await runtime.generate([user("play")])
 
 
+def loader(*texts: str) -> Iterator[Prompt]:
+    for index, text in enumerate(texts):
+        yield user(text, uid=f"g{index}")
+
+
+def group_config(seed: int, **policy: Any) -> Any:
+    return (
+        Scenario(seed=seed)
+        .reply("long", filler=60)
+        .reply("sum", tool_call("add", a=2, b=3))
+        .then("The sum is 5.")
+        .reply("", filler=10)
+        .timing(load_weights_s=0.1)
+        .config(
+            scheduling=SchedulingConfig(
+                samples_per_prompt=2, max_in_flight=5, groups=GroupPolicy(**policy)
+            ),
+            engine=SimulatedEngine(replicas=2),
+            lengths=LENGTHS,
+        )
+    )
+
+
+async def collected_groups(recorder: Recorder) -> None:
+    """Two steps; the surplus of the first is cancelled, and its prompt starts again."""
+    config = group_config(11, oversample=1.5, refill_failed=True)
+    source = loader("long", "a sum", "go", "go")
+    async with recorder.open_rollout(config, [add], length_reward) as runtime:
+        await runtime.collect(source, 2)
+        await runtime.collect(source, 2, policy=GroupPolicy(oversample=1.0, members=1))
+
+
+async def carried_groups(recorder: Recorder) -> None:
+    """What is unfinished sleeps, gets other weights, and continues."""
+    config = group_config(12, oversample=2.0, surplus="carry")
+    source = loader("long", "a sum", "go", "go", "long")
+    async with recorder.open_rollout(config, [add], length_reward) as runtime:
+        await runtime.collect(source, 1)
+        await runtime.sleep()
+        await runtime.update_weights(version=1, source=DiskWeights("."))
+        await runtime.wake_up()
+        await runtime.collect(source, 2)
+        await runtime.discard_carried()
+
+
+async def streamed_groups(recorder: Recorder) -> None:
+    """A consumer that trains while others generate, and leaves."""
+    config = group_config(13, surplus="carry")
+    source = loader(*["long", "a sum", "go"] * 3)
+    async with recorder.open_rollout(config, [add]) as runtime:
+        taken = 0
+        async with runtime.stream_groups(source, max_staleness=1, groups_per_step=2) as groups:
+            async for _ in groups:
+                taken += 1
+                if taken % 2 == 0:
+                    await runtime.update_weights(version=taken, source=DiskWeights("."))
+                if taken == 4:
+                    break
+
+
 SITUATIONS: dict[str, Callable[[Recorder], Awaitable[None]]] = {
     "single turn": single_turn,
     "tool agent with parallel calls": tool_agent,
     "scripted user": scripted_user,
     "slow consumer": slow_consumer,
+    "rewards of groups": ranked_groups,
     "consumer that leaves": leaving_consumer,
     "close during start-up": close_during_start,
     "changing replicas": changing_replicas,
     "tree of conversations": tree,
     "sub-agents and compaction": delegates,
     "environment": environment,
+    "groups collected": collected_groups,
+    "groups carried": carried_groups,
+    "groups streamed": streamed_groups,
 }

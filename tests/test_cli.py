@@ -266,6 +266,15 @@ def test_cli_run_with_engine_that_does_not_start_exits_with_3(
             "--reward judge.py:two = two(question, answer): cannot be called with one trajectory; "
             "expected reward(trajectory) -> float | Reward, or verl's compute_score(",
         ),
+        (
+            ("--group-reward", "tools.py:no"),
+            "--group-reward tools.py:no: no such function in tools.py",
+        ),
+        (
+            ("--group-reward", "judge.py:two"),
+            "--group-reward judge.py:two = two(question, answer): cannot be called with one group; "
+            "expected group_reward(group) -> a sequence of float | Reward | None, one for each",
+        ),
         (("--reward", "no.such:f"), "--reward no.such:f: ModuleNotFoundError: No module named 'no"),
         (("--set", "seed"), "1 fault in the configuration config.py with overrides:\n  override ="),
     ],
@@ -285,6 +294,30 @@ def test_cli_reward_of_a_module_is_found_in_the_working_directory(folder: Path) 
     (folder / "cli_judges.py").write_text("def half(trajectory):\n    return 0.5\n")
     assert run("--tools", "tools.py", "--reward", "cli_judges:half") == 0
     assert RolloutBatch.load(folder / "out").samples[0].reward == 0.5
+
+
+def test_cli_group_reward_and_reward_of_files_run_in_processes(folder: Path) -> None:
+    (folder / "rank.py").write_text(
+        "import os\n"
+        "def own(trajectory):\n    return os.getpid()\n"
+        "def rank(group):\n"
+        "    assert all(each.reward != os.getppid() for each in group.trajectories)\n"
+        "    return [each.member + 0.5 for each in group.trajectories]\n"
+    )
+    options = ("--reward", "rank.py:own", "--group-reward", "rank.py:rank", "--samples", "2")
+    assert run("--tools", "tools.py", *options, "--set", "rewards.processes=1") == 0
+    assert [row.reward for row in RolloutBatch.load(folder / "out").samples] == [0.5, 1.5]
+
+
+def test_cli_check_refuses_a_reward_that_no_process_can_import(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "made.py").write_text("score = (lambda: lambda trajectory: 1.0)()\n")
+    assert main(["check", "config.py", "--reward", "made.py:score"]) == 0
+    asked = ["check", "config.py", "--reward", "made.py:score", "--set", "rewards.processes=1"]
+    assert main(asked) == 2
+    said = "reward: rewards.processes = 1 needs a function that its process can import"
+    assert said in capsys.readouterr().err
 
 
 def test_cli_reward_written_for_verl_is_called_as_verl_does(folder: Path) -> None:

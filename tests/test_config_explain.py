@@ -43,6 +43,7 @@ def test_config_explained_says_what_runs_where_and_how_long() -> None:
         "agent       tool_agent, at most 32 assistant turns, at most 32 user turns",
         "tools       hermes calls, 8 at once in a turn; answers cut to 4,096 characters "
         "(middle); 32 threads",
+        "rewards     in threads, async ones on the event loop",
         "samples     1 for each prompt, 1 in validation",
         "in flight   at most 1,024 trajectories",
         "journal     none: a run that dies is not resumed",
@@ -50,7 +51,7 @@ def test_config_explained_says_what_runs_where_and_how_long() -> None:
         "not set     seed, model.revision, model.chat_template, engine.context_length, "
         "placement.python, channel.tls_certificate, channel.tls_key, channel.tls_authority, "
         "sampling.max_new_tokens, validation_sampling.max_new_tokens, lengths.turn, "
-        "agent.interaction, journal.path, journal.prompts",
+        "agent.interaction, gateway.public_url, journal.path, journal.prompts",
     ]
 
 

@@ -13,10 +13,11 @@ from rollout.chat.transcript import Transcript
 from rollout.testing import run_virtual
 from rollout.testing.recorder import Recorder
 from rollout.testing.token_accounting import balance_of
-from trials import CEILING_S, TIMED, Trial, findings
+from trials import CEILING_S, TIMED, GroupTrial, Trial, findings
 
 CI_TRIALS = 20
 FULL_TRIALS = 2000
+GROUP_TRIALS = 600
 #: Trials of one test.
 SHARE = 20
 CI_SCHEDULES, SCHEDULES = 3, 20
@@ -32,10 +33,10 @@ def silent_library() -> Iterator[None]:
     logger.setLevel(level)
 
 
-def calm_run(seed: int, *, schedule_seed: int = 0) -> Recorder:
+def calm_run(seed: int, *, schedule_seed: int = 0, kind: type[Trial] = Trial) -> Recorder:
     """A trial with nothing that disturbs or cuts it."""
     recorder = Recorder()
-    run_virtual(Trial(seed).run_calmly, recorder, seed=schedule_seed)
+    run_virtual(kind(seed).run_calmly, recorder, seed=schedule_seed)
     assert recorder.anomalies() == []
     return recorder
 
@@ -52,9 +53,9 @@ def transcripts(recorder: Recorder) -> dict[str, Transcript]:
     }
 
 
-def differences(seed: int, disturbed: Recorder) -> list[str]:
+def differences(seed: int, disturbed: Recorder, kind: type[Trial]) -> list[str]:
     """Trajectories that did not say what they say undisturbed, as far as they came."""
-    calm = {name: t.ids_bytes() for name, t in transcripts(calm_run(seed)).items()}
+    calm = {name: t.ids_bytes() for name, t in transcripts(calm_run(seed, kind=kind)).items()}
     found = []
     for call in disturbed.runtimes[0].calls:
         for trajectory in call.delivered:
@@ -71,20 +72,30 @@ def differences(seed: int, disturbed: Recorder) -> list[str]:
     return found
 
 
-def check_trials(seeds: range) -> None:
+def check_trials(seeds: range, kind: type[Trial] = Trial) -> None:
     for seed in seeds:
-        found, recorder = findings(seed, schedule_seed=seed)
-        found += differences(seed, recorder)
+        found, recorder = findings(seed, schedule_seed=seed, kind=kind)
+        found += differences(seed, recorder, kind)
         for each in recorder.runtimes:
             balance = balance_of(each)
             if each.is_settled and not balance.is_even:
                 found.append(f"the books do not balance: {balance}")
-        assert found == [], f"trial {seed} ({Trial(seed).act}):\n" + "\n".join(found)
+        assert found == [], f"trial {seed} ({kind(seed).act}):\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize("first", range(0, CI_TRIALS, SHARE))
 def test_random_trial_conservation_laws_hold(first: int) -> None:
     check_trials(range(first, first + SHARE))
+
+
+def test_random_trial_of_groups_conservation_laws_hold() -> None:
+    check_trials(range(SHARE), GroupTrial)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(SHARE, GROUP_TRIALS, SHARE))
+def test_random_trial_of_groups_conservation_laws_hold_in_full(first: int) -> None:
+    check_trials(range(first, first + SHARE), GroupTrial)
 
 
 @pytest.mark.full

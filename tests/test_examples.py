@@ -13,8 +13,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 #: Examples of packages that this environment has not: tests/clients runs them.
 OF_CLIENTS = {"anthropic_sdk", "langgraph_agent", "openai_agents", "openai_sdk", "pydantic_ai"}
+#: Examples of trainers: tests/trainers runs them.
+OF_TRAINERS = {"trl_grpo"}
 ALL = sorted(path.parent.name for path in ROOT.glob("examples/*/run.py"))
-EXAMPLES = sorted({*ALL} - OF_CLIENTS)
+EXAMPLES = sorted({*ALL} - OF_CLIENTS - OF_TRAINERS)
 #: A line that a run prints, where it is known beforehand.
 SAYS = {
     "code_interpreter": r"computed 571, said 'There are \\boxed{571}.': 1",
@@ -23,6 +25,7 @@ SAYS = {
     "environment": "steps [0.1, 0.0, 0.1, 0.0, 1.0], reward 1.2",
     "program": "rows 1, reward 1",
     "python_sandbox": "reward     1",
+    "training_modes": "modes: 3, versions: 6",
 }
 
 
@@ -69,7 +72,7 @@ def run_example(name: str, overrides: tuple[str, ...]) -> None:
 def test_every_example_directory_has_a_run() -> None:
     directories = [path.name for path in ROOT.glob("examples/*") if path.is_dir()]
     assert sorted(directories) == ALL
-    assert {*ALL} > OF_CLIENTS
+    assert {*ALL} > OF_CLIENTS | OF_TRAINERS
 
 
 @pytest.mark.full

@@ -11,9 +11,9 @@ import anyio
 import pytest
 
 import rollout
-from rollout import Prompt, RolloutRuntime, Trajectory, function_tool
+from rollout import Group, Prompt, RolloutRuntime, Trajectory, function_tool
 from rollout.agents import AgentContext, AgentLoop
-from rollout.config import LimitsConfig, SchedulingConfig
+from rollout.config import LimitsConfig, RewardsConfig, SchedulingConfig
 from rollout.testing import Scenario, tool_call
 
 MEMBERS = 16
@@ -159,4 +159,22 @@ async def test_trajectory_that_has_ended_leaves_nothing_for_the_collector(
     )
     async with rollout.open_rollout(config, [add, nap, fail], reward) as runtime:
         found = await garbage_of(runtime, given, stop)
+    assert found.total() < MEMBERS, found.most_common(20)
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("_collector_off")
+@pytest.mark.parametrize("kind", ["chat", "bad reward"])
+async def test_group_that_has_ended_leaves_nothing_for_the_collector(kind: str) -> None:
+    async def group_reward(group: Group) -> list[float]:
+        if "<bad reward>" in str(group.trajectories[0].messages[0].content):
+            raise ValueError("no reward")
+        return [1.0] * len(group.trajectories)
+
+    config = SCENARIO.config(
+        scheduling=SchedulingConfig(max_failures=None, freeze_heap=False, samples_per_prompt=2),
+        rewards=RewardsConfig(retries=1),
+    )
+    async with rollout.open_rollout(config, group_reward=group_reward) as runtime:
+        found = await garbage_of(runtime, prompts(kind))
     assert found.total() < MEMBERS, found.most_common(20)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import socket
+import sys
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -12,10 +15,13 @@ import pytest
 from http_agents import Client, config_of, prompt_of, tried, user
 from rollout import (
     AgentError,
+    AgentTask,
     ConfigError,
     GatewayConfig,
     Outcome,
+    Prompt,
     RolloutConfig,
+    agent,
     open_gateway,
     open_rollout,
 )
@@ -37,6 +43,25 @@ THOUGHT = Scenario(seed=3).reply("One", "<think>\nHm.\n</think>\n\nFirst.").then
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Real sockets, so real time."""
     return str(request.param)
+
+
+@contextmanager
+def collected() -> Iterator[list[Any]]:
+    """What the block leaves in cycles."""
+    found: list[Any] = []
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        yield found
+        gc.collect()
+        found.extend(gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.unfreeze()
+        gc.enable()
 
 
 def said(response: httpx.Response) -> dict[str, Any]:
@@ -130,6 +155,47 @@ async def test_always_starts_the_server_with_the_runtime(taken: int) -> None:
         assert (await client.head(f"http://127.0.0.1:{free}/")).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [("0.0.0.0", "http://127.0.0.1:"), ("::", "http://[::1]:"), ("127.0.0.2", "http://127.0.0.2:")],
+)
+async def test_agents_are_told_an_address_that_they_can_reach(host: str, told: str) -> None:
+    def ask(client: Client) -> str:
+        assert said(client.chat(user("One")))["content"] == "First."
+        return client.address.base_url
+
+    trajectory = await tried(open_rollout, ask, CHAT, host=host)
+    assert trajectory.outcome == Outcome.COMPLETED
+    assert trajectory.extra["result"].startswith(told)
+
+
+async def test_agents_of_a_proxy_are_told_its_url() -> None:
+    config = config_of(CHAT, GatewayConfig(public_url="https://proxy.example/models/"))
+    addresses: list[Any] = []
+
+    @agent("by_a_proxy", backend="native")
+    async def by_a_proxy(task: AgentTask) -> None:
+        addresses.append((task.root_url, task.base_url))
+
+    asked = Prompt(messages=[user("One")], agent_name="by_a_proxy")
+    async with open_rollout(config) as runtime:
+        await runtime.generate([asked])
+    ((root_url, base_url),) = addresses
+    assert root_url.startswith("https://proxy.example/models/t/")
+    assert base_url == f"{root_url}/v1"
+
+
+async def test_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "rollout.gateway.http_adapter", raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(ConfigError) as caught:
+        async with open_rollout(config_of(CHAT, GatewayConfig(start="always"))):
+            pytest.fail("it opened")
+    assert str(caught.value) == (
+        "the gateway needs the package uvicorn: pip install 'rollout-rl[gateway]'"
+    )
+
+
 async def test_model_and_aliases_are_what_clients_may_ask_for() -> None:
     def names(client: Client) -> Any:
         served = [
@@ -140,6 +206,24 @@ async def test_model_and_aliases_are_what_clients_may_ask_for() -> None:
 
     trajectory = await tried(open_rollout, names, CHAT, model="policy", model_aliases=("small",))
     assert trajectory.extra["result"] == ("policy", [200, 200, 404])
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_trajectory_leaves_nothing_to_the_garbage_collector(is_streamed: bool) -> None:
+    def twice(client: Client) -> None:
+        first = client.chat(user("One"), stream=is_streamed)
+        turn = {"role": "assistant", "content": "First."}
+        assert first.status_code == client.chat(user("One"), turn, user("More")).status_code == 200
+        client.chat(user("One"))
+
+    async with open_rollout(config_of(CHAT, GatewayConfig())) as runtime:
+        await runtime.generate([prompt_of(twice)])
+        with collected() as garbage:
+            batch = await runtime.generate([prompt_of(twice)] * 4)
+            assert [len(each.segments) for each in batch.trajectories] == [2] * 4
+            del batch
+    kinds = {type(each) for each in garbage}
+    assert [each for each in kinds if each.__module__.startswith("rollout")] == []
 
 
 async def test_calls_past_the_limit_end_the_trajectory() -> None:

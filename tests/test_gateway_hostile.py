@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import sys
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import pytest
 from fake_sessions import KEY, PATH, FakeSession, answer, served
 
 pytest.importorskip("httptools")
+from rollout.gateway import http_adapter
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -28,6 +30,8 @@ KEYED = {"authorization": f"Bearer {KEY}"}
 CHAT = f"/t/{PATH}/v1/chat/completions"
 MESSAGES = f"/t/{PATH}/v1/messages"
 CREATED = re.compile(rb'(?<="created":)\d+|(?<="created_at":)\d+')
+#: Of Linux: a socket that is closed in this state sends nothing.
+TCP_REPAIR = 19
 RESPONSES = f"/t/{PATH}/v1/responses"
 
 
@@ -263,6 +267,44 @@ async def test_client_that_leaves_cancels_its_generation(body: dict[str, Any]) -
         session.hold.set()
         assert (await client.post(CHAT, json=body, headers=KEYED)).status_code == 200
     assert session.sampled == 1
+
+
+def vanish(stream: anyio.abc.ByteStream) -> None:
+    """Forget a connection without a word to its peer, as a machine does that loses its power."""
+    sock = stream.extra(anyio.abc.SocketAttribute.raw_socket)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
+    except OSError as error:
+        pytest.skip(f"connections cannot be forgotten here: {error}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs TCP_REPAIR")
+async def test_peer_that_is_gone_without_a_word_cancels_its_generation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_adapter, "PROBE_S", 1)
+    session = FakeSession(PATH, KEY)
+    session.hold = anyio.Event()
+    async with client_of(session) as client:
+        async with await anyio.connect_tcp(*address_of(client)) as stream:
+            await stream.send(request_of(json.dumps(ASKED).encode()))
+            await until(lambda: bool(session.calls))
+            vanish(stream)
+        await until(lambda: session.cancelled == 1)
+        session.hold.set()
+        assert (await client.post(CHAT, json=ASKED, headers=KEYED)).status_code == 200
+    assert session.sampled == 1
+
+
+async def test_client_that_only_ends_its_side_has_left() -> None:
+    session = FakeSession(PATH, KEY)
+    session.hold = anyio.Event()
+    async with client_of(session) as client:
+        async with await anyio.connect_tcp(*address_of(client)) as stream:
+            await stream.send(request_of(json.dumps(ASKED).encode()))
+            await until(lambda: bool(session.calls))
+            await stream.send_eof()
+            await until(lambda: session.cancelled == 1)
 
 
 async def test_closing_cuts_connections_and_cancels_what_is_answered() -> None:

@@ -321,10 +321,11 @@ def test_heap_frozen_again_and_again_cycles_left_between_are_found() -> None:
     seen: list[weakref.ref[Node]] = []
     for _ in range(40):
         with frozen_heap():
-            for _ in range(20_000):
-                node = Node()
+            nodes = [Node() for _ in range(20_000)]
+            for node in nodes:
                 node.own = node  # type: ignore[attr-defined]
-            seen.append(weakref.ref(node))
-            del node
+            seen.append(weakref.ref(nodes[0]))
+            gc.freeze()  # as a runtime does that is open: no collection looks at them any more
+            del nodes, node
     assert sum(each() is not None for each in seen) < len(seen)
     gc.collect()

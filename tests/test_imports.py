@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import importlib
 import inspect
@@ -9,15 +10,12 @@ import pydoc
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from rollout.lazy import importing
 from rollout.testing import simulated_tokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HEAVY = {"torch", "transformers", "tensordict", "numpy", "attrs", "cattrs", "trio", "anyio"}
 
@@ -49,6 +47,30 @@ def test_engine_side_loads_msgspec_and_anyio_only() -> None:
 @pytest.mark.parametrize("name", ["RolloutConfig", "Prompt", "function_tool", "open_rollout"])
 def test_public_names_are_importable_and_torch_stays_out_until_a_batch(name: str) -> None:
     assert "torch" not in loaded_by(f"from rollout import {name}")
+
+
+def test_rows_of_trainers_need_no_torch() -> None:
+    assert "torch" not in loaded_by("import rollout.integrations.trainer_rows")
+
+
+@pytest.mark.parametrize("trainer", ["openrlhf", "skyrl", "slime", "verifiers"])
+def test_adapter_is_importable_without_its_trainer_and_without_torch(trainer: str) -> None:
+    assert not loaded_by(f"import rollout.integrations.{trainer}") & {"torch", "anyio", trainer}
+
+
+ADAPTERS = Path(__file__).parents[1] / "src/rollout/integrations"
+TRAINERS = {"openrlhf", "prime_rl", "skyrl", "slime", "trl", "verifiers", "verl", "vllm", "sglang"}
+
+
+def test_adapters_import_no_trainer_but_their_own() -> None:
+    for path in ADAPTERS.rglob("*.py"):
+        own = path.relative_to(ADAPTERS).parts[0]
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        named = [
+            alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+        ]
+        named += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+        assert {name.partition(".")[0] for name in named} & TRAINERS <= {own}, path
 
 
 def test_every_public_name_resolves() -> None:
@@ -159,13 +181,14 @@ def test_tensordict_loads_the_compiler_when_it_is_used_and_marks_its_functions_t
 
 
 LIBRARIES = """
-import sys
+import gc, sys
 from rollout.engine.cores.transformers.library_imports import import_libraries
+gc.disable()
 leave_out = sys.argv[1] == "True"
 import_libraries(leave_out_compiler=leave_out)
 print(*(name in sys.modules for name in ("torch._dynamo.eval_frame", "torch.distributed.tensor")))
-import gc, torch, transformers
-assert gc.get_freeze_count() > 100_000 and gc.isenabled()
+import torch, transformers
+assert gc.get_freeze_count() > 100_000 and not gc.isenabled()
 assert torch.distributed.is_available()
 
 @torch.compile(backend="eager", fullgraph=True)

@@ -19,6 +19,7 @@ FLOORS = (
     "observe",
     "chat",
     "batch",
+    "advantages",
     "engine.weights",
     "engine.core",
     "engine.guardian",

@@ -24,9 +24,11 @@ from rollout.engine.process import client_session as host_module
 from rollout.engine.process.client_session import ClientSession
 from rollout.limits import Deadline
 from rollout.scheduling import finished
+from rollout.scheduling import rewarding as rewarding_module
 from rollout.scheduling import trajectory_runner as trajectory_module
 from rollout.scheduling.agent_run import AgentRun
 from rollout.scheduling.batch_run import BatchRun
+from rollout.scheduling.member_runs import MemberRuns
 from rollout.scheduling.trajectory_runner import TrajectoryRunner
 from rollout.seeds import derive_seed
 from rollout.tools.open_sessions import OpenSessions
@@ -184,47 +186,48 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     real = BatchRun._finish
 
-    async def finish(self: BatchRun, row: int, member: Any, trajectory: Any, deliver: Any) -> None:
+    def finish(self: BatchRun, member: Any, trajectory: Any) -> None:
         self._tally.outcomes[trajectory.outcome] += trajectory.member
-        await real(self, row, member, trajectory, deliver)
+        real(self, member, trajectory)
 
     patch.setattr(BatchRun, "_finish", finish)
 
 
 @bug("outcome delivered twice", "too often")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = BatchRun._finish
+    real = BatchRun._settle
 
-    async def finish(self: BatchRun, row: int, member: Any, trajectory: Any, deliver: Any) -> None:
-        await real(self, row, member, trajectory, deliver)
-        await deliver(row, trajectory)
+    async def settle(self: BatchRun, whole: Any, *rest: Any) -> None:
+        await real(self, whole, *rest)
+        for row, _, trajectory in whole:
+            await self._deliver(row, trajectory)
 
-    patch.setattr(BatchRun, "_finish", finish)
+    patch.setattr(BatchRun, "_settle", settle)
 
 
 @bug("outcome never delivered", "was not delivered")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = BatchRun._finish
+    real = BatchRun.run
 
-    async def finish(self: BatchRun, row: int, member: Any, trajectory: Any, deliver: Any) -> None:
+    async def run(self: BatchRun, deliver: Any) -> None:
         async def lose(row: int, trajectory: Any) -> None:
             if trajectory.outcome != "deadline":
                 await deliver(row, trajectory)
 
-        await real(self, row, member, trajectory, lose)
+        await real(self, lose)
 
-    patch.setattr(BatchRun, "_finish", finish)
+    patch.setattr(BatchRun, "run", run)
 
 
 @bug("failure with a reward", "with the reward 0.0; expected None")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = trajectory_module.end_without_reward
+    real = rewarding_module.end_without_reward
 
     def end(trajectory: Any, *reason: Any) -> None:
         real(trajectory, *reason)
         trajectory.reward = 0.0
 
-    patch.setattr(trajectory_module, "end_without_reward", end)
+    patch.setattr(rewarding_module, "end_without_reward", end)
 
 
 @bug("row that ends on an observation", "response_mask|attention_mask|input_ids|responses")
@@ -234,16 +237,16 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("place not given back", r"[1-9]\d* places are held|hangs")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = BatchRun._leave
+    real = MemberRuns.give_back
 
-    def leave(self: BatchRun, run: AgentRun, last: Any) -> None:
-        limiter = self._limiter
-        if run.member.identity.member == 2:
-            self._limiter = SimpleNamespace(release_on_behalf_of=lambda _: None)  # type: ignore[assignment]
-        real(self, run, last)
-        self._limiter = limiter
+    def give_back(self: MemberRuns, member: Any) -> None:
+        limiter = self.limiter
+        if member.identity.member == 2:
+            self.limiter = SimpleNamespace(release_on_behalf_of=lambda _: None)  # type: ignore[assignment]
+        real(self, member)
+        self.limiter = limiter
 
-    patch.setattr(BatchRun, "_leave", leave)
+    patch.setattr(MemberRuns, "give_back", give_back)
 
 
 @bug("prompt that lacks its last token", "other prompt ids than the agent sent")

@@ -18,10 +18,19 @@ from anyio.abc import SocketStream
 
 import rollout
 from fake_door import FakeDoor, fake_door
-from rollout import AgentError, Outcome, ProgramAgent, Prompt, RolloutBatch, register_agent
-from rollout.config import LimitsConfig
+from rollout import (
+    AgentError,
+    ConfigError,
+    Outcome,
+    ProgramAgent,
+    Prompt,
+    RolloutBatch,
+    register_agent,
+)
+from rollout.config import AgentConfig, LimitsConfig
 from rollout.testing import Scenario
 from rollout.tools.sandbox import SandboxLimits
+from rollout.tools.sandbox.sandbox_isolation import IsolationReport
 from sandboxes import directories, processes_with, spec_of
 
 pytestmark = [
@@ -264,6 +273,24 @@ async def test_program_agent_refuses_wrong_arguments(arguments: Any, message: st
     with pytest.raises(AgentError) as caught:
         ProgramAgent(**arguments)
     assert message in str(caught.value)
+
+
+async def test_program_agent_without_isolation_is_refused_before_engines_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def nothing(method: str, spec: Any) -> IsolationReport:
+        return IsolationReport(None, {method: "it is switched off"})
+
+    monkeypatch.setattr("rollout.agents.program_agent.find_isolation", nothing)
+    register_agent("a_program")(ProgramAgent("true"))
+    config = Scenario().config(agent=AgentConfig(name="a_program"))
+    with pytest.raises(ConfigError) as caught:
+        async with rollout.open_rollout(config):
+            pytest.fail("it opened")
+    assert str(caught.value).startswith(
+        "agent.name = 'a_program': ProgramAgent: no isolation with a door to the gateway: "
+        "namespaces: it is switched off; bubblewrap: it is switched off; mend one of these"
+    )
 
 
 async def test_program_agent_wrong_files_fail_their_trajectory(door: FakeDoor) -> None:

@@ -17,6 +17,9 @@ SHARE = dict.fromkeys(SITUATIONS, 0.015) | {
     "slow consumer": 0.004,
     "changing replicas": 0.007,
     "close during start-up": 0.04,
+    "groups collected": 0.01,
+    "groups carried": 0.01,
+    "groups streamed": 0.01,
 }
 
 
@@ -46,6 +49,10 @@ UNDISTURBED = {
     "close during start-up": [(2, {"cancelled"})],
     "changing replicas": [(6, {"completed"}), (3, {"completed"})],
     "tree of conversations": [(1, {"completed"})],
+    "groups collected": [(4, {"completed"}), (2, {"completed"})],
+    "groups carried": [(2, {"completed"}), (4, {"completed"})],
+    "groups streamed": [(8, {"completed"})],
+    "rewards of groups": [(9, {"completed", "cancelled"})],
 }
 
 

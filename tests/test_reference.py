@@ -11,6 +11,7 @@ import pytest
 
 from rollout import AgentContext, Conversation, RolloutBatch, Trajectory
 from rollout.agents import AssistantTurn
+from rollout.agents.turn import SampledTokens
 from rollout.chat import Transcript
 from rollout.chat.spans import Span
 from rollout.config import RolloutConfig
@@ -29,14 +30,18 @@ def test_configuration_reference_is_what_the_classes_say() -> None:
 
 def test_configuration_reference_explains_every_field() -> None:
     rows = {}
-    for part in configuration_reference().split("\n\n## ")[1:]:
+    for part in re.split(r"\n\n##+ (?!`\w+\.kind)", configuration_reference())[1:]:
         found = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \| (.+) \|$", part, re.MULTILINE)
         rows[part.partition("\n")[0].strip("`")] = found
     for name, annotation in annotations_of(RolloutConfig).items():
         if not is_section(annotation) or name == "validation_sampling":
             continue
-        fields = [field for option in options_of(annotation) for field in annotations_of(option)]
+        options = [annotations_of(option).items() for option in options_of(annotation)]
+        fields = [key for option in options for key, inner in option if not is_section(inner)]
         assert [row[0] for row in rows[name]] == fields
+        for key, inner in (pair for option in options for pair in option):
+            if is_section(inner):
+                assert [row[0] for row in rows[f"{name}.{key}"]] == [*annotations_of(inner)]
         assert all(len(text.strip()) > 8 for *_, text in rows[name])
 
 
@@ -50,6 +55,7 @@ def public(cls: Any) -> set[str]:
     "cls",
     [
         AssistantTurn,
+        SampledTokens,
         Transcript,
         Span,
         Message,

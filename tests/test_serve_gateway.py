@@ -107,6 +107,34 @@ async def test_finish_without_a_reward_leaves_it_unknown() -> None:
 
 
 @pytest.mark.anyio
+async def test_finish_gives_rows_and_tokens_rewards_of_their_own() -> None:
+    async with trainer() as client:
+        address = await opened(client)
+        path = f"/trajectories/{address['id']}"
+        one = {"role": "user", "content": "One"}
+        await chat(address, one)
+        await chat(address, one)
+        refused = await client.post(
+            f"{path}/finish", json={"reward": 1.0, "segment_values": {"2": 0.0}}
+        )
+        assert refused.status_code == 400
+        assert "segment_values of the segment 2; the trajectory has 2" in refused.text
+        bare = await client.post(f"{path}/finish", json={"segment_values": {"1": 0.0}})
+        assert (bare.status_code, bare.json()["error"]["param"]) == (400, "reward")
+        assert (await client.get(path)).json()["reward"] is None
+        rows = (await client.get(f"{path}/rows")).json()["rows"]
+        assert [row["token_rewards"] for row in rows] == [None, None]
+        told = len(rows[0]["ids"]) - rows[0]["prompt_length"]
+        values = [0.25] * told
+        body = {"reward": 1.0, "segment_values": {"1": -1.0}, "token_values": values}
+        assert (await client.post(f"{path}/finish", json=body)).json()["reward"] == 1.0
+        rows = (await client.get(f"{path}/rows")).json()["rows"]
+    assert [row["reward"] for row in rows] == [1.0, -1.0]
+    assert rows[0]["token_rewards"] == [0.0] * rows[0]["prompt_length"] + values
+    assert rows[1]["token_rewards"] is None
+
+
+@pytest.mark.anyio
 async def test_limits_of_one_trajectory_hold() -> None:
     async with trainer() as client:
         address = await opened(client, limits={"max_calls": 1, "trajectory_s": 0.5})

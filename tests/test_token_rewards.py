@@ -98,7 +98,55 @@ async def test_token_values_and_rewards_by_segment() -> None:
     assert values[0, : trajectory.transcript.response_length].isnan().all()
 
 
+async def test_turn_values_stand_on_the_last_token_of_each_turn() -> None:
+    def reward(trajectory: Trajectory) -> Reward:
+        return Reward(value=1.0, turn_values=np.array([0.25, -2.0]))  # type: ignore[arg-type]
+
+    (trajectory,) = (await rewarded(reward, samples=1)).trajectories
+    transcript = trajectory.transcript
+    first, second = transcript.generated_spans()
+    expected = [0.0] * transcript.response_length
+    expected[first.stop - 1 - transcript.prompt_length] = 0.25
+    expected[second.stop - 1 - transcript.prompt_length] = -2.0
+    values = trajectory.segments[0].token_rewards
+    assert values is not None
+    assert list(values) == expected
+
+
+async def test_turn_values_by_segment_stand_beside_token_values_of_others() -> None:
+    def reward(trajectory: Trajectory) -> Reward:
+        length = trajectory.segments[0].transcript.response_length
+        turns = [len(list(each.transcript.generated_spans())) for each in trajectory.segments]
+        return Reward(
+            value=1.0, token_values={0: [0.5] * length}, turn_values={2: [3.0] * turns[2]}
+        )
+
+    batch = await rewarded(reward, scenario=TREE, agent="tree", samples=1)
+    values = batch.tensors["token_rewards"]
+    assert values[0, 0] == 0.5
+    transcript = batch.trajectories[0].segments[2].transcript
+    on = [span.stop - 1 - transcript.prompt_length for span in transcript.generated_spans()]
+    assert values[2].nonzero().squeeze(-1).tolist() == on
+    assert values[2, on].unique().tolist() == [3.0]
+
+
+async def test_turn_values_and_token_values_of_one_segment_fail_their_trajectory() -> None:
+    def reward(trajectory: Trajectory) -> Reward:
+        return Reward(value=1.0, token_values=counted(trajectory), turn_values={0: [1.0, 1.0]})
+
+    (trajectory,) = (await rewarded(reward, samples=1)).trajectories
+    assert trajectory.cause is not None
+    assert trajectory.cause.message == (
+        "the reward function returned token_values and turn_values of the segment 0; expected "
+        "either of them"
+    )
+
+
 BAD = [
+    (Reward(value=1.0, turn_values=[1.0]), "turn_values of shape (1,); expected one for each of"),
+    (Reward(value=1.0, turn_values=[1.0] * 3), "of shape (3,); expected one for each of the 2 tur"),
+    (Reward(value=1.0, turn_values=[0.0, float("inf")]), "inf for turn 1; expected a finite numbe"),
+    (Reward(value=1.0, turn_values={3: []}), "turn_values of the segment 3; the trajectory has 1"),
     (Reward(value=1.0, token_values=[1.0]), "token_values of shape (1,); expected one for each of"),
     (Reward(value=1.0, token_values=[[1.0]]), "token_values of shape (1, 1); expected one for"),
     (Reward(value=1.0, token_values="abc"), "token_values that are no numbers"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import rollout
+from rollout.chat import tool_parser_names
 from rollout.errors import ConfigError
 from rollout.testing import Scenario, tool_call
 from rollout.tools import VerlMultiTurn, function_tool, load_verl_multi_turn
@@ -60,6 +61,16 @@ def test_sides_are_swapped_wherever_the_section_stands(
     for key in reversed(outer):
         config = {key: config}
     assert load_verl_multi_turn(config).settings == {"tools": {"truncate_side": ours}}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("hermes", "hermes"), ("gpt-oss", "gpt_oss"), ("kimi", "kimi_k2"), ("glm", "glm4")],
+)
+def test_formats_have_our_names(theirs: str, ours: str) -> None:
+    found = load_verl_multi_turn({"multi_turn": {"format": theirs}}).settings
+    assert found == {"agent": {"tool_format": ours}}
+    assert ours in tool_parser_names()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 import race_situations  # noqa: F401  (its agents)
 import rollout
-from rollout import AgentLoop, Prompt, Trajectory, function_tool
+from rollout import AgentLoop, GroupPolicy, Prompt, Trajectory, function_tool
 from rollout.agents import AgentContext, register_agent
 from rollout.config import (
     AgentConfig,
@@ -25,6 +25,7 @@ from rollout.config import (
     SimulatedEngine,
     ToolsConfig,
 )
+from rollout.engine import DiskWeights
 from rollout.engine.cores.simulated.stable import stable_share
 from rollout.engine.placement.in_process import InProcess
 from rollout.interactions import ScriptedUser
@@ -480,11 +481,92 @@ class Trial:
             await self._quietly(runtime, 0)
 
 
-def findings(seed: int, *, schedule_seed: int = 0) -> tuple[list[str], Recorder]:
+def policy_of(dice: Dice, call: int, **fields: Any) -> GroupPolicy:
+    """What a call of groups wants."""
+    if dice.chance("some members", 0.3):
+        fields["members"] = 1
+    if dice.chance(f"late groups {call}", 0.3):
+        fields["group_s"] = dice.between(f"group_s {call}", 0.2, 6.0)
+        fields["on_group_deadline"] = dice.pick(f"late {call}", ("keep", "drop", "refill"))
+    if dice.chance(f"choosy {call}", 0.3):
+        fields["accept"] = lambda group: dice.share(f"takes {group.uid}") < 0.7
+    return GroupPolicy(
+        oversample=dice.pick(f"oversample {call}", (1.0, 1.5, 3.0)),
+        refill_failed=dice.chance(f"refill {call}", 0.5),
+        max_refused=dice.pick(f"refused {call}", (1, None)),
+        **fields,
+    )
+
+
+class GroupTrial(Trial):
+    """One trial of a trainer that takes groups."""
+
+    @property
+    def act(self) -> str:
+        return self.dice.pick("act of groups", ("collect", "carry", "stream groups"))
+
+    async def _collect(self, runtime: Any, tasks: Any) -> None:
+        await self._collect_all(runtime, "cancel")
+
+    async def _carry(self, runtime: Any, tasks: Any) -> None:
+        tasks.start_soon(self._change_weights, runtime)
+        await self._collect_all(runtime, "carry")
+        if self.dice.chance("discard", 0.5):
+            await runtime.discard_carried()
+
+    async def _collect_all(self, runtime: Any, surplus: str) -> None:
+        """Steps of a trainer until the prompts are used up, or nearly."""
+        source = iter(prompts_of(self.dice))
+        for call in range(self.dice.count("calls", 1, 4)):
+            policy = policy_of(self.dice, call, surplus=surplus)
+            groups = self.dice.count(f"groups {call}", 1, 2)
+            try:
+                with anyio.move_on_after(self.dice.pick(f"patience {call}", (2.0, 1000.0, 1000.0))):
+                    await runtime.collect(source, groups, policy=policy, step=0)
+            except rollout.RolloutError:
+                continue
+            await anyio.sleep(self.dice.between(f"training {call}", 0, 3))
+
+    async def _change_weights(self, runtime: Any) -> None:
+        limits = runtime.config.limits
+        if min(limits.generation_s, limits.turn_s) < 10:
+            return  # the time of an update is not theirs, and who watches from outside cannot tell
+        for version in range(10, 13):
+            await anyio.sleep(self.dice.between(f"weights {version}", 0, 3))
+            try:
+                if self.dice.chance(f"sleeps {version}", 0.3):
+                    await runtime.sleep()
+                    await anyio.sleep(0.5)
+                    await runtime.wake_up()
+                await runtime.update_weights(version=version, source=DiskWeights("."))
+            except rollout.RolloutError:
+                return
+
+    async def _stream_groups(self, runtime: Any, tasks: Any) -> None:
+        source = iter(prompts_of(self.dice))
+        surplus = self.dice.pick("surplus", ("cancel", "carry"))
+        tasks.start_soon(self._change_weights, runtime)
+        for call in range(2):
+            policy = policy_of(self.dice, call, surplus=surplus)
+            left = self.dice.count(f"leave after {call}", 0, 3)
+            try:
+                async with runtime.stream_groups(source, policy=policy, step=0) as groups:
+                    async for _ in groups:
+                        await anyio.sleep(self.dice.between("slow", 0, 1))
+                        left -= 1
+                        if left <= 0:
+                            break
+            except rollout.RolloutError:
+                continue
+
+
+def findings(
+    seed: int, *, schedule_seed: int = 0, kind: type[Trial] = Trial
+) -> tuple[list[str], Recorder]:
     """What is wrong with a trial, and who watched it; an error or a hang is a finding too."""
     recorder = Recorder()
     try:
-        run_virtual(Trial(seed).run, recorder, seed=schedule_seed, ceiling_s=CEILING_S)
+        run_virtual(kind(seed).run, recorder, seed=schedule_seed, ceiling_s=CEILING_S)
     except Exception as error:
         return [f"{type(error).__name__}: {error}"], recorder
     return recorder.anomalies(), recorder

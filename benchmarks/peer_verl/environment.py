@@ -1,9 +1,7 @@
-"""The environment in which verl runs: `.venv-verl`, made when it is first wanted."""
+"""The environment in which verl runs: `.venv-verl`, which the Makefile makes."""
 
 from __future__ import annotations
 
-import hashlib
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,41 +9,23 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 VENV = ROOT / ".venv-verl"
 PYTHON = VENV / "bin" / "python"
-REQUIREMENTS = Path(__file__).with_name("requirements.txt")
-#: Installed first and by itself: what comes later must not choose another one.
-TORCH = "torch==2.13.0"
 STAMP = VENV / ".ready"
 
 
 def is_ready() -> bool:
-    """Whether it was made of the requirements as they are now."""
-    return STAMP.exists() and STAMP.read_text() == _wanted()
+    """Whether it has been made."""
+    return STAMP.exists()
 
 
 def set_up() -> None:
-    """Make it unless it is there; blocks for minutes and says so.
+    """Make it unless it is there as it should be; blocks for minutes and says so.
 
     Raises:
-        SystemExit: pip cannot install what is wanted.
+        SystemExit: What is wanted cannot be installed.
     """
-    if is_ready():
-        return
-    _say(f"installing verl and {TORCH} into {VENV}: 2 GB, some minutes, once")
-    STAMP.unlink(missing_ok=True)
-    if not PYTHON.exists():
-        # The requirements are those of this version.
-        python = shutil.which("python3.11") or sys.executable
-        _run([python, "-m", "venv", str(VENV)])
-    _run([str(PYTHON), "-m", "pip", "install", "--quiet", TORCH])
-    _run([str(PYTHON), "-m", "pip", "install", "--quiet", "-r", str(REQUIREMENTS)])
-    STAMP.write_text(_wanted())
-
-
-def _wanted() -> str:
-    return hashlib.sha256(TORCH.encode() + REQUIREMENTS.read_bytes()).hexdigest()
-
-
-def _run(command: list[str]) -> None:
+    if not is_ready():
+        _say(f"installing verl into {VENV}: 2 GB, some minutes, once")
+    command = ["make", "--directory", str(ROOT), f"{VENV.name}/{STAMP.name}"]
     done = subprocess.run(command, stdout=sys.stderr, check=False)
     if done.returncode:
         raise SystemExit(

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
         register_agent,
     )
     from rollout.batch import RolloutBatch, collate
+    from rollout.chat.group import Group
     from rollout.chat.trajectory import Segment, Trajectory
     from rollout.config import (
         AgentConfig,
         ChannelConfig,
         CustomEngine,
         GatewayConfig,
+        GroupPolicy,
         HttpEngine,
         InProcessPlacement,
         JournalConfig,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
         ModelConfig,
         RayPlacement,
         RecoveryConfig,
+        RewardsConfig,
         RolloutConfig,
         RouterConfig,
         SamplingConfig,
@@ -61,6 +64,7 @@ if TYPE_CHECKING:
         MediaError,
         PromptError,
         RolloutError,
+        SourceEnded,
         TemplateError,
         ToolError,
     )
@@ -85,12 +89,14 @@ _HOMES = {
     ),
     "rollout.batch": ("RolloutBatch", "collate"),
     "rollout.runtime.blocking": ("BlockingRollout", "open_rollout_blocking"),
+    "rollout.chat.group": ("Group",),
     "rollout.chat.trajectory": ("Segment", "Trajectory"),
     "rollout.config": (
         "AgentConfig",
         "ChannelConfig",
         "CustomEngine",
         "GatewayConfig",
+        "GroupPolicy",
         "HttpEngine",
         "InProcessPlacement",
         "JournalConfig",
@@ -100,6 +106,7 @@ _HOMES = {
         "ModelConfig",
         "RayPlacement",
         "RecoveryConfig",
+        "RewardsConfig",
         "RolloutConfig",
         "RouterConfig",
         "SGLangEngine",
@@ -124,6 +131,7 @@ _HOMES = {
         "MediaError",
         "PromptError",
         "RolloutError",
+        "SourceEnded",
         "TemplateError",
         "ToolError",
     ),

@@ -163,6 +163,13 @@ class AsyncioThread:
         self._leave: asyncio.Event
         self.abandoned: dict[str, int] = {}
 
+    @classmethod
+    def of_current_loop(cls, *, cleanup_s: float) -> AsyncioThread:
+        """The asyncio loop that runs here, for callers on trio; `close` leaves it as it is."""
+        thread = cls(cleanup_s=cleanup_s)
+        thread._loop = asyncio.get_running_loop()
+        return thread
+
     async def run(
         self,
         name: str,

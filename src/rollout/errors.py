@@ -63,6 +63,10 @@ class PromptError(RolloutError):
     """The arguments of a call are unusable: unreadable file, wrong types, equal uids, no step."""
 
 
+class SourceEnded(RolloutError):
+    """The source of `collect` has no more prompts; `partial` has the groups that there were."""
+
+
 class EngineError(RolloutError):
     """An engine could not start, refused a request or lost it.
 

@@ -170,6 +170,16 @@ class PausableDeadline:
             outer = pause.outer and pause.outer.later(passed, self._outermost)
             self._become(pause.deadline.later(passed, self._outermost), outer)
 
+    def renew(self, deadline: Deadline, outermost: Deadline, outer: Deadline | None = None) -> None:
+        """These hold from now on, or once it is resumed."""
+        self._outermost = outermost
+        if self._pause is None:
+            self._become(deadline, outer)
+        else:
+            self._pause.deadline, self._pause.outer = deadline, outer
+            self._pause.since = anyio.current_time()
+            self._become(outermost, outermost)
+
     def _become(self, deadline: Deadline, outer: Deadline | None) -> None:
         self.now, self.outer = deadline, outer
         if self._scope is not None:

@@ -38,6 +38,7 @@ def as_reward(value: Any, who: str) -> Reward:
         value=finite_number(reward.value, who),
         extra=reward.extra,
         token_values=reward.token_values,
+        turn_values=reward.turn_values,
         segment_values=reward.segment_values,
     )
 

@@ -143,12 +143,17 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True):
         token_values: A reward for each token after the prompt of `trajectory.transcript`
             (`Transcript.response_length` of them); or, by the index of a segment, for each token
             after the prompt of that segment. They become ``token_rewards``.
+        turn_values: A reward for each turn of `trajectory.transcript`, that is for each of its
+            `generated_spans`; or, by the index of a segment, for each turn of that segment. They
+            stand in ``token_rewards`` on the last token of their turn, 0.0 on all others; that of
+            a turn without tokens stands nowhere. Of a segment either these or `token_values`.
         segment_values: Rewards of segments by their index, in the place of `value`.
     """
 
     value: float
     extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
     token_values: Sequence[float] | Mapping[int, Sequence[float]] | None = None
+    turn_values: Sequence[float] | Mapping[int, Sequence[float]] | None = None
     segment_values: Mapping[int, float] = msgspec.field(default_factory=dict)
 
 

@@ -26,6 +26,13 @@ class AgentLoop(ABC):
 
     needs_gateway: ClassVar[bool] = False
 
+    async def check(self) -> None:  # noqa: B027  (most have nothing to check)
+        """Raise where this machine cannot run it; by default it can.
+
+        `open_rollout` awaits it for an instance that is registered as `agent.name`, so that a
+        missing program shows before the first trajectory.
+        """
+
     @abstractmethod
     async def run(self, context: AgentContext) -> None:
         """Drive the trajectory to its end; what it appends through `context` is the result.

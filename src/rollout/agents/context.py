@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 from rollout.agents.conversation import Conversation
 from rollout.agents.conversation_log import ConversationLog
@@ -15,9 +15,9 @@ from rollout.agents.interacting import (
     new_interaction,
 )
 from rollout.agents.message_log import MessageLog
-from rollout.agents.places import Row
+from rollout.agents.places import Row, check_ids
 from rollout.agents.segment_opening import open_segment
-from rollout.agents.trajectory_state import SettlingLimits, TrajectoryState
+from rollout.agents.trajectory_state import SettlingLimits, Shared, TrajectoryState
 from rollout.chat.drift import DRIFT_KINDS
 from rollout.chat.messages import template_messages, text_of_content
 from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT
@@ -34,32 +34,16 @@ if TYPE_CHECKING:
 
     from rollout.agents.gateway_door import GatewayDoor
     from rollout.agents.services import Services
-    from rollout.agents.turn import AssistantTurn
+    from rollout.agents.turn import AssistantTurn, SampledTokens
     from rollout.agents.turn_log import TurnLog
     from rollout.agents.wording import Given
     from rollout.chat.drift import Drift
     from rollout.config import AgentConfig
     from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
+    from rollout.holds import Hold
     from rollout.interactions import Interaction, InteractionTurn
     from rollout.tools import ToolResult, TrajectoryTools
-
-T = TypeVar("T")
-
-
-class _Shared(Generic[T]):
-    """An attribute that the conversations of a trajectory share."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, context: AgentContext, owner: type) -> T:
-        if context is None:
-            return cast("T", self)
-        return cast("T", getattr(context._state, self._name))
-
-    def __set__(self, context: AgentContext, value: T) -> None:
-        setattr(context._state, self._name, value)
 
 
 class AgentContext:
@@ -84,17 +68,19 @@ class AgentContext:
         resumes: How often a generation continued elsewhere because its replica was lost.
         restarts: Why generations began again then, each time one did.
         discarded_tokens: Tokens that were dropped by that.
+        cut_prompt_tokens: Tokens that the prompt has lost, to fit; see `lengths.overlong_prompts`.
     """
 
-    extra = _Shared[dict[str, Any]]()
-    turn_scores = _Shared[list[float]]()
-    tool_rewards = _Shared[list[float]]()
-    ending = _Shared[Ending | None]()
-    generation_s = _Shared[float]()
-    cached_tokens = _Shared[int]()
-    resumes = _Shared[int]()
-    restarts = _Shared[list[str]]()
-    discarded_tokens = _Shared[int]()
+    extra = Shared[dict[str, Any]]()
+    turn_scores = Shared[list[float]]()
+    tool_rewards = Shared[list[float]]()
+    ending = Shared[Ending | None]()
+    generation_s = Shared[float]()
+    cached_tokens = Shared[int]()
+    resumes = Shared[int]()
+    restarts = Shared[list[str]]()
+    discarded_tokens = Shared[int]()
+    cut_prompt_tokens = Shared[int]()
 
     def __init__(
         self,
@@ -106,11 +92,12 @@ class AgentContext:
         deadline: Deadline,
         extra: dict[str, Any],
         outermost: Deadline,
+        hold: Hold | None = None,
         log: TurnLog | None = None,
     ) -> None:
         self._services = services
         self._state = TrajectoryState(
-            services, prompt, identity, tools, deadline, extra, outermost, log
+            services, prompt, identity, tools, deadline, extra, outermost, hold, log
         )
         self._main = Conversation(
             self._state,
@@ -243,18 +230,31 @@ class AgentContext:
         """Settle the outcome; return from `run` afterwards. The first call counts."""
         self._state.end(outcome, reason, limit_source=limit_source)
 
-    async def begin(self, messages: Given | None = None) -> None:
+    async def begin(
+        self, messages: Given | None = None, *, ids: Sequence[int] | None = None
+    ) -> None:
         """Render the prompt and start the simulated user; `generate` does so where nobody has.
 
         Args:
             messages: In place of the prompt's own.
+            ids: The prompt in tokens, which is then not rendered. The history is not rendered again
+                either, nor compared with a full rendering.
         """
         if self.transcript and messages is None and not self._is_whole:
             return  # a segment begins as it is opened
         if self.transcript:
             raise AgentError("begin: the trajectory has begun already")
         given = self.prompt.messages if messages is None else messages
-        worded = await self._state.wording.prompt(given)
+        wording = self._state.wording
+        if ids is None:
+            worded = await wording.prompt(given)
+        else:
+            packed = check_ids(ids, self._services.engines.info.vocab_size, "begin")
+            if not packed:
+                raise AgentError("begin: no ids; expected those of a prompt")
+            worded = wording.raw_prompt(packed, given)
+        if worded.cut_tokens:
+            self._state.note_cut(worded.cut_tokens)
         self._interaction = new_interaction(self._services, self._interaction_name)
         self._main.begin(worded)
         if self._interaction is not None:
@@ -267,6 +267,16 @@ class AgentContext:
     async def _begin_and_generate(self) -> AssistantTurn:
         await self.begin()
         return await self._main.generate()
+
+    async def generate_ids(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Mapping[str, Any] | SamplingParams | None = None,
+    ) -> SampledTokens:
+        """As `Conversation.generate_ids`; where nobody has begun, the ids are the prompt."""
+        if not self.transcript:
+            await self.begin(ids=prompt_ids)
+        return await self._main.generate_ids(prompt_ids, sampling)
 
     async def call_tools(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
         """As `Conversation.call_tools`."""

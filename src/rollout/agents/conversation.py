@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from rollout.agents.conversation_listening import ListeningConversation
 from rollout.agents.openings import begun, first_log, opened_log
-from rollout.agents.places import check_purpose
-from rollout.agents.turn import AssistantTurn, answer
+from rollout.agents.places import check_ids, check_purpose
+from rollout.agents.turn import AssistantTurn, SampledTokens, answer
 from rollout.agents.turn_end import TurnEnd
 from rollout.agents.turn_options import AS_EVER, TurnOptions
 from rollout.chat.trajectory import BRANCH, SUBAGENT
+from rollout.chat.transcript import common_length
 from rollout.drives import UnresponsiveError
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.generation import Generation
@@ -119,16 +121,17 @@ class Conversation(ListeningConversation):
             started, recalled_s = state.clock(), None
             deadline = state.deadline_of_generation(started)
             generation, seed = self._begun(options)
+            sampling = options.sampling or self.sampling
             try:
                 with stop or _NO_STOP:
                     if self.history != "append_only" and self._log.may_be_rendered_again:
                         with deadline:
                             await self._render_again()
                     kept = self._wording.kept_tokens
-                    budget, bounded_by = state.budget(self.transcript, self.sampling, kept)
-                    sampling = state.sampling_of_turn(self.sampling, budget, seed)
+                    budget, bounded_by = state.budget(self.transcript, sampling, kept)
+                    drawn = state.sampling_of_turn(sampling, budget, seed)
                     if log is not None:
-                        place = log.place_of_turn(self.transcript.prefix, sampling)
+                        place = log.place_of_turn(self.transcript.prefix, drawn)
                         if log.has_answers:
                             recalled_s = await log.recall_turn(place, generation)
                     if recalled_s is None:
@@ -137,11 +140,12 @@ class Conversation(ListeningConversation):
                             generation,
                             session_id=self._session_id,
                             prompt_ids=self.transcript.prefix,
-                            sampling=sampling,
+                            sampling=drawn,
                             priority=state.prompt.priority,
                             known_experts=self.transcript.routed_length,
                             group_id=self._group_id,
                             deadline=deadline,
+                            hold=state.hold,
                         )
                     if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
                         raise state.abort_error(self._session_id, deadline.now)
@@ -163,11 +167,64 @@ class Conversation(ListeningConversation):
                     end = TurnEnd("stop", None)
                 is_cut = end.finish_reason not in WHOLE_ANSWERS
                 stays_open = is_over or (is_cut and options.stays_open)
-                seconds = now - started + (recalled_s or 0.0)
+                seconds = now - started - generation.held_s + (recalled_s or 0.0)
                 self._arrived(generation, seed, end, seconds, stays_open=stays_open)
             return self._say()
         finally:
             self._is_generating = False
+
+    async def generate_ids(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Mapping[str, Any] | SamplingParams | None = None,
+    ) -> SampledTokens:
+        """Have the model continue these tokens, for code that keeps ids rather than messages.
+
+        What they have beyond the transcript is appended as an observation, as by `observe_ids`, and
+        counts as an answer where it follows a turn of the model's.
+
+        Args:
+            prompt_ids: The whole transcript so far, and what the model is told next.
+            sampling: Fields of `sampling` that differ in this generation, or all of it.
+
+        Raises:
+            LimitExceeded: A length leaves no room for a token, or a deadline fired; let it pass.
+            EngineError: The engine failed or was lost.
+            AgentError: The ids do not begin with the transcript, or are none; an argument is wrong;
+                it is generating already, or has not begun. Nothing has been appended.
+        """
+        self._check_idle("generate_ids")
+        drawn = None
+        if sampling is not None:
+            drawn = self._state.sampling_given("generate_ids", sampling)
+        await self._settle()
+        beyond = self._beyond(prompt_ids)
+        if beyond:
+            is_answer = self._log.last_turn is not None
+            self._observe_ids(beyond)
+            self.user_turns += is_answer
+        await self.generate(TurnOptions(sampling=drawn))
+        transcript = self.transcript
+        *_, said = transcript.generated_spans()
+        return SampledTokens(
+            ids=transcript.span_ids(said),
+            log_probs=array("f", transcript.log_probs()[said.start : said.stop].tobytes()),
+            versions=said.versions,
+            finish_reason=str(said.finish_reason),
+            cut_by=self.cut_by,
+        )
+
+    def _beyond(self, prompt_ids: Sequence[int]) -> array[int]:
+        """What ids have beyond the transcript, with which they must begin."""
+        given = check_ids(prompt_ids, self._state.services.engines.info.vocab_size, "generate_ids")
+        known, length = self.transcript.prefix, len(self.transcript)
+        if given[:length].tobytes() != known.packed():
+            shared = common_length(given, known.slice(0))
+            raise AgentError(
+                f"generate_ids: {len(given)} ids that differ from the transcript's {length} at "
+                f"{shared}; expected the transcript, and what follows it"
+            )
+        return given[length:]
 
     def _begun(self, options: TurnOptions) -> tuple[Generation, int]:
         """A generation of no tokens, and its seed."""
@@ -300,6 +357,21 @@ class Conversation(ListeningConversation):
         worded = await begun("subagent", wording, messages)
         log = opened_log(self.rows[-1], wording, worded, purpose)
         opened = self._opened_with(log, identity, wording, "")
+        self._opened += (opened,)
+        return opened
+
+    def subagent_ids(self, prompt_ids: Sequence[int], *, purpose: str = SUBAGENT) -> Self:
+        """As `subagent`, with tokens in place of messages; `generate_ids` continues it.
+
+        Raises:
+            LimitExceeded: They are more than fits.
+            AgentError: They are no ids.
+        """
+        check_purpose(purpose)
+        vocab_size = self._state.services.engines.info.vocab_size
+        worded = self._wording.raw_opening(check_ids(prompt_ids, vocab_size, "subagent_ids"))
+        log = opened_log(self.rows[-1], self._wording, worded, purpose)
+        opened = self._opened_with(log, self._next_identity(), self._wording, "")
         self._opened += (opened,)
         return opened
 

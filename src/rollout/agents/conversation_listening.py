@@ -108,8 +108,8 @@ class ListeningConversation(ConversationView):
         """
         self._check_idle("answer")
         await self._settle()
-        self.user_turns += 1
         await self._observe(messages)
+        self.user_turns += 1
 
     def observe(self, messages: Given) -> None:
         """Append messages that the model reads and did not write.

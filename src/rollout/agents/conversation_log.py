@@ -27,7 +27,7 @@ class ConversationLog:
         transcript: The tokens of the last row.
         message_log: Its messages.
         in_reasoning: Whether the next turn begins inside reasoning.
-        has_raw_ids: Whether tokens were observed that are in no message.
+        has_raw_ids: Whether it has tokens that are not what the template makes of its messages.
     """
 
     __slots__ = (
@@ -77,7 +77,7 @@ class ConversationLog:
             self.transcript.append_prompt(ids[:prompt_room])
             self.transcript.append_observation(ids[prompt_room:])
         self.message_log.begin(worded.messages, self.transcript.prefix)
-        self.in_reasoning = worded.opens_reasoning
+        self.in_reasoning, self.has_raw_ids = worded.opens_reasoning, worded.is_raw
         self._mark()
 
     def take(self, generation: Generation, finish_reason: str, seed: int) -> None:

@@ -129,8 +129,12 @@ def check_purpose(purpose: Any) -> None:
         raise AgentError(f"purpose = {purpose!r:.80}: expected a non-empty string")
 
 
-def check_ids(ids: Any, vocab_size: int) -> array[int]:
+def check_ids(ids: Any, vocab_size: int, what: str = "observe_ids") -> array[int]:
     """Token ids, packed.
+
+    Args:
+        vocab_size: 0 where nobody knows it.
+        what: Who was given them, for messages.
 
     Raises:
         AgentError: They are no sequence of integers, or outside the vocabulary.
@@ -138,18 +142,17 @@ def check_ids(ids: Any, vocab_size: int) -> array[int]:
     try:
         values = np.asarray(ids)
     except (ValueError, TypeError) as error:
-        raise AgentError(f"observe_ids: {error}; expected a sequence of token ids") from error
+        raise AgentError(f"{what}: {error}; expected a sequence of token ids") from error
     if values.size == 0:
         return array("i")
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise AgentError(
-            f"observe_ids: {values.ndim} dimensions of {values.dtype}; expected a sequence of "
-            "token ids"
+            f"{what}: {values.ndim} dimensions of {values.dtype}; expected a sequence of token ids"
         )
-    wrong = np.flatnonzero((values < 0) | (values >= vocab_size))
+    wrong = np.flatnonzero((values < 0) | (values >= (vocab_size or 2**31)))
     if len(wrong):
         raise AgentError(
-            f"observe_ids: id {values[wrong[0]]} at {wrong[0]} is outside the engine's vocabulary "
+            f"{what}: id {values[wrong[0]]} at {wrong[0]} is outside the engine's vocabulary "
             f"of {vocab_size} ids"
         )
     return array("i", values.astype(np.int32).tobytes())

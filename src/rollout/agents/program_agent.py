@@ -127,6 +127,14 @@ class ProgramAgent(AgentLoop):
             bounds_address_space=False,
         )
 
+    async def check(self) -> None:
+        """Find the isolation.
+
+        Raises:
+            AgentError: There is none; it says what is missing.
+        """
+        await self._walled()
+
     async def run(self, context: AgentContext) -> None:
         """Run the program to its end; cancellation and deadlines kill all of its processes."""
         spec = await self._walled()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from rollout.config import RolloutConfig, SamplingConfig
 from rollout.engine.core import EngineInfo, SamplingParams
-from rollout.errors import ConfigError
+from rollout.errors import AgentError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from rollout.agents.services import Services
+    from rollout.types import Prompt
 
 _KEYS = tuple(field.name for field in attrs.fields(SamplingConfig))
 
@@ -46,6 +48,38 @@ def sampling_of(
         stop_token_ids=tuple(merged.stop_token_ids),
         top_log_probs=merged.top_log_probs,
     )
+
+
+def sampling_given(
+    what: str,
+    services: Services,
+    prompt: Prompt,
+    sampling: Mapping[str, Any] | SamplingParams,
+    *,
+    validate: bool,
+) -> SamplingParams:
+    """What an agent says of its generations, over what is said of all of the prompt's.
+
+    Args:
+        what: Who was given it, for messages.
+        sampling: Fields of `sampling`, or all of it.
+
+    Raises:
+        AgentError: It names no field of `sampling`, or has a value that cannot be.
+    """
+    if isinstance(sampling, SamplingParams):
+        return sampling
+    if not isinstance(sampling, Mapping):
+        raise AgentError(f"{what}: sampling = {sampling!r:.80}; expected a mapping")
+    overrides = {**prompt.sampling, **sampling}
+    try:
+        drawn = sampling_of(services.config, overrides, validate=validate)
+    except ConfigError as error:
+        raise AgentError(f"{what}: {error}") from error
+    fault = top_log_probs_fault(drawn.top_log_probs, services.engines.info)
+    if fault:
+        raise AgentError(f"{what}: {fault}")
+    return drawn
 
 
 def top_log_probs_fault(count: int, info: EngineInfo) -> str:

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from rollout.agents.prompt_sampling import sampling_of, top_log_probs_fault
-from rollout.engine.core import SamplingParams
-from rollout.errors import AgentError, ConfigError
+from rollout.agents.prompt_sampling import sampling_given
+from rollout.errors import AgentError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from rollout.agents.identity import Identity
     from rollout.agents.services import Services
     from rollout.agents.wording import Given
+    from rollout.engine.core import SamplingParams
     from rollout.tools import TrajectoryTools
     from rollout.types import Prompt
 
@@ -49,7 +49,10 @@ async def open_segment(
 ) -> AsyncIterator[C]:
     """See `AgentContext.open_segment`."""
     offered = None if tools is None else _schemas(context, tools)
-    drawn = context.main.sampling if sampling is None else _sampling(context, sampling)
+    drawn = context.main.sampling
+    if sampling is not None:
+        where, validate = "open_segment", context.identity.validate
+        drawn = sampling_given(where, context.services, context.prompt, sampling, validate=validate)
     opened = await context.main.subagent(messages, purpose=purpose, tools=offered)
     opened.sampling = drawn
     try:
@@ -78,20 +81,3 @@ def _schema(tool: Any, own: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any
         f"open_segment: the tool {tool!r:.80} is none of the trajectory's ({known}) and no schema; "
         "expected a name, or {'type': 'function', 'function': {'name': ...}}"
     )
-
-
-def _sampling(context: Context, sampling: Mapping[str, Any] | SamplingParams) -> SamplingParams:
-    if isinstance(sampling, SamplingParams):
-        return sampling
-    if not isinstance(sampling, Mapping):
-        raise AgentError(f"open_segment: sampling = {sampling!r:.80}; expected a mapping")
-    services = context.services
-    overrides = {**context.prompt.sampling, **sampling}
-    try:
-        drawn = sampling_of(services.config, overrides, validate=context.identity.validate)
-    except ConfigError as error:
-        raise AgentError(f"open_segment: {error}") from error
-    fault = top_log_probs_fault(drawn.top_log_probs, services.engines.info)
-    if fault:
-        raise AgentError(f"open_segment: {fault}")
-    return drawn

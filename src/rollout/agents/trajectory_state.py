@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import msgspec
 
 from rollout.agents.budget import generation_budget
 from rollout.agents.identity import Ending, Identity
 from rollout.agents.kept_messages import TurnReader
+from rollout.agents.prompt_sampling import sampling_given
 from rollout.agents.wording import Wording
 from rollout.bridge import loop_clock
 from rollout.drives import UnresponsiveError
@@ -28,7 +30,12 @@ if TYPE_CHECKING:
     from rollout.config import AgentConfig
     from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
+    from rollout.holds import Hold
     from rollout.tools import ToolResult, TrajectoryTools
+
+T = TypeVar("T")
+
+logger = logging.getLogger("rollout.agents")
 
 #: Reason of a failure by code that did not end when it was cancelled.
 UNRESPONSIVE = "unresponsive"
@@ -65,9 +72,11 @@ class TrajectoryState:
             cached_tokens, resumes, restarts, discarded_tokens: As in `AgentContext`.
         wording: Renders, encodes and reads where the trajectory's own tools are offered.
         clock: The loop's time.
+        cut_prompt_tokens: Tokens that the prompt has lost, to fit.
         deadline: The trajectory's own.
         outermost: The deadline that nothing puts off.
         log: Remembers its answers; None where nothing does.
+        hold: Where it waits while it is carried to another call; None where it never is.
     """
 
     turn_scores = _ListOnDemand()
@@ -82,11 +91,13 @@ class TrajectoryState:
         "cached_tokens",
         "clock",
         "config",
+        "cut_prompt_tokens",
         "deadline",
         "discarded_tokens",
         "ending",
         "extra",
         "generation_s",
+        "hold",
         "identity",
         "log",
         "outermost",
@@ -107,6 +118,7 @@ class TrajectoryState:
         deadline: Deadline,
         extra: dict[str, Any],
         outermost: Deadline,
+        hold: Hold | None,
         log: TurnLog | None = None,
     ) -> None:
         self.services = services
@@ -123,10 +135,14 @@ class TrajectoryState:
         self.cached_tokens = 0
         self.resumes = 0
         self.discarded_tokens = 0
+        self.cut_prompt_tokens = 0
         self.prompt = prompt
         self.identity = identity
         self.tools = tools
         self.deadline = PausableDeadline(deadline, outermost)
+        self.hold = hold
+        if hold is not None:
+            hold.govern(self.deadline, tools.has_open_sessions)
         self._calls_asked = 0
 
     def wording_of(self, tools: Sequence[Mapping[str, Any]] | None) -> Wording:
@@ -200,6 +216,13 @@ class TrajectoryState:
             kept_tokens,
         )
 
+    def sampling_given(
+        self, what: str, sampling: Mapping[str, Any] | SamplingParams
+    ) -> SamplingParams:
+        """As `prompt_sampling.sampling_given`, for this trajectory's prompt."""
+        validate = self.identity.validate
+        return sampling_given(what, self.services, self.prompt, sampling, validate=validate)
+
     def sampling_of_turn(self, sampling: SamplingParams, budget: int, seed: int) -> SamplingParams:
         """How a turn is sampled, in the engine's terms."""
         stops = _union(tuple(sampling.stop_token_ids), self.services.stop_token_ids)
@@ -232,6 +255,34 @@ class TrajectoryState:
             self.restarts += generation.restarts
         if generation.restarts or generation.kept is not None:
             self.discarded_tokens += generation.discarded_tokens
+
+    def note_cut(self, tokens: int) -> None:
+        """The prompt has lost so many tokens, to fit; said once, then counted."""
+        self.cut_prompt_tokens = tokens
+        tally = self.services.tally
+        if not tally.cut_prompts:
+            logger.warning(
+                "%s: the prompt has %d tokens too many, which it loses at its beginning "
+                "(lengths.overlong_prompts = 'cut'); further ones are counted only",
+                self.identity.session_id,
+                tokens,
+            )
+        tally.cut_prompts += 1
+
+
+class Shared(Generic[T]):
+    """An attribute of an `AgentContext` that the conversations of its trajectory share."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, context: Any, owner: type) -> T:
+        if context is None:
+            return cast("T", self)
+        return cast("T", getattr(context._state, self._name))
+
+    def __set__(self, context: Any, value: T) -> None:
+        setattr(context._state, self._name, value)
 
 
 class SettlingLimits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -29,6 +30,24 @@ class AssistantTurn(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: str | None
     calls: tuple[ToolCall | InvalidToolCall, ...]
     text: str
+    cut_by: str | None = None
+
+
+class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model sampled in one generation, T tokens, not parsed.
+
+    Attributes:
+        ids: (T,) int32, packed.
+        log_probs: (T,) float32, packed: of each id.
+        versions: Runs ``(weight version, number of ids)`` that add up to T.
+        finish_reason: "stop" or "length".
+        cut_by: As `AssistantTurn.cut_by`.
+    """
+
+    ids: array[int]
+    log_probs: array[float]
+    versions: tuple[tuple[int, int], ...]
+    finish_reason: str
     cut_by: str | None = None
 
 

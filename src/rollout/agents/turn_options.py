@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from rollout.bridge import cancel_scope
+from rollout.engine.core import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,12 +48,14 @@ class TurnOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How one turn is generated.
 
     Attributes:
+        sampling: In place of `Conversation.sampling`.
         seed: In place of that which derives from the conversation and the turn.
         stop: Ends it before the model does.
         stays_open: Where the wait is cancelled, the turn that was begun stays open: the next
             `Conversation.generate` continues it from its tokens, in the same row.
     """
 
+    sampling: SamplingParams | None = None
     seed: int | None = None
     stop: TurnStop | None = None
     stays_open: bool = False

@@ -11,8 +11,9 @@ from rollout.agents.kept_messages import TurnReader, find_texts
 from rollout.agents.long_texts import LONG_TOKENS, is_long
 from rollout.chat.encoding import NOTHING_READY
 from rollout.chat.messages import as_messages, template_messages
+from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.token_bounds import TooManyTokens
-from rollout.errors import LimitExceeded, TemplateError
+from rollout.errors import LimitExceeded, MediaError, TemplateError
 from rollout.types import Message
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Worded(NamedTuple):
         pieces: Of a prompt: the ids, in pieces that others may hold too.
         found: Of an observation: how far from its end the text of each message begins in the text
             of the ids; -1 where it does not stand there exactly.
+        is_raw: The ids are not what the template makes of the messages.
+        cut_tokens: Tokens that a prompt has lost at its beginning.
     """
 
     ids: array[int]
@@ -48,6 +51,8 @@ class Worded(NamedTuple):
     opens_reasoning: bool
     pieces: Sequence[bytes] = ()
     found: Sequence[int] = ()
+    is_raw: bool = False
+    cut_tokens: int = 0
 
 
 class Wording:
@@ -87,20 +92,62 @@ class Wording:
         longest = longest_prompt(lengths, context)
         if is_continued:
             longest = min(lengths.prompt + lengths.response - 1, context - 1)
-        texts = self._services.texts
+        is_cut = lengths.overlong_prompts == "cut" and not is_continued
         try:
-            if is_long(messages, texts.prompt_room):
-                worded = await texts.run(True, self._prompt, messages, longest)
-            else:
-                drawn = self._drawn_prompt(messages, longest)
-                worded = self._prompt_of(*drawn, longest, await texts.ahead(drawn[1]))
+            worded = await self._rendered(messages, None if is_cut else longest)
         except TooManyTokens as error:
             raise prompt_fault(f"at least {error.least}", lengths, context) from None
         except TemplateError as error:
             raise RejectedPrompt("bad_message", str(error)) from error
-        if len(worded.ids) > longest:
+        if len(worded.ids) <= longest:
+            return worded
+        if not is_cut:
             raise prompt_fault(str(len(worded.ids)), lengths, context)
-        return worded
+        cut = len(worded.ids) - longest
+        return worded._replace(ids=worded.ids[cut:], pieces=(), is_raw=True, cut_tokens=cut)
+
+    def raw_prompt(self, ids: array[int], messages: Given) -> Worded:
+        """A prompt that its agent has put into tokens.
+
+        Args:
+            messages: Those that it stands for; of those that cannot be read, none are kept.
+
+        Raises:
+            RejectedPrompt: It is more than fits.
+        """
+        lengths, context = self._services.config.lengths, self._services.engines.info.context_length
+        if len(ids) > longest_prompt(lengths, context):
+            raise prompt_fault(str(len(ids)), lengths, context)
+        return self._raw(ids, messages)
+
+    def raw_opening(self, ids: array[int]) -> Worded:
+        """What another conversation begins with, put into tokens by its agent.
+
+        Raises:
+            LimitExceeded: It is more than fits.
+        """
+        lengths, context = self._services.config.lengths, self._services.engines.info.context_length
+        most, source = context, "engine.context_length"
+        if lengths.prompt + lengths.response < context:
+            most, source = lengths.prompt + lengths.response, "lengths.response"
+        if len(ids) >= most:
+            raise no_room(source, str(len(ids)))
+        return self._raw(ids, ())
+
+    def _raw(self, ids: array[int], messages: Given) -> Worded:
+        try:
+            own = as_messages(template_messages(messages)) if messages else []
+        except (TemplateError, MediaError):
+            own = []
+        return Worded(ids, own, opens_reasoning(self._services.template.decode(ids)), is_raw=True)
+
+    async def _rendered(self, messages: Given, longest: int | None) -> Worded:
+        """A prompt's ids; of one that certainly has more than `longest`, TooManyTokens."""
+        texts = self._services.texts
+        if is_long(messages, texts.prompt_room):
+            return await texts.run(True, self._prompt, messages, longest)
+        drawn = self._drawn_prompt(messages, longest)
+        return self._prompt_of(*drawn, longest, await texts.ahead(drawn[1]))
 
     async def observation(
         self, messages: Given, transcript: Transcript, after: Sequence[int] | None
@@ -195,10 +242,10 @@ class Wording:
     def _schemas(self) -> Sequence[Mapping[str, Any]] | None:
         return self.reader.schemas or None
 
-    def _prompt(self, messages: Given, longest: int) -> Worded:
+    def _prompt(self, messages: Given, longest: int | None) -> Worded:
         return self._prompt_of(*self._drawn_prompt(messages, longest), longest)
 
-    def _drawn_prompt(self, messages: Given, longest: int) -> tuple[list[Any], WrittenText]:
+    def _drawn_prompt(self, messages: Given, longest: int | None) -> tuple[list[Any], WrittenText]:
         """The messages as the template takes them, and the text that it makes of them."""
         template, plain = self._services.template, template_messages(messages)
         written = template.written(plain, self._schemas, add_generation_prompt=True, most=longest)
@@ -208,7 +255,7 @@ class Wording:
         self,
         plain: list[Any],
         written: WrittenText,
-        longest: int,
+        longest: int | None,
         ready: Ready = NOTHING_READY,
     ) -> Worded:
         template = self._services.template

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 #: Sums over trajectories, with the names of the metrics that they sum up.
-_RECOVERY = {
+_SUMMED = {
     "recovery/resumes": "resumes",
     "recovery/restarts": "restarts",
     "tokens/discarded": "discarded_tokens",
+    "tokens/cut_prompt": "cut_prompt_tokens",
 }
 
 
@@ -34,6 +35,7 @@ def batch_metrics(
     * ``outcomes/<outcome>`` and ``outcomes/<outcome>/<reason>``: how many ended so;
     * ``recovery/{resumes,restarts}``: requests that resumed elsewhere, or restarted, because their
       replica was lost; ``tokens/discarded``: what was dropped by that and by further attempts;
+      ``tokens/cut_prompt``: what over-long prompts have lost;
     * ``tokenization/<kind>``: where `agent.tokenization_check` is on, how many compared so;
     * ``reward/{min,mean,max}``: over known rewards; ``turns/mean``.
     """
@@ -43,7 +45,7 @@ def batch_metrics(
         **_spread("reward", (row.reward for row in trajectories if row.reward is not None)),
         **_tokens(trajectories),
         **_outcomes(trajectories),
-        **_sums(trajectories, _RECOVERY),
+        **_sums(trajectories, _SUMMED),
         **Counter(name for row in trajectories for name in row.metrics if name.startswith(DRIFT)),
         **extra,
     }

@@ -277,6 +277,12 @@ def _add_code(parser: argparse.ArgumentParser) -> None:
         help="path.py:function or package.module:function, called with each trajectory, or with "
         "data_source, solution_str, ground_truth and extra_info, as verl does",
     )
+    parser.add_argument(
+        "--group-reward",
+        metavar="REF",
+        help="path.py:function or package.module:function, called with each rollout.Group once its "
+        "members have ended",
+    )
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:

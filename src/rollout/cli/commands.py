@@ -30,6 +30,7 @@ from rollout.errors import (
 )
 from rollout.interactions import InteractionRegistry
 from rollout.plurals import count
+from rollout.runtime.reward_opening import GivenRewards, checked
 from rollout.scheduling.prompt_files import read_prompts
 from rollout.scheduling.prompt_names import check_names
 from rollout.types import Outcome
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from rollout.batch import RolloutBatch
-    from rollout.scheduling.rewards import RewardFunction
 
 DEMO_DIRECTORY = "rollout-output/demo"
 
@@ -90,7 +90,8 @@ def _shown_log(errors: Console, *, is_verbose: bool) -> Iterator[None]:
 def _run(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
     config = load_config(arguments.config, arguments.overrides)
     code = UserCode()
-    tools, interactions, reward = _code_of(arguments, code)
+    tools, interactions, rewards = _code_of(arguments, code)
+    checked(rewards, config.rewards.processes)
     faults = config_faults(config, interactions)
     if faults:
         raise _cannot_run("the configuration", faults)
@@ -105,7 +106,7 @@ def _run(arguments: argparse.Namespace, output: Console, errors: Console) -> int
         directory=directory,
         resume=arguments.resume,
         tools=tools,
-        reward=reward,
+        rewards=rewards,
         interactions=interactions,
         samples=arguments.samples,
         step=arguments.step,
@@ -132,7 +133,7 @@ def _demo(arguments: argparse.Namespace, output: Console, errors: Console) -> in
         prompts=tasks.prompts,
         directory=directory,
         tools=[calculator],
-        reward=tasks.reward,
+        rewards=GivenRewards(tasks.reward),
     )
     result = anyio.run(run_job, job, errors, backend=arguments.backend)
     if result.batch is not None:
@@ -142,7 +143,8 @@ def _demo(arguments: argparse.Namespace, output: Console, errors: Console) -> in
 
 def _check(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
     config = load_config(arguments.config, arguments.overrides)
-    tools, interactions, _ = _code_of(arguments, UserCode())
+    tools, interactions, rewards = _code_of(arguments, UserCode())
+    checked(rewards, config.rewards.processes)
     for line in describe_config(config):
         print_line(output, line)
     for label, text in sizing_lines(config):
@@ -192,12 +194,15 @@ _COMMANDS = {
 
 def _code_of(
     arguments: argparse.Namespace, code: UserCode
-) -> tuple[list[Any], list[Any], RewardFunction | None]:
-    """Tools, simulated users and the reward that the options name."""
-    reward = None if arguments.reward is None else code.reward(arguments.reward)
+) -> tuple[list[Any], list[Any], GivenRewards]:
+    """Tools, simulated users and the rewards that the options name."""
+    rewards = GivenRewards(
+        None if arguments.reward is None else code.reward(arguments.reward),
+        None if arguments.group_reward is None else code.group_reward(arguments.group_reward),
+    )
     if arguments.tools is None:
-        return [], [], reward
-    return list(code.tools(arguments.tools)), list(code.interactions(arguments.tools)), reward
+        return [], [], rewards
+    return list(code.tools(arguments.tools)), list(code.interactions(arguments.tools)), rewards
 
 
 def _cannot_run(what: str, faults: Sequence[str]) -> ConfigError:

@@ -19,7 +19,7 @@ from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
 from rollout.plurals import count
 from rollout.runtime.opening import open_rollout
-from rollout.scheduling.rewards import RewardFunction
+from rollout.runtime.reward_opening import GivenRewards
 from rollout.scopes import open_task_group
 from rollout.types import Prompt
 from rollout.worker_threads import WorkerThreads
@@ -48,7 +48,7 @@ class ForegroundJob:
     prompts: Sequence[Prompt]
     directory: Path
     tools: Sequence[Any] = ()
-    reward: RewardFunction | None = None
+    rewards: GivenRewards = attrs.field(factory=GivenRewards)
     interactions: Sequence[Any] = ()
     samples: int | None = None
     step: int | None = None
@@ -100,7 +100,12 @@ async def run_job(job: ForegroundJob, console: Console) -> JobResult:
             with run.starting:
                 forget_journal(job.config, resume=job.resume)
                 async with open_rollout(
-                    job.config, job.tools, job.reward, job.interactions, resume=job.resume
+                    job.config,
+                    job.tools,
+                    job.rewards.single,
+                    job.interactions,
+                    group_reward=job.rewards.group,
+                    resume=job.resume,
                 ) as run.runtime:
                     tasks.start_soon(run.generate)
                     await run.leave.wait()

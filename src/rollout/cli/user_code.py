@@ -11,13 +11,13 @@ import attrs
 
 from rollout.errors import ConfigError
 from rollout.interactions import Interaction
-from rollout.scheduling.reward_signatures import check_reward
+from rollout.scheduling.reward_signatures import check_group_reward, check_reward
 from rollout.tools.shipped import is_shipped, shipped_tools
 from rollout.tools.tool_loading import tools_of
 from rollout.user_files import UserCodeError, import_module, make_importable, run_file
 
 if TYPE_CHECKING:
-    from rollout.scheduling.rewards import RewardFunction
+    from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
     from rollout.tools import Tool
 
 
@@ -71,6 +71,22 @@ class UserCode:
             ConfigError: There is none, or it cannot be called with a trajectory.
         """
         option = f"--reward {reference}"
+        function: RewardFunction = self._function(reference, option)
+        check_reward(function, option)
+        return function
+
+    def group_reward(self, reference: str) -> GroupRewardFunction:
+        """The function named ``path.py:function`` or ``package.module:function``.
+
+        Raises:
+            ConfigError: There is none, or it cannot be called with a group.
+        """
+        option = f"--group-reward {reference}"
+        function: GroupRewardFunction = self._function(reference, option)
+        check_group_reward(function, option)
+        return function
+
+    def _function(self, reference: str, option: str) -> Any:
         source, _, name = reference.rpartition(":")
         if not source or not name:
             raise ConfigError(f"{option}: expected path.py:function or package.module:function")
@@ -80,9 +96,7 @@ class UserCode:
         if not callable(function):
             what = "no such function" if function is None else f"{name} cannot be called"
             raise ConfigError(f"{option}: {what} in {source}")
-        check_reward(function, option)
-        reward: RewardFunction = function
-        return reward
+        return function
 
     def _file(self, path: str, option: str) -> ModuleType:
         file = Path(path).resolve()

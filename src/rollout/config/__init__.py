@@ -13,6 +13,7 @@ from rollout.config.engines import (
 )
 from rollout.config.explain import describe_config
 from rollout.config.gateway_section import GatewayConfig
+from rollout.config.group_policy import GroupPolicy
 from rollout.config.journal_section import JournalConfig
 from rollout.config.limits_section import LimitsConfig
 from rollout.config.placements import (
@@ -21,7 +22,9 @@ from rollout.config.placements import (
     PlacementConfig,
     RayPlacement,
 )
+from rollout.config.rewards_section import RewardsConfig
 from rollout.config.sampling_section import SamplingConfig
+from rollout.config.scheduling_section import SchedulingConfig
 from rollout.config.sections import (
     EMBEDDED_MODEL,
     AgentConfig,
@@ -30,7 +33,6 @@ from rollout.config.sections import (
     RecoveryConfig,
     RolloutConfig,
     RouterConfig,
-    SchedulingConfig,
     ToolsConfig,
 )
 
@@ -41,6 +43,7 @@ __all__ = [
     "CustomEngine",
     "EngineConfig",
     "GatewayConfig",
+    "GroupPolicy",
     "HttpEngine",
     "InProcessPlacement",
     "JournalConfig",
@@ -51,6 +54,7 @@ __all__ = [
     "PlacementConfig",
     "RayPlacement",
     "RecoveryConfig",
+    "RewardsConfig",
     "RolloutConfig",
     "RouterConfig",
     "SGLangEngine",

@@ -25,7 +25,9 @@ from rollout.config.sections import RolloutConfig
 if TYPE_CHECKING:
     from rollout.config.journal_section import JournalConfig
     from rollout.config.limits_section import LimitsConfig
-    from rollout.config.sections import LengthsConfig, SchedulingConfig
+    from rollout.config.rewards_section import RewardsConfig
+    from rollout.config.scheduling_section import SchedulingConfig
+    from rollout.config.sections import LengthsConfig
 
 _LABEL_WIDTH = 12
 
@@ -50,6 +52,7 @@ def describe_config(config: RolloutConfig) -> list[str]:
         ("limits", _limits(config.limits)),
         ("agent", _agent(config)),
         ("tools", _tools(config)),
+        ("rewards", _rewards(config.rewards)),
         *_scheduling(config.scheduling),
         ("journal", _journal(config.journal)),
         ("seed", _seed(config.seed)),
@@ -202,6 +205,14 @@ def _tools(config: RolloutConfig) -> str:
     cut = f"answers cut to {tools.max_response_length:,} characters ({tools.truncate_side})"
     shipped = f"{', '.join(tools.builtin)}; " if tools.builtin else ""
     return f"{shipped}{calls}; {cut}; {_count(tools.max_threads, 'thread')}"
+
+
+def _rewards(rewards: RewardsConfig) -> str:
+    again = f"; {_count(rewards.retries, 'retry')}" if rewards.retries else ""
+    if not rewards.processes:
+        return f"in threads, async ones on the event loop{again}"
+    count = rewards.processes
+    return f"in {count:,} child {'process' if count == 1 else 'processes'}{again}"
 
 
 def _scheduling(scheduling: SchedulingConfig) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 # Annotations stay evaluated: they carry the rules that the fields are checked by.
 from collections.abc import Collection, Iterator
 from typing import ClassVar, Literal
+from urllib.parse import urlsplit
 
 import attrs
 
@@ -23,6 +24,9 @@ class GatewayConfig(Section):
     host: Text = "127.0.0.1"
     #: 0 takes a free one.
     port: Port = 0
+    #: Where agents reach it, if not at `host` and `port`: ``"https://proxy.example/models"`` of a
+    #: proxy, or this machine's name where `host` is 0.0.0.0.
+    public_url: Text | None = None
     #: What clients call the model.
     model: Text = "rollout"
     #: Other names that clients may ask for, such as that of a program's small model.
@@ -54,8 +58,10 @@ class GatewayConfig(Section):
     keep_alive_s: Positive = 10.0
 
     def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
-        """An alias is another name."""
-        if not {"model", "model_aliases"} <= set(sound):
-            return
-        if self.model in self.model_aliases:
+        """An alias is another name, and a URL one of HTTP."""
+        if "public_url" in sound and self.public_url is not None:
+            url = urlsplit(self.public_url)
+            if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment:
+                yield Fault("public_url", "expected http://host or https://host", self.public_url)
+        if {"model", "model_aliases"} <= set(sound) and self.model in self.model_aliases:
             yield Fault("model_aliases", "expected other names than gateway.model", self.model)

@@ -53,6 +53,9 @@ class LimitsConfig(Section):
     batch_s: Positive | None = 7200.0
     #: One call of the reward function.
     reward_s: Positive | None = 300.0
+    #: How long tools stay open while their trajectory is carried from one call to the next
+    #: (`scheduling.groups.surplus`).
+    carry_s: Positive | None = 1800.0
     #: Closing a tool, an interaction or a request, shielded from cancellation.
     cleanup_s: Positive = 5.0
 

@@ -56,7 +56,13 @@ def _section_parts(name: str, annotation: Any, first: str) -> Iterator[str]:
         else:
             text = f"`{option.__name__}`. {text}"
         yield text
-        yield _table(option, annotations_of(option))
+        fields = annotations_of(option)
+        yield _table(option, {key: a for key, a in fields.items() if not is_section(a)})
+        for key, inner in fields.items():
+            if is_section(inner):
+                yield f"### `{name}.{key}`"
+                yield f"`{inner.__name__}`. {inspect.cleandoc(inner.__doc__ or '')}"
+                yield _table(inner, annotations_of(inner))
 
 
 def _table(cls: type, fields: dict[str, Any]) -> str:

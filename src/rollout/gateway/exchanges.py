@@ -36,11 +36,12 @@ class Exchange:
 
     Attributes:
         digest: Of its body; equal bodies ask for the same.
-        owner: The call that it is answered for.
+        owner: Stands for the call that it is answered for; it refers to nothing, so that both end
+            with their last use.
         working: Held by the call that has it generated: one that was cut may still be ending.
         completion: Makes its answer, once it is whole; the conversation is not kept for that.
         completion_id: Names it then.
-        changed: Set, and replaced, when its state changes.
+        changed: Set when its state changes; None while nobody waits for that.
     """
 
     def __init__(self, digest: bytes, samples: list[Sample]) -> None:
@@ -51,7 +52,7 @@ class Exchange:
         self.completion_id = ""
         self.state = State.RUNNING
         self.working = anyio.Lock(fast_acquire=True)
-        self.changed = anyio.Event()
+        self.changed: anyio.Event | None = None
 
     def finish(self, completion_id: str, completion: Callable[[], Completion]) -> None:
         """Its answer is whole: what it was sampled for is not needed any more."""
@@ -61,8 +62,9 @@ class Exchange:
     def become(self, state: State) -> None:
         """Who waits for a change learns of it."""
         self.state = state
-        changed, self.changed = self.changed, anyio.Event()
-        changed.set()
+        changed, self.changed = self.changed, None
+        if changed is not None:
+            changed.set()
 
 
 class Exchanges:
@@ -121,8 +123,9 @@ class Exchanges:
             on_its_way = next((each for each in equal if each.state is State.RETURNED), None)
             if on_its_way is None or anyio.current_time() >= deadline:
                 return None
+            changed = on_its_way.changed = on_its_way.changed or anyio.Event()
             with anyio.move_on_at(deadline):
-                await on_its_way.changed.wait()
+                await changed.wait()
 
     def abandoned(self) -> list[Exchange]:
         """Those whose clients left and never asked again."""

@@ -29,7 +29,7 @@ class Host:
     """A server that is not running yet: its address is taken.
 
     Attributes:
-        url: Where it will listen, without a path.
+        url: Where clients reach it, without a slash at its end.
     """
 
     def __init__(self, config: GatewayConfig, threads: WorkerThreads, adapter: Any) -> None:
@@ -37,8 +37,7 @@ class Host:
         self._threads = threads
         self._adapter = adapter
         self._listener = _listening(config)
-        host, port = self._listener.getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.url = (config.public_url or _url_of(self._listener)).rstrip("/")
 
     @asynccontextmanager
     async def serving(
@@ -84,6 +83,13 @@ def _adapter() -> Any:
         raise ConfigError(
             f"the gateway needs the package {error.name}: pip install 'rollout-rl[gateway]'"
         ) from None
+
+
+def _url_of(listener: socket.socket) -> str:
+    """As this machine reaches it."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _listening(config: GatewayConfig) -> socket.socket:

@@ -70,8 +70,6 @@ class Connection(HttpToolsProtocol):
         if len(self.connections) > self._limits.max_connections:
             transport.abort()
             return
-        # Any byte that the system has not taken counts as not sent.
-        transport.set_write_buffer_limits(high=0)
         _probe_peer(transport.get_extra_info("socket"))
         self._allow(self._limits.head_s, self._end_slow_head)
 
@@ -81,6 +79,7 @@ class Connection(HttpToolsProtocol):
         if exc is not None:
             self.has_left = True
             self._tell_unread()
+        self._on_unread = None
         self._tell_leave()
 
     def eof_received(self) -> None:
@@ -135,13 +134,16 @@ class Connection(HttpToolsProtocol):
 
         A client that does not read for so long is left.
         """
-        if not self.flow.write_paused:
-            return not self.has_left
-        with anyio.move_on_after(seconds):
-            await self.flow.drain()
-            return not self.has_left
-        self.transport.abort()
-        return False
+        transport = self.transport
+        transport.set_write_buffer_limits(high=0)  # from here on, what is not taken has to wait
+        if self.flow.write_paused:
+            with anyio.move_on_after(seconds) as scope:
+                await self.flow.drain()
+            if scope.cancelled_caught:
+                transport.abort()
+                return False
+        transport.set_write_buffer_limits()  # a head may wait for its body, to be one packet
+        return not self.has_left
 
     def on_leave(self, callback: Callable[[], object]) -> None:
         """Call it once the client leaves, unless the reply is complete before."""
@@ -183,7 +185,8 @@ def _probe_peer(sock: Any) -> None:
     if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", PROBE_S), ("TCP_KEEPINTVL", PROBE_S // 3)):
+    probes = {"TCP_KEEPIDLE": PROBE_S, "TCP_KEEPINTVL": max(1, PROBE_S // 3), "TCP_KEEPCNT": 3}
+    for name, value in probes.items():
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 

@@ -16,7 +16,9 @@ from rollout.agents.gateway_door import GatewayAddress
 from rollout.chat.trajectory import Trajectory
 from rollout.errors import PromptError
 from rollout.gateway.calls import GatewayError
-from rollout.types import Outcome, Prompt
+from rollout.reward_values import BadRewardError
+from rollout.scheduling.rewards import apply_reward, reward_of
+from rollout.types import Outcome, Prompt, Reward
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -64,9 +66,36 @@ class Opening(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Finish(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of ``POST /trajectories/{id}/finish``."""
+    """Body of ``POST /trajectories/{id}/finish``: what a `rollout.Reward` says.
+
+    Rows are counted from 0; values of tokens alone are those of the main row.
+    """
 
     reward: RewardValue | None = None
+    token_values: list[float] | dict[int, list[float]] | None = None
+    segment_values: dict[int, float] = {}
+
+    def give(self, trajectory: Trajectory) -> None:
+        """Give it to a trajectory that may have one.
+
+        Raises:
+            GatewayError: A part of it does not fit the trajectory, which then gets nothing.
+        """
+        if self.reward is None:
+            if self.token_values is not None or self.segment_values:
+                raise GatewayError(
+                    400, "invalid_request", "reward: expected a number beside others", "reward"
+                )
+            return
+        reward = Reward(
+            value=self.reward,
+            token_values=self.token_values,
+            segment_values=self.segment_values,
+        )
+        try:
+            apply_reward(trajectory, reward_of(reward, trajectory, "the trainer"))
+        except BadRewardError as error:
+            raise GatewayError(400, "invalid_request", str(error), "reward") from None
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -74,6 +103,7 @@ class Served:
     """A trajectory, from its opening until it is forgotten.
 
     Attributes:
+        is_judged: Whether a finish has decided on its reward.
         address: Where its agent finds the model, once it runs.
         trajectory: Once it has ended.
         fault: Why it never ran.
@@ -84,6 +114,7 @@ class Served:
     opened: anyio.Event = attrs.field(factory=anyio.Event)
     finished: anyio.Event = attrs.field(factory=anyio.Event)
     ended: anyio.Event = attrs.field(factory=anyio.Event)
+    is_judged: bool = False
     address: GatewayAddress | None = None
     trajectory: Trajectory | None = None
     fault: Exception | None = None
@@ -142,14 +173,14 @@ class Desk:
         """End a trajectory, with its reward; what it is then. Again it changes nothing.
 
         Raises:
-            GatewayError: There is none.
+            GatewayError: There is none; or the reward does not fit it, and may be given again.
         """
         served = self._of(served_id)
-        is_first = not served.finished.is_set()
         served.finished.set()
         await served.ended.wait()
-        if is_first and served.trajectory is not None and served.trajectory.trainable:
-            served.trajectory.reward = asked.reward
+        if not served.is_judged and served.trajectory is not None and served.trajectory.trainable:
+            asked.give(served.trajectory)
+        served.is_judged = True
         return self.state(served_id)
 
     def state(self, served_id: str) -> dict[str, Any]:
@@ -253,12 +284,15 @@ def _never_ran(served: Served) -> GatewayError:
 
 def _row(trajectory: Trajectory, segment: Segment) -> dict[str, Any]:
     transcript = segment.transcript
-    parent = segment.parent
+    parent, token_rewards = segment.parent, segment.token_rewards
     return {
         "purpose": segment.purpose,
         "parent": None if parent is None else {"row": parent[0], "position": parent[1]},
         "trainable": trajectory.is_trainable(segment),
         "reward": trajectory.reward if segment.reward is None else segment.reward,
+        "token_rewards": None
+        if token_rewards is None
+        else [0.0] * transcript.prompt_length + list(token_rewards),
         "prompt_length": transcript.prompt_length,
         "ids": transcript.ids().tolist(),
         "mask": transcript.mask().astype(int).tolist(),

@@ -199,17 +199,22 @@ async def _completed(visit: _Visit, session: Session, request: ApiRequest) -> Co
     if not request.is_streamed:
         return await visit.exchange.while_there(complete)
     async with open_task_group() as tasks:
-        tasks.start_soon(_show_life, visit, request)
-        return await visit.exchange.while_there(complete)
+        timer = visit.exchange.call_later(
+            visit.service.keep_alive_s, tasks.start_soon, _show_life, visit, request
+        )
+        try:
+            return await visit.exchange.while_there(complete)
+        finally:
+            timer.cancel()
 
 
 async def _show_life(visit: _Visit, request: ApiRequest) -> None:
     """Send events of no content while the model generates."""
     while True:
-        await anyio.sleep(visit.service.keep_alive_s)
         if not visit.exchange.has_begun:
             await visit.exchange.begin(200, EVENTS)
         await visit.exchange.write(request.keep_alive)
+        await anyio.sleep(visit.service.keep_alive_s)
 
 
 async def _deliver(

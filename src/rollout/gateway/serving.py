@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rollout.gateway.asgi import Application
     from rollout.gateway.gateway import Gateway
     from rollout.gateway.runtime_loop import RuntimeLoop
+    from rollout.runtime.runtime import RolloutRuntime
 
 
 @asynccontextmanager
@@ -32,14 +33,34 @@ async def open_trajectory_server(config: RolloutConfig, token: str) -> AsyncIter
     Raises:
         RolloutError: As `open_rollout` and `open_gateway`.
     """
-    # The runtime's own gateway would take the address.
-    when_needed = attrs.evolve(config.gateway, start="when_needed")
-    own = attrs.evolve(config, gateway=when_needed)
-    async with open_rollout(own) as runtime, open_task_group() as tasks:
+    async with (
+        open_rollout(own_config(config)) as runtime,
+        serve_runtime(runtime, token) as gateway,
+    ):
+        yield gateway
+
+
+def own_config(config: RolloutConfig) -> RolloutConfig:
+    """With a gateway that does not take the address before `serve_runtime` does."""
+    return attrs.evolve(config, gateway=attrs.evolve(config.gateway, start="when_needed"))
+
+
+@asynccontextmanager
+async def serve_runtime(runtime: RolloutRuntime, token: str) -> AsyncIterator[Gateway]:
+    """A gateway of a runtime, where trajectories are opened over HTTP; leaving ends them.
+
+    Args:
+        runtime: Opened with `own_config`.
+        token: As for `open_trajectory_server`.
+
+    Raises:
+        ConfigError: As `open_gateway`.
+    """
+    limits = exchange_limits(runtime.config.gateway)
+    async with open_task_group() as tasks:
         desk = Desk(runtime, tasks)
 
         def more_routes(loop: RuntimeLoop) -> list[tuple[str, Application]]:
-            limits = exchange_limits(config.gateway)
             return TrajectoryRoutes(desk, loop, limits, token).table()
 
         async with serve_trajectories(runtime.services, more_routes) as gateway:

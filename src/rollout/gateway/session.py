@@ -46,6 +46,7 @@ class _Work:
         self.scope = cancel_scope(math.inf)
         self.done = anyio.Event()
         self.exchange: Exchange | None = None
+        self.token = object()  # owns the exchange
         self.has_client = True
         self.completion: Completion | None = None
         self.error: GatewayError | None = None
@@ -184,14 +185,14 @@ class GatewaySession:
         exchange = await trajectory.exchanges.claim(work.call.digest) if work.call.digest else None
         if exchange is None:
             exchange = self._new(trajectory, work.call)
-        work.exchange, exchange.owner = exchange, work
+        work.exchange, exchange.owner = exchange, work.token
         async with exchange.working:
             if exchange.completion is None:
                 with _counted(trajectory, exchange.samples[0].request):
                     await self._sample(trajectory, exchange)
                 self._finish(trajectory, exchange)
         self.length = None
-        if exchange.owner is work and exchange.completion is not None:
+        if exchange.owner is work.token and exchange.completion is not None:
             trajectory.exchanges.returned(exchange)
             work.completion = exchange.completion()
 
@@ -286,7 +287,7 @@ def _limit_error(error: LimitExceeded) -> GatewayError:
 
 def _leave(trajectory: _Trajectory, work: _Work) -> None:
     """Its client is gone; unless another call has taken its exchange over."""
-    if work.exchange is not None and work.exchange.owner is work:
+    if work.exchange is not None and work.exchange.owner is work.token:
         trajectory.exchanges.left(work.exchange)
 
 
@@ -299,3 +300,4 @@ def _settle(trajectory: _Trajectory) -> None:
                 conversation.trainable = False
     for conversation in trajectory.context.main.all():
         conversation.end_turn()
+    trajectory.tree.clear()

@@ -154,6 +154,17 @@ class Tree:
             node.said.setdefault(key, []).append(child)
         return child
 
+    def clear(self) -> None:
+        """Forget all: nodes refer to each other, and would stay until Python looks for such."""
+        nodes = list(self._roots.values())
+        self._roots.clear()
+        while nodes:
+            node = nodes.pop()
+            nodes.extend(node.given.values())
+            nodes.extend(child for children in node.said.values() for child in children)
+            node.given.clear()
+            node.said.clear()
+
     def _deepest(self, root: Node, keys: Sequence[Key], agent_id: str | None) -> _Path:
         alone = self._only_path(root, keys)
         paths = candidates = [alone]

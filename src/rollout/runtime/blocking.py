@@ -15,12 +15,14 @@ import anyio
 from rollout.bridge import Post, loop_poster, wait_future
 from rollout.engine.wire.operations import ALL_TAGS
 from rollout.errors import RolloutError
+from rollout.runtime.blocking_groups import BlockingGroups
 from rollout.runtime.blocking_views import BlockingEngines, BlockingTrajectories
 from rollout.runtime.opening import open_rollout
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+    from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
     from anyio.abc import TaskGroup
@@ -28,12 +30,11 @@ if TYPE_CHECKING:
 
     from rollout.batch import RolloutBatch
     from rollout.chat import ChatTemplate
-    from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.runtime.runtime import RolloutRuntime
     from rollout.runtime.statistics import RuntimeStatistics
-    from rollout.scheduling.rewards import RewardFunction
+    from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
     from rollout.tensor_layout import Layout, Trim
     from rollout.types import Prompt
 
@@ -73,7 +74,7 @@ class _Call:
             self._scope.cancel()
 
 
-class BlockingRollout:
+class BlockingRollout(BlockingGroups):
     """A `RolloutRuntime` on a thread of its own; made by `open_rollout_blocking`.
 
     Every method may be called from any thread. Ctrl-C, or any other exception that reaches a
@@ -113,6 +114,11 @@ class BlockingRollout:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    @property
+    def config(self) -> RolloutConfig:
+        """What it was opened with."""
+        return self._runtime.config
 
     @property
     def template(self) -> ChatTemplate:
@@ -182,34 +188,10 @@ class BlockingRollout:
 
         Leaving the block cancels the rest and waits for its end.
         """
-        opened: Future[tuple[MemoryObjectReceiveStream[Trajectory], anyio.Event]] = Future()
-
-        async def keep_open() -> None:
-            async with self._runtime.stream(
-                prompts, samples=samples, step=step, validate=validate
-            ) as received:
-                leave = anyio.Event()
-                opened.set_result((received, leave))
-                await leave.wait()
-
-        def give_up(ended: Future[None]) -> None:
-            if not opened.done():
-                opened.set_exception(ended.exception() or RolloutError("the runtime is closed"))
-
-        call = self._start(keep_open)
-        call.future.add_done_callback(give_up)
-        try:
-            received, leave = opened.result()
-
-            def end() -> None:
-                self._post(leave.set)
-                self._finish(call)
-
+        with self._entered(
+            lambda: self._runtime.stream(prompts, samples=samples, step=step, validate=validate)
+        ) as (received, end):
             yield BlockingTrajectories(received, self._wait, end)
-        except BaseException:
-            self._abandon(call)
-            raise
-        end()
 
     def cancel(
         self, uid: str | None = None, member: int | None = None, *, reason: str = "cancelled"
@@ -265,6 +247,40 @@ class BlockingRollout:
         self._is_ready.wait()
         self._post(self._leave.set)
         self._thread.join()
+
+    @contextmanager
+    def _entered(
+        self, manager: Callable[[], AbstractAsyncContextManager[T]]
+    ) -> Iterator[tuple[T, Callable[[], None]]]:
+        """What an async context manager gives on the loop, and what has it left; it is left after
+        the block.
+        """
+        opened: Future[tuple[T, anyio.Event]] = Future()
+
+        async def keep_open() -> None:
+            async with manager() as given:
+                leave = anyio.Event()
+                opened.set_result((given, leave))
+                await leave.wait()
+
+        def give_up(ended: Future[None]) -> None:
+            if not opened.done():
+                opened.set_exception(ended.exception() or RolloutError("the runtime is closed"))
+
+        call = self._start(keep_open)
+        call.future.add_done_callback(give_up)
+        try:
+            given, leave = opened.result()
+
+            def end() -> None:
+                self._post(leave.set)
+                self._finish(call)
+
+            yield given, end
+        except BaseException:
+            self._abandon(call)
+            raise
+        end()
 
     def _wait(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """What a call returns; an exception that reaches this thread meanwhile ends the call."""
@@ -361,21 +377,25 @@ async def _settled(future: Future[Any]) -> None:
 def open_rollout_blocking(
     config: RolloutConfig,
     tools: Sequence[Any] = (),
-    reward: RewardFunction | None = None,
+    reward: RewardFunction | str | None = None,
     interactions: Sequence[Any] = (),
     *,
+    group_reward: GroupRewardFunction | str | None = None,
     backend: Literal["trio", "asyncio"] = "trio",
     resume: bool = False,
 ) -> BlockingRollout:
     """A runtime for callers without a loop, or with one of their own; use it as a context manager.
 
     Args:
-        config, tools, reward, interactions, resume: As for `open_rollout`.
+        config, tools, reward, interactions, group_reward, resume: As for `open_rollout`.
         backend: The loop on which async tools, rewards and agents run.
 
     Raises:
         As `open_rollout`.
     """
     return BlockingRollout(
-        lambda: open_rollout(config, tools, reward, interactions, resume=resume), backend
+        lambda: open_rollout(
+            config, tools, reward, interactions, group_reward=group_reward, resume=resume
+        ),
+        backend,
     )

@@ -35,10 +35,17 @@ class Collation:
         window: LagWindow,
         layout: Layout = "padded",
         trim: Trim = False,
+        *,
+        extra: Mapping[str, float] | None = None,
     ) -> RolloutBatch:
-        """`rollout.batch.collate` of what there is; cancellation waits for its end."""
+        """`rollout.batch.collate` of what there is; cancellation waits for its end.
+
+        Args:
+            extra: Further metrics of the batch.
+        """
         trajectories = [trajectory for trajectory in rows if trajectory is not None]
-        work = partial(self._batch, trajectories, window.metrics, layout, trim)
+        metrics = {**window.metrics, **(extra or {})}
+        work = partial(self._batch, trajectories, metrics, layout, trim)
         places = self._lengths.prompt + self._lengths.response
         is_long = places * sum(len(each.segments) for each in trajectories) > SHORT
         return await self._long_work.run(is_long, work)
@@ -50,9 +57,11 @@ class Collation:
         window: LagWindow,
         layout: Layout = "padded",
         trim: Trim = False,
+        *,
+        extra: Mapping[str, float] | None = None,
     ) -> None:
         """Let what there was travel with the error that ended a call, whatever its type."""
-        batch = await self.batch(rows, window, layout, trim)
+        batch = await self.batch(rows, window, layout, trim, extra=extra)
         with suppress(AttributeError):  # some have no room for it
             error.partial = batch  # type: ignore[attr-defined]
 

@@ -25,9 +25,15 @@ from rollout.observe.tally import Tally
 from rollout.runtime.driver_model import load_driver_model, warn_of_end_token
 from rollout.runtime.gateway_opening import gateway_of
 from rollout.runtime.heap import freeze_loaded, frozen_heap
+from rollout.runtime.reward_opening import (
+    GivenRewards,
+    RewardFunctions,
+    checked,
+    reward_processes,
+    rewarding_of,
+)
 from rollout.runtime.runtime import RolloutRuntime
 from rollout.scheduling.journal.journal import open_journal, read_before
-from rollout.scheduling.reward_signatures import check_reward, of_trajectory
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory_runner import TrajectoryRunner
 from rollout.scopes import OneTask, open_task_group
@@ -44,7 +50,7 @@ if TYPE_CHECKING:
     from rollout.engine.core import EngineInfo
     from rollout.engine.wire.protocol import DriverFacts
     from rollout.scheduling.journal.journal_reading import Contents
-    from rollout.scheduling.rewards import RewardFunction
+    from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
     from rollout.tools import Tool
 
 
@@ -54,9 +60,10 @@ EngineOpener = Callable[[RolloutConfig, FactsGiver], AbstractAsyncContextManager
 def open_rollout(
     config: RolloutConfig,
     tools: Sequence[Any] = (),
-    reward: RewardFunction | None = None,
+    reward: RewardFunction | str | None = None,
     interactions: Sequence[Any] = (),
     *,
+    group_reward: GroupRewardFunction | str | None = None,
     resume: bool = False,
 ) -> AbstractAsyncContextManager[RolloutRuntime]:
     """A runtime with its engines serving; nothing of it is left when the block has been left.
@@ -68,8 +75,12 @@ def open_rollout(
             as `connect_mcp`, opened and closed with the runtime.
         reward: ``reward(trajectory) -> float | Reward``, or verl's ``compute_score(data_source,
             solution_str, ground_truth, extra_info)``, told by its parameters' names; sync (runs in
-            a thread) or async. A mapping with a ``score`` is a reward too.
+            a thread) or async. A mapping with a ``score`` is a reward too. Or its name,
+            ``"package.module:name"``. `rewards` of the configuration says where it is called.
         interactions: Factories of simulated users, found by their names.
+        group_reward: ``group_reward(group)`` with a `Group` whose members have all ended, after
+            `reward`; it returns one ``float | Reward | None`` for each, in their order. As
+            `reward` otherwise.
         resume: Continue the run of `journal.path`, where there is one: what it has finished is
             returned as it was, and what it has not goes on from there; see ``docs/journal.md``.
 
@@ -77,26 +88,33 @@ def open_rollout(
         ConfigError: The journal is of another model, configuration or prompt file, or is there and
             not to be resumed.
         ConfigError: The agent, the tool format or an interaction of the configuration is unknown,
-            the reward function cannot be called like that, or the engines cannot do what `sampling`
-            asks of them.
+            a reward function cannot be called like that, or not in `rewards.processes`, or the
+            engines cannot do what `sampling` asks of them.
         ToolError: A tool is defined wrongly or cannot run here, or two share a name.
         EngineError: An engine did not start, or refused to serve with this tokenizer.
         RolloutError: It is left in another task than it was entered in; nothing has happened then.
     """
-    return open_rollout_on(open_engines, config, tools, reward, interactions, resume=resume)
+    return open_rollout_on(
+        open_engines,
+        config,
+        tools,
+        GivenRewards(reward, group_reward),
+        interactions,
+        resume=resume,
+    )
 
 
 def open_rollout_on(
     engines: EngineOpener,
     config: RolloutConfig,
-    tools: Sequence[Any] = (),
-    reward: RewardFunction | None = None,
-    interactions: Sequence[Any] = (),
+    tools: Sequence[Any],
+    rewards: GivenRewards,
+    interactions: Sequence[Any],
     *,
     resume: bool = False,
 ) -> AbstractAsyncContextManager[RolloutRuntime]:
     """`open_rollout` on the engines that `engines` opens."""
-    opening = _open(engines, config, tools, reward, interactions, resume)
+    opening = _open(engines, config, tools, rewards, interactions, resume)
     return OneTask("open_rollout", opening)
 
 
@@ -105,14 +123,14 @@ async def _open(
     engines: EngineOpener,
     config: RolloutConfig,
     tools: Sequence[Any],
-    reward: RewardFunction | None,
+    rewards: GivenRewards,
     interactions: Sequence[Any],
     resume: bool,
 ) -> AsyncIterator[RolloutRuntime]:
     if not isinstance(config, RolloutConfig):
         raise ConfigError(f"config: expected a RolloutConfig, got {type(config).__name__}")
-    if reward is not None:
-        check_reward(reward)
+    functions = checked(rewards, config.rewards.processes)
+    refuse_group_reward(config, functions)
     before = await read_before(config, resume=resume)
     registry = InteractionRegistry(interactions)
     parser = tool_parser(config, registry)
@@ -120,7 +138,7 @@ async def _open(
     with frozen_heap() if config.scheduling.freeze_heap else nullcontext():
         async with (
             open_tools([*builtin, *tools]) as opened,
-            _open_runtime(engines, config, opened, reward, registry, parser, before) as runtime,
+            _open_runtime(engines, config, opened, functions, registry, parser, before) as runtime,
         ):
             freeze_loaded()
             yield runtime
@@ -131,7 +149,7 @@ async def _open_runtime(
     opener: EngineOpener,
     config: RolloutConfig,
     tools: Sequence[Any],
-    reward: RewardFunction | None,
+    rewards: RewardFunctions,
     registry: InteractionRegistry,
     parser: ToolParser,
     before: Contents | None,
@@ -140,9 +158,13 @@ async def _open_runtime(
         max_threads=config.tools.max_threads, max_abandoned=config.tools.max_abandoned_threads
     )
     executor = tool_executor(config, tools, threads)
+    processes = reward_processes(config, rewards, threads)
     tally = Tally()
     try:
+        if processes is not None:
+            await processes.prepare(config.limits.reward_s)
         await executor.prepare()
+        await check_agent(config.agent.name)
         async with open_task_group() as tasks:
             loading = tasks.start_soon(load_driver_model, config, threads)  # while engines start
 
@@ -172,7 +194,9 @@ async def _open_runtime(
                 )
                 runner = TrajectoryRunner(
                     services=services,
-                    reward=None if reward is None else of_trajectory(reward, template.tokenizer),
+                    rewarding=rewarding_of(
+                        config, rewards, processes, template.tokenizer, threads, tally
+                    ),
                     tokens=TokenizationCheck(
                         config.agent.tokenization_check, config.agent.tokenization_ignore
                     ),
@@ -184,8 +208,38 @@ async def _open_runtime(
                         async with gateway_of(services), runtime.serving():
                             yield runtime
     finally:
+        if processes is not None:
+            await processes.close()
         await executor.close()
         threads.close()
+
+
+def refuse_group_reward(config: RolloutConfig, rewards: RewardFunctions) -> None:
+    """A journal has trajectories one by one.
+
+    Raises:
+        ConfigError: There is a journal and a reward of groups.
+    """
+    if config.journal.path is not None and rewards.group is not None:
+        raise ConfigError(
+            f"journal.path = {config.journal.path!r}: rewards of groups cannot be resumed yet; "
+            "expected None with group_reward"
+        )
+
+
+async def check_agent(name: str) -> None:
+    """The agent of prompts that name none must be able to run here.
+
+    Raises:
+        ConfigError: It says that it cannot.
+    """
+    agent = get_agent(name)
+    if isinstance(agent, type):  # has no settings to look at yet
+        return
+    try:
+        await agent.check()
+    except AgentError as error:
+        raise ConfigError(f"agent.name = {name!r}: {error}") from error
 
 
 def check_abilities(config: RolloutConfig, info: EngineInfo) -> None:

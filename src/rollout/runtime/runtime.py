@@ -6,16 +6,18 @@ import logging
 from collections.abc import Sized
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from rollout.bridge import has_virtual_clock
-from rollout.engine.wire.operations import ALL_TAGS
 from rollout.errors import PromptError, RolloutError
 from rollout.limits import Deadline
 from rollout.observe.loop_lag import LoopLag
 from rollout.runtime.collation import Collation
+from rollout.runtime.engine_controls import EngineControls
+from rollout.runtime.group_calls import GroupCalls
+from rollout.runtime.grouping import GroupingRuntime
 from rollout.runtime.heap import collect_as_memory_asks, collections_put_off
 from rollout.runtime.long_work import LongWork
 from rollout.runtime.sleep_between_batches import SleepBetweenBatches
@@ -23,6 +25,8 @@ from rollout.runtime.statistics import RuntimeStatistics, statistics_of
 from rollout.scheduling.admission import Admission
 from rollout.scheduling.batch_run import BatchRun
 from rollout.scheduling.call_arguments import check_call, check_target
+from rollout.scheduling.group_desk import GroupDesk
+from rollout.scheduling.member_runs import MemberRuns
 from rollout.scheduling.pressure import Progress
 from rollout.scheduling.prompt_names import check_names
 from rollout.scheduling.prompts import check_prompts, members_of
@@ -31,7 +35,7 @@ from rollout.scopes import open_task_group
 from rollout.seeds import fresh_seed
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 
     from anyio.abc import TaskGroup
     from anyio.streams.memory import MemoryObjectReceiveStream
@@ -40,9 +44,8 @@ if TYPE_CHECKING:
     from rollout.chat import ChatTemplate
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
-    from rollout.engine.driver.pool import EnginePool
-    from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.observe.tally import Tally
+    from rollout.scheduling.group_run import GroupRun
     from rollout.scheduling.journal.entries import PromptEntry
     from rollout.scheduling.journal.journal import Journal
     from rollout.scheduling.prompts import Member
@@ -62,7 +65,7 @@ STREAM_DROPPED = (
 logger = logging.getLogger("rollout")
 
 
-class RolloutRuntime:
+class RolloutRuntime(EngineControls, GroupingRuntime):
     """Runs batches of trajectories on its engines; made by `open_rollout`.
 
     Several `generate` and `stream` calls may run at once; they share engines, threads and
@@ -104,8 +107,9 @@ class RolloutRuntime:
         if journal is not None:
             self._run_seed = journal.run_seed
         self._next_step = 0
-        self._calls: dict[BatchRun, BatchRun | StreamedRun] = {}
-        self._streams: dict[StreamedRun, int] = {}  # with the task that entered each
+        self._calls: dict[BatchRun | GroupRun, BatchRun | StreamedRun | GroupRun] = {}
+        self._streams: dict[StreamedRun | GroupRun, int] = {}  # with the task that entered each
+        self._groups = GroupCalls(self._new_desk(), config, tally, runner.services.engines)
         self._misuse: str | None = None
         self._tasks: TaskGroup
         self._idle = anyio.Event()
@@ -117,51 +121,6 @@ class RolloutRuntime:
     def template(self) -> ChatTemplate:
         """The model's tokenizer and chat format."""
         return self.services.template
-
-    @property
-    def engines(self) -> EnginePool:
-        """The engines: replicas can be added, removed and drained there while calls run."""
-        return self.services.engines
-
-    async def update_weights(
-        self, *, version: int, source: WeightSource, mode: UpdateMode = "abort_and_resume"
-    ) -> None:
-        """Every engine has these weights afterwards; see `EnginePool.update_weights`.
-
-        Args:
-            version: What tokens sampled with them are stamped with, in `weight_versions`.
-            mode: What becomes of generations under way: "wait", "abort_and_resume" or "in_place".
-
-        Raises:
-            EngineError: No engine could load them; all keep the weights that they have.
-            RolloutError: The runtime is closed.
-        """
-        self._refuse_when_closed()
-        await self.engines.update_weights(version, source, mode)
-        if self._journal is not None:
-            self._journal.note_version(version)
-
-    async def sleep(self, level: int = 1) -> None:
-        """The engines have released memory afterwards; see `EnginePool.sleep`.
-
-        Trajectories stay as they are; those that generate wait until `wake_up`.
-
-        Args:
-            level: 1 releases the KV cache, 2 the weights as well.
-        """
-        await self.engines.sleep(level)
-
-    async def wake_up(self, tags: Iterable[str] = ALL_TAGS) -> None:
-        """The engines have taken memory back afterwards; see `EnginePool.wake_up`.
-
-        Args:
-            tags: "weights", "kv_cache", or both.
-        """
-        await self.engines.wake_up(tags)
-
-    async def flush_cache(self) -> None:
-        """The engines have forgotten what they computed so far; see `EnginePool.flush_cache`."""
-        await self.engines.flush_cache()
 
     async def generate(
         self,
@@ -317,13 +276,31 @@ class RolloutRuntime:
             self._journal.put(entry)
         return BatchRun(
             members=members,
-            runner=self._runner,
-            limiter=self.admission.limiter,
+            runs=self._new_runs(),
+            rewarding=self._runner.rewarding,
             deadline=deadline,
             config=scheduling,
             tally=self._tally,
-            wakes=self._runner.services.engines.wakes,
         )
+
+    def _new_desk(self) -> GroupDesk:
+        return GroupDesk(
+            self.config,
+            self.engines,
+            self._runner.rewarding,
+            self._threads,
+            self._tally,
+            self._run_seed,
+            self._new_runs,
+            self._start,
+        )
+
+    def _start(self, job: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        self._tasks.start_soon(job)
+
+    def _new_runs(self) -> MemberRuns:
+        wakes = self.services.engines.wakes
+        return MemberRuns(self._runner, self.admission.limiter, self._tally, wakes)
 
     def _members(
         self, prompts: Sequence[Prompt], samples: int, step: int, validate: bool
@@ -372,7 +349,9 @@ class RolloutRuntime:
             await streamed.produce()
 
     @contextmanager
-    def _running(self, run: BatchRun, call: BatchRun | StreamedRun) -> Iterator[None]:
+    def _running(
+        self, run: BatchRun | GroupRun, call: BatchRun | StreamedRun | GroupRun
+    ) -> Iterator[None]:
         """Make the call known to `cancel` and to `_end_calls`."""
         self._calls[run] = call
         try:
@@ -421,3 +400,4 @@ class RolloutRuntime:
                 for call in self._calls.values():
                     call.close()
                 await self._idle.wait()
+            await self._groups.close()

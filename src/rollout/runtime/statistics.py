@@ -22,7 +22,8 @@ class RuntimeStatistics:
 
     Attributes:
         admitted: Trajectories accepted since the start.
-        running: Started, and not delivered yet.
+        running: Started, and not delivered yet; without those that wait for others of their group.
+        carried: Started, and kept for the next call of `collect` or `stream_groups`.
         finished: With an outcome.
         outcomes: How many ended in which way.
         generated_tokens: Sampled tokens that have arrived.
@@ -42,6 +43,7 @@ class RuntimeStatistics:
 
     admitted: int
     running: int
+    carried: int
     finished: int
     outcomes: dict[str, int]
     generated_tokens: int
@@ -71,6 +73,7 @@ def statistics_of(
     return RuntimeStatistics(
         admitted=tally.admitted,
         running=tally.running,
+        carried=tally.carried,
         finished=tally.finished,
         outcomes={outcome.value: n for outcome, n in tally.outcomes.items() if n},
         generated_tokens=tally.generated_tokens + engines.tokens_under_way,

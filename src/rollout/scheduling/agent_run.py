@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import anyio
 
@@ -19,8 +19,16 @@ if TYPE_CHECKING:
 
     from rollout.agents.agent_loop import AgentLoop
     from rollout.agents.context import AgentContext
+    from rollout.chat.trajectory import Trajectory
     from rollout.limits import Deadline
     from rollout.scheduling.prompts import Member
+
+
+class MemberHome(Protocol):
+    """Whom a member belongs to."""
+
+    async def end(self, run: AgentRun, trajectory: Trajectory) -> None:
+        """A member of it has ended. May wait, and holds the member's place meanwhile."""
 
 
 class AgentRun(Supervised[Cause]):
@@ -34,7 +42,8 @@ class AgentRun(Supervised[Cause]):
             given up.
 
     Attributes:
-        member, row: Whose trajectory it is.
+        member: Whose trajectory it is.
+        home: Gets the trajectory.
         batch_deadline: That of the call.
         started: When the first attempt began, on the loop's clock.
         attempt: Its number, from 1.
@@ -51,11 +60,11 @@ class AgentRun(Supervised[Cause]):
         "batch_deadline",
         "deadline_left",
         "discarded",
+        "home",
         "member",
         "rejection",
         "restarts",
         "resumes",
-        "row",
         "started",
         "stuck",
     )
@@ -64,14 +73,14 @@ class AgentRun(Supervised[Cause]):
         self,
         supervision: Supervision,
         member: Member,
-        row: int,
+        home: MemberHome,
         batch_deadline: Deadline,
         conclude: Callable[[AgentRun], None],
     ) -> None:
         super().__init__(supervision, "an agent")
         self._conclude = conclude
         self._context: AgentContext | None = None
-        self.member, self.row = member, row
+        self.member, self.home = member, home
         self.batch_deadline = batch_deadline
         self.started = anyio.current_time()
         self.attempt = 1
@@ -109,7 +118,7 @@ class AgentRun(Supervised[Cause]):
         """Another attempt, from the start; what this one sampled is discarded."""
         context = self.context
         run = AgentRun(
-            self._supervision, self.member, self.row, self.batch_deadline, self._conclude
+            self._supervision, self.member, self.home, self.batch_deadline, self._conclude
         )
         run.started, run.attempt = self.started, self.attempt + 1
         run.deadline_left = context.deadline.now

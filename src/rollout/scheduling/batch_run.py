@@ -2,98 +2,77 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING
 
-import anyio
 import msgspec
 
-from rollout.agents.identity import Ending
-from rollout.errors import LimitExceeded, RolloutError
-from rollout.scheduling.agent_run import AgentRun
-from rollout.scheduling.endings import LISTED_CAUSES, BadEndings
-from rollout.scheduling.finished import ended_before_start
-from rollout.scopes import leaf_of
-from rollout.supervision import open_supervision
+from rollout.errors import RolloutError
+from rollout.scheduling.ended_groups import Ended, EndedGroups
+from rollout.scheduling.endings import BadEndings
+from rollout.scheduling.finished import unstarted
+from rollout.scheduling.member_runs import UNSTARTED
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
-
-    from anyio.abc import TaskGroup
+    from collections.abc import Awaitable, Callable, Sequence
 
     from rollout.chat.trajectory import Trajectory
     from rollout.config import SchedulingConfig
     from rollout.limits import Deadline
     from rollout.observe.tally import Tally
+    from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.journal.trajectory_log import TrajectoryLog
-    from rollout.scheduling.prompts import Cancellable, Member
-    from rollout.scheduling.trajectory_runner import TrajectoryRunner
+    from rollout.scheduling.member_runs import MemberRuns
+    from rollout.scheduling.prompts import Member
+    from rollout.scheduling.rewarding import Rewarding
     from rollout.supervision import Supervision
-    from rollout.wake_budget import WakeBudget
 
     #: Takes a finished trajectory and its row; may wait, and holds the trajectory's place.
     Deliver = Callable[[int, Trajectory], Awaitable[None]]
 
 #: Reason of trajectories that were cancelled because the runtime was closed.
 CLOSED = "closed"
-#: To end a member that was never started takes this share of what one wake-up sets off.
-UNSTARTED = 1 / 16
 #: The batch's deadline ends so many members at once, and the next ones so many seconds later.
 TOGETHER, STAGGER_S = 32, 0.003
 
 
 class BatchRun:
-    """Members of one call, run under the runtime's limit on trajectories in flight.
-
-    A member's task exists only while it holds a place, so a batch of any size costs the memory
-    of `scheduling.max_in_flight` trajectories plus its results. It is the agent's; once that has
-    ended, another one concludes the trajectory. They start one in a round of the
-    loop, in their order; where many end because somebody cancels them, `wakes` says how many do in
-    a round.
-    """
+    """Members of one call, run under the runtime's limit on trajectories in flight."""
 
     def __init__(
         self,
         *,
         members: Sequence[Member],
-        runner: TrajectoryRunner,
-        limiter: anyio.CapacityLimiter,
+        runs: MemberRuns,
+        rewarding: Rewarding,
         deadline: Deadline,
         config: SchedulingConfig,
         tally: Tally,
-        wakes: WakeBudget,
     ) -> None:
         self.members = members
-        self._runner = runner
-        self._limiter = limiter
+        self._runs = runs
+        self._rewarding = rewarding
         self._deadline = deadline
         self._config = config
         self._tally = tally
-        self._wakes = wakes
         self._deliver: Deliver
-        self._tasks: TaskGroup | None = None
-        self._concluding: TaskGroup | None = None
-        self._ended = anyio.Event()
-        self._shield = anyio.CancelScope(shield=True)
-        self._admission = anyio.CancelScope()
-        #: Agents that run, and the scopes of what concludes trajectories.
-        self._running: dict[Cancellable, None] = {}
-        self._has_left = anyio.Event()
+        self._waiting = iter(_by_priority(members))
         self._started = 0
         self._last_deadline = deadline
         self._bad = BadEndings()
+        self._groups: EndedGroups | None = None
+        if rewarding.group is not None:
+            self._groups = EndedGroups(Counter(m.identity.group for m in members))
         self._met_deadline = False
-        self._is_closed = self._is_cancelled = False
+        self._is_closed = False
         #: Rows whose end could not be written to the journal; they are not delivered.
         self.unwritten: list[tuple[int, Trajectory]] = []
         self._unwritten_error: RolloutError | None = None
 
     def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
-        """Cancel the members that match, also those not started yet; how many there were.
-
-        Where they are many, those that run are reached one after the other.
-        """
+        """Cancel the members that match, also those not started yet; how many there were."""
         chosen = [
             m
             for m in self.members
@@ -102,14 +81,7 @@ class BatchRun:
             and not m.is_finished
             and m.cancel_reason is None
         ]
-        for m in chosen:
-            m.cancel_reason = reason
-        scopes = deque(m.scope for m in chosen if m.scope is not None)
-        while scopes and not self._wakes.is_spent:
-            self._wakes.spend()
-            scopes.popleft().cancel()
-        if scopes and self._tasks is not None:
-            self._tasks.start_soon(self._end_all, scopes)
+        self._runs.cancel(chosen, reason)
         return len(chosen)
 
     def close(self) -> None:
@@ -129,164 +101,82 @@ class BatchRun:
         """
         self._tally.admitted += len(self.members)
         self._deliver = deliver
-        error: BaseException | None = None
         try:
-            async with (
-                open_supervision(self._runner.cleanup_s) as supervision,
-                anyio.create_task_group() as self._tasks,
-            ):
-                self._tasks.start_soon(self._run_members, supervision)
-                await self._until_ended()
-        except BaseExceptionGroup as group:
-            error = leaf_of(group)
-            error.__cause__ = error.__cause__ or group
+            await self._runs.run(partial(self._runs.admit, self))
         finally:
-            self._tasks = None
             lost = sum(not member.is_finished for member in self.members)
             self._tally.outcomes[Outcome.CANCELLED] += lost
             self._bad.log()
-        error = error or self._final_error()
+        error = self._final_error()
         if error is not None:
             try:
                 raise error
             finally:
                 del error  # its traceback holds this frame, and only the collector would end that
 
-    async def _until_ended(self) -> None:
-        """Wait for the members; the caller's cancellation reaches them through here only."""
-        try:
-            await self._ended.wait()
-        except (anyio.get_cancelled_exc_class(), KeyboardInterrupt):
-            self._is_cancelled = True
-            self._admission.cancel()  # from here on nothing starts that would not be reached
-            with anyio.CancelScope(shield=True):
-                await self._end_all(tuple(self._running))
-                await self._ended.wait()
-            raise
-        finally:  # on asyncio a second Task.cancel waits for nothing
-            self._shield.shield = False
+    async def next_member(self) -> Member | None:
+        """See `MemberSource`; what the journal has whole is delivered, and takes no place."""
+        for member in self._waiting:
+            recorded = None
+            if member.log is not None:
+                recorded = member.log.finished(member.prompt, member.identity.group)
+            if recorded is None:
+                return member
+            await self._runs.take_wake(UNSTARTED)
+            self._finish(member, recorded, is_recorded=True)
+            await self._hand_over(member.row, member, recorded)
+        return None
 
-    async def _end_all(self, scopes: Iterable[Cancellable]) -> None:
-        """Cancel these, no more in a round than may be woken."""
-        for scope in scopes:
-            await self._wakes.take()
-            scope.cancel()
+    def waits_until(self, member: Member) -> float:
+        """See `MemberSource`."""
+        return self._deadline.at
 
-    async def _run_members(self, supervision: Supervision) -> None:
-        try:
-            with self._shield:
-                async with anyio.create_task_group() as self._concluding:
-                    with self._admission:
-                        await self._admit(supervision)
-                    while self._running:
-                        self._has_left = anyio.Event()
-                        await self._has_left.wait()
-        finally:
-            self._concluding = None
-            self._ended.set()
+    def begin(self, member: Member) -> AgentRun:
+        """See `MemberSource`."""
+        return self._runs.new_run(member, self, self._next_deadline())
 
-    async def _admit(self, supervision: Supervision) -> None:
-        conclude = self._conclude_soon
-        for row, member in _by_priority(self.members):
-            recorded = (
-                None
-                if member.log is None
-                else member.log.finished(member.prompt, member.identity.group)
-            )
-            if recorded is not None:
-                await self._wakes.take(UNSTARTED)
-                await self._finish(row, member, recorded, self._deliver, is_recorded=True)
-            elif await self._take_place(member):
-                self._tally.running += 1
-                deadline = self._next_deadline()
-                self._start(AgentRun(supervision, member, row, deadline, conclude))
-            else:
-                await self._wakes.take(UNSTARTED)
-                await self._finish(row, member, self._unstarted(member), self._deliver)
+    async def end_unstarted(self, member: Member) -> None:
+        """See `MemberSource`."""
+        whole = self._whole(Ended(member.row, member, unstarted(member, self._deadline)))
+        settle = partial(self._settle, whole, self._runs.supervision, self._deadline)
+        # The reward of a group is not to hold up the admission of others.
+        if len(whole) < 2 or not self._runs.conclude_soon(settle):
+            await settle()
 
-    async def _take_place(self, member: Member) -> bool:
-        """Wait for a place; False where the member was cancelled or the batch's time is over."""
-        if member.cancel_reason is not None:
-            return False
-        with anyio.CancelScope(deadline=self._deadline.at) as scope:
-            member.scope = scope
-            await self._limiter.acquire_on_behalf_of(member)
-        member.scope = None
-        if scope.cancelled_caught:
-            return False
-        if member.cancel_reason is not None:
-            self._limiter.release_on_behalf_of(member)
-            return False
-        return True
+    async def end(self, run: AgentRun, trajectory: Trajectory) -> None:
+        """See `MemberHome`."""
+        whole = self._whole(Ended(run.member.row, run.member, trajectory))
+        await self._settle(whole, run.supervision, run.batch_deadline)
 
-    def _unstarted(self, member: Member) -> Trajectory:
-        if member.cancel_reason is not None:
-            ending = Ending(outcome=Outcome.CANCELLED, reason=member.cancel_reason)
-        else:
-            over = self._deadline.error()
-            ending = Ending(outcome=over.outcome, reason=over.reason, limit_source=over.source)
-        return ended_before_start(member, ending)
+    def _whole(self, ended: Ended) -> list[Ended]:
+        """What is to be settled now that this member has ended.
 
-    def _start(self, run: AgentRun) -> None:
-        self._running[run] = None
-        self._runner.start(run)
-        if self._is_cancelled:
-            run.cancel()
+        It alone; where there is a reward of groups, nothing until its group is whole.
+        """
+        return [ended] if self._groups is None else self._groups.add(ended)
 
-    def _conclude_soon(self, run: AgentRun) -> None:
-        """An agent has ended; the rest of its trajectory is for a task of its own."""
-        if self._concluding is None or self._is_cancelled:
-            self._runner.note(run)
-            self._leave(run, run)
-            return
-        scope = anyio.CancelScope()
-        self._running[scope] = self._running.pop(run)
-        self._concluding.start_soon(self._conclude, run, scope)
-
-    async def _conclude(self, run: AgentRun, scope: anyio.CancelScope) -> None:
-        again: AgentRun | None = None
-        try:
-            with scope:
-                trajectory = await self._runner.conclude(run)
-                if isinstance(trajectory, AgentRun):
-                    again = trajectory
-                    self._start(again)
-                else:
-                    await self._finish(run.row, run.member, trajectory, self._deliver)
-        finally:
-            if again is None:
-                self._leave(run, scope)
-            else:
-                del self._running[scope]
-
-    def _leave(self, run: AgentRun, last: Cancellable) -> None:
-        """Give the member's place back; `last` was the last of it that could be cancelled."""
-        del self._running[last]
-        run.forget()
-        self._tally.running -= 1
-        self._limiter.release_on_behalf_of(run.member)
-        if not self._running:
-            self._has_left.set()
+    async def _settle(
+        self, whole: Sequence[Ended], supervision: Supervision, deadline: Deadline
+    ) -> None:
+        """Reward a group that is whole, and deliver its members."""
+        if whole and self._groups is not None:
+            await self._rewarding.reward_group(whole, supervision, deadline)
+        for _, member, trajectory in whole:
+            self._finish(member, trajectory)
+        for row, member, trajectory in whole:
+            await self._hand_over(row, member, trajectory)
 
     def _next_deadline(self) -> Deadline:
         """The batch's, for one more member."""
-        places = max(1, int(self._limiter.total_tokens))
+        places = max(1, int(self._runs.limiter.total_tokens))
         late_s = self._started % places // TOGETHER * STAGGER_S
         self._started += 1
         if late_s != self._last_deadline.late_s:  # else they share one
             self._last_deadline = msgspec.structs.replace(self._deadline, late_s=late_s)
         return self._last_deadline
 
-    async def _finish(
-        self,
-        row: int,
-        member: Member,
-        trajectory: Trajectory,
-        deliver: Deliver,
-        *,
-        is_recorded: bool = False,
-    ) -> None:
-        """Settle the member, so that nothing can end it twice, and hand its trajectory over."""
+    def _finish(self, member: Member, trajectory: Trajectory, *, is_recorded: bool = False) -> None:
+        """Settle the member, so that nothing can end it twice."""
         member.is_finished = True
         if trajectory.limit_source == self._deadline.source:
             self._met_deadline = True
@@ -298,8 +188,11 @@ class BatchRun:
         self._bad.add(trajectory)
         if trajectory.outcome is Outcome.FAILED and self._is_over_budget():
             self.cancel(None, None, "failure_budget")
+
+    async def _hand_over(self, row: int, member: Member, trajectory: Trajectory) -> None:
+        """Deliver a trajectory, once the journal has it."""
         if member.log is None or await self._is_written(member.log):
-            await deliver(row, trajectory)
+            await self._deliver(row, trajectory)
         else:
             self.unwritten.append((row, trajectory))
 
@@ -311,9 +204,7 @@ class BatchRun:
         return is_written
 
     def _is_over_budget(self) -> bool:
-        failed, most = self._bad.failures.total(), self._config.max_failures
-        share = self._config.max_failure_share * len(self.members)
-        return most is not None and failed > most and failed > share
+        return self._bad.are_too_many(len(self.members), self._config)
 
     def _final_error(self) -> RolloutError | None:
         """The error that a finished batch ends with, if any."""
@@ -322,27 +213,14 @@ class BatchRun:
         if self._is_closed:
             return RolloutError("the runtime was closed while this call was running")
         if self._is_over_budget():
-            causes = self._bad.failures
-            listed = causes.most_common(LISTED_CAUSES)
-            lines = "".join(f"\n  {count} × {words}" for words, count in listed)
-            more = len(causes) - len(listed)
-            return LimitExceeded(
-                f"{causes.total()} of {len(self.members)} trajectories failed "
-                f"(scheduling.max_failures = {self._config.max_failures}, scheduling."
-                f"max_failure_share = {self._config.max_failure_share:g}); the batch stopped:"
-                + lines
-                + (f"\n  and {more} further causes" if more else ""),
-                source="scheduling.max_failures",
-                reason="failures",
-                outcome=Outcome.FAILED,
-            )
+            return self._bad.error(len(self.members), self._config)
         if self._met_deadline and self._config.on_deadline == "raise":
             return self._deadline.error()
         return None
 
 
-def _by_priority(members: Sequence[Member]) -> list[tuple[int, Member]]:
-    """The members with their rows, those of the highest priority first, else in their order."""
+def _by_priority(members: Sequence[Member]) -> Sequence[Member]:
+    """The members, those of the highest priority first, else in their order."""
     if all(member.prompt.priority == members[0].prompt.priority for member in members):
-        return list(enumerate(members))
-    return sorted(enumerate(members), key=lambda pair: -pair[1].prompt.priority)
+        return members
+    return sorted(members, key=lambda member: -member.prompt.priority)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from numbers import Integral
 from typing import Any
 
+from rollout.config import GroupPolicy
 from rollout.errors import PromptError
 from rollout.tensor_layout import layout_faults
 
@@ -30,6 +31,28 @@ def check_call(
         faults.append(f"samples = {samples!r:.80}: expected an integer ≥ 1, or None")
     _raise(faults + layout_faults(layout, trim))
     return None if step is None else int(step), None if samples is None else int(samples)
+
+
+def check_group_call(policy: Any, groups: Any, max_staleness: Any, groups_per_step: Any) -> None:
+    """Let the arguments of `collect` and `stream_groups` pass; None: not given.
+
+    Raises:
+        PromptError: One is wrong; all faults are named.
+    """
+    faults = []
+    if not isinstance(policy, GroupPolicy | None):
+        faults.append(f"policy = {policy!r:.80}: expected a GroupPolicy, or None")
+    for name, value in (("groups", groups), ("groups_per_step", groups_per_step)):
+        if value is not None and not (_is_natural(value) and int(value)):
+            faults.append(f"{name} = {value!r:.80}: expected an integer ≥ 1")
+    if max_staleness is not None and not _is_natural(max_staleness):
+        faults.append(f"max_staleness = {max_staleness!r:.80}: expected an integer ≥ 0, or None")
+    if (max_staleness is None) != (groups_per_step is None):
+        faults.append(
+            f"max_staleness = {max_staleness!r:.80}, groups_per_step = {groups_per_step!r:.80}: "
+            "expected both, or neither"
+        )
+    _raise(faults)
 
 
 def check_target(uid: Any, member: Any, reason: Any) -> None:

@@ -7,11 +7,13 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from rollout.agents.trajectory_state import UNRESPONSIVE
+from rollout.errors import LimitExceeded
 from rollout.plurals import count
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
+    from rollout.config import SchedulingConfig
 
 logger = logging.getLogger("rollout.scheduling")
 
@@ -57,6 +59,28 @@ class BadEndings:
         if first is None or place < first[:2]:
             self._first[key] = (*place, _line(trajectory))
 
+    def are_too_many(self, count: int, config: SchedulingConfig) -> bool:
+        """Whether more have failed, of `count`, than `scheduling.max_failures` allows."""
+        failed, most = self.failures.total(), config.max_failures
+        return most is not None and failed > most and failed > config.max_failure_share * count
+
+    def error(self, count: int, config: SchedulingConfig) -> LimitExceeded:
+        """What a call of `count` trajectories ends with of which too many have failed."""
+        causes = self.failures
+        listed = causes.most_common(LISTED_CAUSES)
+        lines = "".join(f"\n  {times} × {words}" for words, times in listed)
+        more = len(causes) - len(listed)
+        return LimitExceeded(
+            f"{causes.total()} of {count} trajectories failed "
+            f"(scheduling.max_failures = {config.max_failures}, scheduling."
+            f"max_failure_share = {config.max_failure_share:g}); the batch stopped:"
+            + lines
+            + (f"\n  and {more} further causes" if more else ""),
+            source="scheduling.max_failures",
+            reason="failures",
+            outcome=Outcome.FAILED,
+        )
+
     def log(self) -> None:
         """One line for each reason of rejections, and for each frequent cause of failures."""
         for counts, most in zip(self._counts.values(), (None, LISTED_CAUSES), strict=True):
@@ -76,6 +100,8 @@ class BadEndings:
 def _line(first: Trajectory) -> str:
     if first.outcome is Outcome.FAILED and first.reason == "reward":
         what = f"reward of {first.uid} failed"
+    elif first.outcome is Outcome.FAILED and first.reason == "group_reward":
+        what = f"group reward of {first.uid} failed"
     else:
         what = f"{first.uid}/{first.member} {first.outcome} ({first.reason})"
     cause = first.cause

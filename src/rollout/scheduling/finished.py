@@ -11,6 +11,7 @@ from rollout.chat.transcript import Transcript
 from rollout.types import Cause, Outcome
 
 if TYPE_CHECKING:
+    from rollout.limits import Deadline
     from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.prompts import Member
 
@@ -23,10 +24,10 @@ def exclude(trajectory: Trajectory) -> None:
 
 
 def end_without_reward(
-    trajectory: Trajectory, outcome: Outcome, source: str | None, cause: Cause | None
+    trajectory: Trajectory, outcome: Outcome, reason: str, source: str | None, cause: Cause | None
 ) -> None:
     """A trajectory whose reward is unknown keeps its tokens, and is not trained on."""
-    trajectory.outcome, trajectory.reason = outcome, "reward"
+    trajectory.outcome, trajectory.reason = outcome, reason
     trajectory.limit_source, trajectory.cause = source, cause
     exclude(trajectory)
 
@@ -55,6 +56,7 @@ def finished(run: AgentRun, ending: Ending, cause: Cause | None) -> Trajectory:
             "tool_calls": tools.calls,
             "tool_errors": tools.errors,
             "cached_tokens": context.cached_tokens,
+            **({"cut_prompt_tokens": cut} if (cut := context.cut_prompt_tokens) else {}),
             **tools.metrics,
             "attempts": run.attempt,
             "discarded_tokens": run.discarded + context.discarded_tokens,
@@ -90,4 +92,16 @@ def ended_before_start(member: Member, ending: Ending, cause: Cause | None = Non
         trainable=False,
         extra=dict(member.prompt.extra),
         prompt=member.prompt,
+    )
+
+
+def unstarted(member: Member, deadline: Deadline) -> Trajectory:
+    """The trajectory of a member that was cancelled, or whose time was over, while it waited."""
+    if member.cancel_reason is not None:
+        return ended_before_start(
+            member, Ending(outcome=Outcome.CANCELLED, reason=member.cancel_reason)
+        )
+    over = deadline.error()
+    return ended_before_start(
+        member, Ending(outcome=over.outcome, reason=over.reason, limit_source=over.source)
     )

@@ -10,6 +10,8 @@ import msgspec
 
 from rollout.agents.identity import Identity
 from rollout.errors import PromptError
+from rollout.holds import Hold
+from rollout.limits import Deadline
 from rollout.scheduling.journal.trajectory_log import TrajectoryLog
 from rollout.types import Prompt
 
@@ -27,15 +29,25 @@ class Member:
 
     Attributes:
         cancel_reason: Set once it has been cancelled.
-        scope: What ends its agent or its reward, or its wait for a place, while there is one.
+        row: Its place in its call.
+        scope: What ends its agent or its reward, while there is one.
+        door: What ends its wait for a place.
+        over: Whose time is over, where that ends it.
+        hold: Where it waits while it is carried; None where it never is.
+        is_held: It runs and has no place: it is carried to the next call.
         is_finished: Whether it has its outcome.
         log: Its journal; None where there is none.
     """
 
     prompt: Prompt
     identity: Identity
+    row: int = 0
     cancel_reason: str | None = None
     scope: Cancellable | None = None
+    door: Cancellable | None = None
+    over: Deadline | None = None
+    hold: Hold | None = None
+    is_held: bool = False
     is_finished: bool = False
     log: TrajectoryLog | None = None
 
@@ -73,6 +85,19 @@ def check_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
     ]
     _check_uids(named)
     return named
+
+
+def check_prompt(prompt: object, path: str) -> None:
+    """Let one prompt pass.
+
+    Raises:
+        PromptError: It is none, or a field of it is wrong.
+    """
+    if not isinstance(prompt, Prompt):
+        raise PromptError(f"{path}: expected a Prompt, got {type(prompt).__name__}")
+    faults = _faults_of(prompt, path)
+    if faults:
+        raise PromptError("\n".join(faults))
 
 
 #: What each field of a prompt must be, beside None where that is its default.
@@ -154,6 +179,7 @@ def members_of(
                 run_seed=run_seed,
                 validate=validate,
             ),
+            row=group * samples + member,
         )
         for group, prompt in enumerate(prompts)
         for member in range(samples)

@@ -23,6 +23,10 @@ EXPECTED = (
     f"compute_score({', '.join(VERL_ARGUMENTS)})"
 )
 
+EXPECTED_OF_GROUP = (
+    "expected group_reward(group) -> a sequence of float | Reward | None, one for each member"
+)
+
 
 def check_reward(function: Any, what: str = "reward") -> None:
     """Let a function pass that can be called with a trajectory, or as verl calls its own.
@@ -35,26 +39,40 @@ def check_reward(function: Any, what: str = "reward") -> None:
     Raises:
         ConfigError: It is no function, or of another signature; says what it is.
     """
+    signature = _signature(function) if callable(function) else None
     fault = _fault(function)
+    if signature is not None and not fault:
+        if _is_of_verl(signature):
+            missing = ", ".join(_missing(signature, taken_by_verl(function)))
+            fault = f"takes {missing} too, which nobody gives" if missing else ""
+        elif not _binds(signature, object()):
+            fault = "cannot be called with one trajectory"
     if fault:
         raise ConfigError(f"{what} = {_shown(function)}: {fault}; {EXPECTED}")
 
 
+def check_group_reward(function: Any, what: str = "group_reward") -> None:
+    """Let a function pass that can be called with a group; see `check_reward`.
+
+    Raises:
+        ConfigError: It is no function, or of another signature; says what it is.
+    """
+    signature = _signature(function) if callable(function) else None
+    fault = _fault(function)
+    if signature is not None and not fault and not _binds(signature, object()):
+        fault = "cannot be called with one group"
+    if fault:
+        raise ConfigError(f"{what} = {_shown(function)}: {fault}; {EXPECTED_OF_GROUP}")
+
+
 def _fault(function: Any) -> str:
+    """Why it is no function that returns something."""
     if isinstance(function, type) and not issubclass(function, Reward | int | float):
         return "a class, not one of its objects"
     if not callable(function):
         return "cannot be called"
     call = getattr(function, "__call__", function)  # noqa: B004  (the method itself is wanted)
-    if any(_yields(f) for f in (function, call)):
-        return "yields, and does not return"
-    signature = _signature(function)
-    if signature is None:
-        return ""
-    if _is_of_verl(signature):
-        missing = _missing(signature, taken_by_verl(function))
-        return f"takes {', '.join(missing)} too, which nobody gives" if missing else ""
-    return "" if _binds(signature, object()) else "cannot be called with one trajectory"
+    return "yields, and does not return" if any(_yields(f) for f in (function, call)) else ""
 
 
 def _yields(function: Any) -> bool:
@@ -130,6 +148,10 @@ class VerlReward:
 
     def __call__(self, trajectory: Trajectory) -> Any:
         """What the function returns; it is called in a worker thread, awaited on the loop."""
+        return self._function(**self.keywords(trajectory))
+
+    def keywords(self, trajectory: Trajectory) -> dict[str, Any]:
+        """What the function takes."""
         prompt = trajectory.prompt
         given = {
             "data_source": None if prompt is None else prompt.data_source,
@@ -143,7 +165,7 @@ class VerlReward:
                 "rollout_reward_scores": {"user_turn_rewards": list(trajectory.turn_scores)},
             },
         }
-        return self._function(**{name: given[name] for name in self._names})
+        return {name: given[name] for name in self._names}
 
     def _response(self, trajectory: Trajectory) -> str:
         transcript = trajectory.transcript
@@ -155,7 +177,7 @@ class VerlReward:
         return text
 
 
-def of_trajectory(function: RewardFunction, tokenizer: Any) -> RewardFunction:
+def of_trajectory(function: RewardFunction, tokenizer: Any) -> RewardFunction | VerlReward:
     """A checked function, to be called with a trajectory."""
     names = taken_by_verl(function)
     return VerlReward(function, names, tokenizer) if names else function

@@ -1,62 +1,57 @@
-"""Runs the user's reward function on one trajectory."""
+"""What reward functions return: checked, and given to trajectories."""
 
 from __future__ import annotations
 
-import inspect
 from array import array
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rollout.reward_values import MAX_REWARD, BadRewardError, as_reward, finite_number
 from rollout.types import Reward
-from rollout.worker_threads import is_async
 
 if TYPE_CHECKING:
+    from rollout.chat.group import Group
     from rollout.chat.trajectory import Trajectory
     from rollout.chat.transcript import Transcript
-    from rollout.worker_threads import WorkerThreads
 
-#: Takes a trajectory, or what verl gives to its functions; see `reward_signatures`.
-RewardFunction = Callable[..., "RewardValue | Awaitable[RewardValue]"]
 RewardValue = float | Reward | Mapping[str, Any]
+#: Takes a trajectory, or what verl gives to its functions; see `reward_signatures`.
+RewardFunction = Callable[..., RewardValue | Awaitable[RewardValue]]
+#: What a function of a group returns: one for each member, in their order.
+GroupRewardValue = Sequence[RewardValue | None]
+#: Takes a group whose wanted members have ended.
+GroupRewardFunction = Callable[["Group"], GroupRewardValue | Awaitable[GroupRewardValue]]
 
-_FUNCTION = "the reward function"
-
-
-async def compute_reward(
-    function: RewardFunction, trajectory: Trajectory, threads: WorkerThreads
-) -> Reward:
-    """The reward of one trajectory: async functions on the loop, others in a worker thread.
-
-    Raises:
-        BadRewardError: The function returned something else than a finite number, a `Reward` or a
-            mapping with a ``score``, as verl's functions do; or values of tokens or segments that
-            the trajectory does not have.
-        Exception: Whatever the function raised.
-    """
-    value: Any
-    if is_async(function):
-        value = await function(trajectory)  # type: ignore[misc]
-    else:
-        value = await threads.run("reward", function, trajectory)
-        if inspect.isawaitable(value):
-            value = await value
-    return reward_of(value, trajectory, _FUNCTION)
+#: How messages call the functions.
+REWARD, GROUP_REWARD = "the reward function", "the group reward function"
 
 
-def reward_of(value: Any, trajectory: Trajectory, who: str) -> Reward:
+def reward_of(value: Any, trajectory: Trajectory, who: str = REWARD) -> Reward:
     """What `who` returned for a trajectory, its values for tokens and segments checked too.
 
+    The values of turns are among those of tokens then.
+
     Raises:
-        BadRewardError: See `compute_reward`.
+        BadRewardError: It is something else than a finite number, a `Reward` or a mapping with a
+            ``score``, as verl's functions return; or has values of tokens, turns or segments that
+            the trajectory does not have.
     """
     reward = as_reward(value, who)
+    of_tokens = _by_segment("token_values", reward.token_values, trajectory, who)
+    of_turns = _by_segment("turn_values", reward.turn_values, trajectory, who)
+    both = of_tokens.keys() & of_turns.keys()
+    if both:
+        raise BadRewardError(
+            f"{who} returned token_values and turn_values of the segment {min(both)}; expected "
+            "either of them"
+        )
     return Reward(
         value=reward.value,
         extra=reward.extra,
-        token_values=_token_values(reward.token_values, trajectory, who),
+        token_values=of_tokens | of_turns,
         segment_values={
             _index(at, trajectory, "segment_values", who): finite_number(each, who)
             for at, each in reward.segment_values.items()
@@ -64,8 +59,36 @@ def reward_of(value: Any, trajectory: Trajectory, who: str) -> Reward:
     )
 
 
+def rewards_of(value: Any, group: Group, who: str = GROUP_REWARD) -> list[Reward | None]:
+    """What `who` returned for a group: one reward for each member, in their order.
+
+    None stands for a member without one; what is said of members that are not trainable is not
+    looked at.
+
+    Raises:
+        BadRewardError: There are more or fewer, or one of them is none; see `reward_of`.
+    """
+    listed = value.tolist() if hasattr(value, "tolist") else value
+    count = len(group.trajectories)
+    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
+        raise BadRewardError(
+            f"{who} returned {value!r:.80}; expected a sequence of {count} rewards, one for each "
+            "member"
+        )
+    if len(listed) != count:
+        raise BadRewardError(
+            f"{who} returned {len(listed)} rewards; expected {count}, one for each member"
+        )
+    return [
+        None
+        if each is None or not trajectory.trainable
+        else reward_of(each, trajectory, f"{who}, for member {trajectory.member},")
+        for each, trajectory in zip(listed, group.trajectories, strict=True)
+    ]
+
+
 def apply_reward(trajectory: Trajectory, reward: Reward) -> None:
-    """Give a trajectory the reward that `compute_reward` returned for it."""
+    """Give a trajectory the reward that `reward_of` or `rewards_of` returned for it."""
     trajectory.reward = reward.value
     trajectory.extra.update(reward.extra)
     for at, value in reward.segment_values.items():
@@ -75,15 +98,14 @@ def apply_reward(trajectory: Trajectory, reward: Reward) -> None:
         trajectory.segments[at].token_rewards = array("f", values)
 
 
-def _token_values(given: Any, trajectory: Trajectory, who: str) -> dict[int, array[float]]:
+def _by_segment(what: str, given: Any, trajectory: Trajectory, who: str) -> dict[int, array[float]]:
     """The rewards of tokens, packed, by segment."""
     if given is None:
         return {}
     by_segment = given if isinstance(given, Mapping) else {trajectory.main_index: given}
+    pack = _of_turns if what == "turn_values" else _of_tokens
     return {
-        _index(at, trajectory, "token_values", who): _packed(
-            values, trajectory.segments[at].transcript, who
-        )
+        _index(at, trajectory, what, who): pack(values, trajectory.segments[at].transcript, who)
         for at, values in by_segment.items()
     }
 
@@ -98,21 +120,40 @@ def _index(at: Any, trajectory: Trajectory, what: str, who: str) -> int:
     return at
 
 
-def _packed(values: Any, transcript: Transcript, who: str) -> array[float]:
+def _of_tokens(values: Any, transcript: Transcript, who: str) -> array[float]:
+    count = transcript.response_length
+    numbers = _numbers(values, count, ("token_values", "token", "tokens after the prompt"), who)
+    return array("f", numbers.tobytes())
+
+
+def _of_turns(values: Any, transcript: Transcript, who: str) -> array[float]:
+    spans = list(transcript.generated_spans())
+    numbers = _numbers(values, len(spans), ("turn_values", "turn", "turns"), who)
+    spread = np.zeros(transcript.response_length, dtype=np.float32)
+    for span, number in zip(spans, numbers, strict=True):
+        if len(span):
+            spread[span.stop - 1 - transcript.prompt_length] = number
+    return array("f", spread.tobytes())
+
+
+def _numbers(
+    values: Any, count: int, called: tuple[str, str, str], who: str
+) -> npt.NDArray[np.float32]:
+    what, one, all_of_them = called
     detached = values.detach().cpu() if hasattr(values, "detach") else values
     try:
         numbers = np.asarray(detached, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise BadRewardError(f"{who} returned token_values that are no numbers ({error})") from None
-    if numbers.shape != (transcript.response_length,):
+        raise BadRewardError(f"{who} returned {what} that are no numbers ({error})") from None
+    if numbers.shape != (count,):
         raise BadRewardError(
-            f"{who} returned token_values of shape {numbers.shape}; expected one for each of the "
-            f"{transcript.response_length} tokens after the prompt"
+            f"{who} returned {what} of shape {numbers.shape}; expected one for each of the "
+            f"{count} {all_of_them}"
         )
     wrong = np.flatnonzero(~(np.abs(numbers) <= MAX_REWARD))
     if len(wrong):
         raise BadRewardError(
-            f"{who} returned {numbers[wrong[0]]} for token {wrong[0]}; expected a finite number "
+            f"{who} returned {numbers[wrong[0]]} for {one} {wrong[0]}; expected a finite number "
             "that float32 can hold"
         )
-    return array("f", numbers.astype(np.float32).tobytes())
+    return numbers.astype(np.float32)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import attrs
-import msgspec
 
 from rollout.agents.agent_loop import AgentLoop, get_agent
 from rollout.agents.context import AgentContext
@@ -29,17 +26,16 @@ from rollout.limits import Deadline
 from rollout.reward_values import BadRewardError
 from rollout.scheduling.finished import end_without_reward, exclude, finished, rejected
 from rollout.scheduling.intact import restore
-from rollout.scheduling.rewards import RewardFunction, apply_reward, compute_reward, reward_of
+from rollout.scheduling.rewarding import Rewarding
+from rollout.scheduling.rewards import apply_reward, reward_of
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
 from rollout.scopes import passing_of
-from rollout.supervision import SupervisedCall
-from rollout.types import DRIFT, Cause, Outcome, Reward
+from rollout.types import DRIFT, Cause, Outcome
 
 if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.prompts import Member
-    from rollout.worker_threads import WorkerThreads
 
 logger = logging.getLogger("rollout.scheduling")
 
@@ -52,7 +48,7 @@ class TrajectoryRunner:
     """What running members needs; shared by all of them."""
 
     services: Services
-    reward: RewardFunction | None
+    rewarding: Rewarding
     tokens: TokenizationCheck
 
     @property
@@ -97,18 +93,25 @@ class TrajectoryRunner:
             trajectory.metrics[f"{DRIFT}{drift}"] = 1
         if ending.outcome not in scheduling.trainable:
             exclude(trajectory)
-        if self.reward is None and trajectory.trainable and context.reward is not None:
-            _take_reward(trajectory, context.reward)
-        elif self.reward is not None and trajectory.trainable:
-            if anyio.current_time() < run.batch_deadline.at:
-                await self._reward(run, trajectory)
-            else:  # no time is left to learn its reward
-                exclude(trajectory)
-        trajectory.metrics["total_s"] = anyio.current_time() - run.started
+        if trajectory.trainable:
+            await self._reward(run, trajectory)
+        held_s = 0.0 if run.member.hold is None else run.member.hold.seconds
+        trajectory.metrics["total_s"] = anyio.current_time() - run.started - held_s
         for segment in trajectory.segments:
             if isinstance(segment.messages, KeptMessages):
                 segment.messages.settle()
         return trajectory
+
+    async def _reward(self, run: AgentRun, trajectory: Trajectory) -> None:
+        given = run.context.reward
+        if self.rewarding.single is None:
+            if given is not None:
+                _take_reward(trajectory, given)
+        elif anyio.current_time() < run.batch_deadline.at:
+            supervision, deadline = run.supervision, run.batch_deadline
+            await self.rewarding.reward(run.member, trajectory, supervision, deadline)
+        else:  # no time is left to learn its reward
+            exclude(trajectory)
 
     def note(self, run: AgentRun) -> None:
         """Count what was given up of an attempt; what was of its clean-up is logged."""
@@ -163,47 +166,18 @@ class TrajectoryRunner:
         if log is not None:
             log.begin()
         context = AgentContext(
-            self.services, prompt, identity, sampling, tools, deadline, extra, batch_deadline, log
+            self.services,
+            prompt,
+            identity,
+            sampling,
+            tools,
+            deadline,
+            extra,
+            batch_deadline,
+            member.hold,
+            log,
         )
         return loop, context
-
-    async def _reward(self, run: AgentRun, trajectory: Trajectory) -> None:
-        assert self.reward is not None
-        member, started = run.member, anyio.current_time()
-        limit_s = self.services.config.limits.reward_s
-        deadline = Deadline.after(limit_s, "limits.reward_s", run.batch_deadline)
-        work = SupervisedCall[Reward](run.supervision, "the reward function")
-        work.deadline = deadline.fires_at
-        # What is assigned to its fields, and to those of its segments, is nobody else's.
-        seen = msgspec.structs.replace(
-            trajectory, segments=list(map(copy.copy, trajectory.segments))
-        )
-        failure: BaseException | None = None
-        reward: Reward | None = None
-        member.give_scope(work)
-        try:
-            reward = await work.run(partial(_reward_of, self.reward, seen, self.services.threads))
-        except BaseException as error:
-            if passing_of(error) is not None:
-                raise
-            failure = error
-        finally:
-            member.scope = None
-        self.services.tally.unresponsive += work.unresponsive is not None
-        failure = work.unresponsive or failure
-        if failure is not None:
-            cause, failure = Cause.of(failure), None  # its traceback holds this frame
-            end_without_reward(trajectory, Outcome.FAILED, None, cause)
-            if work.unresponsive is not None:
-                trajectory.reason = UNRESPONSIVE
-        elif reward is not None:
-            apply_reward(trajectory, reward)
-        elif member.cancel_reason is not None:
-            end_without_reward(trajectory, Outcome.CANCELLED, None, None)
-            trajectory.reason = member.cancel_reason
-        else:
-            end_without_reward(trajectory, Outcome.DEADLINE, deadline.source, None)
-        trajectory.metrics["reward_s"] = anyio.current_time() - started
 
 
 def _take_reward(trajectory: Trajectory, given: Any) -> None:
@@ -211,14 +185,7 @@ def _take_reward(trajectory: Trajectory, given: Any) -> None:
     try:
         apply_reward(trajectory, reward_of(given, trajectory, "the agent"))
     except BadRewardError as error:
-        end_without_reward(trajectory, Outcome.FAILED, None, Cause.of(error))
-
-
-async def _reward_of(
-    function: RewardFunction, trajectory: Trajectory, threads: WorkerThreads
-) -> Reward:
-    activity = f"reward of trajectory {trajectory.uid}/{trajectory.member}"  # noqa: F841
-    return await compute_reward(function, trajectory, threads)
+        end_without_reward(trajectory, Outcome.FAILED, "reward", None, Cause.of(error))
 
 
 def _judged(run: AgentRun) -> tuple[Ending, Cause | None]:
@@ -252,7 +219,7 @@ def _judged(run: AgentRun) -> tuple[Ending, Cause | None]:
 def _ending_of_cancelled(member: Member, deadline: Deadline) -> Ending:
     if member.cancel_reason is not None:
         return Ending(outcome=Outcome.CANCELLED, reason=member.cancel_reason)
-    error = deadline.error()
+    error = (member.over or deadline).error()
     return Ending(outcome=error.outcome, reason=error.reason, limit_source=error.source)
 
 

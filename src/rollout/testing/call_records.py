@@ -47,10 +47,10 @@ class GenerationRecord:
 
 @dataclass(eq=False, slots=True)
 class CallRecord:
-    """One call of `generate` or `stream`.
+    """One call of a runtime.
 
     Attributes:
-        kind: "generate" or "stream".
+        kind: "generate", "stream", "collect" or "stream_groups".
         samples: Members of each prompt.
         is_validation: Whether `validation_sampling` holds.
         layout, trim: Of the tensors that it was to return.
@@ -62,6 +62,8 @@ class CallRecord:
         is_refused: It raised before any work.
         generations: Those of each trajectory, by session id, in the order of their beginning.
         uses: Tools and simulated users of each trajectory, by (uid, member).
+        groups, wanted_members: How many groups `collect` was to return, and members of each.
+        may_carry: Whether its trajectories may be carried to the next call.
         cancelled_at: Clock time at which the harness cancelled its caller.
         stopped_at: Clock time at which `cancel` was called for all that there is.
     """
@@ -84,12 +86,20 @@ class CallRecord:
         default_factory=lambda: defaultdict(list)
     )
     uses: dict[tuple[str, int], list[Use]] = field(default_factory=lambda: defaultdict(list))
+    groups: int = 0
+    wanted_members: int = 0
+    may_carry: bool = False
     cancelled_at: float | None = None
     stopped_at: float | None = None
 
     @property
+    def is_of_groups(self) -> bool:
+        """Whether it chose among what it ran."""
+        return self.kind in ("collect", "stream_groups")
+
+    @property
     def members(self) -> int:
-        """Trajectories that it was accepted for."""
+        """Trajectories that it was accepted for; of groups none are known beforehand."""
         return 0 if self.is_refused else len(self.prompts) * self.samples
 
     @property

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from rollout.engine.core import CORE_CLOSE_S
 from rollout.engine.driver.request_runner import last_answer_s
 from rollout.scheduling.batch_run import CLOSED
+from rollout.testing.group_checks import group_anomalies
 from rollout.testing.sampling_checks import sampling_anomalies
 from rollout.testing.tensor_checks import batch_anomalies
 from rollout.testing.token_accounting import accounting_anomalies
@@ -45,9 +46,12 @@ def anomalies_of(watched: WatchedRuntime) -> list[str]:
 
 def _anomalies(watched: WatchedRuntime) -> Iterator[str]:
     facts = _facts(watched)
+    yield from group_anomalies(watched)
     for call in watched.calls:
-        yield from _delivery_anomalies(call)
         yield from _time_anomalies(call, watched.config.limits)
+        if call.is_of_groups:
+            continue
+        yield from _delivery_anomalies(call)
         yield from sampling_anomalies(call, watched.cores, facts, watched.run_seed)
         for trajectory in call.delivered:
             session = call.session_of(trajectory)
@@ -109,6 +113,8 @@ def _time_anomalies(call: CallRecord, limits: LimitsConfig) -> Iterator[str]:
         late_s = call.ended - call.stopped_at
         if late_s > slack:
             yield f"generate took {late_s:g} s to return after everything was cancelled"
+    if call.may_carry:
+        return  # what is carried has its limits afresh, which nobody can see from outside
     for session, records in call.generations.items():
         for each in records:
             yield from _request_anomalies(session, each, limits)
@@ -131,7 +137,7 @@ def _request_anomalies(
     if not record.failure and record.generation.finish_reason is None:
         yield f"{session}: a generation returned before its engine had finished"
     if limits.generation_s is not None:
-        took = record.ended - record.started
+        took = record.ended - record.started - record.generation.held_s
         # One that is cut off waits a moment for what has been sampled already.
         slack = last_answer_s(limits.cleanup_s) + EPSILON_S
         if took > limits.generation_s + slack:
@@ -162,10 +168,14 @@ def _use_anomalies(
 
 def _reward_anomalies(watched: WatchedRuntime) -> Iterator[str]:
     # A reward function gets a copy of each trajectory, with the same transcript.
-    times_asked = Counter(id(trajectory.transcript) for trajectory in watched.rewarded)
-    for trajectory in watched.rewarded:
-        if times_asked[id(trajectory.transcript)] > 1:
-            yield f"{trajectory.uid}/{trajectory.member}: its reward was asked for twice"
+    times_asked: Counter[int] = Counter()
+    calls = 1 + watched.config.rewards.retries
+    for rewarded in (watched.rewarded, watched.rewarded_in_groups):
+        times = Counter(id(trajectory.transcript) for trajectory in rewarded)
+        times_asked += times
+        for trajectory in rewarded:
+            if times[id(trajectory.transcript)] > calls:
+                yield f"{trajectory.uid}/{trajectory.member}: its reward was asked for too often"
     for call in watched.calls if watched.has_reward else ():  # agents may give one themselves
         for trajectory in call.delivered:
             if trajectory.reward is not None and not times_asked[id(trajectory.transcript)]:
@@ -197,7 +207,13 @@ def _count_anomalies(watched: WatchedRuntime) -> Iterator[str]:
     end, before = watched.statistics_at_end, watched.statistics_before
     assert end is not None
     accepted = sum(call.members for call in watched.calls)
-    for name in ("admitted", "finished"):
+    has_groups = any(call.is_of_groups for call in watched.calls)
+    if has_groups and end.admitted != end.finished + end.carried + end.running:
+        yield (
+            f"statistics: {end.admitted} admitted, {end.finished} finished, {end.carried} "
+            f"carried, {end.running} running"
+        )
+    for name in () if has_groups else ("admitted", "finished"):
         count = getattr(end, name) - (getattr(before, name) if before else 0)
         if count != accepted:
             yield f"statistics: {name} = {count}; {accepted} trajectories were accepted"

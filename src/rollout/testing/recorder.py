@@ -12,6 +12,7 @@ import attrs
 from rollout.config import InProcessPlacement
 from rollout.errors import ConfigError
 from rollout.runtime.opening import open_rollout_on
+from rollout.runtime.reward_opening import GivenRewards
 from rollout.scopes import open_task_group
 from rollout.seeds import fresh_seed
 from rollout.testing.fault_injector import FaultInjector
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from rollout.config import RolloutConfig
-    from rollout.scheduling.rewards import RewardFunction
+    from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
     from rollout.testing.call_records import CallRecord
     from rollout.testing.watched_core import WatchedCore
 
@@ -55,12 +56,20 @@ class Recorder:
         tools: Sequence[Any] = (),
         reward: RewardFunction | None = None,
         interactions: Sequence[Any] = (),
+        *,
+        group_reward: GroupRewardFunction | None = None,
     ) -> AsyncIterator[WatchedRuntime]:
         """`rollout.open_rollout`, watched; the arguments are the same.
 
         Raises:
-            ConfigError: The engines do not live on the driver's loop, where they can be watched.
+            ConfigError: The engines do not live on the driver's loop, where they can be watched, or
+                rewards are called in processes.
         """
+        if config.rewards.processes:
+            raise ConfigError(
+                f"rewards.processes = {config.rewards.processes}: expected 0, where a recorder can "
+                "watch the rewards"
+            )
         if not isinstance(config.placement, InProcessPlacement):
             raise ConfigError(
                 f"placement.kind = {config.placement.kind!r}: expected 'in_process', where a "
@@ -76,7 +85,9 @@ class Recorder:
                 partial(open_watched_engines, watched),
                 config,
                 [self._tool(tool, watched) for tool in tools],
-                watched.watch_reward(reward),
+                GivenRewards(
+                    watched.watch_reward(reward), watched.watch_group_reward(group_reward)
+                ),
                 [
                     WatchedInteractions(each, watched.record_use, self.fault_injector)
                     for each in interactions

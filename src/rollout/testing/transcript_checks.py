@@ -294,7 +294,10 @@ def _cut_anomalies(
     prompt = trajectory.prompt
     agent = (prompt.agent_name if prompt is not None else None) or config.agent.name
     is_cut = bool(records) and records[-1].failure == "Cancelled"
-    is_reward_unknown = trajectory.reason == "reward"  # what it was before is not known any more
+    is_reward_unknown = trajectory.reason in (
+        "reward",
+        "group_reward",
+    )  # what it was before is not known any more
     is_ended = trajectory.outcome in CUT_OUTCOMES or is_reward_unknown
     if agent in OUR_AGENTS and is_cut and not is_ended:
         yield f"outcome {trajectory.outcome}, though its last generation was cancelled"

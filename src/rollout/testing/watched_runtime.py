@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
     from rollout.batch import RolloutBatch
+    from rollout.chat.group import Group
     from rollout.config import RolloutConfig
     from rollout.runtime.runtime import RolloutRuntime
     from rollout.runtime.statistics import RuntimeStatistics
-    from rollout.scheduling.rewards import RewardFunction
+    from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
     from rollout.tensor_layout import Layout, Trim
     from rollout.testing.watched_core import WatchedCore
     from rollout.testing.watched_tools import Use
@@ -52,7 +53,8 @@ class WatchedRuntime:
         cores: Its engines, those that have ended included.
         reasons: Reasons given to `cancel`.
         rewarded: Trajectories that the reward function was asked about.
-        has_reward: Whether there is a reward function.
+        rewarded_in_groups: Those that the one of groups was.
+        has_reward: Whether there is either.
         run_seed: What all seeds derive from.
         statistics_before: A snapshot from when the records begin; None: they begin at the start.
         statistics_at_end: A snapshot after the calls had ended and all was quiet, or after the
@@ -69,6 +71,7 @@ class WatchedRuntime:
         self.cores: list[WatchedCore] = []
         self.reasons: set[str] = set()
         self.rewarded: list[Trajectory] = []
+        self.rewarded_in_groups: list[Trajectory] = []
         self.has_reward = False
         assert config.seed is not None
         self.run_seed = config.seed
@@ -126,6 +129,34 @@ class WatchedRuntime:
             ) as stream:
                 yield _WatchedStream(stream, call)
 
+    async def collect(
+        self, source: Any, groups: int, *, step: int | None = None, **options: Any
+    ) -> RolloutBatch:
+        """See `RolloutRuntime.collect`."""
+        with self._recording("collect", (), None, step, validate=False) as call:
+            call.groups = groups
+            self._note_policy(call, options)
+            call.batch = await self._real.collect(source, groups, step=call.step, **options)
+            call.is_complete = True
+            return call.batch
+
+    @asynccontextmanager
+    async def stream_groups(
+        self, source: Any, *, step: int | None = None, **options: Any
+    ) -> AsyncIterator[AsyncIterator[Group]]:
+        """See `RolloutRuntime.stream_groups`."""
+        with self._recording("stream_groups", (), None, step, validate=False) as call:
+            self._note_policy(call, options)
+            async with self._real.stream_groups(source, step=call.step, **options) as groups:
+                yield _WatchedGroups(groups, call)
+
+    def _note_policy(self, call: CallRecord, options: dict[str, Any]) -> None:
+        scheduling = self.config.scheduling
+        given = options.get("policy") or scheduling.groups
+        policy = given.over(scheduling.groups)
+        call.wanted_members = policy.members or scheduling.samples_per_prompt
+        call.may_carry = policy.surplus == "carry"
+
     def cancel(
         self, uid: str | None = None, member: int | None = None, *, reason: str = "cancelled"
     ) -> int:
@@ -175,6 +206,7 @@ class WatchedRuntime:
         self.is_settled = False
         self.calls.clear()
         self.rewarded.clear()
+        self.rewarded_in_groups.clear()
         self.forgotten.clear()
         self.cores[:] = [core for core in self.cores if not core.is_gone]
         for core in self.cores:
@@ -200,6 +232,23 @@ class WatchedRuntime:
         def watched(trajectory: Trajectory) -> Any:
             self.rewarded.append(trajectory)
             return real(trajectory)
+
+        return watched_async if is_async(reward) else watched
+
+    def watch_group_reward(self, reward: GroupRewardFunction | None) -> GroupRewardFunction | None:
+        """The same of a function of groups."""
+        if reward is None:
+            return None
+        self.has_reward = True
+        real: Any = reward
+
+        async def watched_async(group: Group) -> Any:
+            self.rewarded_in_groups += group.trajectories
+            return await real(group)
+
+        def watched(group: Group) -> Any:
+            self.rewarded_in_groups += group.trajectories
+            return real(group)
 
         return watched_async if is_async(reward) else watched
 
@@ -261,7 +310,7 @@ class WatchedRuntime:
         except BaseException as error:
             call.failure = name_of(error)
             call.is_refused = isinstance(error, PromptError) or str(error) == _IS_CLOSED
-            if isinstance(error, RolloutError) and kind == "generate":
+            if isinstance(error, RolloutError) and kind in ("generate", "collect"):
                 call.batch = cast("RolloutBatch | None", error.partial)
             raise
         finally:
@@ -285,6 +334,24 @@ class _WatchedStream(ObjectReceiveStream[Trajectory]):
 
     async def aclose(self) -> None:
         await self._stream.aclose()
+
+
+class _WatchedGroups:
+    def __init__(self, groups: AsyncIterator[Group], call: CallRecord) -> None:
+        self._groups = groups
+        self._call = call
+
+    def __aiter__(self) -> _WatchedGroups:
+        return self
+
+    async def __anext__(self) -> Group:
+        try:
+            group = await anext(self._groups)
+        except StopAsyncIteration:
+            self._call.is_complete = True
+            raise
+        self._call.received += group.trajectories
+        return group
 
 
 def patience_s(config: RolloutConfig) -> float:

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 from rollout.errors import ToolError
+from rollout.function_refs import FunctionRef, NotImportableError, function_ref
 from rollout.tools.argument_checks import SchemaCheck
 from rollout.tools.docstrings import parse_docstring
 from rollout.tools.parameters import inspect_parameters
 from rollout.tools.schema import as_openai_schema
 from rollout.tools.tool import METHOD_KWARGS, Tool, ToolContext, ToolSession
-from rollout.tools.tool_process_messages import FunctionRef, function_ref
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,7 +79,7 @@ class FunctionTool(Tool, Generic[P, R]):
         self.function_ref: FunctionRef | None = None
         if _checked_choice(self.name, "isolation", isolation, ("none", "process")) == "process":
             self.never_waits = False
-            self.function_ref = function_ref(function, self.name)
+            self.function_ref = _importable(function, self.name)
             if self.parameters.context_name is not None:
                 raise ToolError(
                     f"function tool {self.name!r}: isolation = 'process' cannot hand over the "
@@ -213,6 +213,13 @@ def _checked_choice(tool: str, option: str, value: Any, choices: tuple[str, ...]
         known = " or ".join(map(repr, choices))
         raise ToolError(f"function tool {tool!r}: {option} = {value!r}; expected {known}")
     return str(value)
+
+
+def _importable(function: Any, tool: str) -> FunctionRef:
+    try:
+        return function_ref(function)
+    except NotImportableError as error:
+        raise ToolError(f"function tool {tool!r}: isolation = 'process' {error}") from None
 
 
 def _never_waits(function: Any) -> bool:

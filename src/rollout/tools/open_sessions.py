@@ -52,6 +52,11 @@ class OpenSessions:
     def __contains__(self, name: str) -> bool:
         return name in self._sessions
 
+    @property
+    def are_stateful(self) -> bool:
+        """Whether one of those open is of a tool that is no plain function."""
+        return any(not isinstance(self._tools[name], FunctionTool) for name in self._sessions)
+
     async def open(self, name: str, turn_deadline: Deadline) -> None:
         """Open a tool that is not open.
 

@@ -1,68 +1,30 @@
-"""The process of ``isolation="process"``: runs one call after another for the driver.
-
-Requests come on standard input, replies go to standard output: u32 little-endian length, then
-msgpack. What a tool prints goes to standard error. The process ends when its input closes, with all
-of its group; while a call runs, the kernel does that by a signal, also where the call's code never
-releases the interpreter.
-"""
+"""The process of ``isolation="process"``: runs one call after another for the driver."""
 
 from __future__ import annotations
 
-import fcntl
 import functools
-import importlib
 import inspect
-import os
-import signal
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
 
+from rollout.child_serving import MAX_REPLY, serve
+from rollout.function_refs import FunctionRef, function_at
 from rollout.tools.attempt import describe
 from rollout.tools.function import FunctionTool
 from rollout.tools.parameters import Parameters, inspect_parameters
 from rollout.tools.policy import ToolPolicy
 from rollout.tools.results import normalise_result
-from rollout.tools.tool_process_messages import LENGTH, FunctionRef, Reply, Request
+from rollout.tools.tool_process_messages import Reply, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
-
-#: Longest reply, in bytes.
-MAX_REPLY = 64 * 2**20
 
 
-def serve() -> None:
+def main() -> None:
     """Answer requests until standard input closes."""
-    requests, replies = os.dup(0), os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    flags = fcntl.fcntl(requests, fcntl.F_GETFL)
-    fcntl.fcntl(requests, fcntl.F_SETOWN, -os.getpgrp())
-    with open(requests, "rb", buffering=0) as source, open(replies, "wb") as sink:
-        while (header := _read(source, LENGTH.size)) is not None:
-            body = _read(source, *LENGTH.unpack(header))
-            if body is None:
-                return
-            # From here until the reply, input can only be its end: the signal then ends us.
-            fcntl.fcntl(requests, fcntl.F_SETFL, flags | os.O_ASYNC)
-            reply = _encoded(_answer(msgspec.msgpack.decode(body, type=Request)))
-            fcntl.fcntl(requests, fcntl.F_SETFL, flags)
-            sink.write(LENGTH.pack(len(reply)) + reply)
-            sink.flush()
-
-
-def _read(source: Any, count: int) -> bytes | None:
-    parts = b""
-    while len(parts) < count:
-        part = source.read(count - len(parts))
-        if not part:
-            return None
-        parts += part
-    return parts
+    serve(lambda body: _encoded(_answer(msgspec.msgpack.decode(body, type=Request))))
 
 
 def _encoded(reply: Reply) -> bytes:
@@ -103,22 +65,11 @@ async def _awaited(answer: Any) -> Any:
 
 @functools.cache
 def _resolved(ref: FunctionRef, name: str) -> tuple[Callable[..., Any], Parameters, ToolPolicy]:
-    found: Any = _module_of(ref)
-    for part in ref.qualname.split("."):
-        found = getattr(found, part)
+    found = function_at(ref)
     if isinstance(found, FunctionTool):
         return found.function, found.parameters, found.policy
     return found, inspect_parameters(found, name, is_documented=False), ToolPolicy()
 
 
-@functools.cache
-def _module_of(ref: FunctionRef) -> ModuleType:
-    from rollout.user_files import run_file
-
-    return run_file(Path(ref.file)) if ref.file else importlib.import_module(ref.module)
-
-
 if __name__ == "__main__":
-    serve()
-    if os.getpgrp() == os.getpid():  # what tools have started and left behind
-        os.killpg(0, signal.SIGKILL)
+    main()

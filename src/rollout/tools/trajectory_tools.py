@@ -29,6 +29,11 @@ class TrajectoryTools(RunningCalls):
 
     __slots__ = ()
 
+    def has_open_sessions(self) -> bool:
+        """Whether a tool is open that may hold something: plain functions hold nothing."""
+        sessions = self._sessions
+        return sessions is not None and not sessions.is_closed and sessions.are_stateful
+
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the tools offered to this trajectory."""

@@ -82,6 +82,7 @@ class Generation:
             not know yet. Those of the generated tokens follow them.
         routed_experts: Of these tokens as far as they are known, int16.
         kept: How many of its tokens the caller keeps, once it has decided; None keeps all.
+        held_s: Seconds that it waited because its trajectory was carried.
         is_seeded: Whether its seed was given and does not derive from the place of its turn.
         on_tokens: Readers, each called with it at each chunk that brings tokens or the end; one
             that raises is logged and not called again. After a restart the tokens are fewer.
@@ -96,6 +97,7 @@ class Generation:
         "expert_room",
         "expert_shape",
         "finish_reason",
+        "held_s",
         "is_seeded",
         "kept",
         "on_tokens",
@@ -128,6 +130,7 @@ class Generation:
         self.routed_experts = b""
         self.kept: int | None = None
         self.is_seeded = is_seeded
+        self.held_s = 0.0
 
     @property
     def ids(self) -> array[int]:

@@ -20,8 +20,7 @@ from rollout.engine.driver.replica_transitions import ReplicaTransitions
 from rollout.engine.driver.request_runner import LAST_ANSWER_S, RequestRunner
 from rollout.engine.driver.token_ids import check_ids
 from rollout.engine.driver.wait_queue import Notifier, WaitQueue
-from rollout.engine.driver.weight_updater import WeightUpdater
-from rollout.engine.weights import UPDATE_MODES
+from rollout.engine.driver.weight_updater import WeightUpdater, check_update
 from rollout.engine.wire.operations import ALL_TAGS
 from rollout.errors import EngineError
 from rollout.scopes import leaf_of, open_task_group
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from rollout.engine.routing import Router
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.engine.wire.protocol import Terms
+    from rollout.holds import Hold
     from rollout.limits import PausableDeadline
     from rollout.token_prefix import TokenPrefix
 
@@ -48,20 +48,19 @@ class EnginePool:
 
     Args:
         load_shares: Shares of the load, one for each of `specs`; empty makes all equal.
-        spec_of: What a replica that is added at run time runs, by its number; None: what the
-            first one does.
+        spec_of: What a replica that is added runs, by its number; None: what the first does.
         policy: What becomes of requests whose replica is lost.
         wait_s: How long requests wait for a replica once none serves.
         backoff_s: Pause before a replica that died is restarted; doubled each time.
         max_start_failures: Failed starts in a row after which a replica is given up.
         terms: Of the channels; None takes the defaults.
-        facts: Gives what the driver takes for granted of the engines, which refuse it where they
-            know better; None: nothing.
+        facts: Gives what the driver takes for granted of the engines, which may refuse it.
         last_answer_s: How long a cancelled request waits for the tokens of its last answer.
 
     Attributes:
         recoveries: What was done about requests whose replica was lost.
         wakes: What may be woken in a round of the loop, by answers and by whatever else uses it.
+        stop: Has the requests of trajectories that are held cut off; see `RequestRunner.stop`.
     """
 
     def __init__(
@@ -97,6 +96,7 @@ class EnginePool:
         self._requests = RequestRunner(
             router, self._replicas, self._wait_queue, self._changes, self.wakes, last_answer_s
         )
+        self.stop = self._requests.stop
         self._maintenance = MaintenanceQueue()
         self._weight_updater = WeightUpdater(
             router,
@@ -144,6 +144,11 @@ class EnginePool:
         return self._transitions.info
 
     @property
+    def weight_version(self) -> int:
+        """Of the weights that every engine has now; while they change, of those before."""
+        return self._weight_updater.version_after(self.info.weight_version)
+
+    @property
     def router(self) -> Router:
         """Decides where requests go; its `statistics` say why."""
         return self._router
@@ -161,12 +166,8 @@ class EnginePool:
         """Tokens that have arrived for generations that have not ended."""
         return sum(len(attempt.generation.ids) for attempt in self._requests.active)
 
-    # Replicas at run time.
-
     def drain(self, name: str) -> None:
-        """Send a replica nothing new until `resume`; what it has in flight continues.
-
-        Also if it dies meanwhile and is restarted.
+        """Send a replica nothing new until `resume`, also restarted; what is in flight continues.
 
         Raises:
             EngineError: There is no such replica.
@@ -251,10 +252,7 @@ class EnginePool:
         Raises:
             EngineError: No replica could load them; all have the weights that they had.
         """
-        if mode not in UPDATE_MODES:
-            raise EngineError(f"mode = {mode!r}; expected {', '.join(UPDATE_MODES)}")
-        if not 0 <= version < 2**31:
-            raise EngineError(f"version = {version!r}; expected 0 to 2**31 - 1")
+        check_update(version, mode)
         await self._maintenance.do(partial(self._weight_updater.update, version, source, mode))
 
     async def sleep(self, level: int = 1) -> None:
@@ -315,6 +313,7 @@ class EnginePool:
         known_experts: int = 0,
         group_id: str = "",
         deadline: PausableDeadline | None = None,
+        hold: Hold | None = None,
     ) -> Coroutine[Any, Any, None]:
         """Run one request to its end, awaited; `generation` fills as tokens come.
 
@@ -326,10 +325,10 @@ class EnginePool:
             prompt_ids: int32 little-endian, packed; or the trajectory's prefix, of which only
                 what the replica does not have is sent.
             priority: Larger is served first, here and in the engine.
-            known_experts: Tokens of the prompt whose routed experts the caller has; those of the
-                others are asked for where the engines tell them.
+            known_experts: Tokens of the prompt whose routed experts the caller has already.
             group_id: Trajectories that begin with the same prompt; "" for one on its own.
             deadline: When it ends; paused while the runtime lets it wait. None never ends it.
+            hold: Where it waits while its trajectory is carried.
 
         Raises:
             LimitExceeded: The deadline passed.
@@ -351,6 +350,7 @@ class EnginePool:
             priority=priority,
             known_experts=known_experts,
             deadline=deadline,
+            hold=hold,
         )
         generation.expert_room = attempt.prompt_tokens - known_experts
         return self._requests.run(attempt, group_id=group_id)

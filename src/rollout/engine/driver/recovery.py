@@ -11,13 +11,15 @@ import math
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Literal
 
+import anyio
 import attrs
 import msgspec
 
 from rollout.engine.core import EngineInfo, SamplingParams
 from rollout.engine.driver.generation import Generation
 from rollout.errors import EngineError, LimitExceeded
-from rollout.limits import PausableDeadline
+from rollout.holds import Hold
+from rollout.limits import Deadline, PausableDeadline
 from rollout.token_prefix import TokenPrefix
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ class Attempt:
         prompt_ids: int32 little-endian, packed, or the trajectory's prefix.
         known_experts: Tokens of the prompt whose routed experts are known.
         deadline: Its own; None never ends it.
+        hold: Where it waits while its trajectory is carried; None where that never is.
 
     Attributes:
         generation: Filled by one request after the other.
@@ -78,6 +81,7 @@ class Attempt:
         isolation: Where it has a replica to itself, until it is no suspect any more.
         is_interrupted: Its request is cut off, to resume later from the tokens that it has.
         is_running: It has a request in flight.
+        queue_scope: Of its wait for a place, where it has a hold.
         was_paused: The runtime has paused its deadlines: engines may know an earlier deadline.
     """
 
@@ -91,12 +95,14 @@ class Attempt:
     priority: int = 0
     _known_experts: int = 0
     _deadline: PausableDeadline | None = None
+    hold: Hold | None = None
     deaths: tuple[str, ...] = attrs.field(init=False, default=())
     refusals: int = attrs.field(init=False, default=0)
     isolation: Isolation | None = attrs.field(init=False, default=None)
     is_interrupted: bool = attrs.field(init=False, default=False)
     is_running: bool = attrs.field(init=False, default=False)
     was_paused: bool = attrs.field(init=False, default=False)
+    queue_scope: anyio.CancelScope | None = attrs.field(init=False, default=None)
     _is_paused: bool = attrs.field(init=False, default=False)
     _tokens_at_death: int = attrs.field(init=False, default=0)
     _was_silent: bool = attrs.field(init=False, default=False)
@@ -176,6 +182,18 @@ class Attempt:
     def end_request(self) -> None:
         """It is not any more."""
         self.is_running = False
+        if self.hold is not None:
+            self.hold.note()
+
+    def leave_queue(self) -> None:
+        """Let it wait for no place any more, because it is held."""
+        if self.queue_scope is not None:
+            self.queue_scope.cancel()
+
+    def renew_deadline(self, deadline: Deadline, outermost: Deadline, outer: Deadline) -> None:
+        """These hold from now on."""
+        if self._deadline is not None:
+            self._deadline.renew(deadline, outermost, outer)
 
     def die(self, reason: str, *, is_alone: bool) -> None:
         """The replica died with it in flight; `is_alone`: and with nothing else."""

@@ -16,7 +16,7 @@ from rollout.limits import cleanup_scope
 from rollout.seeds import RequestIds
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from rollout.engine.driver.channel import Channel
     from rollout.engine.driver.pending_request import PendingRequest
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rollout.engine.driver.replica import Replica
     from rollout.engine.driver.wait_queue import Notifier, WaitQueue
     from rollout.engine.routing import Dispatch, Router
+    from rollout.holds import Hold
     from rollout.token_prefix import TokenPrefix
     from rollout.wake_budget import WakeBudget
 
@@ -91,11 +92,17 @@ class RequestRunner:
         """
         avoid: str | None = None
         self.active[attempt] = None
+        if attempt.hold is not None:
+            attempt.hold.begin(attempt)
         try:
             while True:
+                if attempt.hold is not None and attempt.hold.is_closed:
+                    await self._wait_held(attempt, attempt.hold)
                 dispatch = self._place_at_once(attempt, group_id, avoid)
                 if dispatch is None:
                     dispatch = await self._place(attempt, group_id, avoid)
+                if dispatch is None:
+                    continue  # it is held
                 replica, channel = self._begin(attempt, dispatch)
                 try:
                     request = self._request_of(attempt)
@@ -126,6 +133,8 @@ class RequestRunner:
         finally:
             attempt.resume_deadlines()
             del self.active[attempt]
+            if attempt.hold is not None:
+                attempt.hold.end(attempt)
 
     def pause_deadlines(self, *, running: bool) -> None:
         """Time counts for `batch_s` only until `resume_deadlines`, or until an attempt is placed.
@@ -164,6 +173,29 @@ class RequestRunner:
                 await self.finish(replica)
                 is_empty = True
 
+    async def stop(self, holds: Collection[Hold]) -> None:
+        """Have the requests of trajectories that are held cut off, and return when they are."""
+        is_stopped, holds = False, dict.fromkeys(holds)  # in their order
+        while not is_stopped:
+            for attempt in [each for each in self.active if each.hold in holds]:
+                replica = self._replicas.get(attempt.generation.replica)
+                if attempt.is_running and replica is not None and replica.channel is not None:
+                    attempt.is_interrupted = True
+                    replica.channel.interrupt_nowait(attempt.generation.request_id)
+            with anyio.move_on_after(ABORT_AGAIN_S):
+                for hold in holds:
+                    await hold.stopped()
+                is_stopped = True
+
+    async def _wait_held(self, attempt: Attempt, hold: Hold) -> None:
+        """Wait until its trajectory continues; that time is charged to nobody."""
+        began = self._now()
+        try:
+            with attempt.in_time():
+                await hold.wait()
+        finally:
+            attempt.generation.held_s += self._now() - began
+
     async def _is_over(self, attempt: Attempt, pending: PendingRequest) -> bool:
         """Whether there is to be no other request; waits until that can be made."""
         generation = attempt.generation
@@ -195,21 +227,39 @@ class RequestRunner:
             self._wait_queue.wake_next()  # there may be room for the next one too
         return dispatch
 
-    async def _place(self, attempt: Attempt, group_id: str, avoid: str | None) -> Dispatch:
-        """Wait for a place on a replica; waiting requests are served by priority."""
+    async def _place(self, attempt: Attempt, group_id: str, avoid: str | None) -> Dispatch | None:
+        """Wait for a place on a replica; waiting requests are served by priority.
+
+        None where its trajectory is held meanwhile.
+        """
         dispatch: Dispatch | None = None
         if self._pauses:
             attempt.pause_deadlines()
         while dispatch is None:
             if not self.is_open:
                 raise attempt.failed("the engines are closed", reason=NO_ENGINE)
-            with attempt.in_time():
-                has_turn = await self._wait_queue.wait(attempt.priority)
+            if attempt.hold is None:
+                with attempt.in_time():
+                    has_turn = await self._wait_queue.wait(attempt.priority)
+            else:
+                has_turn = await self._wait_or_leave(attempt)
+                if attempt.hold.is_closed:
+                    return None
             if not has_turn:
                 raise attempt.failed(f"no engine is left: {self.last_failure}", reason=NO_ENGINE)
             dispatch = self._ask(attempt, group_id, avoid)
         self._wait_queue.wake_next()
         return dispatch
+
+    async def _wait_or_leave(self, attempt: Attempt) -> bool:
+        """Its turn, or that it is held."""
+        has_turn = False
+        with attempt.in_time(), anyio.CancelScope() as attempt.queue_scope:
+            has_turn = await self._wait_queue.wait(attempt.priority)
+        if has_turn and attempt.hold is not None and attempt.hold.is_closed:
+            self._wait_queue.wake_next()  # another one's turn
+        attempt.queue_scope = None
+        return has_turn
 
     def _ask(self, attempt: Attempt, group_id: str, avoid: str | None) -> Dispatch | None:
         if self.is_admission_blocked:

@@ -10,7 +10,7 @@ import msgspec
 
 from rollout.engine.driver.replica import Weights
 from rollout.engine.driver.weight_broadcast import WeightBroadcast, check_gpus
-from rollout.engine.weights import DiskWeights, DistributedWeights, TensorWeights
+from rollout.engine.weights import UPDATE_MODES, DiskWeights, DistributedWeights, TensorWeights
 from rollout.engine.wire.operations import LoadWeights
 from rollout.engine.wire.staging import stage
 from rollout.errors import ChannelError, EngineError
@@ -41,6 +41,9 @@ class WeightUpdater:
     Args:
         limit_s: How long a replica may load, and how long it may take to end requests before.
         changed: Called when replicas may get requests again.
+
+    Attributes:
+        version: Of the last update that was completed; None before the first one.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class WeightUpdater:
         self._replicas = replicas
         self._limit_s = limit_s
         self._changed = changed
+        self.version: int | None = None
         self._current: Weights | None = None
         self._kept: list[Weights] = []
         self._changed_again = anyio.Event()
@@ -84,6 +88,10 @@ class WeightUpdater:
                 if wanted is self._current or channel.lost.is_set():
                     raise
 
+    def version_after(self, first: int) -> int:
+        """The version of the last update, or `first`, where there was none."""
+        return first if self.version is None else self.version
+
     async def update(self, version: int, source: WeightSource, mode: UpdateMode) -> None:
         """Have the replicas that serve load new weights, side by side.
 
@@ -97,6 +105,7 @@ class WeightUpdater:
         self._requests.pause_deadlines(running=mode != "wait")
         try:
             await self._change(weights, mode)
+            self.version = version
         finally:
             self._requests.resume_deadlines()
 
@@ -228,6 +237,18 @@ class WeightUpdater:
             raise error from None
         channel.info = msgspec.structs.replace(channel.info, weight_version=weights.version)
         replica.take_weights(weights)
+
+
+def check_update(version: int, mode: str) -> None:
+    """Let the arguments of an update pass.
+
+    Raises:
+        EngineError: One is none.
+    """
+    if mode not in UPDATE_MODES:
+        raise EngineError(f"mode = {mode!r}; expected {', '.join(UPDATE_MODES)}")
+    if not 0 <= version < 2**31:
+        raise EngineError(f"version = {version!r}; expected 0 to 2**31 - 1")
 
 
 async def _staged(version: int, source: WeightSource) -> Weights:

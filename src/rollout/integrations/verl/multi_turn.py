@@ -21,7 +21,6 @@ _SAME = {
     "max_assistant_turns": ("agent", "max_assistant_turns"),
     "max_user_turns": ("agent", "max_user_turns"),
     "max_parallel_calls": ("agent", "max_parallel_calls"),
-    "format": ("agent", "tool_format"),
     "max_tool_response_length": ("tools", "max_response_length"),
 }
 
@@ -46,8 +45,9 @@ def load_verl_multi_turn(source: str | Path | Mapping[str, Any]) -> VerlMultiTur
     """What a configuration of verl says about turns, calls, their answers, and where tools are.
 
     verl names the sides of truncation after what is kept: its ``left`` becomes our ``right``, its
-    ``right`` our ``left``. Keys that it lacks are left to our defaults;
-    null is no limit. Keys that mean nothing here, such as ``enable``, are left out.
+    ``right`` our ``left``; and formats of tool calls by names of its own. Keys that it lacks are
+    left to our defaults; null is no limit. Keys that mean nothing here, such as ``enable``, are
+    left out.
 
     Args:
         source: A YAML file, or what one holds (also an OmegaConf mapping): with
@@ -101,7 +101,24 @@ def _history(value: Any) -> str:
     return "inference_template" if value else "append_only"
 
 
+#: Our names of verl's formats, where these differ.
+_FORMATS = {
+    "gemma4": "gemma",
+    "glm": "glm4",
+    "gpt-oss": "gpt_oss",
+    "kimi": "kimi_k2",
+    "llama3_json": "llama3",
+    "minimax": "minimax_m2",
+    "seed": "seed_oss",
+}
+
+
+def _format(value: Any) -> Any:
+    return _FORMATS.get(value, value) if isinstance(value, str) else value
+
+
 _TRANSLATED = {
+    "format": ("agent", "tool_format", _format),
     "tool_response_truncate_side": ("tools", "truncate_side", _side),
     "use_inference_chat_template": ("agent", "history", _history),
 }

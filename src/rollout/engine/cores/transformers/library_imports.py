@@ -30,14 +30,16 @@ STANDALONE = (f"{COMPILER}._trace_wrapped_higher_order_op",)
 
 
 def import_libraries(*, leave_out_compiler: bool) -> None:
-    """Import what a `SlotModel` needs; what is loaded then is left out of collections for good.
+    """Import what a `SlotModel` needs.
+
+    In a process that collects no garbage yet, what is loaded is left out of collections for good.
 
     Args:
         leave_out_compiler: Do not load torch's compiler unless somebody uses it, and have
             transformers take torch to be not distributed; for a process that runs models of
             transformers' own, one in each process.
     """
-    is_first = "transformers" not in sys.modules  # else it is somebody's process, not the engine's
+    is_first = "transformers" not in sys.modules
     with _without_collections(), _names_read_quickly():
         import torch  # noqa: F401
 
@@ -53,9 +55,10 @@ def _without_collections() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()
-        if was_enabled:
+        if was_enabled:  # it is somebody's process, not the engine's
             gc.enable()
+        else:
+            gc.freeze()
 
 
 def _leave_out_compiler() -> None:
@@ -67,12 +70,15 @@ def _leave_out_compiler() -> None:
         return
     sys.modules[COMPILER] = stand_in = _CompilerStandIn(spec)
     sys.meta_path.insert(0, _CompilerFinder(stand_in))
-    from transformers.utils.import_utils import is_torch_distributed_available
+    from transformers.utils import import_utils
 
+    remember = getattr(import_utils, "is_torch_distributed_available", None)
+    if remember is None:  # earlier versions ask in many places
+        return
     is_available = torch.distributed.is_available
     torch.distributed.is_available = lambda: False
     try:
-        is_torch_distributed_available()  # which remembers the answer
+        remember()
     finally:
         torch.distributed.is_available = is_available
 

@@ -1,0 +1,147 @@
+"""Child processes for code of users that must not share an interpreter with the event loop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
+
+import anyio
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from rollout.child_serving import LENGTH
+from rollout.limits import cleanup_scope
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from anyio.abc import Process
+
+
+class ChildDiedError(Exception):
+    """A child process ended before it had answered.
+
+    Attributes:
+        exit_code: Below 0 the number of the signal that killed it.
+    """
+
+    def __init__(self, exit_code: int | None) -> None:
+        super().__init__(f"ended with exit code {exit_code}")
+        self.exit_code = exit_code
+
+
+class _Child:
+    """One process, and the frames to and from it; it ends when `lifeline` is closed."""
+
+    def __init__(self, process: Process, lifeline: int) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.process = process
+        self._lifeline = lifeline
+        self._requests = process.stdin
+        self._replies = BufferedByteReceiveStream(process.stdout)
+
+    async def ask(self, request: bytes) -> bytes:
+        """The reply to a request; after a cancellation the process is of no more use."""
+        await self._requests.send(LENGTH.pack(len(request)) + request)
+        (length,) = LENGTH.unpack(await self._replies.receive_exactly(LENGTH.size))
+        return await self._replies.receive_exactly(length)
+
+    async def kill(self, cleanup_s: float) -> int | None:
+        """End the process and all others of its group; its exit code."""
+        os.close(self._lifeline)
+        with cleanup_scope(cleanup_s):
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            await self.process.wait()
+            await self.process.aclose()
+        return self.process.returncode
+
+
+class Worker:
+    """A place among the processes, and the process that has it; see `ChildProcesses.worker`."""
+
+    def __init__(self, child: _Child, *, is_new: bool, cleanup_s: float) -> None:
+        self.is_new = is_new
+        self.child: _Child | None = child
+        self._cleanup_s = cleanup_s
+
+    async def ask(self, request: bytes) -> bytes:
+        """Its reply; cancellation kills the process with the process's group.
+
+        Raises:
+            ChildDiedError: It ended before it had answered.
+        """
+        assert self.child is not None
+        child, self.child = self.child, None
+        try:
+            reply = await child.ask(request)
+        except (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError):
+            raise ChildDiedError(await child.kill(self._cleanup_s)) from None
+        except BaseException:
+            await child.kill(self._cleanup_s)
+            raise
+        self.child = child
+        return reply
+
+
+class ChildProcesses:
+    """A pool of child processes, each answering one request at a time and kept for the next one.
+
+    One that died, or was killed because its request was cancelled, is replaced when it is missed.
+
+    Args:
+        module: What a process runs; it calls `child_serving.serve`.
+        max_processes: Those at work at once; further requests wait.
+        cleanup_s: Seconds for the end of a process that was killed.
+    """
+
+    def __init__(self, module: str, *, max_processes: int, cleanup_s: float) -> None:
+        self._module = module
+        self._places = anyio.CapacityLimiter(max_processes)
+        self._cleanup_s = cleanup_s
+        self._idle: list[_Child] = []
+
+    @asynccontextmanager
+    async def worker(self) -> AsyncIterator[Worker]:
+        """A process for the requests of the block; waits for one that is free."""
+        borrower = object()
+        await self._places.acquire_on_behalf_of(borrower)
+        worker: Worker | None = None
+        try:
+            is_new = not self._idle
+            child = await _start(self._module) if is_new else self._idle.pop()
+            worker = Worker(child, is_new=is_new, cleanup_s=self._cleanup_s)
+            yield worker
+        finally:
+            if worker is not None and worker.child is not None:
+                self._idle.append(worker.child)
+            self._places.release_on_behalf_of(borrower)
+
+    async def close(self) -> None:
+        """End all processes; those with a request have ended with it."""
+        idle, self._idle = self._idle, []
+        for child in idle:
+            await child.kill(self._cleanup_s)
+
+
+async def _start(module: str) -> _Child:
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    theirs, ours = os.pipe()
+    try:
+        with anyio.CancelScope(shield=True):  # takes a moment, and would leave the process behind
+            process = await anyio.open_process(
+                [sys.executable, "-m", module, str(theirs)],
+                stderr=None,
+                env={**os.environ, "PYTHONPATH": paths},
+                start_new_session=True,
+                pass_fds=[theirs],
+            )
+    except BaseException:
+        os.close(ours)
+        raise
+    finally:
+        os.close(theirs)
+    return _Child(process, ours)

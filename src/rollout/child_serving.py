@@ -1,0 +1,73 @@
+"""The side of a child process that answers the requests of `ChildProcesses`, one after another.
+
+Requests come on standard input, replies go to standard output: u32 little-endian length, then the
+message. What the user's code prints goes to standard error. The process ends when its input closes,
+with all of its group. A second pipe, whose other end the driver holds and never writes to, tells of
+the driver's end while a request is answered: the kernel then ends the group by a signal, also where
+the code never releases the interpreter. Standard input could not tell: what the driver writes to it
+may set off the signal after it has been read.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import struct
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: Before each message in either direction.
+LENGTH = struct.Struct("<I")
+#: Longest reply, in bytes.
+MAX_REPLY = 64 * 2**20
+
+
+def serve(answer: Callable[[bytes], bytes]) -> None:
+    """Answer requests until standard input closes; then end the group of this process.
+
+    Args:
+        answer: The reply to a request, at most `MAX_REPLY` long; it must not raise.
+    """
+    _serve(answer)
+    if os.getpgrp() == os.getpid():  # what the user's code has started and left behind
+        os.killpg(0, signal.SIGKILL)
+
+
+def _serve(answer: Callable[[bytes], bytes]) -> None:
+    requests, replies = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    if not _ends_with(int(sys.argv[1])):
+        return
+    with open(requests, "rb", buffering=0) as source, open(replies, "wb") as sink:
+        while (header := _read(source, LENGTH.size)) is not None:
+            body = _read(source, *LENGTH.unpack(header))
+            if body is None:
+                return
+            reply = answer(body)
+            sink.write(LENGTH.pack(len(reply)) + reply)
+            sink.flush()
+
+
+def _ends_with(lifeline: int) -> bool:
+    """Whether the driver is there; its end is the group's from now on."""
+    os.set_inheritable(lifeline, False)
+    flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
+    return not select.select([lifeline], [], [], 0)[0]
+
+
+def _read(source: Any, count: int) -> bytes | None:
+    parts = b""
+    while len(parts) < count:
+        part = source.read(count - len(parts))
+        if not part:
+            return None
+        parts += part
+    return parts

@@ -1,0 +1,311 @@
+"""Which groups a call wants, has, takes, refuses and leaves: decided here, without a task."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from typing import TYPE_CHECKING
+
+import attrs
+
+from rollout.scheduling.pulled_group import GroupMember, PulledGroup
+from rollout.types import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollout.scheduling.ended_groups import Ended
+
+#: Groups that wait for a slow consumer of a stream before no further prompt is pulled.
+GROUP_BUFFER = 2
+
+
+@attrs.frozen(kw_only=True)
+class Wanted:
+    """What a call wants, taken from its policy.
+
+    Attributes:
+        groups: How many; None: as many as its consumer takes.
+        members: Of each group.
+        oversample, on_group_deadline, surplus, max_refused: See `GroupPolicy`.
+        refills: How often a failed member is restarted.
+    """
+
+    groups: int | None
+    members: int
+    oversample: float = 1.0
+    max_refused: int | None = None
+    surplus: str = "cancel"
+    on_group_deadline: str = "keep"
+    refills: int = 0
+
+    @property
+    def at_once(self) -> float:
+        """Groups that may be under way or finished, those that were left out aside."""
+        return math.inf if self.groups is None else math.ceil(self.groups * self.oversample)
+
+
+@attrs.frozen(kw_only=True)
+class StalenessBound:
+    """How old the weights of a group's first token may be when its consumer takes it.
+
+    Attributes:
+        most: Versions.
+        per_step: Groups that the consumer takes for each version.
+        start: The version at the beginning.
+    """
+
+    most: int
+    per_step: int
+    start: int
+
+    def room(self, version: int) -> int:
+        """Groups that may have been started in all, those that were taken included.
+
+        With one more, the last of them would be taken after more than `most` updates.
+        """
+        return (self.most + 1 + version - self.start) * self.per_step
+
+    def taken_by(self, version: int) -> int:
+        """Groups that the consumer takes until the end of that version."""
+        return (version + 1 - self.start) * self.per_step
+
+
+@attrs.define(eq=False)
+class Leaving:
+    """What a call leaves.
+
+    Attributes:
+        kept: Groups for the next call, in the order in which they were pulled.
+        surplus: Members that are not wanted any more.
+        carried: Members that are to continue in the next call.
+    """
+
+    kept: list[PulledGroup] = attrs.field(factory=list)
+    surplus: list[GroupMember] = attrs.field(factory=list)
+    carried: list[GroupMember] = attrs.field(factory=list)
+
+
+class GroupBook:
+    """The groups of one call.
+
+    Each group that it adopts is open until it is judged: accepted ones wait for their consumer,
+    refused and dropped ones are over. What is open or waits at the end is left to the next call.
+
+    Args:
+        wanted: What the call wants.
+        bound: How old what it takes may be; None: as old as it is.
+        version: The weights' version now.
+
+    Attributes:
+        counts: Groups by what became of them.
+        consumed: Groups that the consumer has taken.
+    """
+
+    def __init__(
+        self,
+        wanted: Wanted,
+        bound: StalenessBound | None = None,
+        version: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.consumed = 0
+        self.wanted = wanted
+        self._bound = bound
+        self._version = version
+        self._open: dict[PulledGroup, None] = {}
+        self._ready: deque[PulledGroup] = deque()
+        self._with_waiting: deque[PulledGroup] = deque()
+        self._refused_in_a_row = 0
+        self._is_stopped = False
+
+    @property
+    def open_groups(self) -> tuple[PulledGroup, ...]:
+        """Those that are under way."""
+        return tuple(self._open)
+
+    @property
+    def ready_groups(self) -> tuple[PulledGroup, ...]:
+        """Those that are accepted and not taken."""
+        return tuple(self._ready)
+
+    @property
+    def wants_group(self) -> bool:
+        """Whether one more is to be adopted."""
+        if self._is_stopped or self.is_complete:
+            return False
+        under_way = len(self._open) + len(self._ready)
+        if self.wanted.groups is not None:
+            return under_way + self.counts["dropped"] < self.wanted.at_once
+        if self._bound is not None:
+            return self.consumed + under_way < self._bound.room(self._version())
+        return len(self._ready) < GROUP_BUFFER
+
+    @property
+    def waits_for_version(self) -> bool:
+        """Whether nothing is under way, and nothing may start before the weights are newer."""
+        is_idle = not (self._open or self._ready or self._is_stopped)
+        return is_idle and self._bound is not None and not self.wants_group
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has as many as it wants, or will never have more."""
+        groups = self.wanted.groups
+        if groups is not None and len(self._ready) >= groups:
+            return True
+        if self._is_stopped:
+            return not self._open
+        return groups is not None and not self._open and self._lacks_none()
+
+    def _lacks_none(self) -> bool:
+        return len(self._ready) + self.counts["dropped"] >= self.wanted.at_once
+
+    @property
+    def has_refused_too_many(self) -> bool:
+        """Whether `max_refused` is passed."""
+        most = self.wanted.max_refused
+        refused = self.counts["refused"]
+        if self.wanted.groups is None:
+            refused = self._refused_in_a_row
+        return most is not None and refused > most
+
+    def stop(self) -> None:
+        """Adopt nothing more; what is open comes to its end."""
+        self._is_stopped = True
+
+    def adopt(self, group: PulledGroup) -> bool:
+        """Take a group on; whether it is whole already."""
+        if group.version is None:
+            group.version = self._version()
+        self._open[group] = None
+        if group.waiting:
+            self._with_waiting.append(group)
+        return self.is_whole(group)
+
+    def next_member(self) -> GroupMember | None:
+        """The member that is to be admitted next; it is not in `waiting` any more."""
+        while self._with_waiting:
+            group = self._with_waiting[0]
+            if group.waiting and not group.is_settled:
+                group.at_door = group.waiting.popleft()
+                return group.at_door
+            self._with_waiting.popleft()
+        return None
+
+    def put_back(self, member: GroupMember) -> None:
+        """A member that `next_member` gave was not admitted."""
+        member.group.at_door = None
+        if not member.group.is_settled:
+            member.group.waiting.appendleft(member)
+            self._with_waiting.appendleft(member.group)
+
+    def begun(self, member: GroupMember) -> None:
+        """It is admitted."""
+        member.group.at_door = None
+        member.group.running[member] = None
+
+    def ended(self, group: PulledGroup, ended: Ended) -> bool:
+        """A member has ended; whether it counts, and is not to be restarted."""
+        group.forget(ended.member)
+        if group.is_settled:
+            return True
+        number = ended.member.identity.member
+        failed = ended.trajectory.outcome is Outcome.FAILED
+        if failed and not self._is_stopped and group.refills[number] < self.wanted.refills:
+            group.refills[number] += 1
+            return False
+        group.ended.append(ended)
+        return True
+
+    def restart(self, member: GroupMember) -> None:
+        """Have a member in the place of one that failed admitted soon."""
+        member.group.waiting.append(member)
+        self._with_waiting.appendleft(member.group)
+
+    def is_whole(self, group: PulledGroup) -> bool:
+        """Whether it can be judged: its wanted members have ended, or its own time is over."""
+        return bool(group.wanted(self.wanted.members)) or self.is_to_drop(group)
+
+    def is_to_drop(self, group: PulledGroup) -> bool:
+        """Whether its own deadline has decided about it."""
+        return self.wanted.on_group_deadline != "keep" and group.is_overdue
+
+    def settle(self, group: PulledGroup) -> list[GroupMember]:
+        """It is whole: the members that are not wanted, some of which run."""
+        group.is_settled = True
+        door = [] if group.at_door is None else [group.at_door]
+        surplus = [*group.running, *group.waiting, *door]
+        group.waiting.clear()
+        return surplus
+
+    def drop(self, group: PulledGroup) -> None:
+        """Its own deadline ended it."""
+        del self._open[group]
+        is_replaced = self.wanted.on_group_deadline == "refill"
+        self.counts["replaced" if is_replaced else "dropped"] += 1
+
+    def judged(self, group: PulledGroup, *, is_accepted: bool) -> None:
+        """It was whole, and is taken or refused."""
+        del self._open[group]
+        self.counts["accepted" if is_accepted else "refused"] += 1
+        self._refused_in_a_row = 0 if is_accepted else self._refused_in_a_row + 1
+        if is_accepted:
+            self._ready.append(group)
+
+    def take(self) -> PulledGroup | None:
+        """The next group for the consumer; None where it has to wait."""
+        for group in self._ready:
+            if self._may_be_next(group):
+                self._ready.remove(group)
+                self.consumed += 1
+                return group
+        return None
+
+    def _may_be_next(self, group: PulledGroup) -> bool:
+        """Whether those that are due earlier can still be taken in time after it."""
+        bound = self._bound
+        if bound is None:
+            return True
+        now = self._version()
+        due = max(_version_of(group) + bound.most, now)
+        others = [max(_version_of(g) + bound.most, now) for g in (*self._open, *self._ready)]
+        for each in sorted({other for other in others if other < due}):
+            count = sum(other <= each for other in others)
+            if count > bound.taken_by(each) - self.consumed - 1:
+                return False
+        return True
+
+    def take_all(self) -> list[PulledGroup]:
+        """As many as are wanted, in the order in which they were pulled."""
+        groups = self.wanted.groups
+        taken = [self._ready.popleft() for _ in range(min(len(self._ready), groups or 0))]
+        self.consumed += len(taken)
+        return sorted(taken, key=lambda group: group.number)
+
+    def leave(self, *, is_over: bool = False) -> Leaving:
+        """End the call: what it has and did not take is kept, as `surplus` says.
+
+        Args:
+            is_over: Nothing is carried, because the runtime is being closed.
+        """
+        self.stop()
+        carries = self.wanted.surplus == "carry" and not is_over
+        leaving = Leaving(kept=list(self._ready))
+        for group in self._open:
+            if carries or not group.is_begun:
+                self.counts["carried"] += group.is_begun
+                leaving.kept.append(group)
+                leaving.carried += group.running
+            else:
+                self.counts["cancelled"] += 1
+                leaving.kept.append(group.fresh())
+                leaving.surplus += self.settle(group)
+        self._open.clear()
+        self._ready.clear()
+        leaving.kept.sort(key=lambda group: group.number)
+        return leaving
+
+
+def _version_of(group: PulledGroup) -> int:
+    assert group.version is not None  # it was adopted
+    return group.version

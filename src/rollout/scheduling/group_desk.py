@@ -1,0 +1,285 @@
+"""What calls of `collect` and `stream_groups` share: their sources, and what they left."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import anyio
+import msgspec
+
+from rollout.agents.identity import Identity
+from rollout.holds import NEVER, Hold
+from rollout.limits import Deadline
+from rollout.scheduling.ended_groups import Ended
+from rollout.scheduling.prompt_source import PromptSource
+from rollout.scheduling.prompts import check_prompt
+from rollout.scheduling.pulled_group import GroupMember, PulledGroup
+from rollout.types import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from rollout.chat.trajectory import Trajectory
+    from rollout.config import RolloutConfig
+    from rollout.engine.driver.pool import EnginePool
+    from rollout.observe.tally import Tally
+    from rollout.scheduling.agent_run import AgentRun
+    from rollout.scheduling.member_runs import MemberRuns
+    from rollout.scheduling.rewarding import Rewarding
+    from rollout.worker_threads import WorkerThreads
+
+    #: Starts a task of the runtime's.
+    Start = Callable[..., object]
+
+
+class GroupCall(Protocol):
+    """A call of `collect` or `stream_groups`, as `GroupRun` is."""
+
+    step: int
+    taken_names: set[str]
+
+    def change(self) -> None:
+        """Something is not as it was."""
+
+    def fail(self, error: BaseException) -> None:
+        """It ends with this."""
+
+
+#: Reasons of carried members that do not continue.
+DISCARDED, CLOSED = "discarded", "closed"
+
+
+class GroupDesk:
+    """Keeps the sources of a runtime where they were left, and what was pulled and not used.
+
+    Args:
+        new_runs: Makes what members run in.
+        start: Starts a task of the runtime's.
+
+    Attributes:
+        runs: What members of groups run in, whichever call has them.
+        live: Members that were admitted and have not ended.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        engines: EnginePool,
+        rewarding: Rewarding,
+        threads: WorkerThreads,
+        tally: Tally,
+        run_seed: int,
+        new_runs: Callable[[], MemberRuns],
+        start: Start,
+    ) -> None:
+        self.runs: MemberRuns
+        self.live: dict[GroupMember, None] = {}
+        self._engines = engines
+        self._changed = anyio.Event()
+        self._config, self._rewarding, self._threads = config, rewarding, threads
+        self._tally, self._run_seed = tally, run_seed
+        self._new_runs, self._start = new_runs, start
+        self._sources: dict[int, PromptSource] = {}
+        #: Kept of sources that have given all that they have.
+        self._orphans: list[PulledGroup] = []
+        self._calls: dict[GroupCall, None] = {}
+        self._numbers = 0
+        self._ready: anyio.Event | None = None
+        self._is_over = anyio.Event()
+        self._has_ended = anyio.Event()
+
+    # Calls.
+
+    def source_of(self, given: Any) -> PromptSource:
+        """A caller's source, where it was left; one that is over begins again."""
+        known = self._sources.get(id(given))
+        if known is None:
+            known = PromptSource(given, self._threads, self._pulled)
+            self._sources[id(given)] = known
+        return known
+
+    def forget(self, source: PromptSource) -> None:
+        """A caller was told that it is over: should it be given again, it begins again."""
+        self._sources.pop(id(source.given), None)
+
+    async def open(self, call: GroupCall, serve: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        """Let a call begin."""
+        if self._ready is None:
+            self._ready, self.runs = anyio.Event(), self._new_runs()
+            self._has_ended = anyio.Event()
+            self._start(self._run)
+        await self._ready.wait()
+        self._calls[call] = None
+        self._start(serve)
+
+    def left(self, call: GroupCall) -> None:
+        """It has ended."""
+        self._calls.pop(call, None)
+
+    def tell(self) -> None:
+        """Something is not as it was for all calls, such as the weights' version."""
+        for call in tuple(self._calls):
+            call.change()
+
+    async def close(self) -> None:
+        """End what is kept; no call is left. Shielded by the caller."""
+        await self.discard_carried(CLOSED)
+        self._is_over.set()
+        if self._ready is not None:
+            await self._has_ended.wait()
+
+    async def _run(self) -> None:
+        try:
+            await self.runs.run(self._serve)
+        except (Exception, KeyboardInterrupt) as error:  # of an agent's: its call's caller gets it
+            for call in tuple(self._calls):
+                call.fail(error)
+        finally:
+            self._count_lost()
+            self._ready = None
+            self._has_ended.set()
+            self.tell()
+
+    def _count_lost(self) -> None:
+        """Members that nobody concluded, because the tasks that would have were cancelled."""
+        for member in self.live:
+            member.is_finished = True
+        self._tally.outcomes[Outcome.CANCELLED] += len(self.live)
+        self.live.clear()
+        for store in self._stores():
+            store[:] = [group.fresh() if group.is_carried else group for group in store]
+        self._note_change()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether members run, or could."""
+        return self._ready is not None and not self.runs.is_cancelled
+
+    async def _serve(self) -> None:
+        assert self._ready is not None
+        self._ready.set()
+        await self._is_over.wait()
+
+    # Places and prompts.
+
+    async def wait_for_place(self) -> None:
+        """Return when a trajectory could run."""
+        borrower = object()
+        await self.runs.limiter.acquire_on_behalf_of(borrower)
+        self.runs.limiter.release_on_behalf_of(borrower)
+
+    def pull(self, source: PromptSource) -> None:
+        """Ask a source for one prompt, if it is not being asked."""
+        if not source.is_pulling:
+            source.is_pulling = True
+            self._start(source.pull)
+
+    def _pulled(self, given: Any, source: PromptSource) -> PulledGroup:
+        check_prompt(given, f"source: prompt {source.count - 1}")
+        number, self._numbers = self._numbers, self._numbers + 1
+        if given.uid is None:
+            given = msgspec.structs.replace(given, uid=f"prompt-{number}")
+        return PulledGroup(number, given, source)
+
+    def first_kept(self, source: PromptSource) -> PulledGroup | None:
+        """What was pulled first of all that a call of this source comes to, taken away."""
+        stores = [store for store in (self._orphans, source.kept) if store]
+        if not stores:
+            return None
+        return min(stores, key=lambda store: store[0].number).pop(0)
+
+    def keep(self, groups: Sequence[PulledGroup]) -> None:
+        """Keep these for the next call."""
+        touched = []
+        for group in groups:
+            store = self._orphans if group.source.is_over else group.source.kept
+            store.append(group)
+            touched.append(store)
+        for store in touched:
+            store.sort(key=lambda group: group.number)
+
+    # Members.
+
+    def prepare(self, group: PulledGroup, call: GroupCall) -> None:
+        """Make the members of a group that has none yet, with names of their own."""
+        if group.is_begun or group.waiting:
+            return
+        uid, count = group.uid, 1
+        while group.uid in call.taken_names:
+            count += 1
+            group.prompt = msgspec.structs.replace(group.prompt, uid=f"{uid}@{count}")
+        call.taken_names.add(group.uid)
+        for member in range(self._config.scheduling.samples_per_prompt):
+            identity = Identity(
+                uid=group.uid,
+                group=group.number,
+                member=member,
+                step=call.step,
+                run_seed=self._run_seed,
+                validate=False,
+            )
+            hold = Hold(self._config.limits)
+            group.waiting.append(GroupMember(group.prompt, identity, hold=hold, group=group))
+
+    def member_like(self, member: GroupMember) -> GroupMember:
+        """Another one in the place of one that failed."""
+        hold = Hold(self._config.limits)
+        return GroupMember(member.prompt, member.identity, hold=hold, group=member.group)
+
+    def trajectory_deadline(self, group: PulledGroup) -> Deadline:
+        """Of a member that starts, or continues, now."""
+        own = Deadline.after(self._config.limits.trajectory_s, "limits.trajectory_s")
+        return group.deadline if group.deadline and group.deadline.at < own.at else own
+
+    async def reward(self, group: PulledGroup, wanted: Sequence[Ended]) -> None:
+        """Ask for the reward of a group, once."""
+        if self._rewarding.group is None or group.is_rewarded:
+            return
+        group.is_rewarded = True
+        await self._rewarding.reward_group(wanted, self.runs.supervision, NEVER)
+
+    async def end(self, run: AgentRun, trajectory: Trajectory) -> None:
+        """See `MemberHome`."""
+        member = run.member
+        assert isinstance(member, GroupMember)
+        group = member.group
+        if group.call is not None:
+            await group.call.end(run, trajectory)
+            return
+        member.is_finished = True
+        self.live.pop(member, None)
+        group.forget(member)
+        group.ended.append(Ended(0, member, trajectory))
+        self._tally.outcomes[trajectory.outcome] += 1
+        self._note_change()
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    def _stores(self) -> list[list[PulledGroup]]:
+        return [self._orphans, *(source.kept for source in self._sources.values())]
+
+    async def hold(self, members: Sequence[GroupMember]) -> None:
+        """Have members stop at their next token; returns when they have, or soon."""
+        for member in reversed(members):
+            group = member.group
+            group.running.pop(member, None)
+            group.waiting.appendleft(member)
+            self.runs.suspend(member)
+        holds = [member.hold for member in members if member.hold is not None]
+        with anyio.move_on_after(self._config.limits.cleanup_s):
+            await self._engines.stop(holds)
+
+    async def discard_carried(self, reason: str = DISCARDED) -> int:
+        """End every carried member, and drop its group; how many there were."""
+        carried = []
+        for store in self._stores():
+            carried += [m for group in store for m in group.waiting if m.is_held]
+            store[:] = [group for group in store if not group.is_carried]
+        carried = [member for member in carried if not member.is_finished]
+        if carried:
+            self.runs.cancel(carried, reason)
+            while not all(member.is_finished for member in carried):
+                await self._changed.wait()
+        return len(carried)

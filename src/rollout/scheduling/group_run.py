@@ -1,0 +1,409 @@
+"""One call of `collect` or `stream_groups`: its groups pulled, run, judged and handed over."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio
+
+from rollout.chat.group import Group
+from rollout.errors import LimitExceeded, RolloutError, SourceEnded
+from rollout.holds import NEVER
+from rollout.limits import Deadline
+from rollout.scheduling.ended_groups import Ended
+from rollout.scheduling.endings import BadEndings
+from rollout.scheduling.finished import unstarted
+from rollout.scheduling.pulled_group import GROUP_S, GroupMember, PulledGroup
+from rollout.scheduling.selection import Selection, judge
+from rollout.types import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rollout.chat.trajectory import Trajectory
+    from rollout.config import SchedulingConfig
+    from rollout.observe.tally import Tally
+    from rollout.scheduling.agent_run import AgentRun
+    from rollout.scheduling.group_book import GroupBook
+    from rollout.scheduling.group_desk import GroupDesk
+    from rollout.scheduling.prompt_source import PromptSource
+    from rollout.scheduling.selection import Accept
+
+#: Reason of members that nobody wants any more.
+SURPLUS = "surplus"
+CLOSED = "closed"
+#: A consumer that waits for so long, and for itself, is told why.
+HINT_S = 60.0
+WAITS_FOR_VERSION = (
+    "stream_groups: %d groups were taken, and nothing has run for %g s: further ones would be "
+    "older than max_staleness allows; call update_weights, with a version that is one higher, "
+    "after each groups_per_step groups"
+)
+
+logger = logging.getLogger("rollout.scheduling")
+
+
+class GroupRun:
+    """One call: admission from its source, and what becomes of groups that have ended.
+
+    Its members run in the runtime's `MemberRuns`, so that they may outlive it.
+
+    Attributes:
+        failure: What the call ends with; None while all is well.
+        selection: What it took of what it had run.
+    """
+
+    def __init__(
+        self,
+        desk: GroupDesk,
+        source: PromptSource,
+        book: GroupBook,
+        *,
+        accept: Accept | None,
+        step: int,
+        group_s: float | None,
+        deadline: Deadline,
+        config: SchedulingConfig,
+        tally: Tally,
+    ) -> None:
+        self.failure: BaseException | None = None
+        self.selection = Selection()
+        self.book = book
+        self.step = step
+        self.taken_names: set[str] = set()
+        self._desk, self._source = desk, source
+        self._accept = accept
+        self._group_s, self._deadline = group_s, deadline
+        self._config, self._tally = config, tally
+        self._bad = BadEndings()
+        self._running: dict[GroupMember, None] = {}
+        self._at_door: GroupMember | None = None
+        self._judging = self._ended_count = 0
+        self._is_closed = self._met_deadline = self._is_cancelled = False
+        self._has_hinted = False
+        self._pause: anyio.CancelScope | None = None
+        self._admission = anyio.CancelScope()
+        self._changed = anyio.Event()
+        self._is_leaving = anyio.Event()
+        self._has_left = anyio.Event()
+
+    # What its caller does.
+
+    async def next_group(self) -> Group | None:
+        """The next accepted one; None where there will be none.
+
+        Raises:
+            BaseException: What the call ends with.
+        """
+        while True:
+            group = self.book.take()
+            if group is not None:
+                self.change()
+                return self._delivered(group)
+            if self.failure is not None:
+                raise self.failure
+            if self.book.is_complete:
+                return None
+            with anyio.move_on_after(HINT_S) as scope:
+                await self._changed.wait()
+            if scope.cancelled_caught and self.book.waits_for_version and not self._has_hinted:
+                self._has_hinted = True
+                logger.warning(WAITS_FOR_VERSION, self.book.consumed, HINT_S)
+
+    async def all_groups(self) -> list[Group]:
+        """As many accepted ones as are wanted, or what there is; `failure` says why."""
+        while not (self.book.is_complete or self.failure is not None):
+            await self._changed.wait()
+        self.book.stop()
+        return [self._delivered(group) for group in self.book.take_all()]
+
+    @property
+    def is_source_over(self) -> bool:
+        """Whether there is nothing more where its prompts came from."""
+        return self._source.is_over
+
+    @property
+    def source(self) -> PromptSource:
+        """Where its prompts come from."""
+        return self._source
+
+    def fault(self, groups: int, found: int) -> BaseException | None:
+        """What it ends with, having found so many of the groups that were wanted; None: nothing."""
+        if self.failure is not None:
+            return self.failure
+        is_short = found < groups - self.book.counts["dropped"]
+        if self._met_deadline and (is_short or self._config.on_deadline == "raise"):
+            return self._deadline.error()
+        if is_short and self._source.is_over and not self._is_cancelled:
+            return SourceEnded(f"the source ended: {found} of {groups} groups")
+        return None
+
+    def metrics(self) -> dict[str, float]:
+        """See `Selection`."""
+        counts = self.book.counts
+        return {
+            "groups/accepted": float(self.book.consumed),
+            "groups/refused": float(counts["refused"]),
+            "groups/cancelled": float(counts["cancelled"]),
+            "groups/carried": float(counts["carried"]),
+            "groups/dropped": float(counts["dropped"] + counts["replaced"]),
+            **self.selection.metrics(),
+        }
+
+    async def leave(self) -> None:
+        """End the call, and wait until nothing of it runs but what is carried; shielded."""
+        self._is_leaving.set()
+        with anyio.CancelScope(shield=True):
+            await self._has_left.wait()
+
+    def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
+        """Cancel the members that match; all of them: nothing further starts either."""
+        if uid is None and member is None:
+            self._is_cancelled = True
+            self.book.stop()
+        chosen = [
+            m
+            for m in self._members()
+            if uid in (None, m.identity.uid)
+            and member in (None, m.identity.member)
+            and not m.is_finished
+            and m.cancel_reason is None
+        ]
+        self._desk.runs.cancel(chosen, reason)
+        self.change()
+        return len(chosen)
+
+    def close(self) -> None:
+        """End it because the runtime is being closed."""
+        self._is_closed = True
+        self.fail(RolloutError("the runtime was closed while this call was running"))
+        self._desk.runs.cancel([m for m in self._members() if m.cancel_reason is None], CLOSED)
+        self._is_leaving.set()
+
+    def change(self) -> None:
+        """Something is not as it was: have everybody look again."""
+        self._changed.set()
+        self._changed = anyio.Event()
+        if self._pause is not None:
+            self._pause.cancel()
+
+    def fail(self, error: BaseException) -> None:
+        """The call ends with this."""
+        self.failure = self.failure or error
+        self.book.stop()
+        self.change()
+
+    def _members(self) -> Iterable[GroupMember]:
+        door = [] if self._at_door is None else [self._at_door]
+        waiting = (m for group in self.book.open_groups for m in group.waiting)
+        return [*self._running, *door, *waiting]
+
+    def _delivered(self, group: PulledGroup) -> Group:
+        assert group.made is not None
+        self.selection.accepted(group.made.trajectories)
+        return group.made
+
+    # Its life, in a task of the runtime's.
+
+    async def serve(self) -> None:
+        """Admit members until the call is left, then leave nothing but what is kept."""
+        self._source.users[self.change] = None
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._watch_deadline)
+                tasks.start_soon(self._admit)
+                await self._is_leaving.wait()
+                tasks.cancel_scope.cancel()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._leave()
+            self._has_left.set()
+
+    async def _admit(self) -> None:
+        try:
+            await self._desk.runs.admit(self)
+        except Exception as error:  # a bug of ours, or what a source raised
+            self.fail(error)
+
+    async def _watch_deadline(self) -> None:
+        await anyio.sleep_until(self._deadline.at)
+        self._met_deadline = True
+        self.book.stop()
+        running = [m for m in self._members() if m.cancel_reason is None]
+        for member in running:
+            member.over = self._deadline
+        self._desk.runs.end(running)
+        self.change()
+
+    async def _leave(self) -> None:
+        self._return_from_door()
+        while self._judging:
+            await self._changed.wait()
+        leaving = self.book.leave(is_over=self._is_closed or not self._desk.is_running)
+        self._desk.runs.cancel([m for m in leaving.surplus if not m.is_finished], SURPLUS)
+        for group in leaving.kept:
+            group.call = None
+        await self._desk.hold(leaving.carried)
+        for member in leaving.carried:
+            self._running.pop(member, None)
+        while any(member in self._desk.live for member in self._running):
+            await self._changed.wait()
+        del self._source.users[self.change]
+        self._desk.keep(leaving.kept)
+        self._bad.log()
+
+    def _return_from_door(self) -> None:
+        member, self._at_door = self._at_door, None
+        if member is not None:
+            self.book.put_back(member)
+
+    # Where members come from: see `MemberSource`.
+
+    async def next_member(self) -> GroupMember | None:
+        """See `MemberSource`."""
+        while True:
+            self._at_door = self.book.next_member()
+            if self._at_door is not None:
+                return self._at_door
+            if self.book.wants_group and self._adopt_one():
+                continue
+            self._look_at_source()
+            with anyio.CancelScope() as self._pause:
+                if self.book.wants_group and self._source.can_be_asked:
+                    await self._desk.wait_for_place()
+                    if not self._pause.cancel_called:  # else nothing may be as it was
+                        self._desk.pull(self._source)
+                await anyio.sleep_forever()
+            self._pause = None
+
+    def _adopt_one(self) -> bool:
+        kept = self._desk.first_kept(self._source)
+        if kept is None:
+            return False
+        group = kept.for_call(self.book.wanted.members)
+        group.call = self
+        group.deadline = None
+        self._desk.prepare(group, self)
+        if self.book.adopt(group):
+            self._judging += 1
+            if not self._desk.runs.conclude_soon(partial(self._judge, group)):
+                self._judging -= 1
+        return True
+
+    def _look_at_source(self) -> None:
+        """What it says of its end."""
+        source = self._source
+        if source.failure is not None:
+            error, source.failure = source.failure, None
+            self.fail(error)
+        elif source.is_over and self.book.wants_group and not source.is_pulling:
+            self.book.stop()
+            self.change()
+
+    def waits_until(self, member: GroupMember) -> float:
+        """See `MemberSource`."""
+        own = member.group.deadline
+        return self._deadline.at if own is None else min(own.at, self._deadline.at)
+
+    def begin(self, member: GroupMember) -> AgentRun | None:
+        """See `MemberSource`."""
+        self._at_door = None
+        group = member.group
+        if group.deadline is None and self._group_s is not None:
+            group.deadline = Deadline.after(self._group_s, GROUP_S)
+        if member.is_finished:  # it was carried, and ended while it waited here
+            member.group.at_door = None
+            self._desk.runs.give_back(member)
+            return None
+        self._running[member] = None
+        self.book.begun(member)
+        if member.is_held:
+            self._desk.runs.resume(member, self._desk.trajectory_deadline(group))
+            return None
+        self._tally.admitted += 1
+        self._desk.live[member] = None
+        run = self._desk.runs.new_run(member, self._desk, NEVER)
+        run.deadline_left = self._desk.trajectory_deadline(group)
+        return run
+
+    async def end_unstarted(self, member: GroupMember) -> None:
+        """See `MemberSource`."""
+        self._at_door = None
+        if member.group.is_settled:
+            member.group.at_door = None
+            return
+        over = member.group.deadline or self._deadline
+        if self._deadline.at <= over.at:
+            over = self._deadline
+        self._tally.admitted += 1
+        await self._ended(Ended(0, member, unstarted(member, over)))
+
+    # What becomes of them.
+
+    async def end(self, run: AgentRun, trajectory: Trajectory) -> None:
+        """A member of this call has ended."""
+        await self._ended(Ended(0, run.member, trajectory))
+
+    async def _ended(self, ended: Ended) -> None:
+        member, trajectory = ended.member, ended.trajectory
+        assert isinstance(member, GroupMember)
+        group = member.group
+        member.is_finished = True
+        self._running.pop(member, None)
+        self._desk.live.pop(member, None)
+        self._tally.outcomes[trajectory.outcome] += 1
+        self._ended_count += 1
+        if self._config.on_deadline == "drop" and trajectory.limit_source == self._deadline.source:
+            trajectory.trainable = False
+        self._bad.add(trajectory)
+        self.selection.ended(trajectory)
+        if not self.book.ended(group, ended):
+            self.selection.refilled += 1
+            self.book.restart(self._desk.member_like(member))
+        elif trajectory.outcome is Outcome.FAILED:
+            self._look_at_budget()
+        if not group.is_settled and self.book.is_whole(group):
+            self._judging += 1
+            await self._judge(group)
+        self.change()
+
+    async def _judge(self, group: PulledGroup) -> None:
+        """It is whole: reward it, and take or refuse it."""
+        try:
+            wanted = group.wanted(self.book.wanted.members)
+            surplus = self.book.settle(group)
+            self._desk.runs.cancel([m for m in surplus if m.cancel_reason is None], SURPLUS)
+            if self.book.is_to_drop(group):
+                self.book.drop(group)
+                return
+            await self._desk.reward(group, wanted)
+            group.made = Group.of(group.uid, group.prompt, [each.trajectory for each in wanted])
+            self.book.judged(group, is_accepted=self._accepts(group.made))
+            if self.book.has_refused_too_many:
+                self.fail(self._too_many_refused())
+        finally:
+            self._judging -= 1
+            self.change()
+
+    def _accepts(self, group: Group) -> bool:
+        try:
+            return judge(self._accept, group)
+        except Exception as error:
+            self.fail(error)
+            return True  # it is not lost by that
+
+    def _look_at_budget(self) -> None:
+        if self._bad.are_too_many(self._ended_count, self._config):
+            self.fail(self._bad.error(self._ended_count, self._config))
+
+    def _too_many_refused(self) -> RolloutError:
+        refused, most = self.book.counts["refused"], self.book.wanted.max_refused
+        return LimitExceeded(
+            f"scheduling.groups.max_refused = {most}: {refused} groups were refused and "
+            f"{self.book.counts['accepted']} accepted",
+            source="scheduling.groups.max_refused",
+            reason="refused",
+            outcome=Outcome.FAILED,
+        )

@@ -1,0 +1,112 @@
+"""Where the prompts of groups come from: pulled one at a time, and never lost."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rollout.bridge import has_virtual_clock
+from rollout.errors import PromptError
+from rollout.types import Prompt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollout.scheduling.pulled_group import PulledGroup
+    from rollout.worker_threads import WorkerThreads
+
+_END: Any = object()
+#: Names it to whoever looks at threads that were left behind.
+THREAD_NAME = "the source of prompts"
+
+Source = Iterable[Prompt] | AsyncIterable[Prompt]
+
+
+def check_source(source: Any) -> None:
+    """Let a source pass.
+
+    Raises:
+        PromptError: It is none; nothing has been pulled.
+    """
+    is_known = isinstance(source, AsyncIterable | AsyncIterator | Iterable)
+    if isinstance(source, Prompt | str | bytes | Mapping) or not is_known:
+        raise PromptError(
+            f"source: expected an iterable or async iterable of Prompt, got {type(source).__name__}"
+        )
+
+
+class PromptSource:
+    """A caller's source, where it was left.
+
+    Args:
+        source: What the caller gave.
+        threads: Where a source that may block is asked.
+        made: Makes a group of what it gave; raises `PromptError` where that is no prompt.
+
+    Attributes:
+        given: What the caller gave; kept, so that nothing else gets its identity.
+        kept: Pulled and not used, in the order in which they were.
+        is_over: Whether it has given all that it has.
+        failure: What it raised, until somebody was told.
+        is_pulling: Whether it is being asked.
+        users: Called whenever it has given something.
+    """
+
+    def __init__(
+        self, source: Any, threads: WorkerThreads, made: Callable[[Any, PromptSource], PulledGroup]
+    ) -> None:
+        self.given = source
+        self.kept: list[PulledGroup] = []
+        self.is_over = self.is_pulling = False
+        self.failure: BaseException | None = None
+        self.users: dict[Callable[[], object], None] = {}
+        self._threads = threads
+        self._made = made
+        self._iterator: Iterator[Any] | AsyncIterator[Any] | None = None
+        self._count = 0
+
+    async def pull(self) -> None:
+        """Ask it for one prompt, in a task that nothing but the runtime's end cancels."""
+        try:
+            given = await self._next()
+            if given is _END:
+                self.is_over = True
+            else:
+                self._count += 1
+                self.kept.append(self._made(given, self))
+                self._look_for_end()
+        except Exception as error:
+            self.failure = error
+        finally:
+            self.is_pulling = False
+            for tell in tuple(self.users):
+                tell()
+
+    def _look_for_end(self) -> None:
+        """Of a sequence it is known beforehand."""
+        if isinstance(self.given, Sequence) and self._count >= len(self.given):
+            self.is_over = True
+
+    @property
+    def can_be_asked(self) -> bool:
+        """Whether it may have more, and is not being asked."""
+        return not (self.is_over or self.is_pulling)
+
+    @property
+    def count(self) -> int:
+        """Prompts that it has given."""
+        return self._count
+
+    async def _next(self) -> Any:
+        if self._iterator is None:
+            is_async = isinstance(self.given, AsyncIterable)
+            self._iterator = aiter(self.given) if is_async else await self._ask(iter, self.given)
+        if isinstance(self._iterator, AsyncIterator):
+            return await anext(self._iterator, _END)
+        return await self._ask(next, self._iterator, _END)
+
+    async def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
+        """A source may block; time would run away from a thread where it is virtual."""
+        if isinstance(self.given, Sequence) or has_virtual_clock():
+            return function(*args)
+        return await self._threads.run_beside(THREAD_NAME, function, *args, patience_s=0.0)

@@ -1,0 +1,120 @@
+"""A prompt that was pulled from its source, and the members that run for it."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Any
+
+import attrs
+
+from rollout.chat.group import Group
+from rollout.limits import Deadline
+from rollout.scheduling.ended_groups import Ended
+from rollout.scheduling.prompts import Member
+from rollout.types import Outcome, Prompt
+
+#: Limit of a group, as `Trajectory.limit_source` names it.
+GROUP_S = "scheduling.groups.group_s"
+
+
+@attrs.define(eq=False)
+class GroupMember(Member):
+    """A member of a group that was pulled.
+
+    Attributes:
+        group: That one.
+    """
+
+    group: PulledGroup = attrs.field(kw_only=True)
+
+
+@attrs.define(eq=False)
+class PulledGroup:
+    """A prompt, and what has become of its members so far.
+
+    A member is in one of `waiting`, `running` and `ended`, or `at_door`.
+
+    Attributes:
+        number: Its place among all prompts that the runtime pulled.
+        source: Where it was pulled from.
+        waiting: Not admitted, or carried.
+        at_door: The one that waits for a place.
+        running: Admitted and not ended.
+        ended: In the order in which they did.
+        version: Of the weights when a call took it on first.
+        deadline: Its own, while a call has it.
+        call: The call that has it; None while it is kept for the next one.
+        refills: How often each member was restarted.
+        is_rewarded: Whether the reward of groups was asked for.
+        is_settled: What it is to become is decided: nothing of it is wanted any more.
+        made: What its consumer gets, once it is whole.
+    """
+
+    number: int
+    prompt: Prompt
+    source: Any = None
+    waiting: deque[GroupMember] = attrs.field(factory=deque)
+    at_door: GroupMember | None = None
+    running: dict[GroupMember, None] = attrs.field(factory=dict)
+    ended: list[Ended] = attrs.field(factory=list)
+    version: int | None = None
+    deadline: Deadline | None = None
+    call: Any = None
+    refills: Counter[int] = attrs.field(factory=Counter)
+    is_rewarded: bool = False
+    is_settled: bool = False
+    made: Group | None = None
+
+    @property
+    def uid(self) -> str:
+        """The prompt's."""
+        return self.prompt.uid or ""
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether any member of it has been admitted."""
+        return bool(self.running or self.ended) or self.is_carried
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether members of it wait to continue."""
+        return any(member.is_held for member in self.waiting)
+
+    def wanted(self, members: int) -> list[Ended]:
+        """The members that its consumer gets, in member order; empty while it is not whole.
+
+        Those that ended first and did not fail; failed ones where there are too few others.
+        """
+        sound = [each for each in self.ended if each.trajectory.outcome is not Outcome.FAILED]
+        if len(sound) < members and (self.waiting or self.running or self.at_door):
+            return []
+        failed = [each for each in self.ended if each.trajectory.outcome is Outcome.FAILED]
+        chosen = [*sound, *failed][:members]
+        return sorted(chosen, key=lambda each: each.member.identity.member)
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether its own deadline has ended a member."""
+        return any(each.trajectory.limit_source == GROUP_S for each in self.ended)
+
+    def forget(self, member: Member) -> None:
+        """It has ended; a carried one may wait for its readmission."""
+        self.running.pop(member, None)  # type: ignore[call-overload]
+        if self.at_door is member:
+            self.at_door = None
+        if member.is_held and member in self.waiting:
+            self.waiting.remove(member)  # type: ignore[arg-type]
+
+    def for_call(self, members: int) -> PulledGroup:
+        """It, for a call that wants so many members; as it was pulled, where it has too few.
+
+        One that was whole for another call has let the members go that were not wanted there.
+        """
+        if self.is_settled and len(self.ended) < members:
+            return self.fresh()
+        self.is_settled = False
+        return self
+
+    def fresh(self) -> PulledGroup:
+        """The same prompt, as it was when it was pulled."""
+        return PulledGroup(self.number, self.prompt, self.source)

@@ -1,0 +1,62 @@
+"""The process of `rewards.processes`: calls one reward function after another for the driver."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import anyio
+import msgspec
+
+from rollout.chat.group import Group
+from rollout.child_serving import MAX_REPLY, serve
+from rollout.function_refs import function_at
+from rollout.reward_values import BadRewardError
+from rollout.scheduling.reward_messages import Ask, Load, NotPlainError, Reply, Request, encoded
+from rollout.scheduling.rewards import reward_of, rewards_of
+from rollout.types import Cause
+
+
+def main() -> None:
+    """Answer requests until standard input closes."""
+    serve(_answer)
+
+
+def _answer(body: bytes) -> bytes:
+    try:
+        reply = _reply(msgspec.msgpack.decode(body, type=Request))
+        if len(reply) > MAX_REPLY:
+            raise BadRewardError(f"the reward takes {len(reply)} bytes; at most {MAX_REPLY}")
+    except BaseException as error:
+        return encoded(Reply(failure=Cause.of(error)))
+    return reply
+
+
+def _reply(request: Request) -> bytes:
+    if isinstance(request, Load):
+        for function in request.functions:
+            function_at(function)
+        return encoded(Reply())
+    subject = request.subject()
+    value = _called(request, subject)
+    checked = (
+        rewards_of(value, subject) if isinstance(subject, Group) else [reward_of(value, subject)]
+    )
+    try:
+        return encoded(Reply.of(checked))
+    except NotPlainError as error:
+        raise BadRewardError(f"the reward function returned {error}") from None
+
+
+def _called(request: Ask, subject: Any) -> Any:
+    function = function_at(request.function)
+    value = function(subject) if request.keywords is None else function(**request.keywords)
+    return anyio.run(_awaited, value) if inspect.isawaitable(value) else value
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+if __name__ == "__main__":
+    main()

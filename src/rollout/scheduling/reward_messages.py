@@ -1,0 +1,323 @@
+"""What crosses the pipe to a process of `rewards.processes`: trajectories as plain data."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rollout.chat.group import Group
+from rollout.chat.spans import SpanKind
+from rollout.chat.trajectory import Parent, Segment, Trajectory
+from rollout.chat.transcript import Transcript
+from rollout.function_refs import FunctionRef
+from rollout.types import Cause, Message, Outcome, Prompt, Reward
+from rollout.utf8 import encodable
+
+
+class NotPlainError(Exception):
+    """Something cannot cross; says what and where it is."""
+
+
+class Load(msgspec.Struct, tag=True):
+    """Import these functions."""
+
+    functions: list[FunctionRef]
+
+
+class _Span(msgspec.Struct, array_like=True):
+    kind: SpanKind
+    length: int
+    finish_reason: str
+    versions: list[tuple[int, int]]
+
+
+class _Transcript(msgspec.Struct):
+    """Ids int32 and log-probs float32 of the generated ones, packed."""
+
+    ids: bytes
+    log_probs: bytes
+    spans: list[_Span]
+
+
+class _Segment(msgspec.Struct, omit_defaults=True):
+    transcript: _Transcript
+    purpose: str
+    parent: Parent | None = None
+    trainable: bool | None = None
+    reward: float | None = None
+    token_rewards: bytes | None = None
+    session_id: str = ""
+    seeds: list[int] = []
+    #: None: those of the trajectory.
+    messages: list[Message] | None = None
+
+
+class _Prompt(msgspec.Struct):
+    """The fields of a prompt but for its messages, and those, told apart: `Message` or mapping."""
+
+    fields: dict[str, Any]
+    messages: list[tuple[bool, dict[str, Any]]]
+
+
+class _Trajectory(msgspec.Struct, omit_defaults=True):
+    uid: str
+    group: int
+    member: int
+    outcome: Outcome
+    reason: str
+    limit_source: str | None
+    cause: Cause | None
+    trainable: bool
+    reward: float | None
+    turn_scores: list[float]
+    tool_rewards: list[float]
+    num_turns: int
+    metrics: dict[str, float]
+    extra: dict[str, Any]
+    history: str
+    messages: list[Message]
+    segments: list[_Segment]
+    prompt: _Prompt | None = None
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> _Trajectory:
+        same = set(cls.__struct_fields__) - {"messages", "segments", "prompt"}
+        return cls(
+            **{name: getattr(trajectory, name) for name in same},
+            messages=list(trajectory.messages),
+            segments=[_segment(each, trajectory) for each in trajectory.segments],
+            prompt=None if trajectory.prompt is None else _prompt(trajectory.prompt),
+        )
+
+    def restored(self) -> Trajectory:
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        fields["segments"] = [_restored_segment(each, self.messages) for each in self.segments]
+        fields["prompt"] = None if self.prompt is None else _restored_prompt(self.prompt)
+        return Trajectory(**fields)
+
+
+class Ask(msgspec.Struct, tag=True):
+    """Call a function.
+
+    Attributes:
+        trajectories: What it is about: one, or all of a group.
+        is_group: Whether it takes the group.
+        keywords: What it takes in the place of the trajectory, as verl's functions do.
+    """
+
+    function: FunctionRef
+    trajectories: list[_Trajectory]
+    is_group: bool = False
+    keywords: dict[str, Any] | None = None
+
+    @classmethod
+    def about(
+        cls, function: FunctionRef, subject: Trajectory | Group, keywords: dict[str, Any] | None
+    ) -> Ask:
+        """The request for one trajectory, or for a group."""
+        is_group = isinstance(subject, Group)
+        each = subject.trajectories if isinstance(subject, Group) else [subject]
+        return cls(function, [_Trajectory.of(one) for one in each], is_group, keywords)
+
+    def subject(self) -> Trajectory | Group:
+        """What was asked about."""
+        trajectories = [each.restored() for each in self.trajectories]
+        if not self.is_group:
+            return trajectories[0]
+        first = trajectories[0]
+        assert first.prompt is not None
+        return Group.of(first.uid, first.prompt, trajectories)
+
+
+Request = Load | Ask
+
+
+class _Reward(msgspec.Struct, omit_defaults=True):
+    value: float
+    extra: dict[str, Any] = {}
+    token_values: dict[int, bytes] = {}
+    segment_values: dict[int, float] = {}
+
+
+class Reply(msgspec.Struct, omit_defaults=True):
+    """What came of it: a reward for each trajectory, or what was raised."""
+
+    rewards: list[_Reward | None] = []
+    failure: Cause | None = None
+
+    @classmethod
+    def of(cls, rewards: Sequence[Reward | None]) -> Reply:
+        """The rewards that were returned, checked before."""
+        return cls([None if each is None else _reward(each) for each in rewards])
+
+    def restored(self) -> list[Reward | None]:
+        """The same in the driver."""
+        return [None if each is None else _restored_reward(each) for each in self.rewards]
+
+
+def encoded(message: Load | Ask | Reply) -> bytes:
+    """A message as msgpack; arrays and tensors are lists then, halves of characters U+FFFD.
+
+    Raises:
+        NotPlainError: Something in it is no plain data.
+    """
+    try:
+        return msgspec.msgpack.encode(message, enc_hook=_listed)
+    except UnicodeEncodeError:
+        plain = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=_listed)
+        return msgspec.msgpack.encode(_encodable(plain))
+    except Exception as error:  # whatever a foreign object raises
+        where = "".join(_where(message)).lstrip(".")
+        raise NotPlainError(
+            f"{where}: {error} cannot be handed over with rewards.processes; expected plain data "
+            "(None, booleans, numbers, strings, bytes, lists, mappings, arrays)"
+        ) from None
+
+
+def _segment(segment: Segment, trajectory: Trajectory) -> _Segment:
+    rewards = segment.token_rewards
+    return _Segment(
+        transcript=_transcript(segment.transcript),
+        purpose=segment.purpose,
+        parent=segment.parent,
+        trainable=segment.trainable,
+        reward=segment.reward,
+        token_rewards=None if rewards is None else array("f", rewards).tobytes(),
+        session_id=segment.session_id,
+        seeds=list(segment.seeds),
+        messages=None if segment.messages is trajectory.messages else list(segment.messages),
+    )
+
+
+def _restored_segment(segment: _Segment, messages: list[Message]) -> Segment:
+    rewards = segment.token_rewards
+    return Segment(
+        transcript=_restored_transcript(segment.transcript),
+        parent=segment.parent,
+        purpose=segment.purpose,
+        trainable=segment.trainable,
+        reward=segment.reward,
+        token_rewards=None if rewards is None else array("f", rewards),
+        session_id=segment.session_id,
+        seeds=segment.seeds,
+        messages=messages if segment.messages is None else segment.messages,
+    )
+
+
+def _transcript(transcript: Transcript) -> _Transcript:
+    return _Transcript(
+        ids=transcript.ids_bytes(),
+        log_probs=transcript.log_probs_bytes(),
+        spans=[
+            _Span(span.kind, len(span), span.finish_reason or "", list(span.versions))
+            for span in transcript.spans
+        ],
+    )
+
+
+def _restored_transcript(message: _Transcript) -> Transcript:
+    transcript = Transcript()
+    ids = np.frombuffer(message.ids, dtype=np.int32)
+    log_probs = np.frombuffer(message.log_probs, dtype=np.float32)
+    for span in message.spans:
+        own, ids = ids[: span.length], ids[span.length :]
+        if span.kind == "prompt":
+            transcript.append_prompt(own)
+        elif span.kind == "observation":
+            transcript.append_observation(own)
+        else:
+            said, log_probs = log_probs[: span.length], log_probs[span.length :]
+            transcript.append_generated(
+                own, said, versions=span.versions, finish_reason=span.finish_reason
+            )
+    return transcript
+
+
+def _prompt(prompt: Prompt) -> _Prompt:
+    names = [name for name in Prompt.__struct_fields__ if name != "messages"]
+    return _Prompt(
+        fields={name: getattr(prompt, name) for name in names},
+        messages=[
+            (True, msgspec.structs.asdict(each))
+            if isinstance(each, Message)
+            else (False, dict(each))
+            for each in prompt.messages
+        ],
+    )
+
+
+def _restored_prompt(prompt: _Prompt) -> Prompt:
+    messages = [
+        msgspec.convert(fields, Message) if is_message else fields
+        for is_message, fields in prompt.messages
+    ]
+    return Prompt(messages=messages, **prompt.fields)
+
+
+def _reward(reward: Reward) -> _Reward:
+    assert isinstance(reward.token_values, Mapping)
+    return _Reward(
+        value=reward.value,
+        extra=dict(reward.extra),
+        token_values={at: array("f", v).tobytes() for at, v in reward.token_values.items()},
+        segment_values=dict(reward.segment_values),
+    )
+
+
+def _restored_reward(reward: _Reward) -> Reward:
+    return Reward(
+        value=reward.value,
+        extra=reward.extra,
+        token_values={at: array("f", packed) for at, packed in reward.token_values.items()},
+        segment_values=reward.segment_values,
+    )
+
+
+def _listed(value: Any) -> Any:
+    """Arrays and tensors as nested lists, their scalars as numbers, other mappings as dicts."""
+    tolist = getattr(value, "tolist", None)
+    if tolist is not None:
+        return tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence):
+        return list(value)
+    raise TypeError(f"a value of type {type(value).__qualname__}")
+
+
+def _where(value: Any) -> list[str]:
+    """The way to the first thing that cannot be encoded; empty where `value` can be."""
+    try:
+        msgspec.msgpack.encode(value, enc_hook=_listed)
+    except UnicodeEncodeError:
+        return []
+    except Exception:
+        inner: list[tuple[str, Any]] = []
+        if isinstance(value, msgspec.Struct):
+            inner = [(f".{name}", getattr(value, name)) for name in value.__struct_fields__]
+        elif isinstance(value, Mapping):
+            inner = [(f"[{key!r}]", item) for key, item in value.items()]
+        elif isinstance(value, list | tuple):
+            inner = [(f"[{at}]", item) for at, item in enumerate(value)]
+        for name, item in inner:
+            try:
+                msgspec.msgpack.encode(item, enc_hook=_listed)
+            except UnicodeEncodeError:
+                continue
+            except Exception:
+                return [name, *_where(item)]
+    return []
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encodable(item) for item in value]
+    return value

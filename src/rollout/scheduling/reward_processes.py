@@ -1,0 +1,128 @@
+"""Child processes for reward functions that hold the interpreter, crash or do not return."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+import anyio
+import msgspec
+
+from rollout.child_processes import ChildDiedError, ChildProcesses, Worker
+from rollout.errors import ConfigError
+from rollout.scheduling.reward_messages import Ask, Load, Reply, encoded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rollout.function_refs import FunctionRef
+    from rollout.types import Cause, Reward
+    from rollout.worker_threads import WorkerThreads
+
+
+class RewardProcessError(Exception):
+    """The process of a reward function ended before it had answered."""
+
+
+class RewardRaisedError(Exception):
+    """A reward function raised in its process, or what it returned is no reward.
+
+    Attributes:
+        cause: What it raised there.
+    """
+
+    def __init__(self, cause: Cause) -> None:
+        super().__init__(f"{cause.type}: {cause.message}")
+        self.cause = cause
+
+
+class RewardProcesses:
+    """A pool of child processes, each calling one reward function at a time.
+
+    One that dies, or is killed because its call was cancelled, is replaced by the next call.
+
+    Args:
+        functions: Those that are called; a process imports them before its first call.
+        threads: Where requests are made, since long trajectories take a while; stays the caller's.
+        max_processes: Calls at once; further ones wait.
+        cleanup_s: Seconds for the end of a process that was killed.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[FunctionRef],
+        threads: WorkerThreads,
+        *,
+        max_processes: int,
+        cleanup_s: float,
+    ) -> None:
+        self._threads = threads
+        self._load = encoded(Load(list(functions)))
+        self._processes = ChildProcesses(
+            "rollout.scheduling.reward_child", max_processes=max_processes, cleanup_s=cleanup_s
+        )
+
+    async def prepare(self, limit_s: float | None) -> None:
+        """Have a process import the functions, in this time.
+
+        Raises:
+            ConfigError: It cannot; says why.
+        """
+        try:
+            with anyio.fail_after(limit_s):
+                async with self._processes.worker() as worker:
+                    await _reply_of(worker, self._load)
+        except TimeoutError:
+            raise ConfigError(
+                "rewards.processes: the reward was not imported within limits.reward_s = "
+                f"{limit_s:g} s"
+            ) from None
+        except (RewardRaisedError, RewardProcessError) as error:
+            raise ConfigError(
+                f"rewards.processes: the reward cannot be imported in its process: {error}"
+            ) from error
+
+    async def ask(self, make: Callable[[], Ask], begin: Callable[[], None]) -> list[Reward | None]:
+        """The rewards; cancellation kills the process with the process's group.
+
+        Args:
+            make: Makes the call, once there is a process for it.
+            begin: Called when the call begins: not while it waits for a process, and not while a
+                new process imports the functions, which may take as long again.
+
+        Raises:
+            RewardRaisedError: The function raised, or returned what is no reward.
+            RewardProcessError: Its process died.
+            NotPlainError: The trajectory holds what cannot be handed over.
+        """
+        async with self._processes.worker() as worker:
+            begin()
+            if worker.is_new:
+                await _reply_of(worker, self._load)
+                begin()
+            body = await self._threads.run("reward", lambda: encoded(make()))
+            return (await _reply_of(worker, body)).restored()
+
+    async def close(self) -> None:
+        """End all processes."""
+        await self._processes.close()
+
+
+async def _reply_of(worker: Worker, request: bytes) -> Reply:
+    try:
+        answer = await worker.ask(request)
+    except ChildDiedError as error:
+        raise RewardProcessError(
+            f"its process {_ended(error.exit_code)} before it had answered; another process takes "
+            "its place"
+        ) from None
+    reply = msgspec.msgpack.decode(answer, type=Reply)
+    if reply.failure is not None:
+        raise RewardRaisedError(reply.failure)
+    return reply
+
+
+def _ended(exit_code: int | None) -> str:
+    if exit_code is None or exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    return f"was killed by {signal.Signals(-exit_code).name}"

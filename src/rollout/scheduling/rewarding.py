@@ -1,0 +1,292 @@
+"""Gives trajectories and groups their rewards, within their deadlines, whatever happens."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import anyio
+import attrs
+import msgspec
+
+from rollout.agents.trajectory_state import UNRESPONSIVE
+from rollout.chat.group import Group
+from rollout.chat.trajectory import Trajectory
+from rollout.limits import Deadline
+from rollout.observe.tally import Tally
+from rollout.scheduling.finished import end_without_reward, exclude
+from rollout.scheduling.prompts import Member
+from rollout.scheduling.reward_processes import RewardRaisedError
+from rollout.scheduling.rewards import GROUP_REWARD, REWARD, apply_reward
+from rollout.scheduling.scorers import Scorer
+from rollout.scopes import passing_of
+from rollout.supervision import SupervisedCall, Supervision
+from rollout.types import Cause, Outcome, Reward
+
+if TYPE_CHECKING:
+    from rollout.scheduling.ended_groups import Ended
+
+logger = logging.getLogger("rollout.scheduling")
+
+A = TypeVar("A")
+
+#: Pauses between retries double up to this.
+MAX_PAUSE_S = 30.0
+LIMIT = "limits.reward_s"
+
+
+class _Names(NamedTuple):
+    """What a call is called: as a trajectory's reason, in messages, and with what it is about."""
+
+    reason: str
+    who: str
+    what: str
+
+
+@attrs.frozen(kw_only=True)
+class Unrewarded:
+    """Why a reward is not known."""
+
+    outcome: Outcome
+    reason: str
+    source: str | None = None
+    cause: Cause | None = None
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether another call may do better."""
+        return self.outcome is Outcome.FAILED or self.source == LIMIT
+
+    def end(self, trajectory: Trajectory) -> None:
+        """Let a trajectory end like that."""
+        end_without_reward(trajectory, self.outcome, self.reason, self.source, self.cause)
+
+
+@attrs.frozen(kw_only=True)
+class _Call:
+    """Whom a call of a reward function concerns, and until when.
+
+    Attributes:
+        members: Those that it is to reward; once all of them are cancelled, it is.
+        supervision: Sees that it ends.
+        deadline: The batch's.
+    """
+
+    members: Sequence[Member]
+    supervision: Supervision
+    deadline: Deadline
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether nobody wants it any more."""
+        return all(member.cancel_reason is not None for member in self.members)
+
+    async def run(
+        self, work: SupervisedCall[A], score: Callable[[], Awaitable[A]]
+    ) -> tuple[A | None, Cause | None]:
+        """What `score` returns, or why it raised; neither where it was cancelled or given up."""
+        for member in self.members:
+            member.give_scope(_Shared(self, work))
+        try:
+            return await work.run(score), None
+        except BaseException as error:
+            if passing_of(error) is not None:
+                raise
+            return None, _cause_of(error)
+        finally:
+            for member in self.members:
+                member.scope = None
+
+
+@attrs.frozen(kw_only=True)
+class Rewarding:
+    """The reward functions of a runtime, and how they are called.
+
+    Attributes:
+        single: Calls the function of a trajectory; None: there is none.
+        group: Calls that of a group; None: there is none.
+        limit_s: Seconds of one call, from when it begins.
+        retries: How often a call that failed is made again.
+        backoff_s: Pause before the first of them; doubled at each further one.
+    """
+
+    single: Scorer[Trajectory, Reward] | None
+    group: Scorer[Group, list[Reward | None]] | None
+    limit_s: float | None
+    retries: int
+    backoff_s: float
+    tally: Tally
+
+    async def reward(
+        self, member: Member, trajectory: Trajectory, supervision: Supervision, deadline: Deadline
+    ) -> None:
+        """Ask for the reward of a trajectory; where none is learned, its outcome says why.
+
+        Args:
+            member: Whose trajectory it is.
+            supervision: Sees that the function ends.
+            deadline: The batch's.
+        """
+        assert self.single is not None
+        call = _Call(members=[member], supervision=supervision, deadline=deadline)
+        started = anyio.current_time()
+        what = f"reward of trajectory {trajectory.uid}/{trajectory.member}"
+        names = _Names("reward", REWARD, what)
+        answer = await self._ask(self.single, partial(_copied, trajectory), call, names)
+        if isinstance(answer, Unrewarded):
+            answer.end(trajectory)
+        else:
+            apply_reward(trajectory, answer)
+        trajectory.metrics["reward_s"] = anyio.current_time() - started
+
+    async def reward_group(
+        self, ended: Sequence[Ended], supervision: Supervision, deadline: Deadline
+    ) -> None:
+        """Ask for the rewards of members, which are the wanted ones of their group.
+
+        Those that are not trainable stand in the group, and get none. Where no reward is learned,
+        the outcome of the others says why.
+        """
+        assert self.group is not None
+        _end_cancelled(ended)
+        asked = [each for each in ended if each.trajectory.trainable]
+        if not asked:
+            return
+        if anyio.current_time() >= deadline.at:  # no time is left to learn it
+            for each in asked:
+                exclude(each.trajectory)
+            return
+        started = anyio.current_time()
+        members = [each.member for each in asked]
+        call = _Call(members=members, supervision=supervision, deadline=deadline)
+        what = f"reward of the group {ended[0].trajectory.uid}"
+        names = _Names("group_reward", GROUP_REWARD, what)
+        answer = await self._ask(self.group, partial(_group_of, ended), call, names)
+        _end_cancelled(ended)
+        for at, (_, _, trajectory) in enumerate(ended):
+            reward = answer if isinstance(answer, Unrewarded) else answer[at]
+            if not trajectory.trainable:
+                continue
+            if isinstance(reward, Unrewarded):
+                reward.end(trajectory)
+            elif reward is None:
+                exclude(trajectory)
+            else:
+                apply_reward(trajectory, reward)
+            trajectory.metrics["group_reward_s"] = anyio.current_time() - started
+
+    async def _ask(
+        self,
+        scorer: Scorer[Any, A],
+        subject: Callable[[], Any],
+        call: _Call,
+        names: _Names,
+    ) -> A | Unrewarded:
+        """What the function says; asked again where that may help."""
+        for attempt in itertools.count():
+            pause_s = min(self.backoff_s * 2 ** (attempt - 1), MAX_PAUSE_S) if attempt else 0.0
+            answer = await self._attempt(scorer, subject, call, names, pause_s)
+            if not isinstance(answer, Unrewarded) or not answer.may_pass:
+                break
+            if attempt >= self.retries or anyio.current_time() >= call.deadline.at:
+                break
+            said = "" if answer.cause is None else f" ({answer.cause.type}: {answer.cause.message})"
+            logger.info("%s: asked again%s", names.what, said)
+        return answer
+
+    async def _attempt(
+        self,
+        scorer: Scorer[Any, A],
+        subject: Callable[[], Any],
+        call: _Call,
+        names: _Names,
+        pause_s: float,
+    ) -> A | Unrewarded:
+        work = SupervisedCall[A](call.supervision, names.who)
+        clock = _Clock(work, self.limit_s, call.deadline)
+
+        async def score() -> A:
+            activity = names.what  # noqa: F841  (see observe.loop_lag)
+            if pause_s:
+                await anyio.sleep(pause_s)
+            return await scorer.score(subject(), clock.begin)
+
+        ran = await call.run(work, score)
+        answer, cause = ran
+        if work.unresponsive is not None:
+            self.tally.unresponsive += 1
+            cause = Cause.of(work.unresponsive)
+            return Unrewarded(outcome=Outcome.FAILED, reason=UNRESPONSIVE, cause=cause)
+        if cause is not None:
+            return Unrewarded(outcome=Outcome.FAILED, reason=names.reason, cause=cause)
+        if answer is not None:
+            return answer
+        if call.is_cancelled:
+            return Unrewarded(outcome=Outcome.CANCELLED, reason=call.members[0].cancel_reason or "")
+        return clock.over(names, scorer.when_late)
+
+
+def _cause_of(failure: BaseException) -> Cause:
+    return failure.cause if isinstance(failure, RewardRaisedError) else Cause.of(failure)
+
+
+class _Clock:
+    """The deadline of a call: the batch's, until it begins."""
+
+    def __init__(self, work: SupervisedCall[Any], limit_s: float | None, batch: Deadline) -> None:
+        self._work, self._limit_s, self._batch = work, limit_s, batch
+        self._has_begun = False
+        self._deadline = batch
+        work.deadline = batch.fires_at
+
+    def begin(self) -> None:
+        """It begins; said again, it begins afresh."""
+        self._has_begun = True
+        self._deadline = Deadline.after(self._limit_s, LIMIT, self._batch)
+        self._work.deadline = self._deadline.fires_at
+
+    def over(self, names: _Names, when_late: str) -> Unrewarded:
+        """Why the reward is not known, when it is over."""
+        error = self._deadline.error()
+        state = f"had not returned{when_late}" if self._has_begun else "had not been called"
+        cause = Cause(type=type(error).__qualname__, message=f"{error}: {names.who} {state}")
+        return Unrewarded(
+            outcome=Outcome.DEADLINE,
+            reason=names.reason,
+            source=self._deadline.source,
+            cause=cause,
+        )
+
+
+class _Shared:
+    """Ends a call once nobody wants it."""
+
+    def __init__(self, call: _Call, work: SupervisedCall[Any]) -> None:
+        self._call, self._work = call, work
+
+    def cancel(self) -> None:
+        """One of its members is cancelled."""
+        if self._call.is_cancelled:
+            self._work.cancel()
+
+
+def _copied(trajectory: Trajectory) -> Trajectory:
+    """A copy: what is assigned to its fields, and to those of its segments, is nobody else's."""
+    return msgspec.structs.replace(trajectory, segments=list(map(copy.copy, trajectory.segments)))
+
+
+def _group_of(ended: Sequence[Ended]) -> Group:
+    first = ended[0].member
+    trajectories = [_copied(each.trajectory) for each in ended]
+    return Group.of(first.identity.uid, first.prompt, trajectories)
+
+
+def _end_cancelled(ended: Sequence[Ended]) -> None:
+    """Those that were cancelled while they waited for their reward."""
+    for _, member, trajectory in ended:
+        if member.cancel_reason is not None and trajectory.trainable:
+            end_without_reward(trajectory, Outcome.CANCELLED, member.cancel_reason, None, None)

@@ -1,0 +1,157 @@
+"""Which groups are taken, and what that does to the sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rollout.chat.group import Group
+from rollout.errors import ConfigError, PromptError
+from rollout.types import Outcome
+from rollout.user_files import UserCodeError, import_module
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rollout.chat.trajectory import Trajectory
+
+Accept = Callable[[Group], bool]
+
+
+def has_signal(group: Group) -> bool:
+    """Whether the rewards of a group's trainable members are not all equal.
+
+    A group whose members all got the same teaches nothing where advantages are relative to it
+    (dynamic sampling, Yu et al. 2025, DAPO). One with fewer than two known rewards has none either.
+    """
+    rewards = {t.reward for t in group.trajectories if t.trainable and t.reward is not None}
+    return len(rewards) > 1
+
+
+def acceptance(accept: object) -> Accept | None:
+    """The function that a policy's `accept` is or names.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    if accept is None or not isinstance(accept, str):
+        return accept  # type: ignore[return-value]  # the policy has checked that it is callable
+    module, _, name = accept.partition(":")
+    try:
+        found: Any = import_module(module)
+    except UserCodeError as error:
+        raise ConfigError(f"scheduling.groups.accept = {accept!r}: {error}") from error
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise ConfigError(f"scheduling.groups.accept = {accept!r}: no function {name} in {module}")
+    return found  # type: ignore[no-any-return]
+
+
+def judge(accept: Accept | None, group: Group) -> bool:
+    """What `accept` says of a group.
+
+    Raises:
+        PromptError: It said neither yes nor no.
+    """
+    if accept is None:
+        return True
+    answer = accept(group)
+    try:
+        is_plain = isinstance(answer, bool) or type(answer).__name__ in ("bool", "bool_")
+    except Exception:  # an object that cannot be looked at
+        is_plain = False
+    if not is_plain:
+        raise PromptError(f"accept returned {answer!r:.80} for {group.uid!r}; expected a bool")
+    return bool(answer)
+
+
+class _Means:
+    """Lengths and rewards of some trajectories."""
+
+    def __init__(self) -> None:
+        self.count = self.tokens = 0
+        self.rewards = 0
+        self.reward = 0.0
+
+    def add(self, trajectory: Trajectory) -> None:
+        self.count += 1
+        self.tokens += trajectory.generated_length
+        if trajectory.reward is not None and math.isfinite(trajectory.reward):
+            self.rewards += 1
+            self.reward += trajectory.reward
+
+    def metrics(self, name: str) -> dict[str, float]:
+        found = {}
+        if self.count:
+            found[f"selection/length/{name}"] = self.tokens / self.count
+        if self.rewards:
+            found[f"selection/reward/{name}"] = self.reward / self.rewards
+        return found
+
+
+class Selection:
+    """What a call took of what it had run, in numbers.
+
+    * ``groups/{accepted,refused,cancelled,carried,dropped}``: groups, at the end of the call;
+    * ``groups/refilled``: members that failed and were restarted;
+    * ``selection/length/{accepted,finished,started}``: mean sampled tokens of trajectories: of
+      groups that were taken; of all that ended by themselves; of those and of all that were cut
+      off, as far as they had come;
+    * ``selection/reward/{accepted,finished}``: mean known rewards;
+    * ``selection/length_bias``: the mean length of those taken ÷ an estimate of the mean that all
+      would have had, those that were cut off included; below 1 where short answers are preferred.
+    """
+
+    def __init__(self) -> None:
+        self.refilled = 0
+        self._accepted, self._finished = _Means(), _Means()
+        self._started = _Means()
+        self._lengths: list[tuple[int, bool]] = []
+
+    def ended(self, trajectory: Trajectory) -> None:
+        """One has ended, by itself or because it was not wanted any more."""
+        is_cut = trajectory.outcome is Outcome.CANCELLED
+        if trajectory.outcome in (Outcome.FAILED, Outcome.REJECTED):
+            return
+        self._started.add(trajectory)
+        self._lengths.append((trajectory.generated_length, is_cut))
+        if not is_cut:
+            self._finished.add(trajectory)
+
+    def accepted(self, trajectories: Iterable[Trajectory]) -> None:
+        """These are taken."""
+        for trajectory in trajectories:
+            if trajectory.outcome not in (Outcome.FAILED, Outcome.REJECTED):
+                self._accepted.add(trajectory)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the trajectories; see the class."""
+        found = {"groups/refilled": float(self.refilled)}
+        for name in ("accepted", "finished", "started"):
+            found |= getattr(self, f"_{name}").metrics(name)
+        found.pop("selection/reward/started", None)
+        mean = mean_length(self._lengths)
+        if mean and self._accepted.count:
+            found["selection/length_bias"] = found["selection/length/accepted"] / mean
+        return found
+
+
+def mean_length(lengths: Iterable[tuple[int, bool]]) -> float:
+    """The mean of lengths of which some are only known to be longer than they are here.
+
+    The product-limit estimate (Kaplan and Meier 1958): the area under the share that is still
+    running at each length. Past the longest one nothing is known, and nothing is added.
+
+    Args:
+        lengths: Each with whether it was cut off there.
+    """
+    ordered = sorted(lengths)
+    mean, share, before = 0.0, 1.0, 0
+    for at, (length, is_cut) in enumerate(ordered):
+        mean += share * (length - before)
+        before = length
+        if not is_cut:
+            share *= 1 - 1 / (len(ordered) - at)
+    return mean

@@ -1,0 +1,113 @@
+"""Reward functions that run in processes of their own; `test_reward_processes` is about them."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rollout import Reward
+
+if TYPE_CHECKING:
+    from rollout import Group, Trajectory
+
+
+def score(trajectory: Trajectory) -> float:
+    """1, but for prompts that say what to do in place of that."""
+    match trajectory.extra.get("does"):
+        case "exit":
+            os._exit(7)
+        case "abort":
+            os.kill(os.getpid(), 11)
+        case "hang":  # without ever letting another thread run
+            re.match(r"(a+)+$", "a" * 60 + "b")
+        case "raise":
+            raise OSError("no judge")
+        case "leave":
+            sys.exit(3)
+    return 1.0
+
+
+def tell(trajectory: Trajectory) -> Reward:
+    """What arrived here."""
+    print("this must not disturb the pipe")
+    (message,) = trajectory.prompt.messages if trajectory.prompt else ()
+    segment = trajectory.segments[0]
+    generated = [span for span in segment.transcript.spans if span.kind == "generated"]
+    return Reward(
+        value=np.float32(0.5),  # type: ignore[arg-type]
+        extra={
+            "pid": os.getpid(),
+            "type": type(trajectory).__name__,
+            "uid": trajectory.uid,
+            "member": trajectory.member,
+            "outcome": trajectory.outcome,
+            "answer": trajectory.answer,
+            "roles": [each.role for each in trajectory.messages],
+            "prompt": [type(message).__name__, dict(message)],
+            "ground_truth": trajectory.prompt.ground_truth if trajectory.prompt else None,
+            "ids": segment.transcript.ids(),
+            "log_probs": segment.transcript.log_probs().tolist(),
+            "versions": segment.transcript.weight_versions().tolist(),
+            "mask": segment.transcript.mask().tolist(),
+            "finish_reasons": [span.finish_reason for span in generated],
+            "session_id": segment.session_id,
+            "seeds": segment.seeds,
+            "num_turns": trajectory.num_turns,
+            "array": trajectory.extra["array"],
+        },
+        turn_values=[float(at + 1) for at in range(len(generated))],
+    )
+
+
+async def later(trajectory: Trajectory) -> dict[str, Any]:
+    """From a loop of its own."""
+    return {"score": 0.25, "pid": os.getpid()}
+
+
+def compute_score(solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+    """Written for verl."""
+    assert extra_info["num_turns"]
+    return float(ground_truth in solution_str)
+
+
+def unsendable(trajectory: Trajectory) -> Reward:
+    """What only this process can hold."""
+    return Reward(value=1.0, extra={"lock": object()})
+
+
+def short(trajectory: Trajectory) -> Reward:
+    """Values of tokens that the trajectory does not have."""
+    return Reward(value=1.0, token_values=[1.0])
+
+
+def rank(group: Group) -> list[float | None]:
+    """By length; the process ends where a prompt says so."""
+    if group.prompt.extra.get("does") == "exit":
+        os._exit(7)
+    lengths = [len(each.answer) for each in group.trajectories]
+    assert (group.min_version, group.max_version) == (0, 0)
+    return [float(sorted(lengths).index(length)) for length in lengths]
+
+
+class Judge:
+    """An object that is called."""
+
+    def __call__(self, trajectory: Trajectory) -> float:
+        """How long the answer is."""
+        return float(len(trajectory.answer))
+
+
+judge = Judge()
+
+
+def slow_then_right(trajectory: Trajectory) -> float:
+    """Right from the second call on: the first leaves a file, and ends its process."""
+    path = trajectory.extra["path"]
+    if not os.path.exists(path):
+        with open(path, "w", encoding="utf-8"):
+            os._exit(1)
+    return 1.0

@@ -1,0 +1,237 @@
+"""Carried trajectories: they stop at the next token, and continue first in the next call."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import anyio
+import pytest
+
+import rollout
+from rollout import AgentLoop, GroupPolicy, Outcome, Prompt, function_tool
+from rollout.config import AgentConfig, LimitsConfig, SchedulingConfig, SimulatedEngine
+from rollout.engine import DiskWeights
+from rollout.testing import Scenario, tool_call
+from rollout.tools import Tool, ToolSession
+from test_groups import Counted, user
+
+pytestmark = pytest.mark.anyio
+
+SLOW = (
+    Scenario(seed=1)
+    .reply("slow", filler=3000)
+    .reply("", filler=20)
+    .timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9)
+)
+CARRY = GroupPolicy(surplus="carry", oversample=2.0)
+
+
+def config(scenario: Scenario = SLOW, samples: int = 2, **sections: Any) -> Any:
+    sections = {"agent": AgentConfig(name="single_turn"), **sections}
+    return scenario.config(
+        **{"scheduling": SchedulingConfig(samples_per_prompt=samples, groups=CARRY), **sections}
+    )
+
+
+async def alone(uid: str, text: str, **sections: Any) -> list[bytes]:
+    """What a prompt's members say when nothing stops them."""
+    async with rollout.open_rollout(config(**sections)) as runtime:
+        batch = await runtime.generate([user(text, uid=uid)], step=0)
+    return [t.transcript.ids_bytes() for t in batch.trajectories]
+
+
+async def test_carried_trajectory_continues_first_from_its_tokens() -> None:
+    source = Counted({0: "slow"})
+    async with rollout.open_rollout(config()) as runtime:
+        first = await runtime.collect(source, 1, step=0)
+        assert [t.uid for t in first.trajectories] == ["p1", "p1"]
+        statistics = runtime.statistics()
+        assert (statistics.carried, statistics.running) == (2, 0)
+        assert statistics.admitted == statistics.finished + statistics.carried == 4
+        assert statistics.replicas[0].in_flight == 0
+        tokens = statistics.generated_tokens
+        await anyio.sleep(1000.0)
+        assert runtime.statistics().generated_tokens == tokens
+        second = await runtime.collect(source, 1, step=1, policy=GroupPolicy(oversample=1.0))
+        assert runtime.statistics().carried == 0
+    assert [t.uid for t in second.trajectories] == ["p0", "p0"]
+    assert first.metrics["groups/carried"] == 1
+    for trajectory in second.trajectories:
+        assert trajectory.outcome is Outcome.COMPLETED
+        assert trajectory.metrics["generation_s"] < 40
+        assert trajectory.metrics["total_s"] < 40
+        assert trajectory.metrics["discarded_tokens"] == 0
+    said = [t.transcript.ids_bytes() for t in second.trajectories]
+    assert said == await alone("p0", "slow")
+
+
+async def test_carried_trajectory_survives_sleep_and_new_weights_with_exact_versions() -> None:
+    source = Counted({0: "slow"})
+    async with rollout.open_rollout(config()) as runtime:
+        await runtime.collect(source, 1, step=0)
+        had = runtime.engines.tokens_under_way
+        await runtime.sleep()
+        await runtime.update_weights(version=5, source=DiskWeights("."))
+        await runtime.wake_up()
+        await anyio.sleep(10.0)
+        assert runtime.engines.tokens_under_way == had
+        batch = await runtime.collect(source, 1, step=1, policy=GroupPolicy(oversample=1.0))
+    for trajectory in batch.trajectories:
+        runs = [(v, n) for n, v in trajectory.transcript.runs()]
+        assert [version for version, _ in runs] == [0, 5]
+        assert sum(n for _, n in runs) == trajectory.transcript.generated_length == 3001
+    assert sum(n for t in batch.trajectories for n, v in t.transcript.runs() if v == 0) == had
+
+
+async def test_carried_trajectory_has_its_deadlines_afresh() -> None:
+    limits = LimitsConfig(generation_s=25.0, turn_s=25.0, trajectory_s=25.0, batch_s=25.0)
+    source = Counted({0: "slow"})
+    async with rollout.open_rollout(config(limits=limits)) as runtime:
+        await runtime.collect(source, 1, step=0)
+        for _ in range(2):
+            await anyio.sleep(100.0)
+            with anyio.move_on_after(14.0):
+                await runtime.collect(source, 1, step=1, policy=GroupPolicy(oversample=1.0))
+            assert runtime.statistics().carried == 2
+        batch = await runtime.collect(source, 1, step=2, policy=GroupPolicy(oversample=1.0))
+    assert {str(t.outcome) for t in batch.trajectories} == {"completed"}
+
+
+class Shelf(Tool):
+    name = "shelf"
+    schema: ClassVar = {
+        "type": "function",
+        "function": {"name": "shelf", "description": "", "parameters": {"type": "object"}},
+    }
+
+    def __init__(self) -> None:
+        self.open_sessions = 0
+
+    async def open(self, context: Any) -> ToolSession:
+        shelf = self
+        shelf.open_sessions += 1
+
+        class Session(ToolSession):
+            async def execute(self, call: Any) -> str:
+                return "put"
+
+            async def close(self) -> None:
+                shelf.open_sessions -= 1
+
+        return Session()
+
+
+async def test_carried_trajectory_with_open_tools_ends_after_carry_s() -> None:
+    scenario = (
+        Scenario(seed=1)
+        .reply("slow", tool_call("shelf"), turn=1)
+        .reply("slow", filler=3000)
+        .reply("", filler=200)
+        .timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9)
+    )
+    source, shelf = Counted({0: "slow"}), Shelf()
+    limits = LimitsConfig(carry_s=30.0)
+    opened = config(scenario, agent=AgentConfig(name="tool_agent"), limits=limits)
+    async with rollout.open_rollout(opened, [shelf]) as runtime:
+        await runtime.collect(source, 1, step=0)
+        assert (runtime.statistics().carried, shelf.open_sessions) == (2, 2)
+        await anyio.sleep(29.0)
+        assert (runtime.statistics().carried, shelf.open_sessions) == (2, 2)
+        await anyio.sleep(2.0)
+        assert (runtime.statistics().carried, shelf.open_sessions) == (0, 0)
+        batch = await runtime.collect(source, 1, step=1)
+    for trajectory in batch.trajectories:
+        assert (trajectory.uid, trajectory.outcome) == ("p0", Outcome.DEADLINE)
+        assert (trajectory.limit_source, trajectory.reason) == ("limits.carry_s", "carry")
+        assert trajectory.transcript.generated_length > 20
+
+
+async def test_discard_carried_ends_them_cancelled() -> None:
+    source = Counted({0: "slow"})
+    async with rollout.open_rollout(config()) as runtime:
+        await runtime.collect(source, 1, step=0)
+        assert await runtime.discard_carried() == 2
+        statistics = runtime.statistics()
+        assert (statistics.carried, statistics.outcomes["cancelled"]) == (0, 2)
+        assert statistics.admitted == statistics.finished
+        batch = await runtime.collect(source, 1, step=1)
+        assert batch.trajectories[0].uid == "p2"
+
+
+async def test_closing_the_runtime_leaves_nothing_of_what_is_carried() -> None:
+    async with rollout.open_rollout(config()) as runtime:
+        await runtime.collect(Counted({0: "slow"}), 1, step=0)
+        assert runtime.statistics().carried == 2
+    statistics = runtime.statistics()
+    assert (statistics.carried, statistics.outcomes["cancelled"]) == (0, 2)
+
+
+async def test_stream_groups_left_carries_what_runs() -> None:
+    source = Counted({0: "slow"})
+    scheduling = SchedulingConfig(samples_per_prompt=2, max_in_flight=4, groups=CARRY)
+    async with rollout.open_rollout(config(scheduling=scheduling)) as runtime:
+        async with runtime.stream_groups(source, step=0) as groups:
+            await anext(groups)
+        assert runtime.statistics().carried >= 2
+        uids = []
+        async with runtime.stream_groups(source, step=0) as groups:
+            while "p0" not in uids:
+                uids.append((await anext(groups)).uid)
+        assert len(set(uids)) == len(uids)
+        assert "p1" not in uids
+
+
+async def test_carried_agent_in_a_tool_finishes_the_call_and_waits_at_the_next_request() -> None:
+    @function_tool
+    async def nap() -> str:
+        """Sleep."""
+        await anyio.sleep(50.0)
+        return "rested"
+
+    scenario = (
+        Scenario(seed=1)
+        .reply("slow", tool_call("nap"))
+        .then("Done.")
+        .reply("", filler=200)
+        .timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9)
+    )
+    source = Counted({0: "slow"})
+    opened = config(scenario, agent=AgentConfig(name="tool_agent"))
+    async with rollout.open_rollout(opened, [nap]) as runtime:
+        first = await runtime.collect(source, 1, step=0)
+        assert [t.uid for t in first.trajectories] == ["p1"] * 2
+        await anyio.sleep(500.0)
+        assert runtime.statistics().carried == 2
+        batch = await runtime.collect(source, 1, step=1, policy=GroupPolicy(oversample=1.0))
+    for trajectory in batch.trajectories:
+        assert trajectory.outcome is Outcome.COMPLETED
+        assert trajectory.answer == "Done."
+        assert trajectory.metrics["tool_s"] == pytest.approx(50.0)
+
+
+async def test_carried_trajectory_of_a_dead_engine_continues_elsewhere() -> None:
+    @rollout.register_agent("patient")
+    class Patient(AgentLoop):
+        async def run(self, context: Any) -> None:
+            await context.generate()
+
+    source = Counted({0: "slow"})
+    two = config(agent=AgentConfig(name="patient"), engine=SimulatedEngine(replicas=2))
+    async with rollout.open_rollout(two) as runtime:
+        await runtime.collect(source, 1, step=0)
+        await runtime.engines.remove_replica("engine-0")
+        batch = await runtime.collect(source, 1, step=1, policy=GroupPolicy(oversample=1.0))
+    said = [t.transcript.ids_bytes() for t in batch.trajectories]
+    assert said == await alone("p0", "slow")
+
+
+async def test_fresh_lists_each_step_carry_too() -> None:
+    def step(number: int) -> list[Prompt]:
+        texts = ["slow", "go"] if number == 0 else ["go", "go"]
+        return [user(text, uid=f"s{number}.{at}") for at, text in enumerate(texts)]
+
+    async with rollout.open_rollout(config()) as runtime:
+        first = await runtime.collect(step(0), 1)
+        second = await runtime.collect(step(1), 3, policy=GroupPolicy(oversample=1.0))
+    assert [t.uid for t in first.trajectories][::2] == ["s0.1"]
+    assert [t.uid for t in second.trajectories][::2] == ["s0.0", "s1.0", "s1.1"]

@@ -1,0 +1,399 @@
+"""`group_reward`: one call for a group whose members have ended, and what it leaves behind."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+import rollout
+from race_situations import add, user
+from rollout import Group, Outcome, Reward, Trajectory
+from rollout.batch import RolloutBatch
+from rollout.config import LengthsConfig, LimitsConfig, RewardsConfig, SchedulingConfig
+from rollout.runtime.blocking import open_rollout_blocking
+from rollout.testing import Recorder, Scenario
+
+pytestmark = pytest.mark.anyio
+
+MEMBERS = 3
+LENGTHS = LengthsConfig(prompt=800, response=200)
+#: Answers of some words, after a second.
+SPOKEN = (
+    Scenario(seed=3)
+    .reply("", "", filler={"median": 40, "sigma": 0.6, "max": 150})
+    .timing(base_s=1.0)
+)
+
+
+def by_length(group: Group) -> list[float]:
+    """The rank of each answer."""
+    lengths = [len(each.answer) for each in group.trajectories]
+    return [float(sorted(lengths).index(length)) for length in lengths]
+
+
+async def by_length_async(group: Group) -> list[float]:
+    return by_length(group)
+
+
+def nothing() -> list[float]:
+    return []
+
+
+async def run(
+    group_reward: Any,
+    prompts: int = 2,
+    *,
+    scenario: Scenario = SPOKEN,
+    reward: Any = None,
+    during: Callable[[Any], Awaitable[None]] | None = None,
+    samples: int = MEMBERS,
+    max_in_flight: int = 1024,
+    retries: int = 0,
+    **limits: float,
+) -> RolloutBatch:
+    recorder = Recorder()
+    config = scenario.config(
+        lengths=LENGTHS,
+        limits=LimitsConfig(**limits),
+        rewards=RewardsConfig(retries=retries),
+        scheduling=SchedulingConfig(
+            samples_per_prompt=samples, max_in_flight=max_in_flight, max_failures=None
+        ),
+    )
+    async with recorder.open_rollout(config, [add], reward, group_reward=group_reward) as runtime:
+        async with anyio.create_task_group() as tasks:
+            if during is not None:
+                tasks.start_soon(during, runtime)
+            batch: RolloutBatch = await runtime.generate([user(f"p{at}") for at in range(prompts)])
+    assert recorder.anomalies() == []
+    return batch
+
+
+@pytest.mark.parametrize("function", [by_length, by_length_async])
+async def test_group_reward_gives_each_member_its_own(function: Any) -> None:
+    batch = await run(function)
+    for at in range(2):
+        members = batch.trajectories[at * MEMBERS : (at + 1) * MEMBERS]
+        lengths = [len(each.answer) for each in members]
+        assert [each.reward for each in members] == [
+            float(sorted(lengths).index(n)) for n in lengths
+        ]
+        assert all(each.trainable for each in members)
+    assert not batch.tensors["rewards"].isnan().any()
+
+
+async def test_group_reward_sees_the_group_in_member_order_with_its_versions() -> None:
+    seen: list[Group] = []
+
+    async def function(group: Group) -> list[float]:
+        seen.append(group)
+        return [0.0] * len(group.trajectories)
+
+    batch = await run(function, 1, scenario=Scenario(seed=3, weight_version=7))
+    (group,) = seen
+    assert isinstance(group, rollout.Group)
+    assert group.uid == batch.trajectories[0].uid
+    assert group.prompt is batch.trajectories[0].prompt
+    assert [each.member for each in group.trajectories] == list(range(MEMBERS))
+    assert (group.min_version, group.max_version) == (7, 7)
+    assert [each.transcript for each in group.trajectories] == [
+        each.transcript for each in batch.trajectories
+    ]
+
+
+async def test_group_reward_follows_the_reward_of_each_and_takes_its_place() -> None:
+    async def reward(trajectory: Trajectory) -> Reward:
+        length = trajectory.transcript.response_length
+        return Reward(value=float(trajectory.member), token_values=[0.5] * length)
+
+    async def centred(group: Group) -> list[Reward]:
+        given = [each.reward for each in group.trajectories]
+        assert given == [0.0, 1.0, 2.0]
+        return [
+            Reward(value=value - 1.0, extra={"was": value}) for value in given if value is not None
+        ]
+
+    batch = await run(centred, 1, reward=reward)
+    assert [each.reward for each in batch.trajectories] == [-1.0, 0.0, 1.0]
+    assert [each.extra["was"] for each in batch.trajectories] == [0.0, 1.0, 2.0]
+    assert batch.tensors["token_rewards"][0, 0] == 0.5
+
+
+async def test_group_reward_of_a_group_with_failed_members_sees_them_without_reward() -> None:
+    async def reward(trajectory: Trajectory) -> float:
+        if trajectory.member == 1:
+            raise OSError("no judge")
+        return 1.0
+
+    seen: list[list[tuple[float | None, Outcome]]] = []
+
+    async def function(group: Group) -> list[float]:
+        seen.append([(each.reward, each.outcome) for each in group.trajectories])
+        return [5.0, float("nan"), 6.0]  # what is said of a failed one is not looked at
+
+    batch = await run(function, 1, reward=reward)
+    done, failed = Outcome.COMPLETED, Outcome.FAILED
+    assert seen == [[(1.0, done), (None, failed), (1.0, done)]]
+    assert [each.reward for each in batch.trajectories] == [5.0, None, 6.0]
+    cause = batch.trajectories[1].cause
+    assert cause is not None
+    assert cause.message == "no judge"
+
+
+async def test_group_reward_none_leaves_a_member_without_reward_and_untrained() -> None:
+    async def function(group: Group) -> list[float | None]:
+        return [1.0, None, 0.0]
+
+    batch = await run(function, 1)
+    assert [each.reward for each in batch.trajectories] == [1.0, None, 0.0]
+    assert [each.trainable for each in batch.trajectories] == [True, False, True]
+    assert batch.trajectories[1].outcome is Outcome.COMPLETED
+
+
+WRONG = [
+    (lambda group: 1.0, "the group reward function returned 1.0; expected a sequence of 3 rewards"),
+    (lambda group: [1.0], "the group reward function returned 1 rewards; expected 3, one for each"),
+    (lambda group: {0: 1.0}, "returned {0: 1.0}; expected a sequence of 3 rewards, one for each"),
+    (
+        lambda group: [1.0, "good", 0.0],
+        "the group reward function, for member 1, returned 'good'; expected a number or a Reward",
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "said"), WRONG)
+async def test_group_reward_of_a_wrong_shape_leaves_the_group_unrewarded(
+    function: Any, said: str
+) -> None:
+    async def wrong_once(group: Group) -> Any:
+        return function(group) if group.uid == "prompt-0" else by_length(group)
+
+    batch = await run(wrong_once)
+    unrewarded, fine = batch.trajectories[:MEMBERS], batch.trajectories[MEMBERS:]
+    for each in unrewarded:
+        assert (each.outcome, each.reason) == (Outcome.FAILED, "group_reward")
+        assert each.reward is None
+        assert not each.trainable
+        assert each.cause is not None
+        assert said in each.cause.message
+        assert each.transcript.generated_length  # its tokens stay
+    assert all(each.reward is not None for each in fine)
+
+
+async def test_group_reward_that_raises_leaves_its_cause_on_each() -> None:
+    async def function(group: Group) -> list[float]:
+        raise OSError("no judge")
+
+    batch = await run(function, 1)
+    causes = {(each.cause.type, each.cause.message) for each in batch.trajectories if each.cause}
+    assert causes == {("OSError", "no judge")}
+
+
+async def test_group_reward_past_its_deadline_leaves_the_group_unrewarded() -> None:
+    async def function(group: Group) -> list[float]:
+        if group.uid == "prompt-0":
+            await anyio.sleep_forever()
+        return by_length(group)
+
+    batch = await run(function, reward_s=10)
+    late, fine = batch.trajectories[:MEMBERS], batch.trajectories[MEMBERS:]
+    for each in late:
+        assert (each.outcome, each.reason) == (Outcome.DEADLINE, "group_reward")
+        assert each.limit_source == "limits.reward_s"
+        assert each.cause is not None
+        assert each.cause.message == (
+            "limits.reward_s = 10 s is over: the group reward function had not returned"
+        )
+        assert each.metrics["group_reward_s"] == 10
+    assert all(each.reward is not None for each in fine)
+
+
+async def test_group_reward_past_the_batch_deadline_names_that() -> None:
+    async def function(group: Group) -> list[float]:
+        await anyio.sleep_forever()
+        return []
+
+    batch = await run(function, 1, batch_s=20, reward_s=100)
+    assert {each.limit_source for each in batch.trajectories} == {"limits.batch_s"}
+
+
+async def test_group_reward_overlaps_the_generation_of_other_groups() -> None:
+    called: list[tuple[str, float]] = []
+
+    async def slow(group: Group) -> list[float]:
+        called.append((group.uid, anyio.current_time() - began))
+        await anyio.sleep(100)
+        return by_length(group)
+
+    began = anyio.current_time()
+    batch = await run(slow, 4)
+    starts = [at for _, at in called]
+    assert len(starts) == 4
+    assert min(starts) + 10 < max(starts)  # while others still generated
+    assert anyio.current_time() - began == pytest.approx(max(starts) + 100, abs=5)
+    assert all(each.reward is not None for each in batch.trajectories)
+
+
+async def test_group_reward_of_a_group_larger_than_the_places_is_given() -> None:
+    batch = await run(by_length_async, 2, max_in_flight=1)
+    assert all(each.reward is not None for each in batch.trajectories)
+
+
+async def test_group_reward_is_asked_again_where_retries_say_so() -> None:
+    times: list[float] = []
+
+    async def function(group: Group) -> list[float]:
+        times.append(anyio.current_time())
+        if len(times) < 3:
+            raise OSError("no judge")
+        return by_length(group)
+
+    batch = await run(function, 1, retries=2)
+    assert all(each.reward is not None for each in batch.trajectories)
+    assert [after - before for before, after in itertools.pairwise(times)] == [0.5, 1.0]
+
+
+async def test_group_reward_streamed_trajectories_come_after_it() -> None:
+    done: list[str] = []
+
+    async def function(group: Group) -> list[float]:
+        await anyio.sleep(5)
+        done.append(group.uid)
+        return by_length(group)
+
+    config = SPOKEN.config(lengths=LENGTHS, scheduling=SchedulingConfig(samples_per_prompt=MEMBERS))
+    received: list[tuple[str, int]] = []
+    async with rollout.open_rollout(config, group_reward=function) as runtime:
+        async with runtime.stream([user(f"p{at}") for at in range(4)]) as trajectories:
+            async for each in trajectories:
+                assert each.uid in done
+                assert each.reward is not None
+                received.append((each.uid, each.member))
+    for uid in done:
+        assert [member for each, member in received if each == uid] == [*range(MEMBERS)]
+
+
+async def test_group_reward_of_cancelled_members_is_not_given() -> None:
+    async def reward(trajectory: Trajectory) -> float:
+        if trajectory.member == 2:
+            await anyio.sleep(100)
+        return 1.0
+
+    async def function(group: Group) -> list[float | None]:
+        return [each.reward for each in group.trajectories]
+
+    async def cancel(runtime: Any) -> None:
+        await anyio.sleep(50)
+        assert runtime.cancel("prompt-0", 0, reason="enough") == 1  # it waits for its group
+
+    batch = await run(function, 1, reward=reward, during=cancel)
+    first, second, third = batch.trajectories
+    assert (first.outcome, first.reason, first.reward) == (Outcome.CANCELLED, "enough", None)
+    assert first.transcript.generated_length
+    assert [second.reward, third.reward] == [1.0, 1.0]
+
+
+async def test_group_reward_under_way_ends_once_all_its_members_are_cancelled() -> None:
+    ended: list[float] = []
+
+    async def function(group: Group) -> list[float]:
+        try:
+            await anyio.sleep(1000)
+        finally:
+            ended.append(anyio.current_time())
+        return by_length(group)
+
+    async def cancel(runtime: Any) -> None:
+        began = anyio.current_time()
+        await anyio.sleep(100)
+        runtime.cancel("prompt-0", 0, reason="one")
+        await anyio.sleep(100)
+        assert not ended
+        runtime.cancel("prompt-0", reason="all")
+        await anyio.sleep(1)
+        assert ended == [began + 200]
+
+    batch = await run(function, 1, during=cancel)
+    assert [each.reason for each in batch.trajectories] == ["one", "all", "all"]
+    assert {each.outcome for each in batch.trajectories} == {Outcome.CANCELLED}
+
+
+async def test_group_reward_whose_last_member_never_started_is_given() -> None:
+    async def function(group: Group) -> list[float | None]:
+        await anyio.sleep(30)
+        return [0.0 if each.trainable else None for each in group.trajectories]
+
+    async def cancel(runtime: Any) -> None:
+        await anyio.lowlevel.checkpoint()
+        runtime.cancel("prompt-0", MEMBERS - 1, reason="surplus")
+
+    batch = await run(function, 1, max_in_flight=1, during=cancel)
+    assert [each.reward for each in batch.trajectories] == [0.0, 0.0, None]
+
+
+async def test_group_reward_cancelled_by_the_caller_leaves_the_runtime_usable() -> None:
+    async def function(group: Group) -> list[float]:
+        if group.uid == "slow":
+            await anyio.sleep_forever()
+        return by_length(group)
+
+    recorder = Recorder()
+    config = SPOKEN.config(lengths=LENGTHS, scheduling=SchedulingConfig(samples_per_prompt=MEMBERS))
+    async with recorder.open_rollout(config, group_reward=function) as runtime:
+        with anyio.move_on_after(60) as scope:
+            await runtime.generate([user("a", uid="slow"), user("b", uid="quick")])
+        assert scope.cancelled_caught
+        batch = await runtime.generate([user("c", uid="again")])
+    assert all(each.reward is not None for each in batch.trajectories)
+    assert recorder.anomalies() == []
+
+
+async def test_group_reward_is_not_asked_about_a_group_without_trainable_members() -> None:
+    asked: list[str] = []
+
+    async def function(group: Group) -> list[float]:
+        asked.append(group.uid)
+        return by_length(group)
+
+    recorder = Recorder()
+    config = SPOKEN.config(lengths=LENGTHS, scheduling=SchedulingConfig(samples_per_prompt=MEMBERS))
+    async with recorder.open_rollout(config, group_reward=function) as runtime:
+        batch = await runtime.generate(
+            [user("a", uid="none", agent_name="nobody"), user("b", uid="fine")]
+        )
+    assert asked == ["fine"]
+    assert {each.outcome for each in batch.trajectories[:MEMBERS]} == {Outcome.REJECTED}
+    assert recorder.anomalies() == []
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (
+            "judge",
+            "group_reward = 'judge': cannot be called; expected group_reward(group) -> a seq",
+        ),
+        (nothing, "group_reward = nothing(): cannot be called with one group; expected group_r"),
+        (Group, "group_reward = <class 'rollout.chat.group.Group'>: a class, not one of its obj"),
+        ("no.such:name", "group_reward = 'no.such:name': ModuleNotFoundError"),
+    ],
+)
+async def test_group_reward_that_cannot_be_called_is_refused(function: Any, said: str) -> None:
+    with pytest.raises(rollout.ConfigError) as caught:
+        async with rollout.open_rollout(SPOKEN.config(), group_reward=function):
+            pass
+    assert str(caught.value).startswith(said)
+
+
+def test_group_reward_of_a_blocking_runtime_is_given() -> None:
+    config = Scenario(seed=3).config(
+        lengths=LENGTHS, scheduling=SchedulingConfig(samples_per_prompt=MEMBERS)
+    )
+    with open_rollout_blocking(config, group_reward=by_length) as runtime:
+        batch = runtime.generate([rollout.Prompt(messages=[{"role": "user", "content": "go"}])])
+    assert not batch.tensors["rewards"].isnan().any()

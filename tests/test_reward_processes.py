@@ -1,0 +1,247 @@
+"""`rewards.processes`: what happens to one call happens to no other, nor to the driver."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+import isolated_rewards
+import rollout
+from race_situations import add
+from rollout import Outcome, Prompt
+from rollout.batch import RolloutBatch
+from rollout.config import LengthsConfig, LimitsConfig, RewardsConfig, SchedulingConfig
+from rollout.testing import Scenario, tool_call
+
+pytestmark = pytest.mark.anyio
+
+SHORT = Scenario(seed=1).reply("go", "Done.")
+TOOLS = Scenario(seed=1).reply("go", tool_call("add", a=2, b=3)).then("Five.")
+LENGTHS = LengthsConfig(prompt=800, response=200)
+
+
+@pytest.fixture(params=["trio", "asyncio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Any:
+    yield
+    assert not [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if "rollout.scheduling.reward_child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
+    ]
+
+
+async def rewarded(
+    prompts: list[Prompt],
+    reward: Any = None,
+    *,
+    scenario: Scenario = SHORT,
+    processes: int = 2,
+    retries: int = 0,
+    reward_s: float = 60.0,
+    group_reward: Any = None,
+    samples: int = 1,
+) -> RolloutBatch:
+    config = scenario.config(
+        lengths=LENGTHS,
+        limits=LimitsConfig(reward_s=reward_s),
+        rewards=RewardsConfig(processes=processes, retries=retries, backoff_s=0.01),
+        scheduling=SchedulingConfig(samples_per_prompt=samples),
+    )
+    tools = [add] if scenario is TOOLS else []
+    async with rollout.open_rollout(config, tools, reward, group_reward=group_reward) as runtime:
+        batch: RolloutBatch = await runtime.generate(prompts)
+    return batch
+
+
+def user(text: str = "go", **fields: Any) -> Prompt:
+    return Prompt(messages=[{"role": "user", "content": text}], **fields)
+
+
+async def test_reward_processes_among_a_thousand_three_that_fail_fail_alone() -> None:
+    does = {100: "exit", 500: "hang", 900: "raise"}
+    prompts = [user(extra={"does": does[at]} if at in does else {}) for at in range(1000)]
+    batch = await rewarded(prompts, isolated_rewards.score, reward_s=3.0)
+    failed = {at: each for at, each in enumerate(batch.trajectories) if each.reward is None}
+    assert sorted(failed) == sorted(does)
+    assert {each.reward for each in batch.trajectories} == {None, 1.0}
+    assert not any(each.trainable for each in failed.values())
+    causes = {at: each.cause for at, each in failed.items()}
+    assert all(causes.values())
+    dead, late, raised = (causes[at] for at in does)
+    assert dead is not None
+    assert late is not None
+    assert raised is not None
+    assert (dead.type, dead.message) == (
+        "RewardProcessError",
+        "its process ended with exit code 7 before it had answered; another process takes its "
+        "place",
+    )
+    assert late.message == (
+        "limits.reward_s = 3 s is over: the reward function had not returned; its process was "
+        "killed, and another one takes its place"
+    )
+    assert (raised.type, raised.message) == ("OSError", "no judge")
+    assert "isolated_rewards.py" in raised.traceback
+    assert [(each.outcome, each.reason, each.limit_source) for each in failed.values()] == [
+        (Outcome.FAILED, "reward", None),
+        (Outcome.DEADLINE, "reward", "limits.reward_s"),
+        (Outcome.FAILED, "reward", None),
+    ]
+
+
+async def test_reward_process_killed_by_a_signal_and_left_by_system_exit_are_told() -> None:
+    batch = await rewarded(
+        [user(extra={"does": "abort"}), user(extra={"does": "leave"}), user()],
+        isolated_rewards.score,
+        processes=1,
+    )
+    killed, left, fine = batch.trajectories
+    assert killed.cause is not None
+    assert killed.cause.message.startswith("its process was killed by SIGSEGV before")
+    assert left.cause is not None
+    assert (left.cause.type, left.cause.message) == ("SystemExit", "3")
+    assert fine.reward == 1.0
+
+
+async def test_reward_process_sees_the_trajectory_as_it_is() -> None:
+    prompt = user(uid="p", ground_truth={"sum": 5}, extra={"array": np.arange(3), "half": "\ud800"})
+    (trajectory,) = (await rewarded([prompt], isolated_rewards.tell, scenario=TOOLS)).trajectories
+    extra, transcript = trajectory.extra, trajectory.transcript
+    assert trajectory.reward == 0.5
+    assert extra["pid"] != os.getpid()
+    assert extra["type"] == "Trajectory"
+    assert (extra["uid"], extra["member"], extra["outcome"]) == ("p", 0, "completed")
+    assert extra["answer"] == trajectory.answer == "Five."
+    assert extra["roles"] == [each.role for each in trajectory.messages]
+    assert extra["prompt"] == ["dict", {"role": "user", "content": "go"}]
+    assert extra["ground_truth"] == {"sum": 5}
+    assert extra["ids"] == transcript.ids().tolist()
+    assert extra["log_probs"] == transcript.log_probs().tolist()
+    assert extra["versions"] == transcript.weight_versions().tolist()
+    assert extra["mask"] == transcript.mask().tolist()
+    assert extra["finish_reasons"] == ["stop", "stop"]
+    assert extra["session_id"] == trajectory.segments[0].session_id
+    assert extra["seeds"] == list(trajectory.segments[0].seeds)
+    assert extra["num_turns"] == trajectory.num_turns
+    assert extra["array"] == [0, 1, 2]
+    assert trajectory.segments[0].token_rewards is not None
+    assert sum(trajectory.segments[0].token_rewards) == 3.0
+
+
+async def test_reward_process_calls_async_functions_and_those_of_verl() -> None:
+    (one,) = (await rewarded([user()], isolated_rewards.later)).trajectories
+    assert (one.reward, one.extra["pid"] != os.getpid()) == (0.25, True)
+    prompts = [user(ground_truth="Done"), user(ground_truth="Else")]
+    batch = await rewarded(prompts, isolated_rewards.compute_score)
+    assert [each.reward for each in batch.trajectories] == [1.0, 0.0]
+
+
+async def test_reward_process_finds_what_a_name_names() -> None:
+    (one,) = (await rewarded([user()], "isolated_rewards:judge")).trajectories
+    assert one.reward == float(len(one.answer))
+
+
+async def test_group_reward_in_processes_fails_its_own_group_alone() -> None:
+    prompts = [user(extra={"does": "exit"}), user()]
+    batch = await rewarded(
+        prompts, group_reward=isolated_rewards.rank, samples=3, scenario=Scenario(seed=1)
+    )
+    dead, fine = batch.trajectories[:3], batch.trajectories[3:]
+    assert [each.reason for each in dead] == ["group_reward"] * 3
+    assert all(each.cause and "exit code 7" in each.cause.message for each in dead)
+    lengths = [len(each.answer) for each in fine]
+    assert [each.reward for each in fine] == [float(sorted(lengths).index(n)) for n in lengths]
+
+
+async def test_reward_process_that_died_is_asked_again_where_retries_say_so(
+    tmp_path: Path,
+) -> None:
+    prompt = user(extra={"path": str(tmp_path / "called")})
+    (one,) = (await rewarded([prompt], isolated_rewards.slow_then_right, retries=1)).trajectories
+    assert (one.outcome, one.reward, one.cause) == (Outcome.COMPLETED, 1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("reward", "extra", "said"),
+    [
+        (
+            isolated_rewards.unsendable,
+            {},
+            "rewards[0].extra['lock']: a value of type object",
+        ),
+        (isolated_rewards.short, {}, "token_values of shape (1,); expected one for each of the"),
+        (
+            isolated_rewards.score,
+            {"lock": object()},
+            "trajectories[0].extra['lock']: a value",
+        ),
+    ],
+)
+async def test_reward_process_cannot_be_handed_what_is_no_plain_data(
+    reward: Any, extra: dict[str, Any], said: str
+) -> None:
+    (one,) = (await rewarded([user(extra=extra)], reward)).trajectories
+    assert one.cause is not None
+    assert said in one.cause.message
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (
+            lambda trajectory: 1.0,
+            "reward: rewards.processes = 2 needs a function that its process can import: move "
+            "<lambda> to the top level of a module, or name it as 'package.module:name'",
+        ),
+        (
+            isolated_rewards.judge,
+            "reward: rewards.processes = 2 needs a function that its process can import: move "
+            "Judge to the top level of a module, or name it as 'package.module:name'",
+        ),
+        ("isolated_rewards:nothing", "reward = 'isolated_rewards:nothing': no nothing in isol"),
+        ("no.such:name", "reward = 'no.such:name': ModuleNotFoundError: No module named 'no"),
+        ("a b:c", "reward = 'a b:c': expected a function, or 'package.module:name'"),
+    ],
+)
+async def test_reward_that_no_process_can_import_is_refused_before_anything_starts(
+    reward: Any, said: str
+) -> None:
+    with pytest.raises(rollout.ConfigError) as caught:
+        await rewarded([user()], reward)
+    assert str(caught.value).startswith(said)
+
+
+async def test_reward_of_a_module_loaded_from_a_file_is_found_there(tmp_path: Path) -> None:
+    path = tmp_path / "by_hand.py"
+    path.write_text("def score(trajectory):\n    return 0.5\n")
+    spec = importlib.util.spec_from_file_location("loaded_by_hand", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (one,) = (await rewarded([user()], module.score)).trajectories
+    assert one.reward == 0.5
+
+
+async def test_reward_whose_module_fails_in_the_process_is_refused_when_the_runtime_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_here.py").write_text(
+        "import os\n"
+        f"if os.getpid() != {os.getpid()}:\n    raise RuntimeError('not in a child')\n"
+        "def score(trajectory):\n    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(rollout.ConfigError, match="imported in its process: RuntimeError: not in"):
+        await rewarded([user()], "only_here:score")
