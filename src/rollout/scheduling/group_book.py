@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from rollout.errors import LimitExceeded
 from rollout.scheduling.pulled_group import GroupMember, PulledGroup
 from rollout.types import Outcome
 
@@ -159,6 +160,16 @@ class GroupBook:
 
     def _lacks_none(self) -> bool:
         return len(self._ready) + self.counts["dropped"] >= self.wanted.at_once
+
+    def refused_error(self) -> LimitExceeded:
+        """What a call ends with that has refused too many."""
+        return LimitExceeded(
+            f"scheduling.groups.max_refused = {self.wanted.max_refused}: "
+            f"{self.counts['refused']} groups were refused and {self.counts['accepted']} accepted",
+            source="scheduling.groups.max_refused",
+            reason="refused",
+            outcome=Outcome.FAILED,
+        )
 
     @property
     def has_refused_too_many(self) -> bool:

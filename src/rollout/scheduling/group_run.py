@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.chat.group import Group
-from rollout.errors import LimitExceeded, RolloutError, SourceEnded
+from rollout.errors import RolloutError, SourceEnded
 from rollout.holds import NEVER
 from rollout.limits import Deadline
 from rollout.scheduling.ended_groups import Ended
@@ -382,7 +382,7 @@ class GroupRun:
             group.made = Group.of(group.uid, group.prompt, [each.trajectory for each in wanted])
             self.book.judged(group, is_accepted=self._accepts(group.made))
             if self.book.has_refused_too_many:
-                self.fail(self._too_many_refused())
+                self.fail(self.book.refused_error())
         finally:
             self._judging -= 1
             self.change()
@@ -397,13 +397,3 @@ class GroupRun:
     def _look_at_budget(self) -> None:
         if self._bad.are_too_many(self._ended_count, self._config):
             self.fail(self._bad.error(self._ended_count, self._config))
-
-    def _too_many_refused(self) -> RolloutError:
-        refused, most = self.book.counts["refused"], self.book.wanted.max_refused
-        return LimitExceeded(
-            f"scheduling.groups.max_refused = {most}: {refused} groups were refused and "
-            f"{self.book.counts['accepted']} accepted",
-            source="scheduling.groups.max_refused",
-            reason="refused",
-            outcome=Outcome.FAILED,
-        )
