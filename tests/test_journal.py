@@ -30,8 +30,9 @@ from rollout import (
 )
 from rollout.agents import AgentContext, register_agent
 from rollout.config import AgentConfig, JournalConfig, SamplingConfig
-from rollout.scheduling.journal.entries import AnswersEntry, EndEntry, TurnEntry, decode
+from rollout.scheduling.journal.entries import AnswersEntry, EndEntry, TurnEntry
 from rollout.scheduling.journal.frames import MAGIC, Frame, TornTail, frames
+from rollout.scheduling.journal.journal_reading import entries_of as entries_in
 from rollout.scheduling.journal.journal_reading import read_journal
 from rollout.testing import Scenario, run_virtual, tool_call
 from rollout.tools import ToolContext
@@ -136,14 +137,14 @@ def content(trajectory: Trajectory) -> dict[str, Any]:
 def record_ends(path: Path) -> list[int]:
     """Where the records of a journal end."""
     data = memoryview(path.read_bytes())
-    found = [each for each in frames(data) if isinstance(each, Frame)]
-    return [each.start + 8 + len(each.payload) for each in found]
+    return [each.stop for each in frames(data) if isinstance(each, Frame)]
 
 
 def entries_of(path: Path) -> list[Any]:
     """The records of a journal."""
     data = memoryview(path.read_bytes())
-    return [decode(each.payload) for each in frames(data) if isinstance(each, Frame)]
+    found = [each for each in frames(data) if isinstance(each, Frame)]
+    return [entry for each in found for _, entry in entries_in(each)]
 
 
 def cut(path: Path, size: int) -> Path:
@@ -505,9 +506,9 @@ def test_trajectories_ended_by_a_closing_runtime_are_continued(tmp_path: Path) -
     run_virtual(act)
     (recorded,) = read_journal(path).trajectories.values()
     assert recorded.end is None
-    assert recorded.answers
+    assert recorded.is_begun
     resumed = run(config_of(path), prompts("sum"), resume=True)
-    assert resumed.statistics.recalled == len(recorded.answers)
+    assert resumed.statistics.recalled == len(recorded.turns) + len(recorded.answers)
     assert resumed.trajectories[0].outcome is Outcome.COMPLETED
 
 

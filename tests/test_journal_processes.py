@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 import rollout
 from http_agents import Client, config_of, prompt_of, user
 from rollout import JournalError, Outcome, Prompt, RolloutBatch
 from rollout.config import GatewayConfig, JournalConfig, LimitsConfig
-from rollout.scheduling.journal.entries import EndEntry, decode
-from rollout.scheduling.journal.frames import Frame, frames
-from rollout.scheduling.journal.journal_reading import read_journal
+from rollout.scheduling.journal.entries import EndEntry
+from rollout.scheduling.journal.frames import Frame, frame_into, frames, records_of
+from rollout.scheduling.journal.journal_reading import entries_of, read_journal
 from rollout.testing import Scenario
 
 ROOT = Path(__file__).parents[1]
+WITH_PROCESSES = True
 SAID: list[list[Any]] = []
 
 
@@ -29,9 +31,15 @@ def cut_before_end(path: Path) -> None:
     """As a death leaves it right before its first trajectory was finished."""
     data = path.read_bytes()
     for each in frames(memoryview(data)):
-        if isinstance(each, Frame) and isinstance(decode(each.payload), EndEntry):
-            path.write_bytes(data[: each.start])
-            return
+        if isinstance(each, Frame):
+            for payload, entry in entries_of(each):
+                if isinstance(entry, EndEntry):
+                    before = [record for start, record in records_of(each) if start < payload.start]
+                    frame = bytearray()
+                    if before:
+                        frame_into(frame, [msgspec.Raw(record) for record in before])
+                    path.write_bytes(data[: each.start] + frame)
+                    return
 
 
 def converse(client: Client) -> None:

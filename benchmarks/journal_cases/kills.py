@@ -17,11 +17,13 @@ from driver_cases.alternation import say
 from journal_cases.driver_to_kill import GROUPS, MEMBERS
 from rollout.batch import RolloutBatch, load_trajectories
 from rollout.errors import RolloutError
-from rollout.scheduling.journal.entries import AnswersEntry, decode
+from rollout.scheduling.journal.entries import AnswersEntry, EndEntry
 from rollout.scheduling.journal.frames import Frame, frames
+from rollout.scheduling.journal.journal_reading import entries_of
 
 if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
+    from rollout.scheduling.journal.entries import Entry
 
 HERE = Path(__file__).parents[1]
 #: Longest that a driver may take to finish by itself.
@@ -86,15 +88,17 @@ def _run_batch(directory: Path, figures: Figures, moments: random.Random, kills:
 
 def _ended_once(data: bytes, before: int, known: dict[tuple[str, int], Any]) -> int:
     """How many of the known ones were not finished a second time, by a run after the kill."""
-    from rollout.scheduling.journal.entries import EndEntry
-
     ends: Counter[tuple[str, int]] = Counter()
-    for each in frames(memoryview(data)):
-        if isinstance(each, Frame):
-            entry = decode(each.payload)
-            if isinstance(entry, EndEntry):
-                ends[entry.key.uid, entry.key.member] += 1
+    for entry in _entries(data):
+        if isinstance(entry, EndEntry):
+            ends[entry.key.uid, entry.key.member] += 1
     return sum(ends[place] == 1 for place in known)
+
+
+def _entries(data: bytes) -> list[Entry]:
+    """The records of a journal."""
+    found = [each for each in frames(memoryview(data)) if isinstance(each, Frame)]
+    return [entry for each in found for _, entry in entries_of(each)]
 
 
 def _killed(directory: Path, moments: random.Random) -> bool:
@@ -135,8 +139,7 @@ def _calls(directory: Path) -> set[str]:
 
 def _answered(directory: Path) -> set[str]:
     """Calls whose answers the journal has."""
-    data = memoryview((directory / "journal").read_bytes())
-    entries = [decode(each.payload) for each in frames(data) if isinstance(each, Frame)]
+    entries = _entries((directory / "journal").read_bytes())
     return {f"{each.segment}/{each.turn - 1}" for each in entries if isinstance(each, AnswersEntry)}
 
 

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from typing import TYPE_CHECKING
 
-#: How many ids a digest is of, and that.
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: How many pieces a digest is of, and that.
 _NOTHING = (0, 0)
 
 
@@ -76,13 +80,19 @@ class TokenPrefix:
         self._summed = length
         return self._sum
 
-    def digest(self) -> int:
-        """CRC-32 of all ids; cheap where few have come since it was asked for last."""
-        length, digest = self._digested
-        if length < self._length:
-            digest = zlib.crc32(self.packed(length), digest)
-            self._digested = (self._length, digest)
-        return digest
+    @property
+    def pieces(self) -> Sequence[bytes]:
+        """All ids, packed, as they were appended."""
+        return self._pieces
+
+    def digested(self) -> tuple[int, int]:
+        """How many ids there are, and their CRC-32; cheap where few came since the last time."""
+        count, digest = self._digested
+        if count < len(self._pieces):
+            for piece in self._pieces[count:]:
+                digest = zlib.crc32(piece, digest)
+            self._digested = (len(self._pieces), digest)
+        return self._length, digest
 
     def packed(self, start: int = 0, stop: int | None = None) -> bytes:
         """The ids from index `start` up to `stop`, int32 little-endian."""

@@ -153,7 +153,7 @@ class Conversation(ListeningConversation):
                 if log is not None and place is not None and recalled_s is None:
                     turn, took_s = self.assistant_turns, state.clock() - started
                     session = self._session_id
-                    if log.note_turn(place, session, turn, generation, took_s, sampling):
+                    if log.note_turn(place, session, turn, generation, took_s):
                         await log.room()
             except (LimitExceeded, UnresponsiveError) as error:
                 self._settling_limits.settle(error)

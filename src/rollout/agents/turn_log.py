@@ -40,7 +40,6 @@ class TurnLog(Protocol):
         turn: int,
         generation: Generation,
         seconds: float,
-        sampling: SamplingParams,
     ) -> bool:
         """A generation is over; whether the trajectory is to wait for `room`."""
 

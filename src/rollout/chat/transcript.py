@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain, pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -37,20 +37,21 @@ class PackedTranscript(NamedTuple):
     """A transcript as bytes; `Transcript.from_packed` makes an equal one.
 
     Attributes:
-        ids: int32 of each token.
+        ids: int32 of each token, in the pieces in which they came; a piece that its reader has
+            already is a number.
         spans: Of each its author and where it stops; see `SpanTable`.
         runs, reasons: As in `SpanTable`.
-        log_probs: float32 of the generated ids, in order.
+        log_probs: float32 of each generated span, or a number in the same manner.
         top: By where their span starts, how many most likely ids each token has, their ids, int32,
             and log-probs, float32.
         experts: (layers, top_k) and int16 of the first tokens; None where nobody knows them.
     """
 
-    ids: bytes
+    ids: list[bytes | int]
     spans: bytes
     runs: bytes
     reasons: tuple[str, ...]
-    log_probs: bytes
+    log_probs: list[bytes | int]
     top: dict[int, tuple[int, bytes, bytes]] | None
     experts: tuple[int, int, bytes] | None
 
@@ -141,6 +142,7 @@ class Transcript:
         versions: Sequence[tuple[int, int]],
         finish_reason: str,
         top: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
+        packed: tuple[bytes, bytes] | None = None,
     ) -> None:
         """Append what an engine returned; an empty generation yields an empty span.
 
@@ -150,6 +152,7 @@ class Transcript:
             versions: Runs ``(weight version, number of ids)`` that add up to T.
             finish_reason: Why the engine stopped.
             top: (T, k) the most likely ids at the place of each, and (T, k) their log-probs.
+            packed: The same ids and log-probs, packed: held as they are.
 
         Raises:
             ValueError: The lengths do not agree; the transcript is unchanged.
@@ -165,17 +168,17 @@ class Transcript:
             raise ValueError(f"append_generated: a run of versions is negative: {list(versions)}")
         likely = None if top is None else _top_of(top, len(ids))
         # First what may fail, so that then nothing has changed.
-        packed = _packed("i", np.int32, ids)
-        packed_log_probs = _packed("f", np.float32, log_probs)
+        if packed is None:
+            packed = _packed("i", np.int32, ids), _packed("f", np.float32, log_probs)
         runs = array("i", chain.from_iterable((v, n) for v, n in versions if n)).tobytes()
         if likely is not None and len(ids):
             self._top = self._top or {}
             self._top[len(self)] = likely
-        self.prefix.extend(packed)
+        self.prefix.extend(packed[0])
         self._spans.append_generated(len(ids), finish_reason, runs)
         if self._log_probs is None:
             self._log_probs = []
-        self._log_probs.append(packed_log_probs)
+        self._log_probs.append(packed[1])
 
     def fork(self, position: int) -> Transcript:
         """A transcript that begins with the first `position` tokens of this one, as context.
@@ -224,8 +227,12 @@ class Transcript:
         """Those of the generated ids, in order, as packed float32."""
         return b"".join(self._log_probs or ())
 
-    def packed(self) -> PackedTranscript:
-        """All of it."""
+    def packed(self, known: Mapping[int, int]) -> PackedTranscript:
+        """All of it.
+
+        Args:
+            known: Numbers of what its reader has already, by the identity of its bytes.
+        """
         spans, top, experts = self._spans, None, None
         if self._top is not None:
             top = {
@@ -235,23 +242,29 @@ class Transcript:
         if self.expert_shape is not None and self._experts is not None:
             experts = (*self.expert_shape, self._experts.tobytes())
         return PackedTranscript(
-            self.prefix.packed(),
+            [known.get(id(piece), piece) for piece in self.prefix.pieces],
             spans.places,
             spans.runs,
             spans.reasons,
-            self.log_probs_bytes(),
+            [known.get(id(own), own) for own in self._log_probs or ()],
             top,
             experts,
         )
 
     @classmethod
-    def from_packed(cls, packed: PackedTranscript) -> Transcript:
-        """The transcript of which this was `packed`."""
+    def from_packed(
+        cls, packed: PackedTranscript, known: Callable[[int], tuple[bytes, bytes]]
+    ) -> Transcript:
+        """The transcript of which this was `packed`.
+
+        Args:
+            known: Gives the ids and the log-probs that a number stands for.
+        """
         made = cls()
-        made.prefix.extend(packed.ids)
-        made._spans = SpanTable(len(packed.ids) // 4, packed.spans, packed.runs, packed.reasons)
-        ends = accumulate((stop - start for start, stop in made._spans.generated()), initial=0)
-        own = [packed.log_probs[4 * start : 4 * stop] for start, stop in pairwise(ends)]
+        for piece in packed.ids:
+            made.prefix.extend(known(piece)[0] if isinstance(piece, int) else piece)
+        made._spans = SpanTable(len(made.prefix), packed.spans, packed.runs, packed.reasons)
+        own = [known(each)[1] if isinstance(each, int) else each for each in packed.log_probs]
         made._log_probs = own or None
         if packed.top is not None:
             made._top = {

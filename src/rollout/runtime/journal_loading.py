@@ -9,7 +9,12 @@ from rollout.agents.kept_messages import TurnReader
 from rollout.chat import get_tool_parser
 from rollout.config import config_from_dict
 from rollout.runtime.driver_model import template_of
-from rollout.scheduling.journal.journal_reading import read_journal, reader_of, say_torn
+from rollout.scheduling.journal.journal_reading import (
+    read_journal,
+    reader_of,
+    say_torn,
+    turn_reader,
+)
 from rollout.scheduling.journal.packed_trajectory import prompt_of, trajectory_of
 
 if TYPE_CHECKING:
@@ -71,7 +76,7 @@ def ended_trajectories(path: Path) -> list[Trajectory]:
         ) -> TurnReader:
             return TurnReader(template, parser, offered if schemas is None else schemas)
 
-        found.append(trajectory_of(entry.trajectory, prompt, reader))
+        found.append(trajectory_of(entry.trajectory, prompt, reader, turn_reader(recorded, read)))
     return found
 
 

@@ -91,7 +91,6 @@ class TurnEntry(msgspec.Struct, array_like=True, tag=2, gc=False):
     cached_tokens: int
     resumes: int
     seconds: float
-    seed: int
     top: tuple[int, bytes, bytes] | None = None
     experts: tuple[int, int, int, bytes] | None = None
 
@@ -118,7 +117,10 @@ class AnswersEntry(msgspec.Struct, array_like=True, tag=3):
 
 
 class EndEntry(msgspec.Struct, array_like=True, tag=4):
-    """A finished trajectory, packed."""
+    """A finished trajectory, packed.
+
+    What an engine sampled for it stands in its turns: there is the number of one since `start`.
+    """
 
     key: Key
     trajectory: bytes

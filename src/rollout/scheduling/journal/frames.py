@@ -1,4 +1,8 @@
-"""Frames of a journal: ``u32 length | u32 CRC-32 | payload``, little-endian."""
+"""Frames of a journal: ``u32 length | u32 CRC-32 | payload``, little-endian.
+
+The payload is a msgpack array of records: those that are written together share a frame, because
+each frame costs the driver as much as several records.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +15,30 @@ import msgspec
 from rollout.errors import JournalError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 #: What a journal begins with; the number is the version of its format.
 MAGIC = b"rollout journal 1\n"
 _MAGIC_OF_ANY = b"rollout journal "
 _HEAD = struct.Struct("<II")
-encode_into = msgspec.msgpack.Encoder().encode_into
+_encode_into = msgspec.msgpack.Encoder().encode_into
+_raw_records = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _NO_HEAD = bytes(_HEAD.size)
-#: Bytes for which zlib keeps the interpreter: to hand it over costs more than their checksum.
-_PIECE = 4096
 #: No frame is longer; what says otherwise is no frame.
 MAX_PAYLOAD = 1 << 30
 
 
 class Frame(NamedTuple):
-    """Where a payload lies in the file."""
+    """Where a frame begins in the file, and what it holds."""
 
     start: int
     payload: memoryview
+
+    @property
+    def stop(self) -> int:
+        """Where it ends in the file."""
+        return self.start + _HEAD.size + len(self.payload)
 
 
 class TornTail(NamedTuple):
@@ -40,22 +48,39 @@ class TornTail(NamedTuple):
     size: int
 
 
-def frame_into(frames: bytearray, entry: Any) -> None:
-    """Append a record as it stands in the file."""
+def frame_into(frames: bytearray, records: Sequence[Any]) -> None:
+    """Append a frame of these records as it stands in the file."""
     start = len(frames)
     frames += _NO_HEAD
-    encode_into(entry, frames, start + _HEAD.size)
+    _encode_into(records, frames, start + _HEAD.size)
     with memoryview(frames) as view:
-        checksum = _checksum(view[start + _HEAD.size :])
+        checksum = zlib.crc32(view[start + _HEAD.size :])
     _HEAD.pack_into(frames, start, len(frames) - start - _HEAD.size, checksum)
 
 
-def _checksum(payload: memoryview) -> int:
-    """Its CRC-32; of pieces, because zlib lets other threads run during longer ones."""
-    value = 0
-    for start in range(0, len(payload), _PIECE):
-        value = zlib.crc32(payload[start : start + _PIECE], value)
-    return value
+def divided(frame: bytes | bytearray) -> list[bytearray]:
+    """The records of a frame, each in a frame of its own."""
+    made = []
+    for record in _raw_records.decode(frame[_HEAD.size :]):
+        single = bytearray()
+        frame_into(single, [record])
+        made.append(single)
+    return made
+
+
+def records_of(frame: Frame) -> list[tuple[int, bytes]]:
+    """The records of a frame: where each begins in the file, and its bytes.
+
+    Raises:
+        msgspec.MsgspecError: It holds none.
+    """
+    records = [bytes(each) for each in _raw_records.decode(frame.payload)]
+    at = frame.stop - sum(map(len, records))
+    found = []
+    for record in records:
+        found.append((at, record))
+        at += len(record)
+    return found
 
 
 def check_magic(path: Path, data: memoryview) -> bool:
@@ -86,9 +111,9 @@ def frames(data: memoryview) -> Iterator[Frame | TornTail]:
         if payload is None:
             yield TornTail(start, len(data) - start)
             return
-        size = _HEAD.size + len(payload)
-        yield Frame(start, payload)  # whose payload may be released
-        start += size
+        frame = Frame(start, payload)
+        start = frame.stop
+        yield frame  # whose payload may be released
 
 
 def _payload(data: memoryview, start: int) -> memoryview | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 from contextlib import closing
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import attrs
@@ -23,7 +24,14 @@ from rollout.scheduling.journal.entries import (
     VersionEntry,
     decode,
 )
-from rollout.scheduling.journal.frames import MAGIC, TornTail, check_magic, frames
+from rollout.scheduling.journal.frames import (
+    MAGIC,
+    Frame,
+    TornTail,
+    check_magic,
+    frames,
+    records_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,12 +41,10 @@ logger = logging.getLogger("rollout.journal")
 
 #: Step, uid, whether it validates, and the number of the call.
 PromptKey = tuple[int, str, bool, int]
-#: Bytes before the payload of a frame.
-_HEAD = 8
 
 
 class Payload(NamedTuple):
-    """Where one lies in the file."""
+    """Where a record lies in the file."""
 
     start: int
     size: int
@@ -50,17 +56,23 @@ class Recorded:
 
     Attributes:
         start: How often it had begun from its start, the first time apart.
-        answers: Turns and answers of tools since it began last, in order.
+        turns, answers: Turns, and answers of tools, since it began last, in order.
         stateful: Tools called since then whose last state nobody holds.
         end: The trajectory, once it is finished.
         is_delivered: Whether the caller has it.
     """
 
     start: int = 0
+    turns: list[Payload] = attrs.field(factory=list)
     answers: list[Payload] = attrs.field(factory=list)
     stateful: set[str] = attrs.field(factory=set)
     end: Payload | None = None
     is_delivered: bool = False
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether there is anything that could be given again."""
+        return bool(self.turns or self.answers)
 
 
 class Contents:
@@ -92,15 +104,14 @@ class Contents:
                 key = (entry.step, entry.uid, entry.validate, entry.call)
                 self.prompts[key] = payload
             case TurnEntry():
-                self._begun(entry.key, entry.start).answers.append(payload)
+                self._begun(entry.key, entry.start).turns.append(payload)
             case AnswersEntry():
                 recorded = self._begun(entry.key, entry.start)
                 recorded.answers.append(payload)
                 recorded.stateful -= entry.snapshots.keys()
                 recorded.stateful |= set(entry.stateful)
             case EndEntry():
-                recorded = self._of(entry.key)
-                recorded.end, recorded.answers = payload, []
+                self._of(entry.key).end = payload
             case DeliveredEntry():
                 for each in entry.keys:
                     self._of(each).is_delivered = True
@@ -113,7 +124,8 @@ class Contents:
     def _begun(self, key: Key, start: int) -> Recorded:
         recorded = self._of(key)
         if start > recorded.start:
-            recorded.start, recorded.answers, recorded.stateful = start, [], set()
+            recorded.start, recorded.stateful = start, set()
+            recorded.turns, recorded.answers = [], []
         return recorded
 
 
@@ -148,15 +160,24 @@ def _scan(path: Path, data: memoryview, contents: Contents) -> None:
         if isinstance(frame, TornTail):
             contents.torn = frame
             return
-        payload = Payload(frame.start + _HEAD, len(frame.payload))
+        end = frame.stop
         try:
-            entry = decode(frame.payload)
+            for payload, entry in entries_of(frame):
+                contents.add(payload, entry)
         except (msgspec.MsgspecError, ValueError) as error:
-            raise JournalError(f"{path}: the record at byte {frame.start}: {error}") from error
+            raise JournalError(f"{path}: the frame at byte {frame.start}: {error}") from error
         finally:
             frame.payload.release()
-        contents.add(payload, entry)
-        contents.size = payload.start + payload.size
+        contents.size = end
+
+
+def entries_of(frame: Frame) -> list[tuple[Payload, Entry]]:
+    """The records of a frame, and where they lie.
+
+    Raises:
+        msgspec.MsgspecError: It holds something else.
+    """
+    return [(Payload(start, len(record)), decode(record)) for start, record in records_of(frame)]
 
 
 def reader_of(path: Path) -> Callable[[Payload], Entry]:
@@ -179,3 +200,17 @@ def say_torn(path: Path, torn: TornTail) -> None:
         torn.size,
         torn.start,
     )
+
+
+def turn_reader(
+    recorded: Recorded, read: Callable[[Payload], Entry]
+) -> Callable[[int], tuple[bytes, bytes]]:
+    """Gives ids and log-probs of a turn of a trajectory, by its number."""
+
+    @cache
+    def turn(number: int) -> tuple[bytes, bytes]:
+        entry = read(recorded.turns[number])
+        assert isinstance(entry, TurnEntry)
+        return entry.ids, entry.log_probs
+
+    return turn

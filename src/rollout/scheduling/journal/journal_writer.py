@@ -6,15 +6,16 @@ import logging
 import os
 import threading
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
 
 from rollout.bridge import event_type, has_virtual_clock, loop_poster
 from rollout.disk_room import unwritable
-from rollout.scheduling.journal.frames import MAGIC, frame_into
+from rollout.scheduling.journal.frames import MAGIC, divided, frame_into
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from rollout.errors import RolloutError
@@ -28,8 +29,15 @@ GATHER_S = 0.03
 RETRY_S = 1.0
 #: Records that wait to be written before trajectories wait for them.
 MAX_WAITING = 1 << 16
-#: Bytes of one write.
-_AT_ONCE = 4 << 20
+#: Bytes of one write; records of one frame, during whose encoding no other thread runs.
+_AT_ONCE, _IN_FRAME = 4 << 20, 64
+
+
+class _Size(NamedTuple):
+    """Of a frame."""
+
+    bytes: int
+    records: int
 
 
 class JournalWriter:
@@ -64,7 +72,7 @@ class JournalWriter:
         self._entries: deque[Entry] = deque()
         #: Of entries that were taken from there, and are not written yet; the thread's.
         self._frames = bytearray()
-        self._sizes: deque[int] = deque()
+        self._sizes: deque[_Size] = deque()
         self._event_type = event_type()
         self._changed = self._event_type()
         self._has_waiters = False
@@ -79,8 +87,7 @@ class JournalWriter:
     def begin(self, header: Entry) -> None:
         """The first record of a new file."""
         self._frames += MAGIC
-        self._sizes.append(len(MAGIC))
-        self.put_count += 1
+        self._sizes.append(_Size(len(MAGIC), 0))
         self.put(header)
 
     def put(self, entry: Entry) -> int:
@@ -149,7 +156,7 @@ class JournalWriter:
     def _write_all(self) -> None:
         """Write what was put so far."""
         while self._entries:
-            self._take(self._entries.popleft())
+            self._take([self._entries.popleft() for _ in range(min(len(self._entries), _IN_FRAME))])
         before, failure = self.written, self.failure
         try:
             while self._sizes:
@@ -166,29 +173,39 @@ class JournalWriter:
             else:
                 self._post(self._tell)
 
-    def _take(self, entry: Entry) -> None:
-        """Encode a record in its place."""
+    def _take(self, entries: Sequence[Entry]) -> None:
+        """Encode records in their place."""
         before = len(self._frames)
-        frame_into(self._frames, entry)
-        self._sizes.append(len(self._frames) - before)
+        frame_into(self._frames, entries)
+        self._sizes.append(_Size(len(self._frames) - before, len(entries)))
 
     def _write_some(self) -> None:
-        """The next frames, or as many of them as there is room for.
+        """The next frames, or as many of their records as there is room for.
 
         Raises:
             OSError: Not all of them.
         """
         size = count = 0
         for each in self._sizes:
-            if count and size + each > _AT_ONCE:
+            if count and size + each.bytes > _AT_ONCE:
                 break
-            size, count = size + each, count + 1
+            size, count = size + each.bytes, count + 1
         try:
             self._append(size, count)
         except OSError:
-            if count == 1:
+            first = self._sizes[0]
+            if count == 1 and first.records <= 1:
                 raise
-            self._append(self._sizes[0], 1)  # perhaps there is room for some
+            self._divide(first)
+            self._append(self._sizes[0].bytes, 1)  # perhaps there is room for some
+
+    def _divide(self, first: _Size) -> None:
+        """Give each record of the first frame one of its own."""
+        if first.records > 1:
+            self._sizes.popleft()
+            singles = divided(self._frames[: first.bytes])
+            self._frames[: first.bytes] = b"".join(singles)
+            self._sizes.extendleft(_Size(len(each), 1) for each in reversed(singles))
 
     def _append(self, size: int, count: int) -> None:
         """So many bytes of the next frames, which are so many; or nothing of them."""
@@ -203,10 +220,8 @@ class JournalWriter:
             os.ftruncate(self._descriptor, self.size)
             raise
         del self._frames[:size]
-        for _ in range(count):
-            self._sizes.popleft()
         self.size += size
-        self.written += count
+        self.written += sum(self._sizes.popleft().records for _ in range(count))
 
     def _tell(self) -> None:
         """Wake those who wait; on the loop."""

@@ -61,11 +61,15 @@ class _Trajectory(msgspec.Struct, array_like=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
+_NUMBERS = frozenset((int, float, bool))
 _decoder = msgspec.msgpack.Decoder(_Trajectory, ext_hook=restored)
 
 
 def packed_trajectory(
-    trajectory: Trajectory, schemas: Sequence[Mapping[str, Any]], unwritable: Unwritable
+    trajectory: Trajectory,
+    schemas: Sequence[Mapping[str, Any]],
+    unwritable: Unwritable,
+    known: Mapping[int, int],
 ) -> tuple[bytes, JournalError | None]:
     """A trajectory without its prompt; and why a value in it is left out, if one is.
 
@@ -73,6 +77,7 @@ def packed_trajectory(
         trajectory: A finished one.
         schemas: Of the tools that its prompt offers.
         unwritable: What becomes of values that are no plain data.
+        known: Numbers of what its reader has already; see `Transcript.packed`.
     """
     faults: list[JournalError | None] = []
 
@@ -101,7 +106,9 @@ def packed_trajectory(
 
     rows = {id(each.transcript.prefix): at for at, each in enumerate(trajectory.segments)}
     main = number_of(trajectory.messages)
-    segments = [_packed_segment(each, number_of(each.messages)) for each in trajectory.segments]
+    segments = [
+        _packed_segment(each, number_of(each.messages), known) for each in trajectory.segments
+    ]
     record = _Trajectory(
         uid=trajectory.uid,
         group=trajectory.group,
@@ -115,7 +122,7 @@ def packed_trajectory(
         turn_scores=trajectory.turn_scores and plain(trajectory.turn_scores, "turn_scores"),
         tool_rewards=trajectory.tool_rewards and plain(trajectory.tool_rewards, "tool_rewards"),
         num_turns=trajectory.num_turns,
-        metrics=plain(trajectory.metrics, "metrics"),
+        metrics=_metrics(trajectory.metrics),
         extra=items(trajectory.extra, "extra") if trajectory.extra else {},
         history=trajectory.history,
         segments=segments,
@@ -125,10 +132,10 @@ def packed_trajectory(
     return _encode(record), next((fault for fault in faults if fault is not None), None)
 
 
-def _packed_segment(segment: Segment, messages: int) -> _Segment:
+def _packed_segment(segment: Segment, messages: int, known: Mapping[int, int]) -> _Segment:
     rewards = segment.token_rewards
     return _Segment(
-        transcript=segment.transcript.packed(),
+        transcript=segment.transcript.packed(known),
         parent=segment.parent,
         purpose=segment.purpose,
         trainable=segment.trainable,
@@ -155,6 +162,13 @@ def _packed_messages(
     return pack_texts([message(each) for each in messages]), None
 
 
+def _metrics(metrics: Mapping[str, Any]) -> Any:
+    """Mostly they are numbers, which need no second look."""
+    return (
+        metrics if _NUMBERS.issuperset(map(type, metrics.values())) else plain(metrics, "metrics")
+    )
+
+
 def _encodable(cause: Cause | None) -> Cause | None:
     if cause is None:
         return None
@@ -164,7 +178,10 @@ def _encodable(cause: Cause | None) -> Cause | None:
 
 
 def trajectory_of(
-    packed: bytes | memoryview, prompt: Prompt | None, reader: ReaderOf
+    packed: bytes | memoryview,
+    prompt: Prompt | None,
+    reader: ReaderOf,
+    known: Callable[[int], tuple[bytes, bytes]],
 ) -> Trajectory:
     """The trajectory that was packed.
 
@@ -172,9 +189,10 @@ def trajectory_of(
         packed: By `packed_trajectory`.
         prompt: What it started from.
         reader: Makes what its messages are read with.
+        known: See `Transcript.from_packed`.
     """
     record = _decoder.decode(packed)
-    transcripts = [Transcript.from_packed(each.transcript) for each in record.segments]
+    transcripts = [Transcript.from_packed(each.transcript, known) for each in record.segments]
     rows = [each.prefix for each in transcripts]
     conversations = [
         KeptMessages.from_packed(each, rows, reader(schemas), _message)

@@ -13,7 +13,7 @@ import msgspec
 
 from rollout.errors import JournalError
 from rollout.scheduling.journal.entries import AnswersEntry, EndEntry, Key, TurnEntry
-from rollout.scheduling.journal.journal_reading import Recorded
+from rollout.scheduling.journal.journal_reading import Recorded, turn_reader
 from rollout.scheduling.journal.packed_trajectory import packed_trajectory, trajectory_of
 from rollout.scheduling.journal.plain_data import plain
 from rollout.tools import ToolResult
@@ -21,7 +21,7 @@ from rollout.tools.answers import Answers
 from rollout.types import Cause, Outcome, said
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rollout.agents.turn_log import Place
     from rollout.chat.trajectory import Trajectory
@@ -61,6 +61,7 @@ class TrajectoryLog:
         "_begun",
         "_journal",
         "_latest",
+        "_noted",
         "_recorded",
         "_start",
         "_ticket",
@@ -77,6 +78,8 @@ class TrajectoryLog:
         self._start = self._recorded.start
         self._ticket = self._latest = 0
         self._begun = False
+        #: Ids and log-probs of the turns that are written, in order.
+        self._noted: list[tuple[bytes, bytes]] = []
         self._turns: dict[Place, deque[TurnEntry]] | None = None
         self._answers: dict[Place, deque[AnswersEntry]] | None = None
 
@@ -93,33 +96,42 @@ class TrajectoryLog:
         """
         if self._recorded.end is None:
             return None
-        entry = self._journal.read(self._recorded.end)
+        read = self._journal.read
+        entry = read(self._recorded.end)
         assert isinstance(entry, EndEntry)
-        reader = self._journal.reader_for(prompt)
-        trajectory = trajectory_of(entry.trajectory, prompt, reader)
+        reader, known = self._journal.reader_for(prompt), turn_reader(self._recorded, read)
+        trajectory = trajectory_of(entry.trajectory, prompt, reader, known)
         trajectory.group = group
         self._journal.counts.returned += 1
         return trajectory
 
     def begin(self) -> None:
         """An attempt begins at the start of its agent; the first has what is recorded."""
-        if self._begun or (self._recorded.stateful and self._recorded.answers):
+        recorded = self._recorded
+        if self._begun or (recorded.stateful and recorded.is_begun):
             if not self._begun:
                 self._say_restart()
             self._begun, self._turns, self._answers = True, None, None
+            self._noted = []
             self._start += 1
             return
         self._begun = True
-        if self._recorded.answers:
+        if recorded.is_begun:
             self._journal.counts.continued += 1
-        for payload in self._recorded.answers:
-            entry = self._journal.read(payload)
-            if isinstance(entry, TurnEntry):
-                self._turns = self._turns or {}
-                self._turns.setdefault(entry.place, deque()).append(entry)
-            elif isinstance(entry, AnswersEntry):
-                self._answers = self._answers or {}
-                self._answers.setdefault(entry.place, deque()).append(entry)
+            self._recall(recorded)
+
+    def _recall(self, recorded: Recorded) -> None:
+        """Have what is recorded ready to be given again."""
+        turns: dict[Place, deque[TurnEntry]] = {}
+        answers: dict[Place, deque[AnswersEntry]] = {}
+        for entry in map(self._journal.read, recorded.turns):
+            assert isinstance(entry, TurnEntry)
+            turns.setdefault(entry.place, deque()).append(entry)
+            self._noted.append((entry.ids, entry.log_probs))
+        for entry in map(self._journal.read, recorded.answers):
+            assert isinstance(entry, AnswersEntry)
+            answers.setdefault(entry.place, deque()).append(entry)
+        self._turns, self._answers = turns, answers
 
     def _say_restart(self) -> None:
         self._journal.counts.restarted += 1
@@ -131,7 +143,8 @@ class TrajectoryLog:
 
     def place_of_turn(self, prefix: TokenPrefix, sampling: SamplingParams) -> Place:
         """Where a turn begins that is sampled so."""
-        return len(prefix), prefix.digest(), sampling.seed or 0
+        length, digest = prefix.digested()
+        return length, digest, sampling.seed or 0
 
     async def recall_turn(self, place: Place, generation: Generation) -> float | None:
         """Fill a generation as it was; the seconds that it took, None where nothing is known."""
@@ -158,10 +171,11 @@ class TrajectoryLog:
         turn: int,
         generation: Generation,
         seconds: float,
-        sampling: SamplingParams,
     ) -> bool:
         """A generation is over; whether to wait for `room`."""
         top, experts, shape = None, None, generation.expert_shape
+        packed = ids, log_probs = generation.packed()
+        self._noted.append(packed)
         if generation.top_count:
             top = (generation.top_count, generation.top_ids, generation.top_log_probs)
         if shape is not None:
@@ -173,14 +187,13 @@ class TrajectoryLog:
                 segment,
                 turn,
                 place,
-                generation.ids.tobytes(),
-                generation.log_probs.tobytes(),
+                ids,
+                log_probs,
                 generation.versions,
                 generation.finish_reason,
                 generation.cached_tokens,
                 generation.resumes,
                 seconds,
-                sampling.seed or 0,
                 top,
                 experts,
             )
@@ -194,7 +207,8 @@ class TrajectoryLog:
             asked = _encode(calls)
         except (TypeError, ValueError, OverflowError):
             return None
-        return len(prefix), prefix.digest(), zlib.crc32(asked)
+        length, digest = prefix.digested()
+        return length, digest, zlib.crc32(asked)
 
     async def recall_answers(self, place: Place) -> Answers | None:
         """What was answered then; None where nothing is known."""
@@ -213,10 +227,7 @@ class TrajectoryLog:
         """
         try:
             results = [_fields(each, at) for at, each in enumerate(answers.results)]
-            snapshots = {
-                name: plain(state, f"the snapshot of tool {name!r}")
-                for name, state in answers.snapshots.items()
-            }
+            snapshots = _plain_states(answers.snapshots) if answers.snapshots else {}
         except JournalError as error:
             self._journal.say_unwritable(error)
             return False
@@ -229,7 +240,7 @@ class TrajectoryLog:
                 place,
                 results,
                 answers.seconds,
-                list(answers.stateful),
+                [*answers.stateful],
                 snapshots,
             )
         )
@@ -250,19 +261,23 @@ class TrajectoryLog:
         self._ticket = self._journal.put(EndEntry(self.key, self._packed(trajectory)))
 
     def _packed(self, trajectory: Trajectory) -> bytes:
-        schemas = self._journal.schemas_for(trajectory.prompt)
+        schemas, unwritable = self._journal.schemas_for(trajectory.prompt), self._journal.unwritable
+        known = {id(piece): number for number, each in enumerate(self._noted) for piece in each}
+        self._noted = []
         try:
-            packed, fault = packed_trajectory(trajectory, schemas, self._journal.unwritable)
+            packed, fault = packed_trajectory(trajectory, schemas, unwritable, known)
             if fault is None:
                 return packed
         except (JournalError, TypeError, ValueError, OverflowError) as error:
             fault = error if isinstance(error, JournalError) else JournalError(said(error))
             _drop_messages(trajectory)
         _fail(trajectory, fault)
-        packed, _ = packed_trajectory(trajectory, schemas, self._journal.unwritable)
+        packed, _ = packed_trajectory(trajectory, schemas, unwritable, {})
         return packed
 
     def _say_departure(self) -> None:
+        if not self.has_answers:
+            return
         left = sum(len(each) for each in (self._turns or {}).values())
         left += sum(len(each) for each in (self._answers or {}).values())
         self._turns = self._answers = None
@@ -309,6 +324,10 @@ def _next(known: dict[Place, deque[Any]] | None, place: Place) -> Any:
     if not found:
         del known[place]
     return entry
+
+
+def _plain_states(states: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: plain(each, f"the snapshot of tool {name!r}") for name, each in states.items()}
 
 
 _RESULT_FIELDS = ("text", "data", "reward", "metrics", "is_error", "end_trajectory", "extra")
