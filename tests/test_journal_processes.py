@@ -23,7 +23,6 @@ from rollout.scheduling.journal.journal_reading import entries_of, read_journal
 from rollout.testing import Scenario
 
 ROOT = Path(__file__).parents[1]
-WITH_PROCESSES = True
 SAID: list[list[Any]] = []
 
 

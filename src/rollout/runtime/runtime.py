@@ -156,7 +156,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
         run = await self._new_run(prompts, samples, step, validate, layout, trim)
         rows: list[Trajectory | None] = [None] * len(run.members)
 
-        async def keep(row: int, trajectory: Trajectory) -> None:
+        def keep(row: int, trajectory: Trajectory) -> None:
             rows[row] = trajectory
             self._tell(trajectory)
 
@@ -164,7 +164,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
             try:
                 async with self._sleep.awake():
                     with self._running(run, run):
-                        await run.run(keep)
+                        await run.run_keeping(keep)
             except Exception as error:
                 for row, trajectory in run.unwritten:
                     rows[row] = trajectory
@@ -281,6 +281,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
             deadline=deadline,
             config=scheduling,
             tally=self._tally,
+            journal=self._journal,
         )
 
     def _new_desk(self) -> GroupDesk:

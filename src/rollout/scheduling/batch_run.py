@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rollout.limits import Deadline
     from rollout.observe.tally import Tally
     from rollout.scheduling.agent_run import AgentRun
+    from rollout.scheduling.journal.open_journal import OpenJournal
     from rollout.scheduling.journal.trajectory_log import TrajectoryLog
     from rollout.scheduling.member_runs import MemberRuns
     from rollout.scheduling.prompts import Member
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
     #: Takes a finished trajectory and its row; may wait, and holds the trajectory's place.
     Deliver = Callable[[int, Trajectory], Awaitable[None]]
+    #: Takes one at once.
+    Keep = Callable[[int, Trajectory], None]
 
 #: Reason of trajectories that were cancelled because the runtime was closed.
 CLOSED = "closed"
@@ -50,6 +53,7 @@ class BatchRun:
         deadline: Deadline,
         config: SchedulingConfig,
         tally: Tally,
+        journal: OpenJournal | None = None,
     ) -> None:
         self.members = members
         self._runs = runs
@@ -57,7 +61,11 @@ class BatchRun:
         self._deadline = deadline
         self._config = config
         self._tally = tally
+        self._journal = journal
         self._deliver: Deliver
+        self._keep: Keep | None = None
+        #: What `_keep` gets once the journal has it, in the order of its records.
+        self._unkept: deque[tuple[Member, Trajectory]] = deque()
         self._waiting = iter(_by_priority(members))
         self._started = 0
         self._last_deadline = deadline
@@ -99,14 +107,31 @@ class BatchRun:
                 was over and `scheduling.on_deadline` is "raise"; every member has been delivered.
             RolloutError: `close` was called; every member has been delivered.
         """
-        self._tally.admitted += len(self.members)
         self._deliver = deliver
+        await self._run_all()
+        self._raise_final_error()
+
+    async def run_keeping(self, keep: Keep) -> None:
+        """As `run`, for a receiver that never waits: no place waits for the journal either."""
+        self._keep = keep
+        if self._journal is None:
+            await self._run_all()
+        else:
+            with self._journal.telling(self._keep_written):
+                await self._run_all()
+                await self._keep_all()
+        self._raise_final_error()
+
+    async def _run_all(self) -> None:
+        self._tally.admitted += len(self.members)
         try:
             await self._runs.run(partial(self._runs.admit, self))
         finally:
             lost = sum(not member.is_finished for member in self.members)
             self._tally.outcomes[Outcome.CANCELLED] += lost
             self._bad.log()
+
+    def _raise_final_error(self) -> None:
         error = self._final_error()
         if error is not None:
             try:
@@ -191,10 +216,30 @@ class BatchRun:
 
     async def _hand_over(self, row: int, member: Member, trajectory: Trajectory) -> None:
         """Deliver a trajectory, once the journal has it."""
-        if member.log is None or await self._is_written(member.log):
+        if self._keep is not None:
+            self._unkept.append((member, trajectory))
+            self._keep_written()
+        elif member.log is None or await self._is_written(member.log):
             await self._deliver(row, trajectory)
         else:
             self.unwritten.append((row, trajectory))
+
+    def _keep_written(self) -> None:
+        """Keep what is written."""
+        assert self._keep is not None
+        while self._unkept and ((log := self._unkept[0][0].log) is None or log.is_written):
+            member, trajectory = self._unkept.popleft()
+            self._keep(member.row, trajectory)
+
+    async def _keep_all(self) -> None:
+        """Keep what is left, as far as it can be written."""
+        while self._unkept:
+            member, trajectory = self._unkept[0]
+            if member.log is None or await self._is_written(member.log):
+                self._keep_written()
+            else:
+                self._unkept.popleft()
+                self.unwritten.append((member.row, trajectory))
 
     async def _is_written(self, log: TrajectoryLog) -> bool:
         """Whether the journal has it; waits for that until the batch's time is over."""

@@ -15,7 +15,7 @@ from rollout.disk_room import unwritable
 from rollout.scheduling.journal.frames import MAGIC, divided, frame_into
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from rollout.errors import RolloutError
@@ -59,6 +59,7 @@ class JournalWriter:
         written: Of these, as many as are written.
         size: Bytes in the file.
         failure: Why the last attempt to write failed; None where it did not.
+        listeners: Called on the loop when more is written, or cannot be; see `ask`.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class JournalWriter:
         self._sizes: deque[_Size] = deque()
         self._event_type = event_type()
         self._changed = self._event_type()
+        self.listeners: dict[Callable[[], object], None] = {}
         self._has_waiters = False
         self._is_awake = False
         self._wake, self._closing, self._done = (threading.Event() for _ in range(3))
@@ -100,6 +102,10 @@ class JournalWriter:
             self._is_awake = True
             self._wake.set()
         return self.put_count
+
+    def ask(self) -> None:
+        """Have the listeners called when more is written than is now."""
+        self._has_waiters = True  # the thread looks for it after it has written
 
     async def until_written(self, number: int, look_s: float) -> None:
         """Until so many records are written, or it is worth to look whether to wait on.
@@ -227,3 +233,5 @@ class JournalWriter:
         """Wake those who wait; on the loop."""
         changed, self._changed = self._changed, self._event_type()
         changed.set()
+        for tell in tuple(self.listeners):
+            tell()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import attrs
@@ -15,7 +15,7 @@ from rollout.scheduling.journal.journal_writer import MAX_WAITING
 from rollout.scheduling.journal.plain_data import Unwritable, logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
     from rollout.agents.services import Services
@@ -70,6 +70,7 @@ class OpenJournal:
         counts: Of what was there.
         unwritable: What becomes of values that are no plain data.
         put: Has a record written; gives its number.
+        ask: Has what `telling` names called when more is written.
         read: A record of before.
     """
 
@@ -88,13 +89,23 @@ class OpenJournal:
         self._said = False
         self._clock = loop_clock()
         self._allowance = 0 if config.fsync == "always" else MAX_WAITING
-        self.put = writer.put
+        self.put, self.ask = writer.put, writer.ask
 
     @property
     def failure(self) -> JournalError | None:
         """Why it cannot be written at present."""
         failure = self._writer.failure
         return None if failure is None else JournalError(str(failure))
+
+    @contextmanager
+    def telling(self, tell: Callable[[], object]) -> Iterator[None]:
+        """Call this when more is written, or cannot be, after `ask`; in the block."""
+        listeners = self._writer.listeners
+        listeners[tell] = None
+        try:
+            yield
+        finally:
+            del listeners[tell]
 
     @property
     def taken(self) -> int:
@@ -121,12 +132,16 @@ class OpenJournal:
         self, ticket: int, deadline: float, is_over: Callable[[], bool]
     ) -> bool:
         """Whether a record is written; see `TrajectoryLog.until_written`."""
-        while self._writer.written < ticket and not self._goes_on:
+        while not self.has_written(ticket):
             if is_over() or (self._writer.failure is not None and self._clock() >= deadline):
                 await self._writer.until_written(ticket, CHECK_S)
                 return self._writer.written >= ticket
             await self._writer.until_written(ticket, CHECK_S)
         return True
+
+    def has_written(self, ticket: int) -> bool:
+        """Whether a record is written, or need not be."""
+        return self._writer.written >= ticket or self._goes_on
 
     @property
     def _goes_on(self) -> bool:

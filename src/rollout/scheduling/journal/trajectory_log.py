@@ -296,6 +296,12 @@ class TrajectoryLog:
         """Why its end cannot be written."""
         return self._journal.failure or JournalError("the journal cannot be written")
 
+    @property
+    def is_written(self) -> bool:
+        """Whether its end is; where it is not, who listens to the journal is called when it may."""
+        self._journal.ask()
+        return self._journal.has_written(self._ticket)
+
     async def until_written(self, deadline: float, is_over: Callable[[], bool]) -> bool:
         """Whether its end is written.
 
