@@ -15,7 +15,7 @@ import msgspec
 from rollout.errors import JournalError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
 #: What a journal begins with; the number is the version of its format.
@@ -24,7 +24,9 @@ _MAGIC_OF_ANY = b"rollout journal "
 _HEAD = struct.Struct("<II")
 _encode_into = msgspec.msgpack.Encoder().encode_into
 _raw_records = msgspec.msgpack.Decoder(list[msgspec.Raw])
-_NO_HEAD = bytes(_HEAD.size)
+#: Of an array whose length is a u32: what it begins with, so that it can be filled as records come.
+_ARRAY, _COUNT = 0xDD, struct.Struct(">BI")
+_EMPTY = bytes(_HEAD.size + _COUNT.size)
 #: No frame is longer; what says otherwise is no frame.
 MAX_PAYLOAD = 1 << 30
 
@@ -48,24 +50,50 @@ class TornTail(NamedTuple):
     size: int
 
 
-def frame_into(frames: bytearray, records: Sequence[Any]) -> None:
-    """Append a frame of these records as it stands in the file."""
-    start = len(frames)
-    frames += _NO_HEAD
-    _encode_into(records, frames, start + _HEAD.size)
-    with memoryview(frames) as view:
-        checksum = zlib.crc32(view[start + _HEAD.size :])
-    _HEAD.pack_into(frames, start, len(frames) - start - _HEAD.size, checksum)
+class OpenFrame:
+    """A frame to which records are added; they are encoded at once, while they are in the cache.
 
+    Attributes:
+        buffer: As it stands in the file, once it is closed.
+        count: Of its records.
+    """
 
-def divided(frame: bytes | bytearray) -> list[bytearray]:
-    """The records of a frame, each in a frame of its own."""
-    made = []
-    for record in _raw_records.decode(frame[_HEAD.size :]):
-        single = bytearray()
-        frame_into(single, [record])
-        made.append(single)
-    return made
+    __slots__ = ("buffer", "count")
+
+    def __init__(self) -> None:
+        self.buffer = bytearray(_EMPTY)
+        self.count = 0
+
+    def add(self, record: Any) -> None:
+        """One more record.
+
+        Raises:
+            TypeError, ValueError, OverflowError: It cannot be encoded; the frame is as it was.
+        """
+        before = len(self.buffer)
+        try:
+            _encode_into(record, self.buffer, before)
+        except Exception:
+            del self.buffer[before:]
+            raise
+        self.count += 1
+
+    def close(self) -> None:
+        """Add no more; other threads run meanwhile, where it is long."""
+        _COUNT.pack_into(self.buffer, _HEAD.size, _ARRAY, self.count)
+        with memoryview(self.buffer) as view:
+            checksum = zlib.crc32(view[_HEAD.size :])
+        _HEAD.pack_into(self.buffer, 0, len(self.buffer) - _HEAD.size, checksum)
+
+    def divided(self) -> list[OpenFrame]:
+        """Its records, each in a closed frame of its own."""
+        made = []
+        for record in _raw_records.decode(self.buffer[_HEAD.size :]):
+            single = OpenFrame()
+            single.add(record)
+            single.close()
+            made.append(single)
+        return made
 
 
 def records_of(frame: Frame) -> list[tuple[int, bytes]]:

@@ -6,16 +6,16 @@ import logging
 import os
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import anyio
 
 from rollout.bridge import event_type, has_virtual_clock, loop_poster
 from rollout.disk_room import unwritable
-from rollout.scheduling.journal.frames import MAGIC, divided, frame_into
+from rollout.scheduling.journal.frames import MAGIC, OpenFrame
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
     from rollout.errors import RolloutError
@@ -29,15 +29,8 @@ GATHER_S = 0.03
 RETRY_S = 1.0
 #: Records that wait to be written before trajectories wait for them.
 MAX_WAITING = 1 << 16
-#: Bytes of one write; records of one frame, during whose encoding no other thread runs.
-_AT_ONCE, _IN_FRAME = 4 << 20, 64
-
-
-class _Size(NamedTuple):
-    """Of a frame."""
-
-    bytes: int
-    records: int
+#: Bytes after which a frame is closed.
+_FRAME = 256 << 10
 
 
 class JournalWriter:
@@ -70,10 +63,11 @@ class JournalWriter:
         self.size = size
         self.failure: RolloutError | None = None
         self._path, self._descriptor, self._syncs = path, descriptor, syncs
-        self._entries: deque[Entry] = deque()
-        #: Of entries that were taken from there, and are not written yet; the thread's.
-        self._frames = bytearray()
-        self._sizes: deque[_Size] = deque()
+        #: What records are added to; under the lock, for the thread takes it away.
+        self._open, self._lock = OpenFrame(), threading.Lock()
+        self._full: deque[OpenFrame] = deque()
+        #: What is to be written; the thread's.
+        self._closed: deque[OpenFrame] = deque()
         self._event_type = event_type()
         self._changed = self._event_type()
         self.listeners: dict[Callable[[], object], None] = {}
@@ -88,13 +82,23 @@ class JournalWriter:
 
     def begin(self, header: Entry) -> None:
         """The first record of a new file."""
-        self._frames += MAGIC
-        self._sizes.append(_Size(len(MAGIC), 0))
+        first = OpenFrame()
+        first.buffer[:] = MAGIC
+        self._closed.append(first)
         self.put(header)
 
     def put(self, entry: Entry) -> int:
-        """Have a record written; its number. On the loop; nothing of it may change afterwards."""
-        self._entries.append(entry)
+        """Have a record written; its number. On the loop.
+
+        Raises:
+            TypeError, ValueError, OverflowError: It cannot be encoded; nothing has changed.
+        """
+        with self._lock:
+            frame = self._open
+            frame.add(entry)
+            if len(frame.buffer) > _FRAME:
+                self._full.append(frame)
+                self._open = OpenFrame()
         self.put_count += 1
         if self._thread is None:
             self._write_all()
@@ -150,7 +154,7 @@ class JournalWriter:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            self._wake.wait(RETRY_S if self._sizes else None)
+            self._wake.wait(RETRY_S if self._closed else None)
             self._wake.clear()
             self._closing.wait(self._gather_s)
             self._is_awake = False
@@ -161,15 +165,23 @@ class JournalWriter:
 
     def _write_all(self) -> None:
         """Write what was put so far."""
-        while self._entries:
-            self._take([self._entries.popleft() for _ in range(min(len(self._entries), _IN_FRAME))])
+        with self._lock:
+            if self._open.count:
+                self._full.append(self._open)
+                self._open = OpenFrame()
+        while self._full:
+            frame = self._full.popleft()
+            frame.close()
+            self._closed.append(frame)
         before, failure = self.written, self.failure
         try:
-            while self._sizes:
-                self._write_some()
+            while self._closed:
+                self._write_first()
             self.failure = None
         except Exception as error:  # whatever it is, nobody else would learn of it
-            self.failure = unwritable(self._path, error, len(self._frames))
+            self.failure = unwritable(
+                self._path, error, sum(len(each.buffer) for each in self._closed)
+            )
             if failure is None:
                 logger.warning("%s; it is tried again", self.failure)
         if self._has_waiters and (self.written > before or self.failure is not failure):
@@ -179,55 +191,38 @@ class JournalWriter:
             else:
                 self._post(self._tell)
 
-    def _take(self, entries: Sequence[Entry]) -> None:
-        """Encode records in their place."""
-        before = len(self._frames)
-        frame_into(self._frames, entries)
-        self._sizes.append(_Size(len(self._frames) - before, len(entries)))
-
-    def _write_some(self) -> None:
-        """The next frames, or as many of their records as there is room for.
+    def _write_first(self) -> None:
+        """The next frame, or the first of its records where there is no room for all.
 
         Raises:
-            OSError: Not all of them.
+            OSError: There is no room.
         """
-        size = count = 0
-        for each in self._sizes:
-            if count and size + each.bytes > _AT_ONCE:
-                break
-            size, count = size + each.bytes, count + 1
+        frame = self._closed[0]
         try:
-            self._append(size, count)
+            self._append(frame.buffer)
         except OSError:
-            first = self._sizes[0]
-            if count == 1 and first.records <= 1:
+            if frame.count <= 1:
                 raise
-            self._divide(first)
-            self._append(self._sizes[0].bytes, 1)  # perhaps there is room for some
+            self._closed.popleft()
+            self._closed.extendleft(reversed(frame.divided()))
+            frame = self._closed[0]
+            self._append(frame.buffer)
+        self._closed.popleft()
+        self.written += frame.count
 
-    def _divide(self, first: _Size) -> None:
-        """Give each record of the first frame one of its own."""
-        if first.records > 1:
-            self._sizes.popleft()
-            singles = divided(self._frames[: first.bytes])
-            self._frames[: first.bytes] = b"".join(singles)
-            self._sizes.extendleft(_Size(len(each), 1) for each in reversed(singles))
-
-    def _append(self, size: int, count: int) -> None:
-        """So many bytes of the next frames, which are so many; or nothing of them."""
+    def _append(self, frame: bytearray) -> None:
+        """All of a frame, or nothing of it."""
+        done = 0
         try:
-            with memoryview(self._frames) as view:
-                done = 0
-                while done < size:
-                    done += os.write(self._descriptor, view[done:size])
+            with memoryview(frame) as view:
+                while done < len(frame):
+                    done += os.write(self._descriptor, view[done:])
             if self._syncs:
                 os.fdatasync(self._descriptor)
         except OSError:
             os.ftruncate(self._descriptor, self.size)
             raise
-        del self._frames[:size]
-        self.size += size
-        self.written += sum(self._sizes.popleft().records for _ in range(count))
+        self.size += len(frame)
 
     def _tell(self) -> None:
         """Wake those who wait; on the loop."""

@@ -151,7 +151,7 @@ class OpenJournal:
         """The caller has these."""
         self.put(DeliveredEntry(list(keys)))
 
-    def say_unwritable(self, error: JournalError) -> None:
+    def say_unwritable(self, error: Exception) -> None:
         """What a tool answered is not written; said once."""
         if not self._said:
             self._said = True

@@ -228,22 +228,22 @@ class TrajectoryLog:
         try:
             results = [_fields(each, at) for at, each in enumerate(answers.results)]
             snapshots = _plain_states(answers.snapshots) if answers.snapshots else {}
-        except JournalError as error:
+            return self._put(
+                AnswersEntry(
+                    self.key,
+                    self._start,
+                    segment,
+                    turn,
+                    place,
+                    results,
+                    answers.seconds,
+                    [*answers.stateful],
+                    snapshots,
+                )
+            )
+        except (JournalError, TypeError, ValueError, OverflowError) as error:
             self._journal.say_unwritable(error)
             return False
-        return self._put(
-            AnswersEntry(
-                self.key,
-                self._start,
-                segment,
-                turn,
-                place,
-                results,
-                answers.seconds,
-                [*answers.stateful],
-                snapshots,
-            )
-        )
 
     def _put(self, entry: TurnEntry | AnswersEntry) -> bool:
         self._latest = number = self._journal.put(entry)
