@@ -10,7 +10,7 @@ import attrs
 
 from rollout.chat.group import Group
 from rollout.config import GroupPolicy
-from rollout.errors import ConfigError, PromptError
+from rollout.errors import PromptError
 from rollout.holds import NEVER
 from rollout.limits import Deadline
 from rollout.scheduling.call_arguments import check_group_call
@@ -86,13 +86,10 @@ class GroupCalls:
 
         Raises:
             PromptError: An argument is wrong; nothing has been started.
-            ConfigError: What the policy names cannot be imported, or there is a journal.
+            ConfigError: What the policy names cannot be imported, or the weights that a journal
+                resumes with were not announced.
         """
-        if self._config.journal.path is not None:
-            raise ConfigError(
-                f"journal.path = {self._config.journal.path!r}: calls of groups are not written to "
-                "a journal yet; expected None with collect and stream_groups"
-            )
+        self._desk.log.check_announced()
         check_source(source)
         check_group_call(policy, groups, max_staleness, groups_per_step)
         base = self._config.scheduling.groups
@@ -179,6 +176,6 @@ class GroupCalls:
     def fault_of(self, run: GroupRun, groups: int, found: int) -> BaseException | None:
         """What a call of `collect` ends with that has less than it was to have, if anything."""
         fault = run.fault(groups, found)
-        if run.is_source_over and found < groups:
+        if run.source.is_over and found < groups:
             self._desk.forget(run.source)
         return fault

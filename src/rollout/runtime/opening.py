@@ -130,7 +130,6 @@ async def _open(
     if not isinstance(config, RolloutConfig):
         raise ConfigError(f"config: expected a RolloutConfig, got {type(config).__name__}")
     functions = checked(rewards, config.rewards.processes)
-    refuse_group_reward(config, functions)
     before = await read_before(config, resume=resume)
     registry = InteractionRegistry(interactions)
     parser = tool_parser(config, registry)
@@ -212,19 +211,6 @@ async def _open_runtime(
             await processes.close()
         await executor.close()
         threads.close()
-
-
-def refuse_group_reward(config: RolloutConfig, rewards: RewardFunctions) -> None:
-    """A journal has trajectories one by one.
-
-    Raises:
-        ConfigError: There is a journal and a reward of groups.
-    """
-    if config.journal.path is not None and rewards.group is not None:
-        raise ConfigError(
-            f"journal.path = {config.journal.path!r}: rewards of groups cannot be resumed yet; "
-            "expected None with group_reward"
-        )
 
 
 async def check_agent(name: str) -> None:

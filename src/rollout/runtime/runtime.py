@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sized
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 
@@ -26,16 +26,16 @@ from rollout.scheduling.admission import Admission
 from rollout.scheduling.batch_run import BatchRun
 from rollout.scheduling.call_arguments import check_call, check_target
 from rollout.scheduling.group_desk import GroupDesk
+from rollout.scheduling.journal.group_log import GroupLog
 from rollout.scheduling.member_runs import MemberRuns
-from rollout.scheduling.pressure import Progress
 from rollout.scheduling.prompt_names import check_names
 from rollout.scheduling.prompts import check_prompts, members_of
-from rollout.scheduling.streamed_run import StreamedRun
+from rollout.scheduling.streamed_run import STREAM_DROPPED, StreamedRun
 from rollout.scopes import open_task_group
 from rollout.seeds import fresh_seed
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
     from anyio.abc import TaskGroup
     from anyio.streams.memory import MemoryObjectReceiveStream
@@ -56,11 +56,6 @@ if TYPE_CHECKING:
 
 #: More members than these are made in a thread: so many take a millisecond or two.
 MANY_MEMBERS = 500
-
-STREAM_DROPPED = (
-    "runtime.stream() was entered and never left: its trajectories were cancelled; use "
-    "`async with runtime.stream(...) as trajectories:`"
-)
 
 logger = logging.getLogger("rollout")
 
@@ -271,9 +266,8 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
             make = partial(self._members, prompts, samples, step, validate)
             members, prompt_entries = await self._long_work.run(is_long, make)
         self._refuse_when_closed()
-        for entry in prompt_entries:
-            assert self._journal is not None
-            self._journal.put(entry)
+        if self._journal is not None:
+            self._journal.put_all(prompt_entries)
         return BatchRun(
             members=members,
             runs=self._new_runs(),
@@ -294,6 +288,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
             self._run_seed,
             self._new_runs,
             self._start,
+            GroupLog(self._journal, has_group_reward=self._runner.rewarding.group is not None),
         )
 
     def _start(self, job: Callable[[], Coroutine[Any, Any, object]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from rollout.types import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from rollout.chat.trajectory import Trajectory
     from rollout.config import SchedulingConfig
@@ -71,8 +73,13 @@ class BatchRun:
         self._last_deadline = deadline
         self._bad = BadEndings()
         self._groups: EndedGroups | None = None
+        #: Groups whose members are run again, because their reward is not known yet.
+        self._unrewarded: set[int] = set()
         if rewarding.group is not None:
             self._groups = EndedGroups(Counter(m.identity.group for m in members))
+            self._unrewarded = {
+                m.identity.group for m in members if m.log is None or not m.log.is_finished
+            }
         self._met_deadline = False
         self._is_closed = False
         #: Rows whose end could not be written to the journal; they are not delivered.
@@ -81,14 +88,7 @@ class BatchRun:
 
     def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
         """Cancel the members that match, also those not started yet; how many there were."""
-        chosen = [
-            m
-            for m in self.members
-            if uid in (None, m.identity.uid)
-            and member in (None, m.identity.member)
-            and not m.is_finished
-            and m.cancel_reason is None
-        ]
+        chosen = [m for m in self.members if m.is_meant(uid, member)]
         self._runs.cancel(chosen, reason)
         return len(chosen)
 
@@ -143,7 +143,7 @@ class BatchRun:
         """See `MemberSource`; what the journal has whole is delivered, and takes no place."""
         for member in self._waiting:
             recorded = None
-            if member.log is not None:
+            if member.log is not None and member.identity.group not in self._unrewarded:
                 recorded = member.log.finished(member.prompt, member.identity.group)
             if recorded is None:
                 return member
@@ -186,10 +186,18 @@ class BatchRun:
         """Reward a group that is whole, and deliver its members."""
         if whole and self._groups is not None:
             await self._rewarding.reward_group(whole, supervision, deadline)
-        for _, member, trajectory in whole:
-            self._finish(member, trajectory)
+        # Of a group whose reward was asked for once, all or nothing is in the journal.
+        with self._together():
+            for _, member, trajectory in whole:
+                self._finish(member, trajectory)
         for row, member, trajectory in whole:
             await self._hand_over(row, member, trajectory)
+
+    def _together(self) -> AbstractContextManager[None]:
+        """What ends in the block is in the journal as a whole, or not at all."""
+        if self._journal is None or self._groups is None:
+            return nullcontext()
+        return self._journal.together()
 
     def _next_deadline(self) -> Deadline:
         """The batch's, for one more member."""

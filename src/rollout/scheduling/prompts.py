@@ -51,6 +51,12 @@ class Member:
     is_finished: bool = False
     log: TrajectoryLog | None = None
 
+    def is_meant(self, uid: str | None, member: int | None) -> bool:
+        """Whether a cancellation of this prompt and member, None for all, is still to reach it."""
+        identity = self.identity
+        is_named = uid in (None, identity.uid) and member in (None, identity.member)
+        return is_named and not self.is_finished and self.cancel_reason is None
+
     def give_scope(self, scope: Cancellable) -> None:
         """This ends it from now on."""
         self.scope = scope

@@ -33,6 +33,11 @@ class Key(msgspec.Struct, frozen=True, array_like=True, gc=False):
 Place = tuple[int, int, int]
 
 
+#: The step of what no call gave to its caller, and none will; and of a group that was left, and
+#: begun again as that of another step or call.
+UNWANTED, BEGUN_AGAIN = -1, -2
+
+
 class Header(msgspec.Struct, array_like=True, tag=0):
     """The first record: what the journal is of. Each resumption must agree.
 
@@ -56,13 +61,19 @@ class Header(msgspec.Struct, array_like=True, tag=0):
 
 
 class PromptEntry(msgspec.Struct, array_like=True, tag=1):
-    """A prompt, before its members: its fields, packed."""
+    """A prompt, before its members.
+
+    Attributes:
+        fields: Of it, packed.
+        pulled: Its uid as its source gave it; None where it did not come from a source of groups.
+    """
 
     step: int
     uid: str
     validate: bool
     call: int
     fields: bytes
+    pulled: str | None = None
 
 
 class TurnEntry(msgspec.Struct, array_like=True, tag=2, gc=False):
@@ -127,9 +138,15 @@ class EndEntry(msgspec.Struct, array_like=True, tag=4):
 
 
 class DeliveredEntry(msgspec.Struct, array_like=True, tag=5):
-    """Trajectories that the caller has."""
+    """Trajectories that the caller has, or that nobody wants any more.
+
+    Attributes:
+        step: Of the call that gave them to the caller; None: their own. `UNWANTED` or
+            `BEGUN_AGAIN` where none did.
+    """
 
     keys: list[Key]
+    step: int | None = None
 
 
 class VersionEntry(msgspec.Struct, array_like=True, tag=6):

@@ -75,8 +75,21 @@ class Journal(OpenJournal):
         if contents.version is None:
             self.note_version(services.engines.info.weight_version)
 
-    def enrol(self, members: Sequence[Member]) -> list[PromptEntry]:
+    def pulled_before(self) -> list[PromptEntry]:
+        """Prompts of calls of groups, in the order in which they were first begun."""
+        found = map(self.read, self._contents.prompts.values())
+        return [e for e in found if isinstance(e, PromptEntry) and e.pulled is not None]
+
+    def delivery_of(self, step: int, uid: str, call: int) -> int | None:
+        """The step of the call that gave members of a group to its caller; None: none did."""
+        return self._contents.deliveries().get((step, uid, call))
+
+    def enrol(self, members: Sequence[Member], known_call: int | None = None) -> list[PromptEntry]:
         """Give each member its log; prompts to be written. In any thread.
+
+        Args:
+            members: Of one call.
+            known_call: The number of that call, where it is an earlier one.
 
         Raises:
             PromptError: A prompt holds what cannot be written, or is another one than before.
@@ -89,13 +102,17 @@ class Journal(OpenJournal):
                 where = f"prompts[{identity.group}]"
                 fields = self._fields(member.prompt, where, faults)
                 step, validate = identity.step, identity.validate
-                call = self._calls_before(step, validate)[identity.uid]
+                call = known_call
+                if call is None:
+                    call = self._calls_before(step, validate)[identity.uid]
                 entry = PromptEntry(step, identity.uid, validate, call, fields)
                 entries[identity.uid] = entry
                 faults += self._changes(entry, where)
         if faults:
             raise PromptError("\n".join(faults))
         for uid, entry in entries.items():
+            if known_call is not None:
+                break
             self._calls_before(entry.step, entry.validate)[uid] += 1
         for member in members:
             entry, number = entries[member.identity.uid], member.identity.member

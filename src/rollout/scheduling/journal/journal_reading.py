@@ -59,7 +59,8 @@ class Recorded:
         turns, answers: Turns, and answers of tools, since it began last, in order.
         stateful: Tools called since then whose last state nobody holds.
         end: The trajectory, once it is finished.
-        is_delivered: Whether the caller has it.
+        delivered_in: The step of the call that gave it to its caller; `UNWANTED` where none ever
+            will, None while nobody has it.
     """
 
     start: int = 0
@@ -67,7 +68,7 @@ class Recorded:
     answers: list[Payload] = attrs.field(factory=list)
     stateful: set[str] = attrs.field(factory=set)
     end: Payload | None = None
-    is_delivered: bool = False
+    delivered_in: int | None = None
 
     @property
     def is_begun(self) -> bool:
@@ -94,6 +95,7 @@ class Contents:
         self.trajectories: dict[Key, Recorded] = {}
         self.size = 0
         self.torn: TornTail | None = None
+        self._deliveries: dict[tuple[int, str, int], int] | None = None
 
     def add(self, payload: Payload, entry: Entry) -> None:
         """One more record."""
@@ -114,9 +116,19 @@ class Contents:
                 self._of(entry.key).end = payload
             case DeliveredEntry():
                 for each in entry.keys:
-                    self._of(each).is_delivered = True
+                    self._of(each).delivered_in = each.step if entry.step is None else entry.step
             case VersionEntry():
                 self.version = entry.version
+
+    def deliveries(self) -> dict[tuple[int, str, int], int]:
+        """Of groups, by step, uid and call, the step of the call that gave them to its caller."""
+        if self._deliveries is None:
+            self._deliveries = {
+                (key.step, key.uid, key.call): each.delivered_in
+                for key, each in self.trajectories.items()
+                if each.delivered_in is not None
+            }
+        return self._deliveries
 
     def _of(self, key: Key) -> Recorded:
         return self.trajectories.setdefault(key, Recorded())

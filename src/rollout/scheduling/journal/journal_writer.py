@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections import deque
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import anyio
@@ -15,7 +16,7 @@ from rollout.disk_room import unwritable
 from rollout.scheduling.journal.frames import MAGIC, OpenFrame
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from rollout.errors import RolloutError
@@ -64,7 +65,8 @@ class JournalWriter:
         self.failure: RolloutError | None = None
         self._path, self._descriptor, self._syncs = path, descriptor, syncs
         #: What records are added to; under the lock, for the thread takes it away.
-        self._open, self._lock = OpenFrame(), threading.Lock()
+        self._open, self._lock = OpenFrame(), threading.RLock()
+        self._is_together = False
         self._full: deque[OpenFrame] = deque()
         #: What is to be written; the thread's.
         self._closed: deque[OpenFrame] = deque()
@@ -96,16 +98,33 @@ class JournalWriter:
         with self._lock:
             frame = self._open
             frame.add(entry)
-            if len(frame.buffer) > _FRAME:
+            if len(frame.buffer) > _FRAME and not self._is_together:
                 self._full.append(frame)
                 self._open = OpenFrame()
         self.put_count += 1
-        if self._thread is None:
+        if self._is_together:
+            pass
+        elif self._thread is None:
             self._write_all()
         elif not self._is_awake:
             self._is_awake = True
             self._wake.set()
         return self.put_count
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is put in the block is in the file as a whole, or not at all."""
+        with self._lock:
+            self._is_together = True
+            try:
+                yield
+            finally:
+                self._is_together = False
+        if self._thread is None:
+            self._write_all()
+        else:
+            self._is_awake = True
+            self._wake.set()
 
     def ask(self) -> None:
         """Have the listeners called when more is written than is now."""

@@ -70,6 +70,7 @@ class OpenJournal:
         counts: Of what was there.
         unwritable: What becomes of values that are no plain data.
         put: Has a record written; gives its number.
+        together: What is put in its block is written as a whole, or not at all.
         ask: Has what `telling` names called when more is written.
         read: A record of before.
     """
@@ -89,7 +90,12 @@ class OpenJournal:
         self._said = False
         self._clock = loop_clock()
         self._allowance = 0 if config.fsync == "always" else MAX_WAITING
-        self.put, self.ask = writer.put, writer.ask
+        self.put, self.ask, self.together = writer.put, writer.ask, writer.together
+
+    def put_all(self, entries: Iterable[Entry]) -> None:
+        """Have these written."""
+        for entry in entries:
+            self.put(entry)
 
     @property
     def failure(self) -> JournalError | None:
@@ -147,9 +153,9 @@ class OpenJournal:
     def _goes_on(self) -> bool:
         return self._writer.failure is not None and self._config.on_failure == "continue"
 
-    def delivered(self, keys: Iterable[Key]) -> None:
-        """The caller has these."""
-        self.put(DeliveredEntry(list(keys)))
+    def delivered(self, keys: Iterable[Key], step: int | None = None) -> None:
+        """The caller has these; see `DeliveredEntry`."""
+        self.put(DeliveredEntry(list(keys), step))
 
     def say_unwritable(self, error: Exception) -> None:
         """What a tool answered is not written; said once."""

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.journal")
 
-#: Reasons of cancelled trajectories that are not finished by it: the runtime was closed, or a
-#: signal ended `rollout run`. A resumption continues them.
-UNFINISHED = frozenset(("closed", "interrupted"))
+#: Reasons of cancelled trajectories that are not finished by it: the runtime was closed, a signal
+#: ended `rollout run`, or a call had enough groups. A resumption continues them.
+UNFINISHED = frozenset(("closed", "interrupted", "surplus"))
 #: Reason of a trajectory that holds what cannot be written.
 UNWRITABLE = "journal"
 
@@ -87,6 +87,16 @@ class TrajectoryLog:
     def has_answers(self) -> bool:
         """Whether there are any to give again."""
         return bool(self._turns or self._answers)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the journal has it whole from before."""
+        return self._recorded.end is not None
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the caller had it before."""
+        return self._recorded.delivered_in is not None
 
     def finished(self, prompt: Prompt, group: int) -> Trajectory | None:
         """The trajectory, where the journal has it.
