@@ -18,8 +18,8 @@ from test_journal import add, content, cut, entries_of, record_ends
 
 SCENARIO = (
     Scenario(seed=1)
-    .reply("slow", tool_call("add", a=1, b=1), filler=100)
-    .then("the end")
+    .reply("slow", tool_call("add", a=1, b=1), filler=20)
+    .then("word " * 200)
     .reply("", tool_call("add", a=1, b=1), filler=20)
     .then("the end")
     .timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9)

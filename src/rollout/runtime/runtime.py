@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sized
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -28,6 +28,7 @@ from rollout.scheduling.call_arguments import check_call, check_target
 from rollout.scheduling.group_desk import GroupDesk
 from rollout.scheduling.journal.group_log import GroupLog
 from rollout.scheduling.member_runs import MemberRuns
+from rollout.scheduling.pressure import Progress
 from rollout.scheduling.prompt_names import check_names
 from rollout.scheduling.prompts import check_prompts, members_of
 from rollout.scheduling.streamed_run import STREAM_DROPPED, StreamedRun
@@ -35,7 +36,7 @@ from rollout.scopes import open_task_group
 from rollout.seeds import fresh_seed
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 
     from anyio.abc import TaskGroup
     from anyio.streams.memory import MemoryObjectReceiveStream
