@@ -77,6 +77,7 @@ WITH_PROCESSES = (
     "gateway_hostile",
     "imports",
     "isolated_tools",
+    "journal_processes",
     "live_weights",
     "local_process",
     "long_text_attacks",

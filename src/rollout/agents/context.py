@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from rollout.agents.gateway_door import GatewayDoor
     from rollout.agents.services import Services
     from rollout.agents.turn import AssistantTurn, SampledTokens
+    from rollout.agents.turn_log import TurnLog
     from rollout.agents.wording import Given
     from rollout.chat.drift import Drift
     from rollout.config import AgentConfig
@@ -92,10 +93,11 @@ class AgentContext:
         extra: dict[str, Any],
         outermost: Deadline,
         hold: Hold | None = None,
+        log: TurnLog | None = None,
     ) -> None:
         self._services = services
         self._state = TrajectoryState(
-            services, prompt, identity, tools, deadline, extra, outermost, hold
+            services, prompt, identity, tools, deadline, extra, outermost, hold, log
         )
         self._main = Conversation(
             self._state,

@@ -18,6 +18,7 @@ from rollout.drives import UnresponsiveError
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.generation import Generation
 from rollout.errors import AgentError, LimitExceeded
+from rollout.tools.answers import Answers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -116,7 +117,8 @@ class Conversation(ListeningConversation):
             if self._unsettled:
                 await self._settle()
             state, stop, is_over, bounded_by = self._state, options.stop, False, ""
-            started = state.clock()
+            log, place = state.log, None
+            started, recalled_s = state.clock(), None
             deadline = state.deadline_of_generation(started)
             generation, seed = self._begun(options)
             sampling = options.sampling or self.sampling
@@ -127,21 +129,32 @@ class Conversation(ListeningConversation):
                             await self._render_again()
                     kept = self._wording.kept_tokens
                     budget, bounded_by = state.budget(self.transcript, sampling, kept)
-                    # Not in a coroutine of its own: every trajectory waits here.
-                    await state.services.engines.generate(
-                        generation,
-                        session_id=self._session_id,
-                        prompt_ids=self.transcript.prefix,
-                        sampling=state.sampling_of_turn(sampling, budget, seed),
-                        priority=state.prompt.priority,
-                        known_experts=self.transcript.routed_length,
-                        group_id=self._group_id,
-                        deadline=deadline,
-                        hold=state.hold,
-                    )
+                    drawn = state.sampling_of_turn(sampling, budget, seed)
+                    if log is not None:
+                        place = log.place_of_turn(self.transcript.prefix, drawn)
+                        if log.has_answers:
+                            recalled_s = await log.recall_turn(place, generation)
+                    if recalled_s is None:
+                        # Not in a coroutine of its own: every trajectory waits here.
+                        await state.services.engines.generate(
+                            generation,
+                            session_id=self._session_id,
+                            prompt_ids=self.transcript.prefix,
+                            sampling=drawn,
+                            priority=state.prompt.priority,
+                            known_experts=self.transcript.routed_length,
+                            group_id=self._group_id,
+                            deadline=deadline,
+                            hold=state.hold,
+                        )
                     if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
                         raise state.abort_error(self._session_id, deadline.now)
                 is_over = True
+                if log is not None and place is not None and recalled_s is None:
+                    turn, took_s = self.assistant_turns, state.clock() - started
+                    session = self._session_id
+                    if log.note_turn(place, session, turn, generation, took_s):
+                        await log.room()
             except (LimitExceeded, UnresponsiveError) as error:
                 self._settling_limits.settle(error)
                 raise
@@ -154,7 +167,7 @@ class Conversation(ListeningConversation):
                     end = TurnEnd("stop", None)
                 is_cut = end.finish_reason not in WHOLE_ANSWERS
                 stays_open = is_over or (is_cut and options.stays_open)
-                seconds = now - started - generation.held_s
+                seconds = now - started - generation.held_s + (recalled_s or 0.0)
                 self._arrived(generation, seed, end, seconds, stays_open=stays_open)
             return self._say()
         finally:
@@ -259,12 +272,29 @@ class Conversation(ListeningConversation):
         state = self._state
         with self._settling_limits:
             state.count_calls(len(calls))
-            results = await state.tools.run(
-                calls, turn_deadline=self._turn_deadline, offered=self._offered
-            )
+            results = await self._answers_to(calls)
             state.tool_rewards += [r.reward for r in results if r.reward is not None]
-            state.services.tally.tool_calls += len(calls)
             self._errors_in_a_row = state.count_errors(results, self._errors_in_a_row)
+        return results
+
+    async def _answers_to(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
+        """What the tools answer, or have answered when the trajectory came here before."""
+        state, log, offered = self._state, self._state.log, self._offered
+        place = None if log is None else log.place_of_calls(self.transcript.prefix, calls)
+        if log is not None and place is not None and log.has_answers:
+            known = await log.recall_answers(place)
+            if known is not None:
+                return state.tools.recall(calls, known, self._turn_deadline, offered)
+        before = state.tools.seconds
+        results = await state.tools.run(calls, turn_deadline=self._turn_deadline, offered=offered)
+        state.services.tally.tool_calls += len(calls)
+        if log is not None and place is not None:
+            answers = Answers(results, state.tools.seconds - before)
+            if state.tools.has_states:
+                stateful, snapshots = await state.tools.states_after(calls)
+                answers = answers._replace(stateful=stateful, snapshots=snapshots)
+            if log.note_answers(place, self._session_id, self.assistant_turns, answers):
+                await log.room()
         return results
 
     async def branch(

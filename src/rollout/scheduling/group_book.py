@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 
     from rollout.scheduling.ended_groups import Ended
 
+#: A consumer that waits for so long, and for itself, is told why.
+HINT_S = 60.0
+WAITS_FOR_VERSION = (
+    "stream_groups: %d groups were taken, and nothing has run for %g s: further ones would be "
+    "older than max_staleness allows; call update_weights, with a version that is one higher, "
+    "after each groups_per_step groups"
+)
 #: Groups that wait for a slow consumer of a stream before no further prompt is pulled.
 GROUP_BUFFER = 2
 
@@ -262,6 +269,17 @@ class GroupBook:
         self._refused_in_a_row = 0 if is_accepted else self._refused_in_a_row + 1
         if is_accepted:
             self._ready.append(group)
+
+    def metrics(self) -> dict[str, float]:
+        """Groups by what became of them."""
+        counts = self.counts
+        return {
+            "groups/accepted": float(self.consumed),
+            "groups/refused": float(counts["refused"]),
+            "groups/cancelled": float(counts["cancelled"]),
+            "groups/carried": float(counts["carried"]),
+            "groups/dropped": float(counts["dropped"] + counts["replaced"]),
+        }
 
     def take(self) -> PulledGroup | None:
         """The next group for the consumer; None where it has to wait."""

@@ -12,6 +12,7 @@ from rollout.agents.identity import Identity
 from rollout.errors import PromptError
 from rollout.holds import Hold
 from rollout.limits import Deadline
+from rollout.scheduling.journal.trajectory_log import TrajectoryLog
 from rollout.types import Prompt
 
 
@@ -35,6 +36,7 @@ class Member:
         hold: Where it waits while it is carried; None where it never is.
         is_held: It runs and has no place: it is carried to the next call.
         is_finished: Whether it has its outcome.
+        log: Its journal; None where there is none.
     """
 
     prompt: Prompt
@@ -47,6 +49,13 @@ class Member:
     hold: Hold | None = None
     is_held: bool = False
     is_finished: bool = False
+    log: TrajectoryLog | None = None
+
+    def is_meant(self, uid: str | None, member: int | None) -> bool:
+        """Whether a cancellation of this prompt and member, None for all, is still to reach it."""
+        identity = self.identity
+        is_named = uid in (None, identity.uid) and member in (None, identity.member)
+        return is_named and not self.is_finished and self.cancel_reason is None
 
     def give_scope(self, scope: Cancellable) -> None:
         """This ends it from now on."""

@@ -162,6 +162,9 @@ class TrajectoryRunner:
             )
         except ToolError as error:
             raise RejectedPrompt("unknown_tool", str(error)) from None
+        log = member.log
+        if log is not None:
+            log.begin()
         context = AgentContext(
             self.services,
             prompt,
@@ -172,6 +175,7 @@ class TrajectoryRunner:
             extra,
             batch_deadline,
             member.hold,
+            log,
         )
         return loop, context
 
