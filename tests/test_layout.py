@@ -16,7 +16,12 @@ SOURCE = Path(__file__).parents[1] / "src"
 FLOORS = (
     "ground",
     "config",
-    "observe",
+    # Events and figures, which everything emits; what is made of them is above scheduling.
+    "observe.events",
+    "observe.event_stream",
+    "observe.tally",
+    "observe.blocking_code",
+    "observe.loop_lag",
     "chat",
     "batch",
     "advantages",
@@ -38,6 +43,7 @@ FLOORS = (
     "tools",
     "agents",
     "scheduling",
+    "observe",
     "runtime",
     "gateway",
     "integrations",
