@@ -11,9 +11,11 @@ import select
 import shutil
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 from typing import Any
+
+from rollout.clocks import monotonic
 
 #: Names of the program, the first that there is; ROLLOUT_CHROMIUM names another one.
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -119,11 +121,11 @@ class Browser:
 
     def open(self, path: Path) -> float:
         """Load a file and wait until its script has drawn it; seconds that this took."""
-        began = time.perf_counter()
+        began = monotonic()
         self._ask("Page.navigate", url=path.resolve().as_uri())
         self.wait_for("document.documentElement?.dataset.ready === 'yes'")
         self._await("document.fonts.ready.then(() => new Promise(requestAnimationFrame))")
-        return time.perf_counter() - began
+        return monotonic() - began
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page; promises are awaited."""
@@ -131,11 +133,11 @@ class Browser:
 
     def wait_for(self, condition: str) -> None:
         """Return once the expression is true."""
-        deadline = time.perf_counter() + ANSWER_S
+        deadline = monotonic() + ANSWER_S
         while not self._await(f"Boolean({condition})"):
-            if time.perf_counter() > deadline:
+            if monotonic() > deadline:
                 raise PageError(f"never true: {condition}")
-            time.sleep(0.01)
+            threading.Event().wait(0.01)
 
     def press(self, key: str) -> None:
         """Press and release a key; one character, or a name such as "ArrowDown"."""
@@ -169,7 +171,7 @@ class Browser:
         if self._session is not None:
             message["sessionId"] = self._session
         os.write(self._write, json.dumps(message).encode() + b"\0")
-        deadline = time.perf_counter() + ANSWER_S
+        deadline = monotonic() + ANSWER_S
         while number not in self._answers:
             self._receive(deadline)
         answer = self._answers.pop(number)
@@ -178,7 +180,7 @@ class Browser:
         return answer["result"]
 
     def _receive(self, deadline: float) -> None:
-        left = deadline - time.perf_counter()
+        left = deadline - monotonic()
         if not select.select([self._read], [], [], max(0.0, left))[0]:
             raise PageError(f"no answer within {ANSWER_S:g} s")
         data = os.read(self._read, 1 << 20)

@@ -1,4 +1,4 @@
-"""The command line: ``rollout run``, ``demo``, ``check``, ``check-template`` and
+"""The command line: ``rollout run``, ``demo``, ``report``, ``check``, ``check-template`` and
 ``serve-gateway``.
 
 Commands are imported when they run, so that ``rollout --help`` answers at once.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
+import math
 import os
 import signal
 import sys
@@ -41,6 +42,7 @@ examples:
   rollout demo
   rollout check conf/quickstart.py
   rollout run conf/quickstart.py --prompts prompts.jsonl --out results
+  rollout report results
   rollout run config.toml --prompts train.parquet --out results --samples 8 \\
       --tools my_tools.py --reward my_rewards.py:score --set sampling.temperature=0.7
 """
@@ -139,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run(commands)
     _add_demo(commands)
+    _add_report(commands)
     _add_check(commands)
     _add_check_template(commands)
     _add_serve_gateway(commands)
@@ -188,6 +191,33 @@ def _add_demo(commands: Commands) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="DIR need not be empty")
     _add_engine_options(parser)
+
+
+def _add_report(commands: Commands) -> None:
+    parser = _add_command(
+        commands,
+        "report",
+        "write one HTML page that shows what happened in a run",
+        "exit codes:\n  0    the page is written\n"
+        "  1    the directory holds no run, or a file cannot be read or written\n"
+        "  2    bad usage\n"
+        "  130  interrupted (Ctrl-C) while it followed a run; the last page stays\n",
+    )
+    parser.add_argument("directory", metavar="DIR", help="what `rollout run --out` was given")
+    parser.add_argument("--out", metavar="FILE", help="the page (DIR/report.html)")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="MODEL",
+        help="whose texts the tokens have: directory, hub name, or embedded:smollm2-135m-instruct "
+        "(the model of the run)",
+    )
+    parser.add_argument(
+        "--follow", action="store_true", help="write it again while the run grows, until its end"
+    )
+    parser.add_argument(
+        "--every", type=_seconds, default=5.0, metavar="S", help="seconds between two pages (5)"
+    )
+    _add_verbose(parser)
 
 
 def _add_check(commands: Commands) -> None:
@@ -300,6 +330,16 @@ def _add_verbose(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="show what the library and its engines log"
     )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds > 0")
+    return seconds
 
 
 def _positive(text: str) -> int:

@@ -178,9 +178,23 @@ def _check_template(arguments: argparse.Namespace, output: Console, errors: Cons
     return OK if is_appending else SOME_FAILED
 
 
+def _report(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
+    from rollout.cli.report import write_reports
+
+    write_reports(
+        arguments.directory,
+        output,
+        path=arguments.out,
+        tokenizer=arguments.tokenizer,
+        follow_s=arguments.every if arguments.follow else None,
+    )
+    return OK
+
+
 _COMMANDS = {
     "run": _run,
     "demo": _demo,
+    "report": _report,
     "check": _check,
     "check-template": _check_template,
     "serve-gateway": _serve_gateway,

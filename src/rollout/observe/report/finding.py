@@ -76,7 +76,11 @@ class Run:
     def tool_seconds(self, name: str, trajectories: Iterable[TrajectoryTimes]) -> float:
         """Seconds that these waited for a tool; calls at once count once."""
         return sum(
-            covered([part for part in each.intervals if part.phase == TOOL and part.label == name])
+            covered(
+                (part.start, part.end)
+                for part in each.intervals
+                if part.phase == TOOL and part.label == name
+            )
             for each in trajectories
         )
 

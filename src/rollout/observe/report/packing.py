@@ -95,6 +95,8 @@ def _span(span: SavedSpan, texts: TokenTexts) -> dict[str, Any]:
         told["versions"], told["finish"] = span.versions, span.finish_reason
     if span.text is not None and not texts.are_known:
         told["text"] = span.text
+    if runs := texts.runs(span.ids):
+        told["runs"] = runs
     return told
 
 

@@ -13,7 +13,7 @@ from rollout.clocks import wall
 from rollout.errors import RolloutError
 from rollout.observe.event_file import EVENTS, read_events
 from rollout.observe.report.facts import run_facts, summary_of
-from rollout.observe.report.finding import Run
+from rollout.observe.report.finding import Finding, Run
 from rollout.observe.report.findings import findings_of, looked_for
 from rollout.observe.report.packing import packed, packed_trajectory
 from rollout.observe.report.page import page_pieces
@@ -47,6 +47,10 @@ class RunReport:
         decode: Ids to text, of the run's tokenizer; None shows ids, and the texts of whole spans
             where the run has saved them.
 
+    Attributes:
+        findings: What stood out when it was last written, the worst first.
+        is_growing: Whether the run had not come to its end then; or it was cut short.
+
     Raises:
         RolloutError: There is no run in it.
     """
@@ -62,6 +66,8 @@ class RunReport:
                 f"{self.directory}: expected {TRAJECTORIES} or {EVENTS} in it, which `rollout run "
                 f"--out` and `RolloutBatch.save` write"
             )
+        self.findings: tuple[Finding, ...] = ()
+        self.is_growing = True
         self._decode = decode
         self._lines = TrajectoryLines(self.directory / TRAJECTORIES)
         self._forget()
@@ -71,11 +77,6 @@ class RunReport:
         self._rows: list[Row] = []
         self._packs: list[str] = []
 
-    @property
-    def is_growing(self) -> bool:
-        """Whether the run has not been saved as a whole: it goes on, or was cut short."""
-        return not (self.directory / META).exists()
-
     def write(self, path: Path | str | None = None) -> Path:
         """Write the page, in place of the one that is there; returns its path.
 
@@ -83,15 +84,20 @@ class RunReport:
             RolloutError: A file of the run cannot be read, or the page not be written.
         """
         path = self.directory / REPORT if path is None else Path(path)
-        is_growing = self.is_growing  # before its lines are read, which may be the last ones
+        saved_at = self._saved_at()  # before its lines are read, which may be the last ones
         self._read()
-        _replace(path, page_pieces(self._title(), *self._parts(is_growing)))
+        times = self._times()
+        self.is_growing = _is_growing(times, saved_at)
+        self.findings = tuple(findings_of(Run(self._rows, times)))
+        _replace(path, page_pieces(self._title(), *self._parts(times)))
         return path
 
-    def run(self) -> Run:
-        """What findings are made of."""
-        self._read()
-        return Run(self._rows, self._times())
+    def _saved_at(self) -> float | None:
+        """When the run was saved as a whole, in seconds since 1970; None: not so far."""
+        try:
+            return (self.directory / META).stat().st_mtime
+        except FileNotFoundError:
+            return None
 
     def _title(self) -> str:
         return self.directory.resolve().name
@@ -109,27 +115,25 @@ class RunReport:
         there = (self.directory / EVENTS).exists()
         return times_of(read_events(self.directory)) if there else RunTimes()
 
-    def _parts(self, is_growing: bool) -> tuple[dict[str, Any], Iterator[tuple[str, str]]]:
-        times = self._times()
+    def _parts(self, times: RunTimes) -> tuple[dict[str, Any], Iterator[tuple[str, str]]]:
         run = Run(self._rows, times)
         named = times.by_name()
-        found = findings_of(run)
         replicas = [named[row.name].replicas if row.name in named else [] for row in self._rows]
         report = {
             "title": self._title(),
             "directory": str(self.directory.resolve()),
             "made_at": datetime.fromtimestamp(wall()).strftime("%Y-%m-%d %H:%M:%S"),
-            "is_growing": is_growing,
+            "is_growing": self.is_growing,
             "summary": summary_of(run),
-            "findings": found,
-            "looked_for": "" if found else looked_for(run),
+            "findings": self.findings,
+            "looked_for": looked_for(run),
             "spent": _spent(times),
             "series": series_of(times),
             "tools": run.tools,
             "replicas": run.replicas,
             "rows": {**columns_of(self._rows), "replicas": replicas},
             "run": run_facts(run),
-            "notes": self._notes(times, is_growing),
+            "notes": self._notes(times),
             "config": None if times.run is None else times.run.config or None,
         }
         return report, self._blocks(times, named)
@@ -145,7 +149,7 @@ class RunReport:
             if known is not None and known.intervals:
                 yield f"w{at}", packed(_listed(known, times.start or 0.0))
 
-    def _notes(self, times: RunTimes, is_growing: bool) -> list[str]:
+    def _notes(self, times: RunTimes) -> list[str]:
         notes = []
         if not self._texts.are_known:
             notes.append(
@@ -161,9 +165,16 @@ class RunReport:
             notes.append(
                 f"{times.dropped:,} events are missing in {EVENTS}: the disk was too slow."
             )
-        if is_growing:
+        if self.is_growing:
             notes.append("The run has not ended, or was cut short: this is what there was so far.")
         return notes
+
+
+def _is_growing(times: RunTimes, saved_at: float | None) -> bool:
+    """Without events, a run is over once it is saved; a later one may append its events."""
+    if times.run is None:
+        return saved_at is None
+    return not times.has_ended and (saved_at is None or saved_at < times.run.wall_s)
 
 
 def write_report(

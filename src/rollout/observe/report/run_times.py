@@ -29,7 +29,7 @@ from rollout.observe.events import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
 #: What a trajectory does in an interval; the page has their names and colours.
 PLACE, QUEUE, PREFILL, DECODE = "place", "queue", "prefill", "decode"
@@ -86,13 +86,13 @@ class TrajectoryTimes:
         """Seconds of each phase from its place on; what runs at once counts once."""
         if self.began is None:
             return {}
-        parts: dict[str, list[Interval]] = defaultdict(list)
+        parts: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for each in self.intervals:
             if each.phase in SPENT:
-                parts[each.phase].append(each)
+                parts[each.phase].append((each.start, each.end))
         seconds = {phase: covered(found) for phase, found in parts.items()}
         whole = (until if self.ended is None else self.ended) - self.began
-        known = covered([each for found in parts.values() for each in found])
+        known = covered(each for found in parts.values() for each in found)
         return {**seconds, OTHER: max(0.0, whole - known)}
 
 
@@ -267,11 +267,11 @@ def times_of(events: Iterable[Event]) -> RunTimes:
     return times
 
 
-def covered(intervals: Sequence[Interval]) -> float:
-    """Seconds that lie in at least one of them."""
+def covered(pairs: Iterable[tuple[float, float]]) -> float:
+    """Seconds that lie in at least one of these, each from its start to its end."""
     total, until = 0.0, float("-inf")
-    for each in sorted(intervals, key=lambda each: each.start):
-        if each.end > until:
-            total += each.end - max(each.start, until)
-            until = each.end
+    for start, end in sorted(pairs):
+        if end > until:
+            total += end - max(start, until)
+            until = end
     return total

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from rollout.observe.report.run_times import TOOL
+from rollout.observe.report.run_times import TOOL, covered
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -98,7 +98,7 @@ def _replica(replica: ReplicaTimes, times: RunTimes) -> ReplicaFigures:
         tokens=tokens,
         speed=tokens / duration if duration else None,
         pace=tokens / decoded if decoded > 0 else None,
-        busy=_covered(starts, ends) / duration if duration else None,
+        busy=covered(_pairs(starts, ends)) / duration if duration else None,
         at_once=float((ends - starts).sum()) / duration if duration else None,
         queue=float(np.mean([each.queue_s for each in requests])) if requests else None,
         losses=sum(times.start is None or at >= times.start for at, _ in replica.losses),
@@ -109,15 +109,6 @@ def _held(requests: Sequence[RequestEnded]) -> tuple[Values, Values]:
     """When each came to the replica, and when it ended."""
     starts = np.array([each.began + each.queue_s for each in requests])
     return starts, np.array([each.at for each in requests])
-
-
-def _covered(starts: Values, ends: Values) -> float:
-    total, until = 0.0, -np.inf
-    for at in np.argsort(starts):
-        if ends[at] > until:
-            total += ends[at] - max(starts[at], until)
-            until = ends[at]
-    return total
 
 
 def series_of(times: RunTimes) -> dict[str, Any]:

@@ -83,6 +83,11 @@ function textOf(span, known) {
   if (span.text !== undefined) return span.text;
   if (!known) return "";
   let text = "";
-  for (const id of span.ids) text += known.get(String(id)) ?? "";
+  const runs = new Map((span.runs ?? []).map((run) => [run[0], run]));
+  for (let at = 0; at < span.count; at++) {
+    const run = runs.get(at);
+    text += run ? run[2] : known.get(String(span.ids[at])) ?? "";
+    if (run) at += run[1] - 1;
+  }
   return text;
 }

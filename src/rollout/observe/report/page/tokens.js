@@ -77,7 +77,7 @@ function drawTokens(box, span, known, versions, allVersions, from, to) {
 }
 
 function tokenView(span, at, known, versions, allVersions) {
-  const id = span.ids[at], text = known.get(String(id));
+  const id = span.ids[at], text = runsOf(span).get(at) ?? known.get(String(id));
   const token = document.createElement("span");
   const isBlank = text === undefined || text === "" || text.includes("\ufffd");
   token.className = isBlank ? "k bare" : "k";
@@ -90,10 +90,18 @@ function tokenView(span, at, known, versions, allVersions) {
     token.dataset.version = versions[at];
     token.dataset.colour = Math.max(0, allVersions.indexOf(versions[at])) % 6;
   }
-  if (!text || !text.includes("\n")) return token;
-  const wrap = document.createDocumentFragment();
-  wrap.append(token);
-  return wrap;
+  return token;
+}
+
+// Characters that are several tokens: the first one shows the text, the others that they belong to it.
+function runsOf(span) {
+  if (span.shown) return span.shown;
+  span.shown = new Map();
+  for (const [start, size, text] of span.runs ?? []) {
+    span.shown.set(start, text);
+    for (let at = start + 1; at < start + size; at++) span.shown.set(at, "‥");
+  }
+  return span.shown;
 }
 
 // Line ends and other signs without a shape, so that they are seen; lines still break.
