@@ -82,6 +82,7 @@ class Browser:
             pass_fds=(to_browser, from_browser),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            env=_with_libraries_of(Path(program)),
         )
         os.close(to_browser)
         os.close(from_browser)
@@ -204,6 +205,15 @@ class Browser:
                 self.complaints.append(json.dumps(told["exceptionDetails"]))
             case "Log.entryAdded" if told["entry"]["level"] in ("error", "warning"):
                 self.complaints.append(told["entry"]["text"])
+
+
+def _with_libraries_of(program: Path) -> dict[str, str] | None:
+    """The one from npm has those beside it that a machine may lack."""
+    libraries = program.parent / "lib"
+    if program != UNPACKED or not libraries.is_dir():
+        return None
+    others = os.environ.get("LD_LIBRARY_PATH")
+    return {**os.environ, "LD_LIBRARY_PATH": ":".join(filter(None, (str(libraries), others)))}
 
 
 def _high_pipe() -> tuple[int, int]:

@@ -25,7 +25,7 @@ function topBar() {
 
 function overview() {
   const view = byId("overview");
-  for (const section of [summary(), findings(), timeSpent(), plots(), toolsTable(), replicasTable(), tableView(), about()]) {
+  for (const section of [summary(), about(), findings(), timeSpent(), plots(), toolsTable(), replicasTable(), tableView(), notes()]) {
     if (section) view.append(section);
   }
 }
@@ -130,10 +130,13 @@ function replicasTable() {
 }
 
 function about() {
-  return el("section", { id: "about" }, el("h2", {}, "What the run was"),
+  return el("section", { id: "about", "aria-label": "what the run was" },
     el("dl", { class: "facts" }, report.run.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
-    report.notes.map((note) => el("p", { class: "note" }, note)),
     report.config && el("details", {}, el("summary", {}, "configuration"), el("pre", {}, JSON.stringify(report.config, null, 2))));
+}
+
+function notes() {
+  return el("section", {}, report.notes.map((note) => el("p", { class: "note" }, note)));
 }
 
 function show(which) {
@@ -168,7 +171,9 @@ async function follow() {
 
 function step(by) {
   const place = table.order.indexOf(opened) + by;
-  if (place >= 0 && place < table.order.length) location.hash = linkTo(table.order[place]);
+  if (place < 0 || place >= table.order.length) return;
+  opened = table.order[place];
+  location.hash = linkTo(opened);
 }
 
 const THEMES = ["auto", "light", "dark"];

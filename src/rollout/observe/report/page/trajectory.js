@@ -84,7 +84,8 @@ function causeOf(facts) {
 function waterfall(times) {
   const first = Math.min(...times.map((each) => each.start)), last = Math.max(...times.map((each) => each.end));
   const lanes = lanesOf(times);
-  const width = 900, left = 130, height = 20, bottom = 24;
+  const room = document.documentElement.clientWidth - 50;
+  const width = Math.max(600, Math.min(1270, room)), left = 140, height = 20, bottom = 24;
   const x = scale(0, last - first || 1e-9, left, width - 60);
   const chart = svg("svg", { class: "waterfall", viewBox: `0 0 ${width} ${lanes.length * height + bottom}`, role: "img", "aria-label": `waterfall of ${seconds(last - first)}` });
   for (const value of ticks(0, last - first, 6)) {
