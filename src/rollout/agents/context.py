@@ -18,6 +18,7 @@ from rollout.agents.message_log import MessageLog
 from rollout.agents.places import Row, check_ids
 from rollout.agents.segment_opening import open_segment
 from rollout.agents.trajectory_state import SettlingLimits, Shared, TrajectoryState
+from rollout.agents.turn_events import tell_user_ended
 from rollout.chat.drift import DRIFT_KINDS
 from rollout.chat.messages import template_messages, text_of_content
 from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT
@@ -300,13 +301,19 @@ class AgentContext:
         if self._interaction is None:
             raise AgentError("ask_user: no interaction takes part in this trajectory")
         await self.settle()
-        deadline = self._main.turn_deadline
+        deadline, events, began = (
+            self._main.turn_deadline,
+            self._services.events,
+            self._state.clock(),
+        )
         with (
             SettlingLimits(self._state, settles_lengths=True),
             Duty("respond of the interaction", deadline.fires_at),
             fail_at_deadline(deadline),
         ):
             turn = await self._interaction.respond(list(template_messages(self.messages)))
+        if events.is_on:
+            tell_user_ended(events, self.identity, began, self._state.clock())
         if turn.score is not None:
             self.turn_scores.append(turn.score)
         self.extra.update(turn.extra)

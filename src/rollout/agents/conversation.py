@@ -11,6 +11,7 @@ from rollout.agents.openings import begun, first_log, opened_log
 from rollout.agents.places import check_ids, check_purpose
 from rollout.agents.turn import AssistantTurn, SampledTokens, answer
 from rollout.agents.turn_end import TurnEnd
+from rollout.agents.turn_events import tell_turn_ended, tell_turn_started
 from rollout.agents.turn_options import AS_EVER, TurnOptions
 from rollout.chat.trajectory import BRANCH, SUBAGENT
 from rollout.chat.transcript import common_length
@@ -18,6 +19,7 @@ from rollout.drives import UnresponsiveError
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.generation import Generation
 from rollout.errors import AgentError, LimitExceeded
+from rollout.tools.call_events import CallEvents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -116,7 +118,9 @@ class Conversation(ListeningConversation):
             if self._unsettled:
                 await self._settle()
             state, stop, is_over, bounded_by = self._state, options.stop, False, ""
-            started = state.clock()
+            started, events, turn = state.clock(), state.services.events, self.assistant_turns
+            if events.is_on:
+                tell_turn_started(events, self._identity, turn, started)
             deadline = state.deadline_of_generation(started)
             generation, seed = self._begun(options)
             sampling = options.sampling or self.sampling
@@ -138,6 +142,7 @@ class Conversation(ListeningConversation):
                         group_id=self._group_id,
                         deadline=deadline,
                         hold=state.hold,
+                        trajectory=self._identity.number,
                     )
                     if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
                         raise state.abort_error(self._session_id, deadline.now)
@@ -155,6 +160,11 @@ class Conversation(ListeningConversation):
                 is_cut = end.finish_reason not in WHOLE_ANSWERS
                 stays_open = is_over or (is_cut and options.stays_open)
                 seconds = now - started - generation.held_s
+                if events.is_on:
+                    had = len(self.transcript)
+                    tell_turn_ended(
+                        events, self._identity, turn, (started, now), had, generation, end
+                    )
                 self._arrived(generation, seed, end, seconds, stays_open=stays_open)
             return self._say()
         finally:
@@ -257,10 +267,14 @@ class Conversation(ListeningConversation):
         self._check_idle("run_tools")
         await self._settle()
         state = self._state
+        events, told = state.services.events, None
+        if events.is_on:
+            who = self._identity
+            told = CallEvents(events, who.number, self.assistant_turns - 1, who.path)
         with self._settling_limits:
             state.count_calls(len(calls))
             results = await state.tools.run(
-                calls, turn_deadline=self._turn_deadline, offered=self._offered
+                calls, turn_deadline=self._turn_deadline, offered=self._offered, told=told
             )
             state.tool_rewards += [r.reward for r in results if r.reward is not None]
             state.services.tally.tool_calls += len(calls)

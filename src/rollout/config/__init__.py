@@ -15,6 +15,7 @@ from rollout.config.explain import describe_config
 from rollout.config.gateway_section import GatewayConfig
 from rollout.config.group_policy import GroupPolicy
 from rollout.config.limits_section import LimitsConfig
+from rollout.config.observe_section import ObserveConfig
 from rollout.config.placements import (
     InProcessPlacement,
     LocalProcessPlacement,
@@ -49,6 +50,7 @@ __all__ = [
     "LimitsConfig",
     "LocalProcessPlacement",
     "ModelConfig",
+    "ObserveConfig",
     "PlacementConfig",
     "RayPlacement",
     "RecoveryConfig",

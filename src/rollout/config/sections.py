@@ -31,6 +31,7 @@ from rollout.config.config_faults import Fault
 from rollout.config.engines import AnyEngine, TransformersEngine
 from rollout.config.gateway_section import GatewayConfig
 from rollout.config.limits_section import LimitsConfig
+from rollout.config.observe_section import ObserveConfig
 from rollout.config.placements import (
     ALLOWED_PLACEMENTS,
     PLACEMENT_KINDS,
@@ -228,6 +229,7 @@ class RolloutConfig(Section):
     rewards: RewardsConfig = attrs.field(factory=RewardsConfig)
     scheduling: SchedulingConfig = attrs.field(factory=SchedulingConfig)
     gateway: GatewayConfig = attrs.field(factory=GatewayConfig)
+    observe: ObserveConfig = attrs.field(factory=ObserveConfig)
     #: Seeds of all sampling derive from it; None samples afresh each run.
     seed: Natural | None = None
 

@@ -132,7 +132,6 @@ class TrajectoryStarted(TrajectoryEvent):
         batch: The call that admitted it.
         step, uid, group, member, validate: As in `Identity`.
         attempt: From 1; a later one starts over.
-        waited_s: From the call to its place.
     """
 
     batch: int
@@ -142,7 +141,6 @@ class TrajectoryStarted(TrajectoryEvent):
     member: int
     validate: bool = False
     attempt: int = 1
-    waited_s: float = 0.0
 
 
 class TrajectoryEnded(TrajectoryEvent):
@@ -150,7 +148,9 @@ class TrajectoryEnded(TrajectoryEvent):
 
     Attributes:
         began: When its first attempt got its place; `at`, where it got none.
-        outcome, reason, limit_source, trainable, reward: As in `Trajectory`.
+        outcome, reason, limit_source, trainable: As in `Trajectory`.
+        reward: Of its own; what `collect` and `stream_groups` learn of a group's reward function is
+            in `GroupEnded`.
         cause: What was raised, "Type: message"; empty where nothing was.
         turns: Turns of the model.
         num_turns: As in `Trajectory`.
@@ -280,7 +280,7 @@ class ToolStarted(TrajectoryEvent):
     """A call begins: it may still have to wait for its tool's place.
 
     Attributes:
-        tool: Its name.
+        tool: Its name; empty where the call could not be parsed.
         turn, path: Of the turn that asked for it.
         position: Among the calls of that turn, from 0.
     """
@@ -292,15 +292,17 @@ class ToolStarted(TrajectoryEvent):
 
 
 class ToolEnded(TrajectoryEvent):
-    """A call has its result; also one that was refused without having started.
+    """A call has its result.
 
     Attributes:
         tool, turn, position, path: As in `ToolStarted`.
         began: When it did.
         call_id: That the model's format gave it.
+        is_refused: It was answered without having started: the tool is unknown, the arguments do
+            not fit, or there were too many.
         is_error: Whether the result is an error.
         error: The beginning of its text then.
-        characters: Of the result.
+        characters: Of the result, before it is truncated.
     """
 
     tool: str
@@ -309,6 +311,7 @@ class ToolEnded(TrajectoryEvent):
     position: int = 0
     path: str = ""
     call_id: str = ""
+    is_refused: bool = False
     is_error: bool = False
     error: str = ""
     characters: int = 0

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rollout.chat import ChatTemplate
     from rollout.chat.trajectory import Trajectory
     from rollout.config import LengthsConfig
-    from rollout.observe.loop_lag import LagWindow
+    from rollout.runtime.batch_watch import BatchWindow
     from rollout.runtime.long_work import LongWork
     from rollout.tensor_layout import Layout, Trim
 
@@ -32,7 +32,7 @@ class Collation:
     async def batch(
         self,
         rows: Sequence[Trajectory | None],
-        window: LagWindow,
+        window: BatchWindow,
         layout: Layout = "padded",
         trim: Trim = False,
         *,
@@ -48,13 +48,15 @@ class Collation:
         work = partial(self._batch, trajectories, metrics, layout, trim)
         places = self._lengths.prompt + self._lengths.response
         is_long = places * sum(len(each.segments) for each in trajectories) > SHORT
-        return await self._long_work.run(is_long, work)
+        batch = await self._long_work.run(is_long, work)
+        window.found = batch.metrics
+        return batch
 
     async def attach(
         self,
         error: BaseException,
         rows: Sequence[Trajectory | None],
-        window: LagWindow,
+        window: BatchWindow,
         layout: Layout = "padded",
         trim: Trim = False,
         *,

@@ -14,6 +14,7 @@ from rollout.bridge import has_virtual_clock
 from rollout.errors import PromptError, RolloutError
 from rollout.limits import Deadline
 from rollout.observe.loop_lag import LoopLag
+from rollout.runtime.batch_watch import BatchWatch
 from rollout.runtime.collation import Collation
 from rollout.runtime.engine_controls import EngineControls
 from rollout.runtime.group_calls import GroupCalls
@@ -32,7 +33,6 @@ from rollout.scheduling.prompt_names import check_names
 from rollout.scheduling.prompts import check_prompts, members_of
 from rollout.scheduling.streamed_run import StreamedRun
 from rollout.scopes import open_task_group
-from rollout.seeds import fresh_seed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
     from rollout.observe.tally import Tally
+    from rollout.runtime.batch_watch import BatchWindow
     from rollout.scheduling.group_run import GroupRun
     from rollout.scheduling.prompts import Member
     from rollout.scheduling.trajectory_runner import TrajectoryRunner
@@ -79,7 +80,12 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
     """
 
     def __init__(
-        self, config: RolloutConfig, runner: TrajectoryRunner, threads: WorkerThreads, tally: Tally
+        self,
+        config: RolloutConfig,
+        runner: TrajectoryRunner,
+        threads: WorkerThreads,
+        tally: Tally,
+        run_seed: int,
     ) -> None:
         self.config = config
         self._runner = runner
@@ -94,8 +100,9 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
         )
         self._long_work = LongWork()
         self._collation = Collation(config.lengths, runner.services.template, self._long_work)
-        self._lag = LoopLag()
-        self._run_seed = fresh_seed() if config.seed is None else config.seed
+        services, self._run_seed = runner.services, run_seed
+        self._lag = LoopLag(services.events)
+        self._watch = BatchWatch(services.events, services.engines, self._lag, tally)
         self._next_step = 0
         self._calls: dict[BatchRun | GroupRun, BatchRun | StreamedRun | GroupRun] = {}
         self._streams: dict[StreamedRun | GroupRun, int] = {}  # with the task that entered each
@@ -150,7 +157,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
             rows[row] = trajectory
             self._tell(trajectory)
 
-        with self._unhurried(), self._lag.window() as window:
+        with self._unhurried(), self._watched("generate", run, validate) as window:
             try:
                 async with self._sleep.awake():
                     with self._running(run, run):
@@ -159,6 +166,17 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
                 await self._collation.attach(error, rows, window, layout, trim)
                 raise
             return await self._collation.batch(rows, window, layout, trim)
+
+    @contextmanager
+    def _watched(self, call: str, run: BatchRun, validate: bool) -> Iterator[BatchWindow]:
+        members = run.members
+        groups = len({member.identity.group for member in members}) if members else 0
+        step = members[0].identity.step if members else 0
+        with self._watch.window(
+            call, step, validate=validate, prompts=groups, trajectories=len(members)
+        ) as window:
+            run.batch = window.batch
+            yield window
 
     @asynccontextmanager
     async def stream(
@@ -183,7 +201,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
         received and are not referenced any more.
         """
         run = await self._new_run(prompts, samples, step, validate)
-        with self._unhurried(), self._lag.window() as window:
+        with self._unhurried(), self._watched("stream", run, validate) as window:
             async with self._sleep.awake():
                 streamed = StreamedRun(run)
                 self._tasks.start_soon(self._produce, run, streamed)
@@ -200,9 +218,9 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
                 finally:
                     del self._streams[streamed]
                     await streamed.end()
-        if streamed.failure is not None:
-            await self._collation.attach(streamed.failure, streamed.trajectories(), window)
-            raise streamed.failure
+            if streamed.failure is not None:
+                await self._collation.attach(streamed.failure, streamed.trajectories(), window)
+                raise streamed.failure
 
     def cancel(
         self, uid: str | None = None, member: int | None = None, *, reason: str = "cancelled"
@@ -260,6 +278,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
             deadline=deadline,
             config=scheduling,
             tally=self._tally,
+            events=self.services.events,
         )
 
     def _new_desk(self) -> GroupDesk:
@@ -347,6 +366,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
             RolloutError: A stream was entered and not left.
         """
         async with open_task_group() as self._tasks:
+            self._tasks.start_soon(self._watch.sample)
             if not has_virtual_clock():
                 self._tasks.start_soon(self._lag.watch)
                 if self.config.scheduling.freeze_heap:

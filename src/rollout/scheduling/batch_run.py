@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from rollout.errors import RolloutError
 from rollout.scheduling.ended_groups import Ended, EndedGroups
 from rollout.scheduling.endings import BadEndings
 from rollout.scheduling.finished import unstarted
+from rollout.scheduling.trajectory_events import LOST, tell_ended, tell_group_ended, tell_lost
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.config import SchedulingConfig
     from rollout.limits import Deadline
+    from rollout.observe.event_stream import EventStream
     from rollout.observe.tally import Tally
     from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.member_runs import MemberRuns
@@ -37,7 +39,11 @@ TOGETHER, STAGGER_S = 32, 0.003
 
 
 class BatchRun:
-    """Members of one call, run under the runtime's limit on trajectories in flight."""
+    """Members of one call, run under the runtime's limit on trajectories in flight.
+
+    Attributes:
+        batch: Number of the call, for events.
+    """
 
     def __init__(
         self,
@@ -48,7 +54,12 @@ class BatchRun:
         deadline: Deadline,
         config: SchedulingConfig,
         tally: Tally,
+        events: EventStream,
     ) -> None:
+        self.batch = 0
+        self._events = events
+        self._of_group: defaultdict[int, list[Ended]] = defaultdict(list)
+        self._left_of_group: Counter[int] = Counter()
         self.members = members
         self._runs = runs
         self._rewarding = rewarding
@@ -96,11 +107,17 @@ class BatchRun:
         """
         self._tally.admitted += len(self.members)
         self._deliver = deliver
+        for member in self.members:
+            member.batch = self.batch
+        if self._events.is_on:
+            self._left_of_group.update(m.identity.group for m in self.members)
         try:
             await self._runs.run(partial(self._runs.admit, self))
         finally:
-            lost = sum(not member.is_finished for member in self.members)
-            self._tally.outcomes[Outcome.CANCELLED] += lost
+            lost = [member for member in self.members if not member.is_finished]
+            self._tally.outcomes[Outcome.CANCELLED] += len(lost)
+            if self._events.is_on:
+                tell_lost(self._events, lost, LOST)
             self._bad.log()
         error = self._final_error()
         if error is not None:
@@ -149,6 +166,8 @@ class BatchRun:
             await self._rewarding.reward_group(whole, supervision, deadline)
         for _, member, trajectory in whole:
             self._finish(member, trajectory)
+        if self._events.is_on:
+            self._tell(whole)
         for row, _, trajectory in whole:
             await self._deliver(row, trajectory)
 
@@ -172,6 +191,15 @@ class BatchRun:
         self._bad.add(trajectory)
         if trajectory.outcome is Outcome.FAILED and self._is_over_budget():
             self.cancel(None, None, "failure_budget")
+
+    def _tell(self, whole: Sequence[Ended]) -> None:
+        for ended in whole:
+            group = ended.member.identity.group
+            tell_ended(self._events, ended.member, ended.trajectory)
+            self._of_group[group].append(ended)
+            self._left_of_group[group] -= 1
+            if not self._left_of_group[group]:
+                tell_group_ended(self._events, sorted(self._of_group.pop(group)))
 
     def _is_over_budget(self) -> bool:
         return self._bad.are_too_many(len(self.members), self._config)

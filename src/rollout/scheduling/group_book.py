@@ -263,6 +263,17 @@ class GroupBook:
         if is_accepted:
             self._ready.append(group)
 
+    def metrics(self) -> dict[str, float]:
+        """What became of its groups; see `Selection`."""
+        counts = self.counts
+        return {
+            "groups/accepted": float(self.consumed),
+            "groups/refused": float(counts["refused"]),
+            "groups/cancelled": float(counts["cancelled"]),
+            "groups/carried": float(counts["carried"]),
+            "groups/dropped": float(counts["dropped"] + counts["replaced"]),
+        }
+
     def take(self) -> PulledGroup | None:
         """The next group for the consumer; None where it has to wait."""
         for group in self._ready:

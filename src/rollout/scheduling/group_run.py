@@ -17,10 +17,11 @@ from rollout.scheduling.endings import BadEndings
 from rollout.scheduling.finished import unstarted
 from rollout.scheduling.pulled_group import GROUP_S, GroupMember, PulledGroup
 from rollout.scheduling.selection import Selection, judge
+from rollout.scheduling.trajectory_events import tell_ended, tell_group_ended
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from rollout.chat.trajectory import Trajectory
     from rollout.config import SchedulingConfig
@@ -53,6 +54,7 @@ class GroupRun:
     Attributes:
         failure: What the call ends with; None while all is well.
         selection: What it took of what it had run.
+        batch: Number of the call, for events.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class GroupRun:
         self.failure: BaseException | None = None
         self.selection = Selection()
         self.book = book
-        self.step = step
+        self.step, self.batch = step, 0
         self.taken_names: set[str] = set()
         self._desk, self._source = desk, source
         self._accept = accept
@@ -142,15 +144,7 @@ class GroupRun:
 
     def metrics(self) -> dict[str, float]:
         """See `Selection`."""
-        counts = self.book.counts
-        return {
-            "groups/accepted": float(self.book.consumed),
-            "groups/refused": float(counts["refused"]),
-            "groups/cancelled": float(counts["cancelled"]),
-            "groups/carried": float(counts["carried"]),
-            "groups/dropped": float(counts["dropped"] + counts["replaced"]),
-            **self.selection.metrics(),
-        }
+        return {**self.book.metrics(), **self.selection.metrics()}
 
     async def leave(self) -> None:
         """End the call, and wait until nothing of it runs but what is carried; shielded."""
@@ -318,6 +312,7 @@ class GroupRun:
             self._desk.runs.give_back(member)
             return None
         self._running[member] = None
+        member.batch = self.batch
         self.book.begun(member)
         if member.is_held:
             self._desk.runs.resume(member, self._desk.trajectory_deadline(group))
@@ -359,6 +354,8 @@ class GroupRun:
             trajectory.trainable = False
         self._bad.add(trajectory)
         self.selection.ended(trajectory)
+        if self._desk.events.is_on:
+            tell_ended(self._desk.events, member, trajectory)
         if not self.book.ended(group, ended):
             self.selection.refilled += 1
             self.book.restart(self._desk.member_like(member))
@@ -377,15 +374,22 @@ class GroupRun:
             self._desk.runs.cancel([m for m in surplus if m.cancel_reason is None], SURPLUS)
             if self.book.is_to_drop(group):
                 self.book.drop(group)
+                self._tell_judged(wanted, "dropped")
                 return
             await self._desk.reward(group, wanted)
             group.made = Group.of(group.uid, group.prompt, [each.trajectory for each in wanted])
-            self.book.judged(group, is_accepted=self._accepts(group.made))
+            is_accepted = self._accepts(group.made)
+            self._tell_judged(wanted, "accepted" if is_accepted else "refused")
+            self.book.judged(group, is_accepted=is_accepted)
             if self.book.has_refused_too_many:
                 self.fail(self.book.refused_error())
         finally:
             self._judging -= 1
             self.change()
+
+    def _tell_judged(self, ended: Sequence[Ended], verdict: str) -> None:
+        if self._desk.events.is_on:
+            tell_group_ended(self._desk.events, ended, verdict)
 
     def _accepts(self, group: Group) -> bool:
         try:

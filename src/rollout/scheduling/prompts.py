@@ -35,6 +35,8 @@ class Member:
         hold: Where it waits while it is carried; None where it never is.
         is_held: It runs and has no place: it is carried to the next call.
         is_finished: Whether it has its outcome.
+        batch: Number of the call that admitted it, for events.
+        began: When its first attempt did, for events; None where it has not.
     """
 
     prompt: Prompt
@@ -47,6 +49,8 @@ class Member:
     hold: Hold | None = None
     is_held: bool = False
     is_finished: bool = False
+    batch: int = 0
+    began: float | None = None
 
     def give_scope(self, scope: Cancellable) -> None:
         """This ends it from now on."""

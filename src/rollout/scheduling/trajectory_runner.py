@@ -29,6 +29,7 @@ from rollout.scheduling.intact import restore
 from rollout.scheduling.rewarding import Rewarding
 from rollout.scheduling.rewards import apply_reward, reward_of
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
+from rollout.scheduling.trajectory_events import tell_started
 from rollout.scopes import passing_of
 from rollout.types import DRIFT, Cause, Outcome
 
@@ -59,6 +60,8 @@ class TrajectoryRunner:
     def start(self, run: AgentRun) -> None:
         """Start an attempt; it is to be concluded at once where the prompt is rejected."""
         limits, deadline = self.services.config.limits, run.deadline_left
+        if self.services.events.is_on:
+            tell_started(self.services.events, run)
         if deadline is None:
             after = Deadline.after
             deadline = after(limits.trajectory_s, "limits.trajectory_s", run.batch_deadline)

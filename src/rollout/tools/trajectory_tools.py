@@ -16,7 +16,7 @@ from rollout.tools.argument_checks import ArgumentsError
 from rollout.tools.attempt import CallError, attempt, attempt_at_once, run_side_by_side
 from rollout.tools.call_turn import CallTurn, PlacedCall, acquire
 from rollout.tools.open_sessions import OpenFailure, OpenSessions, timed_out
-from rollout.tools.results import ToolResult, add_metrics, error_result, normalise_result
+from rollout.tools.results import ToolResult, add_call, add_metrics, error_result, normalise_result
 from rollout.tools.tool import ToolContext, ToolContexts
 from rollout.types import InvalidToolCall, ToolCall
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from rollout.limits import Deadline
+    from rollout.tools.call_events import CallEvents
     from rollout.tools.gate import ToolGate
     from rollout.tools.tool import Tool, ToolSession
     from rollout.tools.toolkit import Toolkit
@@ -50,6 +51,7 @@ class TrajectoryTools:
         "_breaker_key",
         "_clock",
         "_contexts",
+        "_counts",
         "_extra",
         "_is_on_trio",
         "_kit",
@@ -85,6 +87,7 @@ class TrajectoryTools:
         self._uid, self._member, self._kwargs, self._extra = uid, member, kwargs, extra
         # Made when they are needed: many trajectories wait long before their first call.
         self._metrics: dict[str, float] | None = None
+        self._counts: dict[str, float] | None = None
         self._breaker_key: object = None
         self._opening: anyio.Lock | None = None
         self._serial: dict[int, anyio.Lock] | None = None
@@ -95,6 +98,11 @@ class TrajectoryTools:
     def metrics(self) -> dict[str, float]:
         """Sums of the numbers that tools measured, as ``tools/TOOL/NAME``."""
         return self._metrics or {}
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """Of each tool that was called, ``tool/TOOL/{calls,errors,seconds,seconds_max}``."""
+        return self._counts or {}
 
     @property
     def contexts(self) -> ToolContexts:
@@ -141,6 +149,7 @@ class TrajectoryTools:
         *,
         turn_deadline: Deadline,
         offered: Collection[str] | None = None,
+        told: CallEvents | None = None,
     ) -> list[ToolResult]:
         """The results of one turn's calls, which run at the same time: result i answers call i.
 
@@ -152,6 +161,7 @@ class TrajectoryTools:
             calls: In the order in which the model wrote them.
             turn_deadline: By when all must have been answered.
             offered: Names of the tools that could be called; None: all.
+            told: Tells of them; None where nobody reads.
 
         Raises:
             LimitExceeded: `turn_deadline` passed; every call was cancelled and has ended.
@@ -160,9 +170,12 @@ class TrajectoryTools:
         if self.is_closed:
             raise ToolError("the tools of this trajectory are closed")
         known = [name for name in self._tools if offered is None or name in offered]
-        turn = CallTurn(len(calls), turn_deadline, known)
+        turn = CallTurn(len(calls), turn_deadline, known, told)
         for position, call in enumerate(calls):
             self._admit(turn, position, call)
+            if told is not None and turn.results[position] is not None:
+                now = self._clock()
+                told.ended(position, call, turn.results[position], now, now, is_refused=True)
         if self._unopened(turn):
             await self._open_tools(turn)
         if len(turn.pending) == 1 and self._is_on_trio:
@@ -292,10 +305,17 @@ class TrajectoryTools:
         owner = self.contexts[call.name]
         activity = f"tool {call.name!r} of trajectory {owner.uid}/{owner.member}"  # noqa: F841
         self.calls += 1
+        if turn.told is not None:
+            turn.told.started(position, call, started)
         try:
             turn.results[position] = await self._result_of(turn, call, owner.kwargs)
         finally:
-            self.seconds += self._clock() - started
+            now = self._clock()
+            self.seconds += now - started
+            self._counts = self._counts or {}
+            add_call(self._counts, call.name, turn.results[position], now - started)
+            if turn.told is not None:
+                turn.told.ended(position, call, turn.results[position], started, now)
 
     async def _result_of(
         self, turn: CallTurn, call: ToolCall, kwargs: Mapping[str, Any]

@@ -71,6 +71,7 @@ class Attempt:
         known_experts: Tokens of the prompt whose routed experts are known.
         deadline: Its own; None never ends it.
         hold: Where it waits while its trajectory is carried; None where that never is.
+        trajectory: Its number in the run's events.
 
     Attributes:
         generation: Filled by one request after the other.
@@ -96,6 +97,7 @@ class Attempt:
     _known_experts: int = 0
     _deadline: PausableDeadline | None = None
     hold: Hold | None = None
+    trajectory: int = 0
     deaths: tuple[str, ...] = attrs.field(init=False, default=())
     refusals: int = attrs.field(init=False, default=0)
     isolation: Isolation | None = attrs.field(init=False, default=None)
