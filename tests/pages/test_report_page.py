@@ -60,7 +60,9 @@ def matched(browser: Browser) -> str:
 
 
 def names_shown(browser: Browser) -> list[str]:
-    script = "[...document.querySelectorAll('#rows .row > span:first-child')].map(e => e.textContent)"
+    script = (
+        "[...document.querySelectorAll('#rows .row > span:first-child')].map(e => e.textContent)"
+    )
     return list(browser.run(script))
 
 

@@ -141,6 +141,11 @@ class AgentContext:
         return self._state.deadline
 
     @property
+    def idle_since(self) -> float:
+        """When the last generation, call or answer of a user ended, on the loop's clock."""
+        return max(self._state.idle_since, self.tools.idle_since)
+
+    @property
     def tools(self) -> TrajectoryTools:
         """The tools offered to the model; `schemas` lists them."""
         return self._state.tools
@@ -312,8 +317,9 @@ class AgentContext:
             fail_at_deadline(deadline),
         ):
             turn = await self._interaction.respond(list(template_messages(self.messages)))
+        self._state.idle_since = now = self._state.clock()
         if events.is_on:
-            tell_user_ended(events, self.identity, began, self._state.clock())
+            tell_user_ended(events, self.identity, began, now)
         if turn.score is not None:
             self.turn_scores.append(turn.score)
         self.extra.update(turn.extra)

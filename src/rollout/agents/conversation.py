@@ -153,7 +153,8 @@ class Conversation(ListeningConversation):
             finally:
                 self._turn_deadline = deadline.outer or deadline.now
                 generation.kept = None if stop is None else stop.kept
-                said, now = generation.finish_reason, state.clock()
+                said, state.idle_since = generation.finish_reason, state.clock()
+                now = state.idle_since
                 end = TurnEnd.of(said, bounded_by=bounded_by, deadline=deadline.now, now=now)
                 if generation.kept is not None:
                     end = TurnEnd("stop", None)

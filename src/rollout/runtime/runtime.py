@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from rollout.bridge import has_virtual_clock
+from rollout.bridge import has_virtual_clock, loop_clock
 from rollout.errors import PromptError, RolloutError
 from rollout.limits import Deadline
 from rollout.observe.loop_lag import LoopLag
 from rollout.runtime.batch_watch import BatchWatch
 from rollout.runtime.collation import Collation
 from rollout.runtime.engine_controls import EngineControls
+from rollout.runtime.explaining import ExplainingRuntime
 from rollout.runtime.group_calls import GroupCalls
 from rollout.runtime.grouping import GroupingRuntime
 from rollout.runtime.heap import collect_as_memory_asks, collections_put_off
@@ -64,7 +65,7 @@ STREAM_DROPPED = (
 logger = logging.getLogger("rollout")
 
 
-class RolloutRuntime(EngineControls, GroupingRuntime):
+class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
     """Runs batches of trajectories on its engines; made by `open_rollout`.
 
     Several `generate` and `stream` calls may run at once; they share engines, threads and
@@ -103,7 +104,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
         services, self._run_seed = runner.services, run_seed
         self._lag = LoopLag(services.events)
         self._watch = BatchWatch(services.events, services.engines, self._lag, tally)
-        self._next_step = 0
+        self._next_step, self._clock = 0, loop_clock()
         self._calls: dict[BatchRun | GroupRun, BatchRun | StreamedRun | GroupRun] = {}
         self._streams: dict[StreamedRun | GroupRun, int] = {}  # with the task that entered each
         self._groups = GroupCalls(self._new_desk(), config, tally, runner.services.engines)

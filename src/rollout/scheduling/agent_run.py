@@ -110,6 +110,7 @@ class AgentRun(Supervised[Cause]):
         """Run the agent; cancelling the member ends it."""
         kind = loop if isinstance(loop, type) else type(loop)
         self._context, self._what = context, _name_of(kind)
+        self.member.concluding_since = None
         context.deadline.govern(self)
         self.member.give_scope(self)
         self.start(_run_guarded(self, loop, context))
@@ -132,6 +133,7 @@ class AgentRun(Supervised[Cause]):
     def ended(self) -> None:
         """Conclude it; what was given up has left its tools open."""
         self.member.scope = None
+        self.member.concluding_since = self._supervision.clock()
         if self.unresponsive is None:
             self._conclude(self)
         else:

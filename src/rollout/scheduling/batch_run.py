@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from functools import partial
 from typing import TYPE_CHECKING
 
+import anyio
 import msgspec
 
 from rollout.errors import RolloutError
@@ -43,6 +44,7 @@ class BatchRun:
 
     Attributes:
         batch: Number of the call, for events.
+        began: When it was made, on the loop's clock.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class BatchRun:
         events: EventStream,
     ) -> None:
         self.batch = 0
+        self.began = anyio.current_time()
         self._events = events
         self._of_group: defaultdict[int, list[Ended]] = defaultdict(list)
         self._left_of_group: Counter[int] = Counter()
@@ -94,6 +97,16 @@ class BatchRun:
         """Cancel every member, because the runtime is being closed; they are delivered as usual."""
         self._is_closed = True
         self.cancel(None, None, CLOSED)
+
+    @property
+    def step(self) -> int:
+        """The trainer's."""
+        return self.members[0].identity.step if self.members else 0
+
+    def unfinished(self) -> dict[Member, bool]:
+        """Members without an outcome, and True for those that wait for others of their group."""
+        waiting = set() if self._groups is None else self._groups.waiting
+        return {member: member in waiting for member in self.members if not member.is_finished}
 
     async def run(self, deliver: Deliver) -> None:
         """Run every member and deliver each trajectory once.

@@ -55,6 +55,7 @@ class GroupRun:
         failure: What the call ends with; None while all is well.
         selection: What it took of what it had run.
         batch: Number of the call, for events.
+        began: When it was made, on the loop's clock.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class GroupRun:
         self.failure: BaseException | None = None
         self.selection = Selection()
         self.book = book
-        self.step, self.batch = step, 0
+        self.step, self.batch, self.began = step, 0, anyio.current_time()
         self.taken_names: set[str] = set()
         self._desk, self._source = desk, source
         self._accept = accept
@@ -188,6 +189,11 @@ class GroupRun:
         self.failure = self.failure or error
         self.book.stop()
         self.change()
+
+    def unfinished(self) -> dict[GroupMember, bool]:
+        """Members without an outcome, and True for those that wait for others of their group."""
+        ended = (e.member for group in self.book.open_groups for e in group.ended)
+        return dict.fromkeys(self._members(), False) | dict.fromkeys(ended, True)  # type: ignore[arg-type]
 
     def _members(self) -> Iterable[GroupMember]:
         door = [] if self._at_door is None else [self._at_door]
@@ -346,6 +352,7 @@ class GroupRun:
         assert isinstance(member, GroupMember)
         group = member.group
         member.is_finished = True
+        member.concluding_since = anyio.current_time()
         self._running.pop(member, None)
         self._desk.live.pop(member, None)
         self._tally.outcomes[trajectory.outcome] += 1

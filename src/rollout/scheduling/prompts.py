@@ -35,6 +35,8 @@ class Member:
         hold: Where it waits while it is carried; None where it never is.
         is_held: It runs and has no place: it is carried to the next call.
         is_finished: Whether it has its outcome.
+        concluding_since: When its agent ended, or its trajectory began to wait for others of its
+            group, on the loop's clock; None before.
         batch: Number of the call that admitted it, for events.
         began: When its first attempt did, for events; None where it has not.
     """
@@ -49,6 +51,7 @@ class Member:
     hold: Hold | None = None
     is_held: bool = False
     is_finished: bool = False
+    concluding_since: float | None = None
     batch: int = 0
     began: float | None = None
 

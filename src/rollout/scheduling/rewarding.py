@@ -91,8 +91,9 @@ class _Call:
         self, work: SupervisedCall[A], score: Callable[[], Awaitable[A]]
     ) -> tuple[A | None, Cause | None]:
         """What `score` returns, or why it raised; neither where it was cancelled or given up."""
+        shared = RewardWork(self, work)
         for member in self.members:
-            member.give_scope(_Shared(self, work))
+            member.give_scope(shared)
         try:
             return await work.run(score), None
         except BaseException as error:
@@ -278,10 +279,16 @@ class _Clock:
         )
 
 
-class _Shared:
-    """Ends a call once nobody wants it."""
+class RewardWork:
+    """Ends a call once nobody wants it.
+
+    Attributes:
+        is_group: Whether it rewards a whole group.
+        since: When it was asked for, on the loop's clock.
+    """
 
     def __init__(self, call: _Call, work: SupervisedCall[Any]) -> None:
+        self.is_group, self.since = work.what == GROUP_REWARD, anyio.current_time()
         self._call, self._work = call, work
 
     def cancel(self) -> None:

@@ -43,6 +43,8 @@ class TrajectoryTools:
         calls: Calls that reached a tool.
         errors: Results that are errors, whatever their cause.
         is_closed: Whether they were closed.
+        under_way: Calls that run, or wait for their tool's place: name, and since when.
+        idle_since: When the last one ended.
         invalid_in_a_row: Latest calls in a row that could not be run as asked: not parsed, of an
             unknown tool, or with wrong arguments.
     """
@@ -65,9 +67,11 @@ class TrajectoryTools:
         "_uid",
         "calls",
         "errors",
+        "idle_since",
         "invalid_in_a_row",
         "is_closed",
         "seconds",
+        "under_way",
     )
 
     def __init__(
@@ -81,6 +85,8 @@ class TrajectoryTools:
         extra: dict[str, Any],
     ) -> None:
         self.seconds, self.is_closed = 0.0, False
+        self.under_way: dict[object, tuple[str, float]] = {}
+        self.idle_since = 0.0
         self.calls = self.errors = self.invalid_in_a_row = 0
         self._clock, self._is_on_trio = loop_clock(), runs_on_trio()
         self._kit, self._tools = kit, tools
@@ -305,12 +311,14 @@ class TrajectoryTools:
         owner = self.contexts[call.name]
         activity = f"tool {call.name!r} of trajectory {owner.uid}/{owner.member}"  # noqa: F841
         self.calls += 1
+        self.under_way[turn, position] = call.name, started
         if turn.told is not None:
             turn.told.started(position, call, started)
         try:
             turn.results[position] = await self._result_of(turn, call, owner.kwargs)
         finally:
-            now = self._clock()
+            self.idle_since = now = self._clock()
+            del self.under_way[turn, position]
             self.seconds += now - started
             self._counts = self._counts or {}
             add_call(self._counts, call.name, turn.results[position], now - started)

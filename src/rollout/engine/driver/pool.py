@@ -19,6 +19,7 @@ from rollout.engine.driver.replica_statistics import ReplicaStatistics, statisti
 from rollout.engine.driver.replica_supervisor import Supervisor, nothing_known
 from rollout.engine.driver.replica_transitions import ReplicaTransitions
 from rollout.engine.driver.request_runner import LAST_ANSWER_S, RequestRunner
+from rollout.engine.driver.request_waits import waits_of
 from rollout.engine.driver.token_ids import check_ids
 from rollout.engine.driver.wait_queue import Notifier, WaitQueue
 from rollout.engine.driver.weight_updater import WeightUpdater
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from rollout.engine.wire.protocol import Terms
     from rollout.holds import Hold
     from rollout.limits import PausableDeadline
+    from rollout.observe.explanation import Wait
     from rollout.token_prefix import TokenPrefix
 
 
@@ -183,6 +185,10 @@ class EnginePool(PoolMaintenance):
     def tokens_under_way(self) -> int:
         """Tokens that have arrived for generations that have not ended."""
         return sum(len(attempt.generation.ids) for attempt in self._requests.active)
+
+    def waits(self, now: float) -> dict[str, list[Wait]]:
+        """What each generation waits for, by the trajectory's part of its session."""
+        return waits_of(self._requests.active, now)
 
     def drain(self, name: str) -> None:
         """Send a replica nothing new until `resume`, also restarted; what is in flight continues.

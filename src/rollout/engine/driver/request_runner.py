@@ -103,6 +103,7 @@ class RequestRunner:
             while True:
                 if attempt.hold is not None and attempt.hold.is_closed:
                     await self._wait_held(attempt, attempt.hold)
+                attempt.waits_since = self._now()
                 events = self._events
                 told = RequestEvents(events, attempt, self._now) if events.is_on else None
                 dispatch = self._place_at_once(attempt, group_id, avoid)
@@ -273,6 +274,7 @@ class RequestRunner:
         return has_turn
 
     def _ask(self, attempt: Attempt, group_id: str, avoid: str | None) -> Dispatch | None:
+        attempt.asked_at = now = self._now()
         if self.is_admission_blocked:
             return None
         dispatch = self._router.assign(
@@ -281,7 +283,7 @@ class RequestRunner:
             prompt_tokens=attempt.prompt_tokens,
             max_new_tokens=attempt.sampling.max_new_tokens,
             avoid=avoid,
-            now=self._now(),
+            now=now,
         )
         if dispatch is None and avoid is not None:
             return self._ask(attempt, group_id, None)
