@@ -22,6 +22,7 @@ FLOORS = (
     "observe.tally",
     "observe.blocking_code",
     "observe.loop_lag",
+    "observe.user_spans",
     "chat",
     "batch",
     "advantages",

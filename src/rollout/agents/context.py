@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from rollout.engine.driver.generation import Generation
     from rollout.holds import Hold
     from rollout.interactions import Interaction, InteractionTurn
+    from rollout.observe.event_stream import EventStream
     from rollout.tools import ToolResult, TrajectoryTools
 
 
@@ -229,6 +230,11 @@ class AgentContext:
     def has_interaction(self) -> bool:
         """Whether a simulated user takes part."""
         return self._is_whole and self._interaction_name is not None
+
+    @property
+    def events(self) -> EventStream:
+        """Takes what happens to those who want to know."""
+        return self._services.events
 
     def end(self, outcome: Outcome, reason: str, *, limit_source: str | None = None) -> None:
         """Settle the outcome; return from `run` afterwards. The first call counts."""

@@ -51,7 +51,7 @@ def batch_metrics(
     Args:
         extra: What was measured while the call ran: ``batch_s``, ``weights/version`` (of the
             engines now), ``loop_lag_s/max``, ``loop_starved_s/max``, ``queue/…``, ``zombies/…`` and
-            ``replica/<name>/…``, the last three over the reports of the engines, about one a second.
+            ``replica/<name>/…``, the last three over the engines' reports, about one a second.
     """
     metrics = {
         **_spread("generation_s", _known(trajectories, "generation_s")),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import ConfigError
 from rollout.observe import events as told
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rollout.observe.events import Event
 
 logger = logging.getLogger("rollout.observe")

@@ -10,47 +10,17 @@ import anyio
 import anyio.to_thread
 
 from rollout.bridge import has_virtual_clock, loop_clock
-from rollout.config import RolloutConfig, dump_config
+from rollout.config import ObserveConfig, RolloutConfig, dump_config
 from rollout.observe.event_file import EventFile
 from rollout.observe.event_stream import Reader
 from rollout.observe.events import RunEnded
 from rollout.observe.prometheus import PrometheusEndpoint
+from rollout.observe.traces import Tracer, open_tracer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from rollout.observe.event_stream import EventStream
-
-
-@asynccontextmanager
-async def observed(
-    config: RolloutConfig, events: EventStream, run_seed: int
-) -> AsyncIterator[None]:
-    """The readers that the configuration asks for get the run's events, from first to last.
-
-    Raises:
-        RolloutError: The events cannot be written.
-        ConfigError: A backend is not installed.
-    """
-    readers = [make(config) for make in _READERS]
-    closing = [reader for reader in readers if reader is not None]
-    for reader in closing:
-        events.attach(reader)
-    events.start(
-        loop_clock(),
-        version=sys.modules["rollout"].__version__,
-        run_seed=run_seed,
-        config=dump_config(config) if closing else {},
-    )
-    try:
-        yield
-    finally:
-        if events.is_on:
-            events.emit(RunEnded(at=events.now()))
-        with anyio.CancelScope(shield=True):
-            for reader in closing:
-                events.detach(reader)
-                await _beside_loop(reader.close)
 
 
 class ClosableReader(Reader, Protocol):
@@ -60,20 +30,63 @@ class ClosableReader(Reader, Protocol):
         """The run is over; bounded."""
 
 
-def _event_file(config: RolloutConfig) -> EventFile | None:
-    path = config.observe.path
-    return None if path is None else EventFile(path)
+class Observers:
+    """The readers that a configuration asks for.
+
+    Raises:
+        RolloutError: The events cannot be written.
+        ConfigError: A package is not installed, or a port is taken.
+    """
+
+    def __init__(self, observe: ObserveConfig) -> None:
+        self.readers: list[ClosableReader] = []
+        self._tracer: Tracer | None = None
+        try:
+            if observe.path is not None:
+                self.readers.append(EventFile(observe.path))
+            if observe.prometheus_port is not None:
+                self.readers.append(PrometheusEndpoint(observe.prometheus_port))
+            self._tracer = open_tracer(observe)
+        except BaseException:
+            for reader in self.readers:
+                reader.close()
+            raise
+        if self._tracer is not None:
+            self.readers.append(self._tracer)
+
+    def decode_with(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """The tokenizer has been loaded."""
+        if self._tracer is not None:
+            self._tracer.decode = decode
 
 
-def _prometheus(config: RolloutConfig) -> PrometheusEndpoint | None:
-    port = config.observe.prometheus_port
-    return None if port is None else PrometheusEndpoint(port)
+@asynccontextmanager
+async def observed(
+    config: RolloutConfig, events: EventStream, run_seed: int
+) -> AsyncIterator[Observers]:
+    """The readers that the configuration asks for get the run's events, from first to last.
 
-
-_READERS: tuple[Callable[[RolloutConfig], ClosableReader | None], ...] = (
-    _event_file,
-    _prometheus,
-)
+    Raises:
+        RolloutError, ConfigError: As `Observers`.
+    """
+    observers = Observers(config.observe)
+    for reader in observers.readers:
+        events.attach(reader)
+    events.start(
+        loop_clock(),
+        version=sys.modules["rollout"].__version__,
+        run_seed=run_seed,
+        config=dump_config(config) if observers.readers else {},
+    )
+    try:
+        yield observers
+    finally:
+        if events.is_on:
+            events.emit(RunEnded(at=events.now()))
+        with anyio.CancelScope(shield=True):
+            for reader in observers.readers:
+                events.detach(reader)
+                await _beside_loop(reader.close)
 
 
 async def _beside_loop(close: Callable[[], None]) -> None:

@@ -152,7 +152,7 @@ async def _open_runtime(
             await processes.prepare(config.limits.reward_s)
         await executor.prepare()
         await check_agent(config.agent.name)
-        async with observed(config, events, run_seed), open_task_group() as tasks:
+        async with observed(config, events, run_seed) as observers, open_task_group() as tasks:
             loading = tasks.start_soon(load_driver_model, config, threads)  # while engines start
 
             async def facts() -> DriverFacts:
@@ -162,6 +162,7 @@ async def _open_runtime(
             async with opener(config, facts, events) as engines:
                 await loading.wait()
                 template = loading.return_value.template
+                observers.decode_with(template.decode)
                 warn_of_end_token(template, engines.info)
                 check_abilities(config, engines.info)
                 services = Services(

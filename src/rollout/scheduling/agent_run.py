@@ -10,6 +10,7 @@ import anyio
 from rollout.agents.identity import RejectedPrompt
 from rollout.drives import UnresponsiveError
 from rollout.errors import EngineError, LimitExceeded
+from rollout.observe.user_spans import enter_trajectory
 from rollout.scopes import leaf_of, passing_of
 from rollout.supervision import Supervised, Supervision, is_given_up
 from rollout.types import Cause, Outcome
@@ -177,6 +178,8 @@ async def _run_guarded(
 ) -> Cause | None:
     """Run the agent; what it raises settles the outcome, and its root cause is returned."""
     activity = context.identity  # noqa: F841  (see observe.loop_lag)
+    if context.events.is_on:
+        enter_trajectory(context.events, context.identity.number)
     try:
         with run:
             try:

@@ -23,6 +23,7 @@ from rollout.errors import (
     ToolError,
 )
 from rollout.limits import Deadline
+from rollout.observe.user_spans import enter_trajectory
 from rollout.reward_values import BadRewardError
 from rollout.scheduling.finished import end_without_reward, exclude, finished, rejected
 from rollout.scheduling.intact import restore
@@ -106,7 +107,9 @@ class TrajectoryRunner:
         return trajectory
 
     async def _reward(self, run: AgentRun, trajectory: Trajectory) -> None:
-        given = run.context.reward
+        given, events = run.context.reward, self.services.events
+        if events.is_on:
+            enter_trajectory(events, run.member.identity.number)
         if self.rewarding.single is None:
             if given is not None:
                 _take_reward(trajectory, given)
