@@ -184,7 +184,7 @@ async def test_explain_tells_conversations_of_one_trajectory_apart() -> None:
         async def run(self, context: Any) -> None:
             await context.begin()
             other = await context.subagent([{"role": "user", "content": "Q"}])
-            async with open_task_group() as tasks:
+            async with anyio.create_task_group() as tasks:
                 tasks.start_soon(context.generate)
                 tasks.start_soon(other.generate)
 

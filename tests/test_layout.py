@@ -18,6 +18,7 @@ FLOORS = (
     "config",
     # Events and figures, which everything emits; what is made of them is above scheduling.
     "observe.events",
+    "observe.explanation",
     "observe.event_stream",
     "observe.tally",
     "observe.blocking_code",
