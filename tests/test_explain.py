@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 import rollout
 from rollout import AgentConfig, GroupPolicy, Prompt, SchedulingConfig, function_tool
+from rollout.cli.explain_signal import explaining_at_signal
 from rollout.observe.explanation import Explanation, TrajectoryWaits
 from rollout.scopes import open_task_group
 from rollout.testing import Scenario
@@ -216,3 +218,19 @@ async def test_explain_an_idle_runtime_says_that_nothing_runs() -> None:
 def test_explain_of_a_blocking_runtime_answers_any_thread() -> None:
     with rollout.open_rollout_blocking(scenario().config()) as runtime:
         assert str(runtime.explain()).startswith("nothing runs")
+
+
+def test_signal_prints_what_is_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
+    explanation = Explanation((), replicas=("engine-0: serving, 0 in flight",))
+
+    with explaining_at_signal(lambda: explanation):
+        signal.raise_signal(signal.SIGUSR1)
+
+    assert capfd.readouterr().err == f"\n{explanation}\n"
+
+
+def test_signal_before_anything_runs_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    with explaining_at_signal(lambda: None):
+        signal.raise_signal(signal.SIGUSR1)
+
+    assert capfd.readouterr().err == "\nnothing runs so far\n"

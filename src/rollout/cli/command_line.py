@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from rollout import __version__
+from rollout.cli.explain_signal import explaining_at_signal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         try:
-            with _terminable():
+            with _terminable(), explaining_at_signal(lambda: None):
                 from rollout.cli.commands import run_command
 
                 code = run_command(arguments)

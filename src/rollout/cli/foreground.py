@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import anyio
 import attrs
 
-from rollout.cli.progress import ProgressDisplay, show_progress
+from rollout.cli.explain_signal import explaining_at_signal
+from rollout.cli.progress import ProgressDisplay, details_of, show_progress
 from rollout.cli.trajectory_saving import appending
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
     from rollout.batch import RolloutBatch
     from rollout.batch.trajectory_file import TrajectoryFile
+    from rollout.cli.live_details import Detail
+    from rollout.observe.explanation import Explanation
     from rollout.runtime.runtime import RolloutRuntime
     from rollout.runtime.statistics import RuntimeStatistics
 
@@ -91,10 +94,17 @@ async def run_job(job: ForegroundJob, console: Console) -> JobResult:
     """
     threads = WorkerThreads(max_threads=2, max_abandoned=1)
     run = _Run(job, threads)
-    with closing(threads), ProgressDisplay(console) as display, run.without_lag_warnings():
+    with (
+        closing(threads),
+        ProgressDisplay(console) as display,
+        run.without_lag_warnings(),
+        explaining_at_signal(run.explain),
+    ):
         async with open_task_group() as tasks:
             await tasks.start(run.watch_signals)
-            tasks.start_soon(show_progress, display, _starting(job.config), run.statistics)
+            tasks.start_soon(
+                show_progress, display, _starting(job.config), run.statistics, run.details
+            )
             tasks.start_soon(run.load)
             with run.starting:
                 async with open_rollout(
@@ -146,6 +156,14 @@ class _Run:
         """The runtime's, once it has something to do."""
         statistics = None if self.runtime is None else self.runtime.statistics()
         return statistics if statistics is not None and statistics.admitted else None
+
+    def details(self) -> Sequence[Detail]:
+        """What a terminal shows below the line of progress."""
+        return () if self.runtime is None else details_of(self.runtime)
+
+    def explain(self) -> Explanation | None:
+        """The runtime's, once there is one."""
+        return None if self.runtime is None else self.runtime.explain()
 
     @contextmanager
     def without_lag_warnings(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 #: "place": one among the trajectories in flight; "queue": a place on a replica; "generation": a
 #: replica's tokens; "held": the next call, which it is carried to; "tool", "user", "reward";
-#: "group": the others of its group; "code": its agent's own code; "end": what comes after its agent.
+#: "group": the others of its group; "code": its agent's own; "end": what comes after its agent.
 WaitKind = Literal[
     "place", "queue", "generation", "held", "tool", "user", "reward", "group", "code", "end"
 ]
@@ -57,7 +57,7 @@ class Wait:
         what = _WORDS[self.kind].format(self.name)
         where = f" in conversation {self.path}" if self.path else ""
         note = f", {self.note}" if self.note else ""
-        return f"{what}{where}, for {_seconds(self.seconds)}{note}"
+        return f"{what}{where}, for {short_seconds(self.seconds)}{note}"
 
 
 @attrs.frozen
@@ -90,19 +90,21 @@ class CallWaits:
         name: The method's.
         step: The trainer's.
         seconds: Since it was made.
+        groups: Of its trajectories, all of them; 0 where it is not known.
         trajectories: Those of it that have not ended, in their order.
     """
 
     name: str
     step: int
     seconds: float
+    groups: int
     trajectories: tuple[TrajectoryWaits, ...]
 
     def lines(self) -> Iterator[str]:
         """A tree of its groups and their members."""
         rows = self.trajectories
         yield (
-            f"{self.name}, step {self.step}, for {_seconds(self.seconds)}: "
+            f"{self.name}, step {self.step}, for {short_seconds(self.seconds)}: "
             f"{count(len(rows), 'trajectory')} not ended{_counted(rows)}"
         )
         groups: dict[tuple[int, str], list[TrajectoryWaits]] = {}
@@ -144,11 +146,12 @@ class Explanation:
 
 def _counted(rows: Sequence[TrajectoryWaits]) -> str:
     kinds = Counter(row.waits[0].kind for row in rows)
-    told = [f"{number:,} {_KINDS[kind]}" for kind, number in kinds.most_common()]
+    told = [f"{number:,} {KINDS[kind]}" for kind, number in kinds.most_common()]
     return f" ({', '.join(told)})" if told else ""
 
 
-_KINDS: dict[WaitKind, str] = {
+#: How many trajectories do what, in words after their number.
+KINDS: dict[WaitKind, str] = {
     "place": "without a place",
     "queue": "in the engines' queue",
     "generation": "generating",
@@ -170,7 +173,7 @@ def _group_lines(uid: str, members: Sequence[TrajectoryWaits]) -> Iterator[str]:
 def _member_lines(row: TrajectoryWaits) -> Iterator[str]:
     head = f"member {row.member}"
     if row.seconds is not None:
-        head += f", for {_seconds(row.seconds)}"
+        head += f", for {short_seconds(row.seconds)}"
     if len(row.waits) == 1:
         yield f"{head}: {row.waits[0]}"
         return
@@ -197,7 +200,8 @@ def _tree(branches: Iterable[Iterator[str]]) -> Iterator[str]:
                 yield f"{'   ' if is_last else '│  '}{line}"
 
 
-def _seconds(seconds: float) -> str:
+def short_seconds(seconds: float) -> str:
+    """A duration as people say it."""
     if seconds < 120:
         return f"{max(0.0, seconds):.1f} s"
     minutes, rest = divmod(round(seconds), 60)

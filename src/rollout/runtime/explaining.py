@@ -44,6 +44,7 @@ class ExplainingRuntime:
                 name=_name_of(run, call),
                 step=run.step,
                 seconds=now - run.began,
+                groups=_groups_of(run),
                 trajectories=tuple(
                     _waits_of(member, requests, now, run.began, waits_for_group=is_waiting)
                     for member, is_waiting in run.unfinished().items()
@@ -62,6 +63,12 @@ def _name_of(run: BatchRun | GroupRun, call: object) -> str:
     return "stream_groups" if run.book.wanted.groups is None else "collect"
 
 
+def _groups_of(run: BatchRun | GroupRun) -> int:
+    if isinstance(run, BatchRun):
+        return len({member.identity.group for member in run.members})
+    return run.book.wanted.groups or 0
+
+
 def _waits_of(
     member: Member,
     requests: Mapping[str, list[Wait]],
@@ -75,7 +82,8 @@ def _waits_of(
     waits: list[Wait] = []
     if isinstance(scope, AgentRun):
         started = scope.started
-        waits += [*requests.get(identity.session_id, ()), *_of_agent(scope, now)]
+        asked = sorted(requests.get(identity.session_id, ()), key=lambda wait: wait.path)
+        waits += [*asked, *_of_agent(scope, now)]
         waits = waits or [_own_code(scope, now)]
     elif isinstance(scope, RewardWork):
         name = " of its group" if scope.is_group else ""
