@@ -158,7 +158,7 @@ def _events(trajectories: int) -> list[Event]:
             "group": group,
             "member": member,
         }
-        events.append(TrajectoryStarted(at=start, waited_s=start - 5, **own, **names))
+        events.append(TrajectoryStarted(at=start, **own, **names))
         at = start
         for turn in range(TURNS):
             parts = {"queue_s": 0.05, "prefill_s": 0.2, "decode_s": 4.0 + turn}

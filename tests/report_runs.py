@@ -143,9 +143,7 @@ class MadeUpRun:
             "member": member,
         }
         session = f"7/{uid}/{member}"
-        events: list[Event] = [
-            TrajectoryStarted(at=start, waited_s=start - BATCH_AT, **own, **names)
-        ]
+        events: list[Event] = [TrajectoryStarted(at=start, **own, **names)]
         transcript, messages = _transcript(number, self.result, is_cut=number % 10 < self.cut)
         generated = [span for span in transcript.spans if span.kind == "generated"]
         at = start

@@ -28,7 +28,7 @@ WINDOW_S = 10.0
 LOOK_S = 0.2
 PLAIN_S = 5.0
 #: Width of the bar, and of the labels below it, in characters.
-BAR_WIDTH, LABEL_WIDTH = 24, 8
+BAR_WIDTH, LEAST_BAR_WIDTH, LABEL_WIDTH = 24, 6, 9
 #: From one look at what all trajectories wait for to the next, and how many times the time that a
 #: look takes: of thousands it takes milliseconds of the event loop.
 DETAILS_S, DETAILS_TIMES = 1.0, 200
@@ -159,10 +159,13 @@ class ProgressDisplay:
         if self._live is None:
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
         else:
-            self._live.update(_with_bar(line, bar, details), refresh=True)
+            room = max(LEAST_BAR_WIDTH, min(BAR_WIDTH, self._console.width - len(line) - 1))
+            self._live.update(_with_bar(line, bar, room, details), refresh=True)
 
 
-def _with_bar(line: str, bar: tuple[int, int] | None, details: Sequence[Detail]) -> RenderableType:
+def _with_bar(
+    line: str, bar: tuple[int, int] | None, room: int, details: Sequence[Detail]
+) -> RenderableType:
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -171,7 +174,7 @@ def _with_bar(line: str, bar: tuple[int, int] | None, details: Sequence[Detail])
     if bar is None:
         return Text(line)
     grid = Table.grid(padding=(0, 1))
-    grid.add_row(ProgressBar(total=bar[1], completed=bar[0], width=BAR_WIDTH), Text(line))
+    grid.add_row(ProgressBar(total=bar[1], completed=bar[0], width=room), Text(line))
     below = (
         Text.assemble((f"{label:<{LABEL_WIDTH}}", "dim"), text, no_wrap=True, overflow="ellipsis")
         for label, text in details

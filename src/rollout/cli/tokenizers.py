@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from rollout.chat.fast_tokenizer import AnyTokenizer
+
 
 def load_tokenizer_of(model: str, revision: str | None = None) -> Callable[[Sequence[int]], str]:
     """Ids to text, special tokens spelled out; code of a model's repository is never run.
@@ -19,6 +21,7 @@ def load_tokenizer_of(model: str, revision: str | None = None) -> Callable[[Sequ
     from rollout.engine.model_files import resolve_model
     from rollout.runtime.driver_model import SIMULATED_MODEL
 
+    tokenizer: AnyTokenizer
     if model == SIMULATED_MODEL:
         tokenizer = simulated_fast_tokenizer()
     else:

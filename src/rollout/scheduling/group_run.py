@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rollout.scheduling.group_book import GroupBook
     from rollout.scheduling.group_desk import GroupDesk
     from rollout.scheduling.prompt_source import PromptSource
+    from rollout.scheduling.prompts import Member
     from rollout.scheduling.selection import Accept
 
 #: Reason of members that nobody wants any more.
@@ -190,10 +191,10 @@ class GroupRun:
         self.book.stop()
         self.change()
 
-    def unfinished(self) -> dict[GroupMember, bool]:
+    def unfinished(self) -> dict[Member, bool]:
         """Members without an outcome, and True for those that wait for others of their group."""
-        ended = (e.member for group in self.book.open_groups for e in group.ended)
-        return dict.fromkeys(self._members(), False) | dict.fromkeys(ended, True)  # type: ignore[arg-type]
+        ended = {e.member: True for group in self.book.open_groups for e in group.ended}
+        return {**dict.fromkeys(self._members(), False), **ended}
 
     def _members(self) -> Iterable[GroupMember]:
         door = [] if self._at_door is None else [self._at_door]

@@ -36,6 +36,8 @@ PLACE, QUEUE, PREFILL, DECODE = "place", "queue", "prefill", "decode"
 TOOL, USER, REWARD, SPAN, OTHER = "tool", "user", "reward", "span", "other"
 #: Those that make up its time, from its place on.
 SPENT = (QUEUE, PREFILL, DECODE, TOOL, USER, REWARD)
+#: The name of a call that was none.
+NOT_PARSED = "(not parsed)"
 #: Digits of a rounded second: a tenth of a millisecond.
 DIGITS = 4
 
@@ -188,9 +190,7 @@ class RunTimes:
                 times = self._times(event.trajectory, f"{event.uid}/{event.member}")
                 if times.began is None:
                     times.began = event.at
-                    if event.waited_s > 0:
-                        start = event.at - event.waited_s
-                        times.intervals.append(Interval(PLACE, start, event.at))
+                    self._add_wait(times, event)
             case TrajectoryEnded():
                 times = self._times(event.trajectory, f"{event.uid}/{event.member}")
                 times.ended = event.at
@@ -199,9 +199,10 @@ class RunTimes:
                 for request in event.requests:
                     self._turns[request] = event.turn + 1, event.path
             case ToolEnded():
-                self.tools.setdefault(event.tool, []).append(event)
+                name = event.tool or NOT_PARSED
+                self.tools.setdefault(name, []).append(event)
                 note = f"error: {event.error}" if event.is_error else ""
-                self._add(event.trajectory, TOOL, event, event.tool, event.turn, note, event.path)
+                self._add(event.trajectory, TOOL, event, name, event.turn, note, event.path)
             case UserEnded():
                 self._add(event.trajectory, USER, event)
             case RewardEnded() if event.trajectory:
@@ -210,6 +211,12 @@ class RunTimes:
                 self._add(event.trajectory, SPAN, event, event.name, note=event.error)
             case _:
                 pass
+
+    def _add_wait(self, times: TrajectoryTimes, event: TrajectoryStarted) -> None:
+        """Of calls that were given all of their trajectories at once, it waited since then."""
+        called = next((each for each in self.batches if each.batch == event.batch), None)
+        if called is not None and called.trajectories and event.at > called.at:
+            times.intervals.append(Interval(PLACE, called.at, event.at))
 
     def _times(self, number: int, name: str = "") -> TrajectoryTimes:
         times = self.trajectories.setdefault(number, TrajectoryTimes(name))

@@ -26,7 +26,7 @@ LEAST_S = 1e-3
 
 
 class ToolFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Calls of one tool; seconds of one call, but for `total`."""
+    """Calls of one tool; seconds of one call that ran, but for `total`."""
 
     name: str
     calls: int
@@ -68,7 +68,8 @@ def tool_figures(times: RunTimes) -> list[ToolFigures]:
 
 
 def _tool(name: str, calls: Sequence[ToolEnded]) -> ToolFigures:
-    seconds = np.array([call.at - call.began for call in calls])
+    ran = [call for call in calls if not call.is_refused] or calls
+    seconds = np.array([call.at - call.began for call in ran])
     return ToolFigures(
         name=name,
         calls=len(calls),
