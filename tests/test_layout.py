@@ -19,6 +19,8 @@ FLOORS = (
     # Events and figures, which everything emits; what is made of them is above scheduling.
     "observe.events",
     "observe.event_stream",
+    "observe.event_file",
+    "observe.timeline",
     "observe.tally",
     "observe.blocking_code",
     "observe.loop_lag",
