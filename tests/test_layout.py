@@ -20,6 +20,8 @@ FLOORS = (
     "observe.events",
     "observe.explanation",
     "observe.event_stream",
+    "observe.event_file",
+    "observe.timeline",
     "observe.tally",
     "observe.blocking_code",
     "observe.loop_lag",

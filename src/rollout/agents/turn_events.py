@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 def tell_turn_started(events: EventStream, identity: Identity, turn: int, now: float) -> None:
     """The model is asked for a turn."""
+    if not events.tells_all:
+        return
     events.emit(
         TurnStarted(
             at=events.since_start(now), trajectory=identity.number, turn=turn, path=identity.path
@@ -38,7 +40,8 @@ def tell_turn_ended(
         prompt_tokens: Before it.
     """
     began, now = times
-    is_said = generation.finish_reason is not None or generation.ids
+    parts, count = generation.parts, len(generation.ids)
+    is_said = count > 0 or generation.finish_reason is not None
     events.emit(
         TurnEnded(
             at=events.since_start(now),
@@ -46,10 +49,12 @@ def tell_turn_ended(
             turn=turn,
             began=events.since_start(began),
             path=identity.path,
-            requests=tuple(part.request_id for part in generation.parts),
+            requests=(parts[0].request_id,)
+            if len(parts) == 1
+            else tuple([part.request_id for part in parts]),
             prompt_tokens=prompt_tokens,
             cached_tokens=generation.cached_tokens,
-            generated_tokens=len(generation.ids),
+            generated_tokens=count,
             held_s=generation.held_s,
             finish_reason=end.finish_reason if is_said else "",
             cut_by=end.cut_by or "",

@@ -1,5 +1,5 @@
-"""The command line: ``rollout run``, ``demo``, ``report``, ``check``, ``check-template`` and
-``serve-gateway``.
+"""The command line: ``rollout run``, ``demo``, ``report``, ``timeline``, ``check``, ``check-template``
+and ``serve-gateway``.
 
 Commands are imported when they run, so that ``rollout --help`` answers at once.
 """
@@ -146,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(commands)
     _add_check_template(commands)
     _add_serve_gateway(commands)
+    _add_timeline(commands)
     return parser
 
 
@@ -268,6 +269,21 @@ def _add_serve_gateway(commands: Commands) -> None:
     )
     _add_config(parser)
     _add_engine_options(parser)
+
+
+def _add_timeline(commands: Commands) -> None:
+    parser = _add_command(
+        commands,
+        "timeline",
+        "write where a run's time went, for Perfetto, Chrome or speedscope",
+        "exit codes:\n  0    it is written\n"
+        "  1    there are no events to be read, or the file cannot be written\n",
+    )
+    parser.add_argument("directory", metavar="DIR", help="results of `rollout run`")
+    parser.add_argument(
+        "--out", metavar="FILE", help="the Chrome trace to write (DIR/timeline.json)"
+    )
+    _add_verbose(parser)
 
 
 def _add_command(commands: Commands, name: str, what: str, epilog: str) -> argparse.ArgumentParser:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from rollout.batch import RolloutBatch
 
+TIMELINE = "timeline.json"
 DEMO_DIRECTORY = "rollout-output/demo"
 
 
@@ -191,6 +192,17 @@ def _report(arguments: argparse.Namespace, output: Console, errors: Console) -> 
     return OK
 
 
+def _timeline(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
+    from rollout.observe import read_events
+    from rollout.observe.timeline import write_timeline
+
+    directory = Path(arguments.directory)
+    path = directory / TIMELINE if arguments.out is None else Path(arguments.out)
+    slices = write_timeline(read_events(directory), path)
+    print_line(output, f"{'timeline':<12}{path} ({count(slices, 'slice')})")
+    return OK
+
+
 _COMMANDS = {
     "run": _run,
     "demo": _demo,
@@ -198,6 +210,7 @@ _COMMANDS = {
     "check": _check,
     "check-template": _check_template,
     "serve-gateway": _serve_gateway,
+    "timeline": _timeline,
 }
 
 

@@ -18,6 +18,7 @@ from rollout.cli.progress import ProgressDisplay, details_of, show_progress
 from rollout.cli.trajectory_saving import appending
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
+from rollout.observe.event_file import EVENTS
 from rollout.plurals import count
 from rollout.runtime.opening import open_rollout
 from rollout.runtime.reward_opening import GivenRewards
@@ -57,6 +58,15 @@ class ForegroundJob:
     samples: int | None = None
     step: int | None = None
     validate: bool = False
+
+    @property
+    def observed_config(self) -> RolloutConfig:
+        """The configuration, with its events beside the results where it says nothing else."""
+        config = self.config
+        if config.observe.path is not None:
+            return config
+        observe = attrs.evolve(config.observe, path=str(self.directory))
+        return attrs.evolve(config, observe=observe)
 
 
 class JobResult(NamedTuple):
@@ -107,8 +117,10 @@ async def run_job(job: ForegroundJob, console: Console) -> JobResult:
             )
             tasks.start_soon(run.load)
             with run.starting:
+                if job.config.observe.path is None:  # else it is not one of the results
+                    (job.directory / EVENTS).unlink(missing_ok=True)
                 async with open_rollout(
-                    job.config,
+                    job.observed_config,
                     job.tools,
                     job.rewards.single,
                     job.interactions,

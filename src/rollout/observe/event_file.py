@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.errors import RolloutError
-from rollout.observe.events import AnyEvent, EventsDropped
+from rollout.observe.events import AnyEvent, BatchEnded, EventsDropped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +30,8 @@ MOST_WAITING = 1 << 17
 TOGETHER = 512
 #: How long an event waits for others before it is written.
 WRITE_EVERY_S = 0.25
+#: How often a reader looks for the end of a batch that has just ended.
+READ_AGAIN = 8
 #: How long `close` waits for a disk that does not take what is left.
 CLOSE_S = 5.0
 
@@ -155,6 +157,21 @@ def read_events(path: str | Path) -> Iterator[AnyEvent]:
             event = _decoded(line, f"{path}:{number}")
             if event is not None:
                 yield event
+
+
+def events_of_batch(path: str | Path, batch: int) -> list[AnyEvent]:
+    """All events of a file, once the end of this call is among them or should have been long ago.
+
+    Raises:
+        RolloutError: As `read_events`.
+    """
+    wait = threading.Event()
+    for _ in range(READ_AGAIN):
+        found = list(read_events(path))
+        if any(isinstance(each, BatchEnded) and each.batch == batch for each in reversed(found)):
+            break
+        wait.wait(WRITE_EVERY_S)
+    return found
 
 
 def _decoded(line: bytes, place: str) -> AnyEvent | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import TYPE_CHECKING, Protocol
 
+from rollout.bridge import loop_poster
 from rollout.clocks import wall
 from rollout.observe.events import RunStarted
 
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from rollout.bridge import Post
     from rollout.observe.events import Event
 
 logger = logging.getLogger("rollout.observe")
@@ -44,15 +47,34 @@ class EventStream:
 
     Attributes:
         is_on: Whether anybody reads.
+        tells_all: Whether anybody wants all of it. Else only traces are made of it: of what has
+            ended in trajectories, and of requests for those of `chosen`.
+        chosen: Numbers of the trajectories whose requests are told even so.
         emit: Hands an event to every reader, and what it happened to, which is not kept.
     """
 
-    __slots__ = ("_clock", "_numbers", "_readers", "_start", "emit", "is_on")
+    __slots__ = (
+        "_clock",
+        "_hearers",
+        "_loop",
+        "_numbers",
+        "_post",
+        "_readers",
+        "_start",
+        "chosen",
+        "emit",
+        "is_on",
+        "tells_all",
+    )
 
     def __init__(self) -> None:
-        self.is_on = False
+        self.is_on = self.tells_all = False
+        self.chosen: set[int] = set()
         self.emit: Callable[..., None] = self._tell
         self._readers: tuple[Reader, ...] = ()
+        self._hearers: set[Reader] = set()
+        self._loop = 0
+        self._post: Post | None = None
         self._clock: Callable[[], float] = _not_started
         self._start = 0.0
         self._numbers = 0
@@ -65,15 +87,30 @@ class EventStream:
             facts: Of the `RunStarted`.
         """
         self._clock, self._start = clock, clock()
+        self._loop, self._post = threading.get_ident(), loop_poster()
         if self.is_on:
             self.emit(RunStarted(at=0.0, wall_s=wall(), **facts))
 
-    def attach(self, reader: Reader) -> None:
-        """Give it all events from now on."""
+    def emit_from_thread(self, event: Event, subject: Any = None) -> None:
+        """`emit`, from whatever thread; from another one than the loop's it happens soon."""
+        if threading.get_ident() == self._loop or self._post is None:
+            self.emit(event, subject)
+        else:
+            self._post(lambda: self.emit(event, subject))
+
+    def attach(self, reader: Reader, *, for_traces: bool = False) -> None:
+        """Give it all events from now on.
+
+        Args:
+            for_traces: It has no use for more than traces are made of: see `tells_all`.
+        """
+        if not for_traces:
+            self._hearers.add(reader)
         self._set((*self._readers, reader))
 
     def detach(self, reader: Reader) -> None:
         """Give it none any more; harmless where it gets none."""
+        self._hearers.discard(reader)
         self._set(tuple(each for each in self._readers if each is not reader))
 
     def now(self) -> float:
@@ -84,6 +121,10 @@ class EventStream:
         """A time of the loop's clock as seconds since the start of the run."""
         return at - self._start
 
+    def tells_requests(self, trajectory: int) -> bool:
+        """Whether anybody wants to know of the requests of this one."""
+        return self.tells_all or trajectory in self.chosen
+
     def new_trajectory(self) -> int:
         """The number of another trajectory."""
         self._numbers += 1
@@ -91,6 +132,7 @@ class EventStream:
 
     def _set(self, readers: tuple[Reader, ...]) -> None:
         self._readers, self.is_on = readers, bool(readers)
+        self.tells_all = bool(self._hearers)
 
     def _tell(self, event: Event, subject: Any = None) -> None:
         for reader in self._readers:

@@ -21,7 +21,13 @@ def _kind(name: str) -> str:
 
 
 class Event(
-    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=_kind, tag_field="kind"
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    tag=_kind,
+    tag_field="kind",
+    gc=False,
 ):
     """Something that happened at a time.
 

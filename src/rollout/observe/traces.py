@@ -18,6 +18,7 @@ from rollout.seeds import derive_seed
 if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.config import ObserveConfig
+    from rollout.observe.event_stream import EventStream
     from rollout.observe.events import Event
     from rollout.observe.trace_spans import Decode, Span, Told
 
@@ -35,13 +36,15 @@ BACKENDS = {
     "weave": ("rollout.observe.backends.weave", "weave"),
 }
 #: What the tree of a trajectory is made of.
-_KEPT = (
-    told.TurnEnded,
-    told.RequestEnded,
-    told.ToolEnded,
-    told.UserEnded,
-    told.RewardEnded,
-    told.SpanEnded,
+_KEPT = frozenset(
+    {
+        told.TurnEnded,
+        told.RequestEnded,
+        told.ToolEnded,
+        told.UserEnded,
+        told.RewardEnded,
+        told.SpanEnded,
+    }
 )
 
 
@@ -61,14 +64,23 @@ class Tracer:
     On the loop it only gathers events; a thread builds spans and hands them over.
 
     Args:
-        share: Of all trajectories; those that failed come anyway.
+        share: Of all trajectories; those that failed come anyway, then without their requests.
+        events: The stream that it reads.
         has_texts: Adds decoded text, once `decode` is set.
 
     Attributes:
         decode: Ids to text; set when the tokenizer has been loaded.
     """
 
-    def __init__(self, backend: TraceBackend, share: float, *, has_texts: bool = False) -> None:
+    def __init__(
+        self,
+        backend: TraceBackend,
+        share: float,
+        events: EventStream,
+        *,
+        has_texts: bool = False,
+    ) -> None:
+        self._events = events
         self.decode: Decode | None = None
         self._backend, self._share, self._has_texts = backend, share, has_texts
         self._happened: dict[int, list[Told]] = {}
@@ -81,11 +93,14 @@ class Tracer:
     def __call__(self, event: Event, subject: Any) -> None:
         kind = type(event)
         if kind in _KEPT:
-            happened = self._happened.get(event.trajectory)  # type: ignore[attr-defined]
-            if happened is not None:
-                happened.append((event, subject))  # type: ignore[arg-type]
+            try:
+                self._happened[event.trajectory].append((event, subject))  # type: ignore[attr-defined,arg-type]
+            except KeyError:
+                return  # of a request without a trajectory, or after its end
         elif kind is told.TrajectoryStarted:
             self._happened.setdefault(event.trajectory, [])  # type: ignore[attr-defined]
+            if self._is_chosen(event):  # type: ignore[arg-type]
+                self._events.chosen.add(event.trajectory)  # type: ignore[attr-defined]
         elif kind is told.TrajectoryEnded:
             self._end(event, subject)  # type: ignore[arg-type]
         elif isinstance(event, told.RunStarted):
@@ -102,14 +117,16 @@ class Tracer:
 
     def _end(self, event: told.TrajectoryEnded, trajectory: Trajectory | None) -> None:
         happened = self._happened.pop(event.trajectory, [])
-        if event.outcome != "failed" and not self._is_chosen(event):
+        is_chosen = event.trajectory in self._events.chosen
+        self._events.chosen.discard(event.trajectory)
+        if event.outcome != "failed" and not is_chosen:
             return
         try:
             self._ended.put_nowait(_Ended(event, happened, trajectory))
         except queue.Full:
             self._dropped += 1
 
-    def _is_chosen(self, event: told.TrajectoryEnded) -> bool:
+    def _is_chosen(self, event: told.TrajectoryStarted) -> bool:
         """The same in every run."""
         if self._share >= 1:
             return True
@@ -138,7 +155,7 @@ class _Ended:
     trajectory: Any
 
 
-def open_tracer(observe: ObserveConfig) -> Tracer | None:
+def open_tracer(observe: ObserveConfig, events: EventStream) -> Tracer | None:
     """What traces as the configuration says; None: it does not.
 
     Raises:
@@ -155,4 +172,4 @@ def open_tracer(observe: ObserveConfig) -> Tracer | None:
             f"observe.trace_backend = {name!r} needs the package {error.name or package}: "
             f"pip install 'rollout-rl[{name}]'"
         ) from error
-    return Tracer(backend, observe.trace_share, has_texts=observe.token2text)
+    return Tracer(backend, observe.trace_share, events, has_texts=observe.token2text)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from rollout.bridge import loop_poster
 from rollout.observe.events import SpanEnded
 from rollout.worker_threads import carried
 
@@ -24,9 +22,7 @@ class TrajectorySpans:
     """Where functions that run for a trajectory tell of themselves, from whatever thread."""
 
     def __init__(self, events: EventStream, trajectory: int) -> None:
-        self._events, self._trajectory = events, trajectory
-        self._post, self._loop = loop_poster(), threading.get_ident()
-        self._count = 0
+        self._events, self._trajectory, self._count = events, trajectory, 0
 
     def begin(self) -> tuple[int, float]:
         """The number of another span, and when it begins."""
@@ -57,10 +53,7 @@ class TrajectorySpans:
             began=began,
             error="" if error is None else f"{type(error).__name__}: {error}",
         )
-        if threading.get_ident() == self._loop:
-            self._events.emit(event, called)
-        else:
-            self._post(lambda: self._events.emit(event, called))
+        self._events.emit_from_thread(event, called)
 
 
 #: Those of the trajectory that the running code belongs to, and the innermost span around it: a

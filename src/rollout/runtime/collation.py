@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,7 +25,14 @@ SHORT = 1 << 16
 class Collation:
     """Makes the batches of a runtime."""
 
-    def __init__(self, lengths: LengthsConfig, template: ChatTemplate, long_work: LongWork) -> None:
+    def __init__(
+        self,
+        lengths: LengthsConfig,
+        template: ChatTemplate,
+        long_work: LongWork,
+        events_path: str | None,
+    ) -> None:
+        self._events_path = None if events_path is None else Path(events_path)
         self._lengths = lengths
         self._template = template
         self._long_work = long_work
@@ -50,6 +58,7 @@ class Collation:
         is_long = places * sum(len(each.segments) for each in trajectories) > SHORT
         batch = await self._long_work.run(is_long, work)
         window.found = batch.metrics
+        batch.number, batch.events_path = window.batch, self._events_path
         return batch
 
     async def attach(

@@ -33,31 +33,35 @@ class ClosableReader(Reader, Protocol):
 class Observers:
     """The readers that a configuration asks for.
 
+    Attributes:
+        readers: All of them.
+        tracer: The one that traces, if any.
+
     Raises:
         RolloutError: The events cannot be written.
         ConfigError: A package is not installed, or a port is taken.
     """
 
-    def __init__(self, observe: ObserveConfig) -> None:
+    def __init__(self, observe: ObserveConfig, events: EventStream) -> None:
         self.readers: list[ClosableReader] = []
-        self._tracer: Tracer | None = None
+        self.tracer: Tracer | None = None
         try:
             if observe.path is not None:
                 self.readers.append(EventFile(observe.path))
             if observe.prometheus_port is not None:
                 self.readers.append(PrometheusEndpoint(observe.prometheus_port))
-            self._tracer = open_tracer(observe)
+            self.tracer = open_tracer(observe, events)
         except BaseException:
             for reader in self.readers:
                 reader.close()
             raise
-        if self._tracer is not None:
-            self.readers.append(self._tracer)
+        if self.tracer is not None:
+            self.readers.append(self.tracer)
 
     def decode_with(self, decode: Callable[[Sequence[int]], str]) -> None:
         """The tokenizer has been loaded."""
-        if self._tracer is not None:
-            self._tracer.decode = decode
+        if self.tracer is not None:
+            self.tracer.decode = decode
 
 
 @asynccontextmanager
@@ -69,9 +73,9 @@ async def observed(
     Raises:
         RolloutError, ConfigError: As `Observers`.
     """
-    observers = Observers(config.observe)
+    observers = Observers(config.observe, events)
     for reader in observers.readers:
-        events.attach(reader)
+        events.attach(reader, for_traces=reader is observers.tracer)
     events.start(
         loop_clock(),
         version=sys.modules["rollout"].__version__,

@@ -100,7 +100,9 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
             runner.services.engines, is_wanted=config.engine.sleep_between_batches
         )
         self._long_work = LongWork()
-        self._collation = Collation(config.lengths, runner.services.template, self._long_work)
+        self._collation = Collation(
+            config.lengths, runner.services.template, self._long_work, config.observe.path
+        )
         services, self._run_seed = runner.services, run_seed
         self._lag = LoopLag(services.events)
         self._watch = BatchWatch(services.events, services.engines, self._lag, tally)

@@ -122,7 +122,7 @@ class BatchRun:
         self._deliver = deliver
         for member in self.members:
             member.batch = self.batch
-        if self._events.is_on:
+        if self._events.tells_all:
             self._left_of_group.update(m.identity.group for m in self.members)
         try:
             await self._runs.run(partial(self._runs.admit, self))
@@ -209,6 +209,8 @@ class BatchRun:
         for ended in whole:
             group = ended.member.identity.group
             tell_ended(self._events, ended.member, ended.trajectory)
+            if not self._left_of_group:  # nobody asks for groups
+                continue
             self._of_group[group].append(ended)
             self._left_of_group[group] -= 1
             if not self._left_of_group[group]:

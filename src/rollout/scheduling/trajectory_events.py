@@ -12,8 +12,8 @@ from rollout.types import DRIFT, Outcome
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from rollout.chat.spans import Span
     from rollout.chat.trajectory import Trajectory
+    from rollout.chat.transcript import Transcript
     from rollout.observe.event_stream import EventStream
     from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.ended_groups import Ended
@@ -51,8 +51,7 @@ def tell_ended(events: EventStream, member: Member, trajectory: Trajectory) -> N
         _number(events, member)
     identity, now, metrics = member.identity, events.now(), trajectory.metrics
     transcripts = trajectory.transcripts
-    spans = [span for each in transcripts for span in each.generated_spans()]
-    generated = sum(map(len, spans))
+    generated = sum([each.generated_length for each in transcripts])
     cause = trajectory.cause
     events.emit(
         TrajectoryEnded(
@@ -71,12 +70,12 @@ def tell_ended(events: EventStream, member: Member, trajectory: Trajectory) -> N
             cause="" if cause is None else f"{cause.type}: {cause.message}",
             trainable=trajectory.trainable,
             reward=trajectory.reward,
-            turns=len(spans),
+            turns=sum([each.turns for each in transcripts]),
             num_turns=trajectory.num_turns,
             rows=len(transcripts),
-            prompt_tokens=sum(each.prompt_length for each in transcripts),
+            prompt_tokens=sum([each.prompt_length for each in transcripts]),
             generated_tokens=generated,
-            observation_tokens=sum(each.response_length for each in transcripts) - generated,
+            observation_tokens=sum([each.response_length for each in transcripts]) - generated,
             generation_s=metrics.get("generation_s", 0.0),
             tool_s=metrics.get("tool_s", 0.0),
             tool_calls=int(metrics.get("tool_calls", 0)),
@@ -85,7 +84,7 @@ def tell_ended(events: EventStream, member: Member, trajectory: Trajectory) -> N
             resumes=int(metrics.get("resumes", 0)),
             restarts=int(metrics.get("restarts", 0)),
             drift=next((n.removeprefix(DRIFT) for n in metrics if n.startswith(DRIFT)), ""),
-            versions=_oldest_and_newest(spans),
+            versions=_oldest_and_newest(transcripts),
         ),
         trajectory,
     )
@@ -164,6 +163,6 @@ def _number(events: EventStream, member: Member) -> None:
     member.identity = msgspec.structs.replace(member.identity, number=number)
 
 
-def _oldest_and_newest(spans: Iterable[Span]) -> tuple[int, ...]:
-    found = {version for span in spans for version, _ in span.versions}
+def _oldest_and_newest(transcripts: Iterable[Transcript]) -> tuple[int, ...]:
+    found = {version for each in transcripts for version in each.versions}
     return (min(found), max(found)) if found else ()

@@ -29,6 +29,8 @@ class CallEvents:
 
     def started(self, position: int, call: ToolCall, now: float) -> None:
         """A call begins."""
+        if not self._events.tells_all:
+            return
         self._events.emit(
             ToolStarted(
                 at=self._events.since_start(now),
@@ -51,9 +53,8 @@ class CallEvents:
         is_refused: bool = False,
     ) -> None:
         """It has its result; None: it was cancelled."""
-        events, is_error = self._events, result is None or result.is_error
-        text = NO_RESULT if result is None else result.text
-        is_call = isinstance(call, ToolCall)
+        events, is_call = self._events, isinstance(call, ToolCall)
+        is_error, text = (True, NO_RESULT) if result is None else (result.is_error, result.text)
         events.emit(
             ToolEnded(
                 at=events.since_start(now),

@@ -46,6 +46,8 @@ class RequestEvents:
         self._pending, self._placed = pending, self._clock()
         self._prompt = attempt.prompt_tokens
         attempt.generation.on_tokens += (self,)
+        if not events.tells_all:
+            return
         events.emit(
             RequestPlaced(
                 at=events.since_start(self._placed),

@@ -105,7 +105,9 @@ class RequestRunner:
                     await self._wait_held(attempt, attempt.hold)
                 attempt.waits_since = self._now()
                 events = self._events
-                told = RequestEvents(events, attempt, self._now) if events.is_on else None
+                told = None
+                if events.is_on and events.tells_requests(attempt.trajectory):
+                    told = RequestEvents(events, attempt, self._now)
                 dispatch = self._place_at_once(attempt, group_id, avoid)
                 if dispatch is None:
                     dispatch = await self._place(attempt, group_id, avoid)
