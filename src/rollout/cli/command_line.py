@@ -1,5 +1,5 @@
-"""The command line: ``rollout run``, ``demo``, ``report``, ``timeline``, ``check``, ``check-template``
-and ``serve-gateway``.
+"""The command line: ``rollout run``, ``demo``, ``report``, ``timeline``, ``check``,
+``check-template`` and ``serve-gateway``.
 
 Commands are imported when they run, so that ``rollout --help`` answers at once.
 """

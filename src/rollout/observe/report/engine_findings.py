@@ -29,7 +29,7 @@ def flapping(run: Run) -> Iterable[Finding]:
     for replica in run.replicas:
         if not replica.losses:
             continue
-        why = run.times.replicas[replica.name].losses[-1][1]
+        why = run.times.losses_of(replica.name)[-1]
         lost = [each for each in run.times.replicas[replica.name].requests if _is_lost(each)]
         resumed = sum(row.resumes for row in run.rows)
         is_flapping = replica.losses >= FLAPPING

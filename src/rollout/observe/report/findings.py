@@ -92,7 +92,7 @@ def _blocked_loop(run: Run) -> Iterable[Finding]:
         return
     by_cause: dict[str, float] = defaultdict(float)
     for each in events:
-        by_cause[each.cause] += each.seconds
+        by_cause[each.cause.rpartition(" at ")[2]] += each.seconds
     cause = max(by_cause, key=lambda each: by_cause[each])
     yield Finding(
         kind="blocked_loop",

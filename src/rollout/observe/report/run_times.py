@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -134,6 +135,7 @@ class RunTimes:
     replicas: dict[str, ReplicaTimes] = attrs.field(factory=dict)
     blocked: list[LoopBlocked] = attrs.field(factory=list)
     dropped: int = 0
+    _open: set[int] = attrs.field(factory=set)
     _turns: dict[str, tuple[int, str]] = attrs.field(factory=dict)
     _requests: list[RequestEnded] = attrs.field(factory=list)
 
@@ -147,19 +149,28 @@ class RunTimes:
         """Seconds from the first call to the end of the last one."""
         return 0.0 if self.start is None else max(0.0, self.end - self.start)
 
+    def losses_of(self, replica: str) -> list[str]:
+        """Why a replica was lost, each time; that its channel is closed after the run is none."""
+        start = -math.inf if self.start is None else self.start
+        losses = self.replicas[replica].losses
+        return [why for at, why in losses if start <= at < self.end]
+
     def by_name(self) -> dict[str, TrajectoryTimes]:
         """Trajectories by ``uid/member``; the latest, where several calls had the same."""
         return {each.name: each for each in self.trajectories.values()}
 
     def take(self, event: Event) -> None:
         """One more event."""
-        self.end = max(self.end, event.at) if not self.has_ended else self.end
+        if self._open:
+            self.end = max(self.end, event.at)
         match event:
             case BatchStarted():
                 self.start = event.at if self.start is None else self.start
                 self.batches.append(event)
+                self._open.add(event.batch)
+                self.end = max(self.end, event.at)
             case BatchEnded():
-                self.end, self.has_ended = event.at, False
+                self._open.discard(event.batch)
             case RunEnded():
                 self.has_ended = True
             case LoopBlocked():

@@ -102,7 +102,7 @@ def _replica(replica: ReplicaTimes, times: RunTimes) -> ReplicaFigures:
         busy=covered(_pairs(starts, ends)) / duration if duration else None,
         at_once=float((ends - starts).sum()) / duration if duration else None,
         queue=float(np.mean([each.queue_s for each in requests])) if requests else None,
-        losses=sum(times.start is None or at >= times.start for at, _ in replica.losses),
+        losses=len(times.losses_of(replica.name)),
     )
 
 
