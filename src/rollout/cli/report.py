@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.cli.tokenizers import load_tokenizer_of
 from rollout.cli.wrapping import print_line
-from rollout.errors import RolloutError
+from rollout.errors import ConfigError, RolloutError
 from rollout.observe.event_file import EVENTS, read_events
 from rollout.observe.events import RunStarted
 from rollout.observe.report.report import RunReport
@@ -38,13 +38,14 @@ def write_reports(
         follow_s: Write it again every so many seconds, until the run has ended; None: once.
 
     Raises:
-        RolloutError: As `RunReport`, or the tokenizer that was asked for cannot be loaded.
+        ConfigError: The tokenizer that was asked for cannot be loaded.
+        RolloutError: As `RunReport`.
     """
     report = RunReport(directory, _decode(Path(directory), tokenizer, output))
     page = report.write(path)
     print_line(output, f"{'report':<10}{page}")
     while follow_s is not None and report.is_growing:
-        threading.Event().wait(follow_s)
+        wait(follow_s)
         report.write(path)
     for finding in report.findings:
         print_line(output, f"{finding.severity:<10}{finding.title}")
@@ -52,10 +53,18 @@ def write_reports(
         print_line(output, f"{'findings':<10}none")
 
 
+def wait(seconds: float) -> None:
+    """Let some seconds pass."""
+    threading.Event().wait(seconds)
+
+
 def _decode(directory: Path, tokenizer: str | None, output: Console) -> Decode | None:
     """Ids to text, of the tokenizer that was named, or of the run's where that is at hand."""
     if tokenizer is not None:
-        return load_tokenizer_of(tokenizer)
+        try:
+            return load_tokenizer_of(tokenizer)
+        except RolloutError as error:
+            raise ConfigError(f"--tokenizer {tokenizer}: {error}") from error
     model = _model_of(directory)
     path = model.get("path")
     if not isinstance(path, str):

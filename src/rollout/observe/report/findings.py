@@ -29,8 +29,8 @@ SLOW_SHARE, SLOW_TAIL_SHARE, SLOW_S, TAIL = 0.35, 0.5, 0.1, 0.05
 ERRING_SHARE, ERRING_CALLS = 0.3, 5
 #: Of all trajectories.
 FAILED_SHARE, CUT_SHARE, MAJORITY, LATE_SHARE = 0.02, 0.3, 0.5, 0.1
-#: Of the groups with two known rewards or more, of which there must be some.
-EQUAL_SHARE, MOST_EQUAL_SHARE, LEAST_GROUPS = 0.5, 0.75, 2
+#: Of the groups with two known rewards or more, of which there must be some; of few it must be all.
+EQUAL_SHARE, MOST_EQUAL_SHARE, LEAST_GROUPS, FEW_GROUPS = 0.5, 0.75, 2, 6
 
 
 def findings_of(run: Run) -> list[Finding]:
@@ -241,7 +241,8 @@ def _no_signal(run: Run) -> Iterable[Finding]:
             groups[row.group, row.uid].append(row.reward)
     known = [rewards for rewards in groups.values() if len(rewards) > 1]
     equal = [rewards for rewards in known if min(rewards) == max(rewards)]
-    if len(known) < LEAST_GROUPS or len(equal) / len(known) < EQUAL_SHARE:
+    least = EQUAL_SHARE if len(known) >= FEW_GROUPS else 1.0
+    if len(known) < LEAST_GROUPS or len(equal) / len(known) < least:
         return
     is_most = len(equal) / len(known) >= MOST_EQUAL_SHARE
     values = Counter(rewards[0] for rewards in equal).most_common(1)[0]
