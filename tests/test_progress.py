@@ -14,9 +14,13 @@ from rich.console import Console
 from rollout import LengthsConfig, Message, Outcome, Prompt, Trajectory, collate
 from rollout.chat import Transcript
 from rollout.cli.groups import group_table
+from rollout.cli.live_details import live_details
 from rollout.cli.progress import ProgressDisplay, ProgressMeter, show_progress
 from rollout.cli.summary import summary_lines
+from rollout.cli.time_left import TimeLeft, time_left_words
 from rollout.cli.transcript_view import print_transcript
+from rollout.engine.driver.replica_statistics import ReplicaStatistics
+from rollout.observe.explanation import CallWaits, Explanation, TrajectoryWaits, Wait
 from rollout.testing import decode_ids, encode_text
 from rollout.types import Cause
 
@@ -60,6 +64,92 @@ def test_progress_speed_is_of_the_last_ten_seconds() -> None:
         for second, tokens in [(0.0, 0), (5.0, 1000), (10.0, 1000), (15.0, 1000), (20.0, 1500)]
     ]
     assert speeds == [0.0, 200.0, 100.0, 0.0, 50.0]
+
+
+def test_time_left_is_not_said_before_there_is_ground() -> None:
+    left = TimeLeft()
+    assert [left.read(float(now), now, 100) for now in range(10)] == [None] * 10
+
+
+def test_time_left_of_a_steady_pace_is_what_it_takes() -> None:
+    left = TimeLeft()
+    reads = [left.read(float(now), now // 2, 100) for now in range(180)]
+    assert reads[100] == pytest.approx(100, rel=0.1)
+    assert reads[160] == pytest.approx(40, rel=0.1)
+
+
+def test_time_left_grows_where_the_pace_slows_and_is_withdrawn_where_nothing_ends() -> None:
+    left = TimeLeft()
+    fast = [left.read(float(now), now, 100) for now in range(81)]
+    stuck = [left.read(float(now), 80, 100) for now in range(81, 1000)]
+    assert fast[80] == pytest.approx(20, rel=0.05)
+    assert stuck[20] is not None
+    assert stuck[20] > 30
+    assert stuck[-1] is None
+
+
+def test_time_left_of_a_batch_that_has_ended_is_not_said() -> None:
+    left = TimeLeft()
+    assert [left.read(float(now), min(now, 50), 50) for now in range(60)][-1] is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (3.0, "some seconds left"),
+        (44.0, "about 40 s left"),
+        (130.0, "about 2 min left"),
+        (8000.0, "about 2.2 h left"),
+    ],
+)
+def test_time_left_in_words_is_no_more_exact_than_known(seconds: float, words: str) -> None:
+    assert time_left_words(seconds) == words
+
+
+def test_details_show_groups_engines_tools_and_the_slowest() -> None:
+    def waits(uid: str, member: int, seconds: float, *each: Wait) -> TrajectoryWaits:
+        return TrajectoryWaits(uid, 0, member, seconds, each)
+
+    call = CallWaits(
+        name="generate",
+        step=1,
+        seconds=50.0,
+        groups=9,
+        trajectories=(
+            waits("a", 0, 12.0, Wait("tool", 3.0, "'search'")),
+            waits("a", 1, 40.0, Wait("tool", 9.0, "'search'")),
+            waits("b", 0, 20.0, Wait("generation", 1.0, "engine-0", note="5 tokens so far")),
+            TrajectoryWaits("c", 2, 0, None, (Wait("place", 50.0),)),
+        ),
+    )
+    replicas = [
+        ReplicaStatistics("engine-0", "serving", 12, 0, 1),
+        ReplicaStatistics("engine-1", "restarting", 0, 0, 2),
+    ]
+    assert live_details(Explanation((call,)), replicas) == [
+        ("groups", "6 of 9 ended"),
+        ("engines", "engine-0 12 · engine-1 restarting"),
+        ("now", "2 with tools · 1 generating · 1 without a place"),
+        ("tools", "search 2 under way, the longest for 9.0 s"),
+        ("slowest", "a/1 40.0 s: tool 'search', for 9.0 s"),
+        ("", "b/0 20.0 s: generation on engine-0, for 1.0 s, 5 tokens so far"),
+        ("", "a/0 12.0 s: tool 'search', for 3.0 s"),
+    ]
+
+
+@pytest.mark.anyio
+async def test_progress_on_terminal_shows_details_below_the_line() -> None:
+    console, counts = terminal(), Counts(admitted=4, running=4)
+    with ProgressDisplay(console) as display:
+        with anyio.move_on_after(2):
+            await show_progress(
+                display, "starting", lambda: counts, lambda: [("slowest", "a [b] " + "x" * 200)]
+            )
+    text = shown(console)
+    assert "slowest" in text
+    assert "a [b] xxx" in text
+    assert "x" * 81 not in text
+    assert text.endswith("\x1b[2K")
 
 
 @pytest.mark.anyio

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         LimitsConfig,
         LocalProcessPlacement,
         ModelConfig,
+        ObserveConfig,
         RayPlacement,
         RecoveryConfig,
         RewardsConfig,
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     )
     from rollout.gateway.gateway import open_gateway
     from rollout.interactions import Interaction, InteractionTurn
+    from rollout.observe.user_spans import trace
     from rollout.runtime.blocking import BlockingRollout, open_rollout_blocking
     from rollout.runtime.opening import open_rollout
     from rollout.runtime.runtime import RolloutRuntime
@@ -104,6 +106,7 @@ _HOMES = {
         "LimitsConfig",
         "LocalProcessPlacement",
         "ModelConfig",
+        "ObserveConfig",
         "RayPlacement",
         "RecoveryConfig",
         "RewardsConfig",
@@ -137,6 +140,7 @@ _HOMES = {
     ),
     "rollout.gateway.gateway": ("open_gateway",),
     "rollout.interactions": ("Interaction", "InteractionTurn"),
+    "rollout.observe.user_spans": ("trace",),
     "rollout.runtime.opening": ("open_rollout",),
     "rollout.runtime.runtime": ("RolloutRuntime",),
     "rollout.tools": ("Tool", "ToolResult", "ToolSession", "function_tool"),

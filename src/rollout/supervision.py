@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
 
-from rollout.bridge import cancel_scope
+from rollout.bridge import cancel_scope, loop_clock
 from rollout.drives import Drive, MainDrive, UnresponsiveError
 from rollout.loop_tasks import open_apart
 from rollout.scopes import open_task_group
@@ -45,14 +45,18 @@ class Duty:
         what: What it is, for messages.
         at: When it is cancelled, on the loop's clock.
         grace_s: How long it may still take after a cancellation from outside.
+
+    Attributes:
+        since: When it began, on the loop's clock; within a `Supervised`.
     """
 
-    __slots__ = ("at", "drive", "grace_s", "what")
+    __slots__ = ("at", "drive", "grace_s", "since", "what")
 
     def __init__(self, what: str, at: float, *, grace_s: float = 0.0) -> None:
         self.what = what
         self.at = at
         self.grace_s = grace_s
+        self.since = 0.0
         self.drive = _current.get()
 
     def __enter__(self) -> Duty:
@@ -169,6 +173,7 @@ class Supervised(Generic[T]):
 
     def take_on(self, duty: Duty) -> None:
         """See that it ends in time, from now on."""
+        duty.since = self._supervision.clock()
         if isinstance(self._duties, list):
             self._duties.append(duty)
         else:
@@ -185,6 +190,20 @@ class Supervised(Generic[T]):
         """When the first piece of it is cancelled; infinite where nothing is to end."""
         own = math.inf if self._at is None else self._at
         return min(own, *(duty.at for duty in self._duties)) if self._duties else own
+
+    @property
+    def what(self) -> str:
+        """What the code is."""
+        return self._what
+
+    @property
+    def duties(self) -> tuple[Duty, ...]:
+        """Pieces of it that are under way, in the order in which they began."""
+        return tuple(self._duties)
+
+    def place(self) -> str:
+        """File and line where the code waits; empty once its task has ended."""
+        return "" if self._main is None else self._main.place()
 
     def give_up(self, now: float) -> None:
         """What should have ended long ago is given up, or abandoned where it was already."""
@@ -282,10 +301,11 @@ class Supervision:
 
     Attributes:
         cleanup_s: How long after its deadline, or its cancellation, code is given up.
+        clock: The loop's.
     """
 
     def __init__(self, start: StartTask, cleanup_s: float) -> None:
-        self.cleanup_s = cleanup_s
+        self.cleanup_s, self.clock = cleanup_s, loop_clock()
         self._start = start
         self._running: dict[Supervised[Any], None] = {}  # in a fixed order
         self._alarm, self._watching = anyio.CancelScope(), anyio.CancelScope(shield=True)

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from concurrent.futures import Future
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
@@ -24,6 +25,8 @@ T = TypeVar("T")
 IDLE_S = 10.0
 #: How long code on the asyncio thread has to end once it was cancelled; as limits.cleanup_s.
 ASYNCIO_CLEANUP_S = 5.0
+#: Of the task that asks, seen by the function in its thread.
+carried: ContextVar[Any] = ContextVar("rollout_carried", default=None)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -141,7 +144,7 @@ class WorkerThreads:
         args: tuple[object, ...],
         patience_s: float = 0.0,
     ) -> T:
-        post = loop_poster()
+        post, given = loop_poster(), carried.get()
         future: Future[T] = Future()
         done = anyio.Event()
         was_abandoned = False
@@ -155,9 +158,11 @@ class WorkerThreads:
 
         def job() -> None:
             try:
+                carried.set(given)
                 future.set_result(function(*args))
             except BaseException as error:  # a thread must report even SystemExit
                 future.set_exception(error)
+            carried.set(None)
             self._idle.append(worker)
             if self._is_closed:  # meanwhile, and nothing else will end this one
                 self.close()

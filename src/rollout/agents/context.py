@@ -18,6 +18,7 @@ from rollout.agents.message_log import MessageLog
 from rollout.agents.places import Row, check_ids
 from rollout.agents.segment_opening import open_segment
 from rollout.agents.trajectory_state import SettlingLimits, Shared, TrajectoryState
+from rollout.agents.turn_events import tell_user_ended
 from rollout.chat.drift import DRIFT_KINDS
 from rollout.chat.messages import template_messages, text_of_content
 from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from rollout.engine.driver.generation import Generation
     from rollout.holds import Hold
     from rollout.interactions import Interaction, InteractionTurn
+    from rollout.observe.event_stream import EventStream
     from rollout.tools import ToolResult, TrajectoryTools
 
 
@@ -143,6 +145,11 @@ class AgentContext:
         return self._state.deadline
 
     @property
+    def idle_since(self) -> float:
+        """When the last generation, call or answer of a user ended, on the loop's clock."""
+        return max(self._state.idle_since, self.tools.idle_since)
+
+    @property
     def tools(self) -> TrajectoryTools:
         """The tools offered to the model; `schemas` lists them."""
         return self._state.tools
@@ -227,6 +234,11 @@ class AgentContext:
         """Whether a simulated user takes part."""
         return self._is_whole and self._interaction_name is not None
 
+    @property
+    def events(self) -> EventStream:
+        """Takes what happens to those who want to know."""
+        return self._services.events
+
     def end(self, outcome: Outcome, reason: str, *, limit_source: str | None = None) -> None:
         """Settle the outcome; return from `run` afterwards. The first call counts."""
         self._state.end(outcome, reason, limit_source=limit_source)
@@ -303,13 +315,20 @@ class AgentContext:
         if self._interaction is None:
             raise AgentError("ask_user: no interaction takes part in this trajectory")
         await self.settle()
-        deadline = self._main.turn_deadline
+        deadline, events, began = (
+            self._main.turn_deadline,
+            self._services.events,
+            self._state.clock(),
+        )
         with (
             SettlingLimits(self._state, settles_lengths=True),
             Duty("respond of the interaction", deadline.fires_at),
             fail_at_deadline(deadline),
         ):
             turn = await self._interaction.respond(list(template_messages(self.messages)))
+        self._state.idle_since = now = self._state.clock()
+        if events.is_on:
+            tell_user_ended(events, self.identity, began, now)
         if turn.score is not None:
             self.turn_scores.append(turn.score)
         self.extra.update(turn.extra)

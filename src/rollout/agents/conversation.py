@@ -11,6 +11,7 @@ from rollout.agents.openings import begun, first_log, opened_log
 from rollout.agents.places import check_ids, check_purpose
 from rollout.agents.turn import AssistantTurn, SampledTokens, answer
 from rollout.agents.turn_end import TurnEnd
+from rollout.agents.turn_events import tell_turn_ended, tell_turn_started
 from rollout.agents.turn_options import AS_EVER, TurnOptions
 from rollout.chat.trajectory import BRANCH, SUBAGENT
 from rollout.chat.transcript import common_length
@@ -19,6 +20,7 @@ from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.generation import Generation
 from rollout.errors import AgentError, LimitExceeded
 from rollout.tools.answers import Answers
+from rollout.tools.call_events import CallEvents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -117,8 +119,10 @@ class Conversation(ListeningConversation):
             if self._unsettled:
                 await self._settle()
             state, stop, is_over, bounded_by = self._state, options.stop, False, ""
-            log, place = state.log, None
+            log, place, events, turn = state.log, None, state.services.events, self.assistant_turns
             started, recalled_s = state.clock(), None
+            if events.is_on:
+                tell_turn_started(events, self._identity, turn, started)
             deadline = state.deadline_of_generation(started)
             generation, seed = self._begun(options)
             sampling = options.sampling or self.sampling
@@ -146,14 +150,14 @@ class Conversation(ListeningConversation):
                             group_id=self._group_id,
                             deadline=deadline,
                             hold=state.hold,
+                            trajectory=self._identity.number,
                         )
                     if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
                         raise state.abort_error(self._session_id, deadline.now)
                 is_over = True
                 if log is not None and place is not None and recalled_s is None:
-                    turn, took_s = self.assistant_turns, state.clock() - started
-                    session = self._session_id
-                    if log.note_turn(place, session, turn, generation, took_s):
+                    took_s = state.clock() - started
+                    if log.note_turn(place, self._session_id, turn, generation, took_s):
                         await log.room()
             except (LimitExceeded, UnresponsiveError) as error:
                 self._settling_limits.settle(error)
@@ -161,13 +165,19 @@ class Conversation(ListeningConversation):
             finally:
                 self._turn_deadline = deadline.outer or deadline.now
                 generation.kept = None if stop is None else stop.kept
-                said, now = generation.finish_reason, state.clock()
+                said, state.idle_since = generation.finish_reason, state.clock()
+                now = state.idle_since
                 end = TurnEnd.of(said, bounded_by=bounded_by, deadline=deadline.now, now=now)
                 if generation.kept is not None:
                     end = TurnEnd("stop", None)
                 is_cut = end.finish_reason not in WHOLE_ANSWERS
                 stays_open = is_over or (is_cut and options.stays_open)
                 seconds = now - started - generation.held_s + (recalled_s or 0.0)
+                if events.is_on:
+                    had = len(self.transcript)
+                    tell_turn_ended(
+                        events, self._identity, turn, (started, now), had, generation, end
+                    )
                 self._arrived(generation, seed, end, seconds, stays_open=stays_open)
             return self._say()
         finally:
@@ -270,14 +280,20 @@ class Conversation(ListeningConversation):
         self._check_idle("run_tools")
         await self._settle()
         state = self._state
+        events, told = state.services.events, None
+        if events.is_on:
+            who = self._identity
+            told = CallEvents(events, who.number, self.assistant_turns - 1, who.path)
         with self._settling_limits:
             state.count_calls(len(calls))
-            results = await self._answers_to(calls)
+            results = await self._answers_to(calls, told)
             state.tool_rewards += [r.reward for r in results if r.reward is not None]
             self._errors_in_a_row = state.count_errors(results, self._errors_in_a_row)
         return results
 
-    async def _answers_to(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
+    async def _answers_to(
+        self, calls: Sequence[ToolCall | InvalidToolCall], told: CallEvents | None
+    ) -> list[ToolResult]:
         """What the tools answer, or have answered when the trajectory came here before."""
         state, log, offered = self._state, self._state.log, self._offered
         place = None if log is None else log.place_of_calls(self.transcript.prefix, calls)
@@ -286,7 +302,9 @@ class Conversation(ListeningConversation):
             if known is not None:
                 return state.tools.recall(calls, known, self._turn_deadline, offered)
         before = state.tools.seconds
-        results = await state.tools.run(calls, turn_deadline=self._turn_deadline, offered=offered)
+        results = await state.tools.run(
+            calls, turn_deadline=self._turn_deadline, offered=offered, told=told
+        )
         state.services.tally.tool_calls += len(calls)
         if log is not None and place is not None:
             answers = Answers(results, state.tools.seconds - before)

@@ -21,6 +21,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
         validate: Whether this is a validation rollout.
         path: The conversation: "" is the main one, "0" the first that was opened from it, "0.1" the
             second that was opened from that.
+        number: Of the trajectory in the run's events; 0 while nobody reads them.
     """
 
     uid: str
@@ -30,6 +31,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     run_seed: int
     validate: bool
     path: str = ""
+    number: int = 0
 
     def __str__(self) -> str:
         return f"trajectory {self.session_id}"

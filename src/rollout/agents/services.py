@@ -13,6 +13,7 @@ from rollout.chat.shared_beginnings import SharedBeginnings
 from rollout.config import RolloutConfig
 from rollout.engine.driver.pool import EnginePool
 from rollout.interactions import InteractionRegistry
+from rollout.observe.event_stream import EventStream
 from rollout.observe.tally import Tally
 from rollout.tools import ToolExecutor, TrajectoryTools
 from rollout.worker_threads import WorkerThreads
@@ -36,7 +37,8 @@ class GatewayPlace:
 class Services:
     """The engines, the model's chat format, tools, simulated users, and threads for their code.
 
-    `stop_token_ids` are those that end a turn, in the template or in the tool-call format.
+    `stop_token_ids` are those that end a turn, in the template or in the tool-call format; `events`
+    takes what happens to those who want to know.
     """
 
     config: RolloutConfig
@@ -49,6 +51,7 @@ class Services:
     tally: Tally
     threads: WorkerThreads
     texts: LongTexts
+    events: EventStream = attrs.field(factory=EventStream)
     gateway: GatewayPlace = attrs.field(factory=GatewayPlace)
     beginnings: SharedBeginnings = attrs.field(init=False, factory=SharedBeginnings)
     _readers: dict[tuple[str, ...], TurnReader] = attrs.field(init=False, factory=dict)

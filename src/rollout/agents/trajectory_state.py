@@ -77,6 +77,7 @@ class TrajectoryState:
         outermost: The deadline that nothing puts off.
         log: Remembers its answers; None where nothing does.
         hold: Where it waits while it is carried to another call; None where it never is.
+        idle_since: When its last generation, or its last user's answer, ended; 0 before.
     """
 
     turn_scores = _ListOnDemand()
@@ -99,6 +100,7 @@ class TrajectoryState:
         "generation_s",
         "hold",
         "identity",
+        "idle_since",
         "log",
         "outermost",
         "prompt",
@@ -131,7 +133,7 @@ class TrajectoryState:
         self.reward: Any = None
         self._turn_scores = self._tool_rewards = self._restarts = _NOT_MADE
         self.ending: Ending | None = None
-        self.generation_s = 0.0
+        self.generation_s = self.idle_since = 0.0
         self.cached_tokens = 0
         self.resumes = 0
         self.discarded_tokens = 0

@@ -20,7 +20,12 @@ _SUMMED = {
     "recovery/restarts": "restarts",
     "tokens/discarded": "discarded_tokens",
     "tokens/cut_prompt": "cut_prompt_tokens",
+    "tokens/cached": "cached_tokens",
+    "tool_calls": "tool_calls",
+    "tool_errors": "tool_errors",
 }
+#: With which figures of one tool begin.
+TOOL = "tool/"
 
 
 def batch_metrics(
@@ -37,7 +42,16 @@ def batch_metrics(
       replica was lost; ``tokens/discarded``: what was dropped by that and by further attempts;
       ``tokens/cut_prompt``: what over-long prompts have lost;
     * ``tokenization/<kind>``: where `agent.tokenization_check` is on, how many compared so;
-    * ``reward/{min,mean,max}``: over known rewards; ``turns/mean``.
+    * ``reward/{min,mean,max}``: over known rewards; ``turns/mean``;
+    * ``tool/<tool>/{calls,errors,seconds,seconds_max}`` and ``tool_calls``, ``tool_errors``;
+    * ``staleness/{mean,max}``: by how many versions the weights are newer now than those that
+      sampled, over sampled tokens;
+    * ``throughput/{tokens_per_s,trajectories_per_s}``: where ``batch_s`` is known.
+
+    Args:
+        extra: What was measured while the call ran: ``batch_s``, ``weights/version`` (of the
+            engines now), ``loop_lag_s/max``, ``loop_starved_s/max``, ``queue/…``, ``zombies/…`` and
+            ``replica/<name>/…``, the last three over the engines' reports, about one a second.
     """
     metrics = {
         **_spread("generation_s", _known(trajectories, "generation_s")),
@@ -46,6 +60,8 @@ def batch_metrics(
         **_tokens(trajectories),
         **_outcomes(trajectories),
         **_sums(trajectories, _SUMMED),
+        **_tools(trajectories),
+        **_staleness(trajectories, extra),
         **Counter(name for row in trajectories for name in row.metrics if name.startswith(DRIFT)),
         **extra,
     }
@@ -53,6 +69,7 @@ def batch_metrics(
     metrics |= {name: value for name, value in longest.items() if name.endswith("/max")}
     if trajectories:
         metrics["turns/mean"] = sum(row.num_turns for row in trajectories) / len(trajectories)
+    metrics |= _throughput(metrics, len(trajectories))
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 
@@ -60,6 +77,47 @@ def _sums(trajectories: Sequence[Trajectory], names: Mapping[str, str]) -> dict[
     """Sums of trajectories' metrics, by the names that they have in a batch."""
     known = {name: list(_known(trajectories, each)) for name, each in names.items()}
     return {name: math.fsum(values) for name, values in known.items() if values}
+
+
+def _tools(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Sums of what trajectories say of each tool, and the longest call."""
+    found: dict[str, float] = {}
+    for row in trajectories:
+        for name, value in row.metrics.items():
+            if name.endswith("/seconds_max") and name.startswith(TOOL):
+                found[name] = max(found.get(name, 0.0), value)
+            elif name.startswith(TOOL):
+                found[name] = found.get(name, 0.0) + value
+    return found
+
+
+def _staleness(trajectories: Sequence[Trajectory], extra: Mapping[str, float]) -> dict[str, float]:
+    current = extra.get("weights/version")
+    if current is None:
+        return {}
+    tokens: Counter[int] = Counter()
+    for row in trajectories:
+        for transcript in row.transcripts:
+            for count, version in transcript.runs():
+                if version is not None:
+                    tokens[version] += count
+    if not tokens:
+        return {}
+    old = math.fsum((current - version) * count for version, count in tokens.items())
+    return {
+        "staleness/mean": old / tokens.total(),
+        "staleness/max": current - min(tokens),
+    }
+
+
+def _throughput(metrics: Mapping[str, float], count: int) -> dict[str, float]:
+    seconds = metrics.get("batch_s", 0.0)
+    if seconds <= 0:
+        return {}
+    return {
+        "throughput/tokens_per_s": metrics["tokens/generated"] / seconds,
+        "throughput/trajectories_per_s": count / seconds,
+    }
 
 
 def _known(trajectories: Sequence[Trajectory], name: str) -> Iterable[float]:

@@ -12,6 +12,9 @@ from tensordict import TensorDict
 from rollout.batch.sample import Sample
 from rollout.batch.storage import read_batch, write_batch
 from rollout.chat.trajectory import Trajectory
+from rollout.errors import RolloutError
+from rollout.observe.event_file import EVENTS, events_of_batch
+from rollout.observe.timeline import of_batch, write_timeline
 from rollout.types import Outcome
 
 
@@ -34,6 +37,8 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
         trajectories: The trajectories with their transcripts, in the order of the rows; one that
             has several rows stands here once.
         decode: Ids to text; `save` then writes the text of every span.
+        events_path: Where the events of its run are written, `observe.path`; None: nowhere.
+        number: Its call's among those of the run, from 0, in these events.
     """
 
     tensors: TensorDict
@@ -41,6 +46,8 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
     metrics: dict[str, float]
     trajectories: list[Trajectory] = msgspec.field(default_factory=list)
     decode: Callable[[Sequence[int]], str] | None = None
+    events_path: Path | None = None
+    number: int = 0
 
     def __len__(self) -> int:
         """B, the number of rows."""
@@ -80,7 +87,24 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
         Raises:
             RolloutError: A file is missing, damaged or not of this batch; names it and says why.
         """
-        return cls(**read_batch(Path(directory)))
+        batch = cls(**read_batch(Path(directory)))
+        if (Path(directory) / EVENTS).exists():
+            batch.events_path = Path(directory)
+        return batch
+
+    def timeline(self, path: str | Path) -> None:
+        """Write where its time went as a Chrome trace, for Perfetto, Chrome or speedscope.
+
+        A lane for each replica, each trajectory and the event loop, and flows from turns to their
+        requests; see ``docs/observe.md``. Blocks while it reads and writes.
+
+        Raises:
+            RolloutError: No events were written (`observe.path` is not set), or a file cannot be
+                read or written.
+        """
+        if self.events_path is None:
+            raise RolloutError("timeline: the run's events are not written; set observe.path")
+        write_timeline(of_batch(events_of_batch(self.events_path, self.number), self.number), path)
 
     def _count(self, outcome: Outcome) -> int:
         return sum(sample.outcome is outcome for sample in self.samples)

@@ -367,6 +367,16 @@ class Transcript:
         """The ids of one span, packed."""
         return self.prefix.slice(span.start, span.stop)
 
+    @property
+    def turns(self) -> int:
+        """How many generated spans there are."""
+        return sum(1 for _ in self._spans.generated())
+
+    @property
+    def versions(self) -> set[int]:
+        """Those of the weights that sampled it."""
+        return set(array("i", self._spans.runs)[::2])
+
     def generated_spans(self) -> Iterator[Span]:
         """The spans that engines returned, in order."""
         return (span for span in self._spans if span.kind == "generated")

@@ -1,5 +1,5 @@
-"""The command line: ``rollout run``, ``demo``, ``check``, ``check-template`` and
-``serve-gateway``.
+"""The command line: ``rollout run``, ``demo``, ``report``, ``timeline``, ``check``,
+``check-template`` and ``serve-gateway``.
 
 Commands are imported when they run, so that ``rollout --help`` answers at once.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
+import math
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from rollout import __version__
+from rollout.cli.explain_signal import explaining_at_signal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,6 +44,7 @@ examples:
   rollout demo
   rollout check conf/quickstart.py
   rollout run conf/quickstart.py --prompts prompts.jsonl --out results
+  rollout report results
   rollout run config.toml --prompts train.parquet --out results --samples 8 \\
       --tools my_tools.py --reward my_rewards.py:score --set sampling.temperature=0.7
 """
@@ -74,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         try:
-            with _terminable():
+            with _terminable(), explaining_at_signal(lambda: None):
                 from rollout.cli.commands import run_command
 
                 code = run_command(arguments)
@@ -140,9 +143,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run(commands)
     _add_demo(commands)
+    _add_report(commands)
     _add_check(commands)
     _add_check_template(commands)
     _add_serve_gateway(commands)
+    _add_timeline(commands)
     return parser
 
 
@@ -198,6 +203,33 @@ def _add_demo(commands: Commands) -> None:
     _add_engine_options(parser)
 
 
+def _add_report(commands: Commands) -> None:
+    parser = _add_command(
+        commands,
+        "report",
+        "write one HTML page that shows what happened in a run",
+        "exit codes:\n  0    the page is written\n"
+        "  1    the directory holds no run, or a file cannot be read or written\n"
+        "  2    bad usage\n"
+        "  130  interrupted (Ctrl-C) while it followed a run; the last page stays\n",
+    )
+    parser.add_argument("directory", metavar="DIR", help="what `rollout run --out` was given")
+    parser.add_argument("--out", metavar="FILE", help="the page (DIR/report.html)")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="MODEL",
+        help="whose texts the tokens have: directory, hub name, or embedded:smollm2-135m-instruct "
+        "(the model of the run)",
+    )
+    parser.add_argument(
+        "--follow", action="store_true", help="write it again while the run grows, until its end"
+    )
+    parser.add_argument(
+        "--every", type=_seconds, default=5.0, metavar="S", help="seconds between two pages (5)"
+    )
+    _add_verbose(parser)
+
+
 def _add_check(commands: Commands) -> None:
     parser = _add_command(
         commands,
@@ -245,6 +277,21 @@ def _add_serve_gateway(commands: Commands) -> None:
     )
     _add_config(parser)
     _add_engine_options(parser)
+
+
+def _add_timeline(commands: Commands) -> None:
+    parser = _add_command(
+        commands,
+        "timeline",
+        "write where a run's time went, for Perfetto, Chrome or speedscope",
+        "exit codes:\n  0    it is written\n"
+        "  1    there are no events to be read, or the file cannot be written\n",
+    )
+    parser.add_argument("directory", metavar="DIR", help="results of `rollout run`")
+    parser.add_argument(
+        "--out", metavar="FILE", help="the Chrome trace to write (DIR/timeline.json)"
+    )
+    _add_verbose(parser)
 
 
 def _add_command(commands: Commands, name: str, what: str, epilog: str) -> argparse.ArgumentParser:
@@ -308,6 +355,16 @@ def _add_verbose(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="show what the library and its engines log"
     )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds > 0")
+    return seconds
 
 
 def _positive(text: str) -> int:

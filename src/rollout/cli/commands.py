@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from rollout.batch import RolloutBatch
 
+TIMELINE = "timeline.json"
 DEMO_DIRECTORY = "rollout-output/demo"
 
 
@@ -183,12 +184,38 @@ def _check_template(arguments: argparse.Namespace, output: Console, errors: Cons
     return OK if is_appending else SOME_FAILED
 
 
+def _report(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
+    from rollout.cli.report import write_reports
+
+    write_reports(
+        arguments.directory,
+        output,
+        path=arguments.out,
+        tokenizer=arguments.tokenizer,
+        follow_s=arguments.every if arguments.follow else None,
+    )
+    return OK
+
+
+def _timeline(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
+    from rollout.observe import read_events
+    from rollout.observe.timeline import write_timeline
+
+    directory = Path(arguments.directory)
+    path = directory / TIMELINE if arguments.out is None else Path(arguments.out)
+    slices = write_timeline(read_events(directory), path)
+    print_line(output, f"{'timeline':<12}{path} ({count(slices, 'slice')})")
+    return OK
+
+
 _COMMANDS = {
     "run": _run,
     "demo": _demo,
+    "report": _report,
     "check": _check,
     "check-template": _check_template,
     "serve-gateway": _serve_gateway,
+    "timeline": _timeline,
 }
 
 

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import anyio
 import attrs
 
-from rollout.cli.progress import ProgressDisplay, show_progress
+from rollout.cli.explain_signal import explaining_at_signal
+from rollout.cli.progress import ProgressDisplay, details_of, show_progress
 from rollout.cli.run_journal import ended_in, forget_journal, without_earlier_batch
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
+from rollout.observe.event_file import EVENTS
 from rollout.plurals import count
 from rollout.runtime.opening import open_rollout
 from rollout.runtime.reward_opening import GivenRewards
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from rollout.batch import RolloutBatch
+    from rollout.cli.live_details import Detail
+    from rollout.observe.explanation import Explanation
     from rollout.runtime.runtime import RolloutRuntime
     from rollout.runtime.statistics import RuntimeStatistics
 
@@ -54,6 +58,15 @@ class ForegroundJob:
     step: int | None = None
     validate: bool = False
     resume: bool = False
+
+    @property
+    def observed_config(self) -> RolloutConfig:
+        """The configuration, with its events beside the results where it says nothing else."""
+        config = self.config
+        if config.observe.path is not None:
+            return config
+        observe = attrs.evolve(config.observe, path=str(self.directory))
+        return attrs.evolve(config, observe=observe)
 
 
 class JobResult(NamedTuple):
@@ -92,15 +105,24 @@ async def run_job(job: ForegroundJob, console: Console) -> JobResult:
     """
     threads = WorkerThreads(max_threads=2, max_abandoned=1)
     run = _Run(job, threads)
-    with closing(threads), ProgressDisplay(console) as display, run.without_lag_warnings():
+    with (
+        closing(threads),
+        ProgressDisplay(console) as display,
+        run.without_lag_warnings(),
+        explaining_at_signal(run.explain),
+    ):
         async with open_task_group() as tasks:
             await tasks.start(run.watch_signals)
-            tasks.start_soon(show_progress, display, _starting(job.config), run.statistics)
+            tasks.start_soon(
+                show_progress, display, _starting(job.config), run.statistics, run.details
+            )
             tasks.start_soon(run.load)
             with run.starting:
                 forget_journal(job.config, resume=job.resume)
+                if job.config.observe.path is None and not job.resume:
+                    (job.directory / EVENTS).unlink(missing_ok=True)  # one of the results
                 async with open_rollout(
-                    job.config,
+                    job.observed_config,
                     job.tools,
                     job.rewards.single,
                     job.interactions,
@@ -148,6 +170,14 @@ class _Run:
         """The runtime's, once it has something to do."""
         statistics = None if self.runtime is None else self.runtime.statistics()
         return statistics if statistics is not None and statistics.admitted else None
+
+    def details(self) -> Sequence[Detail]:
+        """What a terminal shows below the line of progress."""
+        return () if self.runtime is None else details_of(self.runtime)
+
+    def explain(self) -> Explanation | None:
+        """The runtime's, once there is one."""
+        return None if self.runtime is None else self.runtime.explain()
 
     @contextmanager
     def without_lag_warnings(self) -> Iterator[None]:

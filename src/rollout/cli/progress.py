@@ -8,21 +8,30 @@ from typing import TYPE_CHECKING, Protocol
 import anyio
 import attrs
 
+from rollout.cli.live_details import live_details
+from rollout.cli.time_left import TimeLeft, time_left_words
+from rollout.clocks import monotonic
 from rollout.plurals import count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from rich.console import Console, RenderableType
+
+    from rollout.cli.live_details import Detail
+    from rollout.runtime.runtime import RolloutRuntime
 
 #: Tokens per second are of the last so many seconds.
 WINDOW_S = 10.0
 #: From one look at the counts to the next, and from one printed line to the next.
 LOOK_S = 0.2
 PLAIN_S = 5.0
-#: Width of the bar in characters.
-BAR_WIDTH = 24
+#: Width of the bar, and of the labels below it, in characters.
+BAR_WIDTH, LEAST_BAR_WIDTH, LABEL_WIDTH = 24, 6, 9
+#: From one look at what all trajectories wait for to the next, and how many times the time that a
+#: look takes: of thousands it takes milliseconds of the event loop.
+DETAILS_S, DETAILS_TIMES = 1.0, 200
 
 
 class Counts(Protocol):
@@ -55,6 +64,7 @@ class Reading:
 
     Attributes:
         tokens_per_s: Over the last `WINDOW_S` seconds, or what there is of them.
+        left_s: Until all have ended; None where there is no ground for an estimate.
     """
 
     done: int = 0
@@ -62,11 +72,13 @@ class Reading:
     running: int = 0
     tool_calls: int = 0
     tokens_per_s: float = 0.0
+    left_s: float | None = None
 
     def __str__(self) -> str:
+        left = "" if self.left_s is None else f" · {time_left_words(self.left_s)}"
         return (
             f"{self.done}/{self.total} done · {self.running} running · "
-            f"{self.tokens_per_s:,.0f} tok/s · {count(self.tool_calls, 'tool call')}"
+            f"{self.tokens_per_s:,.0f} tok/s · {count(self.tool_calls, 'tool call')}{left}"
         )
 
 
@@ -75,6 +87,7 @@ class ProgressMeter:
 
     def __init__(self) -> None:
         self._tokens: deque[tuple[float, int]] = deque()
+        self._time_left = TimeLeft()
 
     def read(self, now: float, counts: Counts) -> Reading:
         """The reading at `now`, in seconds of any clock that never goes back."""
@@ -90,13 +103,15 @@ class ProgressMeter:
             running=counts.running,
             tool_calls=counts.tool_calls,
             tokens_per_s=(counts.generated_tokens - tokens) / seconds if seconds > 0 else 0.0,
+            left_s=self._time_left.read(now, counts.finished, counts.admitted),
         )
 
 
 class ProgressDisplay:
     """Shows one changing line on `console`; a context manager that leaves the screen tidy.
 
-    On a terminal the line and a bar stay in place; elsewhere each look prints a line.
+    On a terminal the line and a bar stay in place, and what is below them; elsewhere each look
+    prints a line.
     """
 
     def __init__(self, console: Console) -> None:
@@ -132,15 +147,26 @@ class ProgressDisplay:
         """From one line to the next."""
         return PLAIN_S if self._live is None else LOOK_S
 
-    def show(self, line: str, bar: tuple[int, int] | None = None) -> None:
-        """Put `line` in place of the last one; `bar` is how much is done, of how much."""
+    def show(
+        self, line: str, bar: tuple[int, int] | None = None, details: Sequence[Detail] = ()
+    ) -> None:
+        """Put `line` in place of the last one.
+
+        Args:
+            bar: How much is done, of how much.
+            details: Lines below it, on a terminal.
+        """
         if self._live is None:
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
         else:
-            self._live.update(_with_bar(line, bar), refresh=True)
+            room = max(LEAST_BAR_WIDTH, min(BAR_WIDTH, self._console.width - len(line) - 1))
+            self._live.update(_with_bar(line, bar, room, details), refresh=True)
 
 
-def _with_bar(line: str, bar: tuple[int, int] | None) -> RenderableType:
+def _with_bar(
+    line: str, bar: tuple[int, int] | None, room: int, details: Sequence[Detail]
+) -> RenderableType:
+    from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
@@ -148,12 +174,19 @@ def _with_bar(line: str, bar: tuple[int, int] | None) -> RenderableType:
     if bar is None:
         return Text(line)
     grid = Table.grid(padding=(0, 1))
-    grid.add_row(ProgressBar(total=bar[1], completed=bar[0], width=BAR_WIDTH), Text(line))
-    return grid
+    grid.add_row(ProgressBar(total=bar[1], completed=bar[0], width=room), Text(line))
+    below = (
+        Text.assemble((f"{label:<{LABEL_WIDTH}}", "dim"), text, no_wrap=True, overflow="ellipsis")
+        for label, text in details
+    )
+    return Group(grid, *below)
 
 
 async def show_progress(
-    display: ProgressDisplay, starting: str, counts: Callable[[], Counts | None]
+    display: ProgressDisplay,
+    starting: str,
+    counts: Callable[[], Counts | None],
+    details: Callable[[], Sequence[Detail]] = tuple,
 ) -> None:
     """Show how a batch is getting on until cancelled, and where it got to then.
 
@@ -161,8 +194,9 @@ async def show_progress(
         display: Where.
         starting: What is said while `counts` gives None.
         counts: The counts now.
+        details: Lines for below them, on a terminal.
     """
-    meter = ProgressMeter()
+    meter, below = ProgressMeter(), _Details(display, details)
     began = anyio.current_time()
     due, shown = began, ""
     if display.is_plain:
@@ -172,7 +206,7 @@ async def show_progress(
             now, reading = anyio.current_time(), _reading(meter, counts)
             if reading is not None and now >= due:
                 due = now + display.interval_s
-                shown = _show(display, reading, shown)
+                shown = _show(display, reading, shown, below.read(now))
             elif reading is None and not display.is_plain:
                 display.show(f"{starting} … {now - began:.0f} s")
             await anyio.sleep(LOOK_S)
@@ -182,13 +216,38 @@ async def show_progress(
             _show(display, reading, shown)
 
 
+class _Details:
+    """Looks at them now and then: the more it costs, the less often."""
+
+    def __init__(self, display: ProgressDisplay, look: Callable[[], Sequence[Detail]]) -> None:
+        self._look, self._is_wanted = look, not display.is_plain
+        self._due = 0.0
+        self._known: Sequence[Detail] = ()
+
+    def read(self, now: float) -> Sequence[Detail]:
+        """Those that are known at `now`."""
+        if self._is_wanted and now >= self._due:
+            began = monotonic()
+            self._known = self._look()
+            self._due = now + max(DETAILS_S, DETAILS_TIMES * (monotonic() - began))
+        return self._known
+
+
+def details_of(runtime: RolloutRuntime) -> Sequence[Detail]:
+    """Those of a runtime."""
+    return live_details(runtime.explain(), runtime.statistics().replicas)
+
+
 def _reading(meter: ProgressMeter, counts: Callable[[], Counts | None]) -> Reading | None:
     now = counts()
     return None if now is None else meter.read(anyio.current_time(), now)
 
 
-def _show(display: ProgressDisplay, reading: Reading, shown: str) -> str:
+def _show(
+    display: ProgressDisplay, reading: Reading, shown: str, details: Sequence[Detail] = ()
+) -> str:
     """Show the reading unless it is what is `shown`; what is shown now."""
-    if str(reading) != shown:
-        display.show(str(reading), (reading.done, reading.total))
-    return str(reading)
+    said = "\n".join((str(reading), *(f"{label} {text}" for label, text in details)))
+    if said != shown:
+        display.show(str(reading), (reading.done, reading.total), details)
+    return said

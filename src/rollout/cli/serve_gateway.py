@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from rollout.cli.explain_signal import explaining_at_signal
 from rollout.cli.wrapping import print_line
-from rollout.gateway.serving import open_trajectory_server
+from rollout.gateway.serving import own_config, serve_runtime
+from rollout.runtime.opening import open_rollout
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
@@ -40,8 +42,12 @@ async def serve_gateway(config: RolloutConfig, output: Console) -> None:
     async with open_task_group() as tasks:
         tasks.start_soon(watch_signals)
         with serving:
-            async with open_trajectory_server(config, token) as gateway:
-                print_line(output, f"{'url':<8}{gateway.url}")
-                said = f"that of {TOKEN}" if given else token
-                print_line(output, f"{'token':<8}{said}")
-                await anyio.sleep_forever()
+            async with (
+                open_rollout(own_config(config)) as runtime,
+                serve_runtime(runtime, token) as gateway,
+            ):
+                with explaining_at_signal(runtime.explain):
+                    print_line(output, f"{'url':<8}{gateway.url}")
+                    said = f"that of {TOKEN}" if given else token
+                    print_line(output, f"{'token':<8}{said}")
+                    await anyio.sleep_forever()

@@ -21,6 +21,8 @@ import attrs
 
 from rollout.clocks import ThreadTimes, monotonic, process_cpu, thread_cpu
 from rollout.observe.blocking_code import find_blocking_code
+from rollout.observe.event_stream import EventStream
+from rollout.observe.events import LoopBlocked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,12 +75,14 @@ class _Period:
     Attributes:
         began: When the tick was.
         waited_s, loop_cpu_s, process_cpu_s: Readings of the clocks then.
+        cause: What the watchdog saw in the way.
     """
 
     began: float
     waited_s: float
     loop_cpu_s: float
     process_cpu_s: float
+    cause: str = ""
     _claimed: threading.Lock = attrs.field(init=False, factory=threading.Lock)
 
     def claim(self) -> bool:
@@ -105,11 +109,15 @@ class Repeats:
 class LoopLag:
     """Measures how late the loop is, and logs what blocks it for more than `BLOCKED_S`.
 
+    Args:
+        events: Takes the delays that are longer.
+
     Attributes:
         total: The longest delays since the start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, events: EventStream | None = None) -> None:
+        self._events = EventStream() if events is None else events
         self.total = LagWindow()
         self._windows = {self.total}
         self._repeats = Repeats()
@@ -183,12 +191,23 @@ class LoopLag:
             if cause is None:
                 blocked_s = 0.0
             else:
-                self._say_blocked(cause % blocked_s, cause)
+                period.cause = cause % blocked_s
+                self._say_blocked(period.cause, cause)
         starved_s = late_s - blocked_s
         if starved_s > BLOCKED_S and self._repeats.unsaid(NOT_RUN, monotonic()) is not None:
             logger.info(NOT_RUN, starved_s)
+        if self._events.is_on:
+            self._tell(period.cause, blocked_s, starved_s)
         for window in self._windows:
             window.take(blocked_s, starved_s)
+
+    def _tell(self, cause: str, blocked_s: float, starved_s: float) -> None:
+        now = self._events.now()
+        if blocked_s > BLOCKED_S:
+            self._events.emit(LoopBlocked(at=now, seconds=blocked_s, cause=cause))
+        if starved_s > BLOCKED_S:
+            said = NOT_RUN % starved_s
+            self._events.emit(LoopBlocked(at=now, seconds=starved_s, cause=said, is_starved=True))
 
     def _lateness(self, period: _Period) -> tuple[float, float]:
         """Seconds by which a tick is late, and those of them in which a CPU was to be had."""
@@ -238,6 +257,7 @@ class LoopLag:
             return
         cause = self._seen_cause(period, loop_thread, loop_times)
         if cause is not None and period is self._period and period.claim():
+            period.cause = cause[0]
             self._say_blocked(*cause)
 
     def _seen_cause(

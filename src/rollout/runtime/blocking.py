@@ -8,6 +8,7 @@ import math
 import threading
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import anyio
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from rollout.chat import ChatTemplate
     from rollout.config import RolloutConfig
     from rollout.engine.weights import UpdateMode, WeightSource
+    from rollout.observe.explanation import Explanation
     from rollout.runtime.runtime import RolloutRuntime
     from rollout.runtime.statistics import RuntimeStatistics
     from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
@@ -43,6 +45,10 @@ T = TypeVar("T")
 logger = logging.getLogger("rollout")
 
 CLOSED_MEANWHILE = "the runtime was closed while this call was running"
+
+
+async def _read(read: Callable[[], T]) -> T:
+    return read()
 
 
 class _Call:
@@ -225,11 +231,11 @@ class BlockingRollout(BlockingGroups):
 
     def statistics(self) -> RuntimeStatistics:
         """`RolloutRuntime.statistics`, from any thread."""
+        return self._wait(partial(_read, self._runtime.statistics))
 
-        async def statistics() -> RuntimeStatistics:
-            return self._runtime.statistics()
-
-        return self._wait(statistics)
+    def explain(self) -> Explanation:
+        """`RolloutRuntime.explain`, from any thread; waits where something blocks the loop."""
+        return self._wait(partial(_read, self._runtime.explain))
 
     def flush_cache(self) -> None:
         """`RolloutRuntime.flush_cache`, waited for in this thread."""

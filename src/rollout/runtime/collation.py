@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from rollout.chat import ChatTemplate
     from rollout.chat.trajectory import Trajectory
     from rollout.config import LengthsConfig
-    from rollout.observe.loop_lag import LagWindow
+    from rollout.runtime.batch_watch import BatchWindow
     from rollout.runtime.long_work import LongWork
     from rollout.tensor_layout import Layout, Trim
 
@@ -24,7 +25,14 @@ SHORT = 1 << 16
 class Collation:
     """Makes the batches of a runtime."""
 
-    def __init__(self, lengths: LengthsConfig, template: ChatTemplate, long_work: LongWork) -> None:
+    def __init__(
+        self,
+        lengths: LengthsConfig,
+        template: ChatTemplate,
+        long_work: LongWork,
+        events_path: str | None,
+    ) -> None:
+        self._events_path = None if events_path is None else Path(events_path)
         self._lengths = lengths
         self._template = template
         self._long_work = long_work
@@ -32,7 +40,7 @@ class Collation:
     async def batch(
         self,
         rows: Sequence[Trajectory | None],
-        window: LagWindow,
+        window: BatchWindow,
         layout: Layout = "padded",
         trim: Trim = False,
         *,
@@ -48,13 +56,16 @@ class Collation:
         work = partial(self._batch, trajectories, metrics, layout, trim)
         places = self._lengths.prompt + self._lengths.response
         is_long = places * sum(len(each.segments) for each in trajectories) > SHORT
-        return await self._long_work.run(is_long, work)
+        batch = await self._long_work.run(is_long, work)
+        window.found = batch.metrics
+        batch.number, batch.events_path = window.batch, self._events_path
+        return batch
 
     async def attach(
         self,
         error: BaseException,
         rows: Sequence[Trajectory | None],
-        window: LagWindow,
+        window: BatchWindow,
         layout: Layout = "padded",
         trim: Trim = False,
         *,

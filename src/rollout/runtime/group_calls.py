@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rollout.engine.driver.pool import EnginePool
     from rollout.observe.tally import Tally
     from rollout.scheduling.group_desk import GroupDesk
+    from rollout.scheduling.pulled_group import GroupMember
 
 
 class GroupStream(AsyncIterator[Group]):
@@ -70,6 +71,11 @@ class GroupCalls:
     ) -> None:
         self._config, self._desk, self._tally = config, desk, tally
         self._engines = engines
+
+    @property
+    def carried(self) -> list[GroupMember]:
+        """Members that wait for the next call."""
+        return [member for member in self._desk.live if member.is_held]
 
     def _version(self) -> int:
         return self._engines.weight_version

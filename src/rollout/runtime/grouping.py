@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rollout.batch import RolloutBatch
     from rollout.chat.group import Group
     from rollout.config import GroupPolicy
-    from rollout.observe.loop_lag import LoopLag
+    from rollout.runtime.batch_watch import BatchWatch
     from rollout.runtime.collation import Collation
     from rollout.runtime.group_calls import GroupCalls, GroupStream
     from rollout.runtime.sleep_between_batches import SleepBetweenBatches
@@ -33,7 +33,7 @@ class GroupingRuntime:
 
     _groups: GroupCalls
     _unhurried: Callable[[], AbstractContextManager[object]]
-    _lag: LoopLag
+    _watch: BatchWatch
     _sleep: SleepBetweenBatches
     _collation: Collation
     _streams: dict[StreamedRun | GroupRun, int]
@@ -88,7 +88,9 @@ class GroupingRuntime:
         call = self._groups.checked(source, policy, groups)
         with self._counted(step) as step:
             run = self._groups.run_of(call, step, int(groups))
-        with self._unhurried(), self._lag.window() as window:
+        window_of = self._watch.window("collect", step, prompts=int(groups))
+        with self._unhurried(), window_of as window:
+            run.batch = window.batch
             async with self._sleep.awake(), self._groups.running(run, partial(self._serve, run)):
                 found = await run.all_groups()
             rows = rows_of(found)
@@ -133,7 +135,8 @@ class GroupingRuntime:
         call = self._groups.checked(source, policy, None, max_staleness, groups_per_step)
         with self._counted(step) as step:
             run = self._groups.run_of(call, step, None, max_staleness, groups_per_step)
-        with self._unhurried():
+        with self._unhurried(), self._watch.window("stream_groups", step) as window:
+            run.batch = window.batch
             async with self._sleep.awake(), self._groups.running(run, partial(self._serve, run)):
                 self._streams[run] = anyio.get_current_task().id
                 try:
@@ -149,7 +152,7 @@ class GroupingRuntime:
         Args:
             layout, trim: See `rollout.batch.collate`.
         """
-        with self._lag.window() as window:
+        with self._watch.measured() as window:
             return await self._collation.batch(rows_of(groups), window, layout, trim)
 
     async def discard_carried(self) -> int:

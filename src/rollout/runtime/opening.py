@@ -21,10 +21,12 @@ from rollout.engine.driver.pool import EnginePool
 from rollout.engine.driver.replica_supervisor import FactsGiver
 from rollout.errors import AgentError, ConfigError
 from rollout.interactions import InteractionRegistry
+from rollout.observe.event_stream import EventStream
 from rollout.observe.tally import Tally
 from rollout.runtime.driver_model import load_driver_model, warn_of_end_token
 from rollout.runtime.gateway_opening import gateway_of
 from rollout.runtime.heap import freeze_loaded, frozen_heap
+from rollout.runtime.observing import observed
 from rollout.runtime.reward_opening import (
     GivenRewards,
     RewardFunctions,
@@ -34,6 +36,7 @@ from rollout.runtime.reward_opening import (
 )
 from rollout.runtime.runtime import RolloutRuntime
 from rollout.scheduling.journal.journal import open_journal, read_before
+from rollout.scheduling.journal.run_identity import seed_of_run
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory_runner import TrajectoryRunner
 from rollout.scopes import OneTask, open_task_group
@@ -54,7 +57,9 @@ if TYPE_CHECKING:
     from rollout.tools import Tool
 
 
-EngineOpener = Callable[[RolloutConfig, FactsGiver], AbstractAsyncContextManager[EnginePool]]
+EngineOpener = Callable[
+    [RolloutConfig, FactsGiver, EventStream], AbstractAsyncContextManager[EnginePool]
+]
 
 
 def open_rollout(
@@ -158,22 +163,24 @@ async def _open_runtime(
     )
     executor = tool_executor(config, tools, threads)
     processes = reward_processes(config, rewards, threads)
-    tally = Tally()
+    tally, events = Tally(), EventStream()
+    run_seed = seed_of_run(config, before)
     try:
         if processes is not None:
             await processes.prepare(config.limits.reward_s)
         await executor.prepare()
         await check_agent(config.agent.name)
-        async with open_task_group() as tasks:
+        async with observed(config, events, run_seed) as observers, open_task_group() as tasks:
             loading = tasks.start_soon(load_driver_model, config, threads)  # while engines start
 
             async def facts() -> DriverFacts:
                 await loading.wait()
                 return loading.return_value.facts
 
-            async with opener(config, facts) as engines:
+            async with opener(config, facts, events) as engines:
                 await loading.wait()
                 template = loading.return_value.template
+                observers.decode_with(template.decode)
                 warn_of_end_token(template, engines.info)
                 check_abilities(config, engines.info)
                 services = Services(
@@ -189,12 +196,13 @@ async def _open_runtime(
                     interactions=registry,
                     tally=tally,
                     threads=threads,
+                    events=events,
                     texts=LongTexts(template.encoder, executor.schemas()),
                 )
                 runner = TrajectoryRunner(
                     services=services,
                     rewarding=rewarding_of(
-                        config, rewards, processes, template.tokenizer, threads, tally
+                        config, rewards, processes, template.tokenizer, threads, tally, events
                     ),
                     tokens=TokenizationCheck(
                         config.agent.tokenization_check, config.agent.tokenization_ignore
@@ -202,8 +210,8 @@ async def _open_runtime(
                 )
                 fingerprint = loading.return_value.facts.fingerprint
                 with closing(services.texts):
-                    async with open_journal(services, before, fingerprint) as journal:
-                        runtime = RolloutRuntime(config, runner, threads, tally, journal)
+                    async with open_journal(services, before, fingerprint, run_seed) as journal:
+                        runtime = RolloutRuntime(config, runner, threads, tally, run_seed, journal)
                         async with gateway_of(services), runtime.serving():
                             yield runtime
     finally:

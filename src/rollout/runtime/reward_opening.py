@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rollout.chat.group import Group
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
+    from rollout.observe.event_stream import EventStream
     from rollout.observe.tally import Tally
     from rollout.scheduling.scorers import Scorer
     from rollout.types import Reward
@@ -92,6 +93,7 @@ def rewarding_of(
     tokenizer: Any,
     threads: WorkerThreads,
     tally: Tally,
+    events: EventStream,
 ) -> Rewarding:
     """What asks the functions for rewards, in the processes where there are any."""
     single: Scorer[Trajectory, Reward] | None = None
@@ -115,4 +117,5 @@ def rewarding_of(
         retries=config.rewards.retries,
         backoff_s=config.rewards.backoff_s,
         tally=tally,
+        events=events,
     )

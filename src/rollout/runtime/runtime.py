@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from rollout.bridge import has_virtual_clock
+from rollout.bridge import has_virtual_clock, loop_clock
 from rollout.errors import PromptError, RolloutError
 from rollout.limits import Deadline
 from rollout.observe.loop_lag import LoopLag
+from rollout.runtime.batch_watch import BatchWatch
 from rollout.runtime.collation import Collation
 from rollout.runtime.engine_controls import EngineControls
+from rollout.runtime.explaining import ExplainingRuntime
 from rollout.runtime.group_calls import GroupCalls
 from rollout.runtime.grouping import GroupingRuntime
 from rollout.runtime.heap import collect_as_memory_asks, collections_put_off
@@ -33,7 +35,6 @@ from rollout.scheduling.prompt_names import check_names
 from rollout.scheduling.prompts import check_prompts, members_of
 from rollout.scheduling.streamed_run import STREAM_DROPPED, StreamedRun
 from rollout.scopes import open_task_group
-from rollout.seeds import fresh_seed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
     from rollout.observe.tally import Tally
+    from rollout.runtime.batch_watch import BatchWindow
     from rollout.scheduling.group_run import GroupRun
     from rollout.scheduling.journal.entries import PromptEntry
     from rollout.scheduling.journal.journal import Journal
@@ -61,7 +63,7 @@ MANY_MEMBERS = 500
 logger = logging.getLogger("rollout")
 
 
-class RolloutRuntime(EngineControls, GroupingRuntime):
+class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
     """Runs batches of trajectories on its engines; made by `open_rollout`.
 
     Several `generate` and `stream` calls may run at once; they share engines, threads and
@@ -82,6 +84,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
         runner: TrajectoryRunner,
         threads: WorkerThreads,
         tally: Tally,
+        run_seed: int,
         journal: Journal | None = None,
     ) -> None:
         self.config = config
@@ -96,13 +99,14 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
             runner.services.engines, is_wanted=config.engine.sleep_between_batches
         )
         self._long_work = LongWork()
-        self._collation = Collation(config.lengths, runner.services.template, self._long_work)
-        self._lag = LoopLag()
+        self._collation = Collation(
+            config.lengths, runner.services.template, self._long_work, config.observe.path
+        )
+        services, self._run_seed = runner.services, run_seed
         self._journal = journal
-        self._run_seed = fresh_seed() if config.seed is None else config.seed
-        if journal is not None:
-            self._run_seed = journal.run_seed
-        self._next_step = 0
+        self._lag = LoopLag(services.events)
+        self._watch = BatchWatch(services.events, services.engines, self._lag, tally)
+        self._next_step, self._clock = 0, loop_clock()
         self._calls: dict[BatchRun | GroupRun, BatchRun | StreamedRun | GroupRun] = {}
         self._streams: dict[StreamedRun | GroupRun, int] = {}  # with the task that entered each
         self._groups = GroupCalls(self._new_desk(), config, tally, runner.services.engines)
@@ -156,7 +160,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
             rows[row] = trajectory
             self._tell(trajectory)
 
-        with self._unhurried(), self._lag.window() as window:
+        with self._unhurried(), self._watched("generate", run, validate) as window:
             try:
                 async with self._sleep.awake():
                     with self._running(run, run):
@@ -170,6 +174,17 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
         if self._journal is not None:
             self._journal.delivered(each.log.key for each in run.members if each.log is not None)
         return batch
+
+    @contextmanager
+    def _watched(self, call: str, run: BatchRun, validate: bool) -> Iterator[BatchWindow]:
+        members = run.members
+        groups = len({member.identity.group for member in members}) if members else 0
+        step = members[0].identity.step if members else 0
+        with self._watch.window(
+            call, step, validate=validate, prompts=groups, trajectories=len(members)
+        ) as window:
+            run.batch = window.batch
+            yield window
 
     @asynccontextmanager
     async def stream(
@@ -194,7 +209,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
         received and are not referenced any more.
         """
         run = await self._new_run(prompts, samples, step, validate)
-        with self._unhurried(), self._lag.window() as window:
+        with self._unhurried(), self._watched("stream", run, validate) as window:
             async with self._sleep.awake():
                 streamed = StreamedRun(run)
                 self._tasks.start_soon(self._produce, run, streamed)
@@ -211,9 +226,9 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
                 finally:
                     del self._streams[streamed]
                     await streamed.end()
-        if streamed.failure is not None:
-            await self._collation.attach(streamed.failure, streamed.trajectories(), window)
-            raise streamed.failure
+            if streamed.failure is not None:
+                await self._collation.attach(streamed.failure, streamed.trajectories(), window)
+                raise streamed.failure
 
     def cancel(
         self, uid: str | None = None, member: int | None = None, *, reason: str = "cancelled"
@@ -276,6 +291,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
             deadline=deadline,
             config=scheduling,
             tally=self._tally,
+            events=self.services.events,
             journal=self._journal,
         )
 
@@ -366,6 +382,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
             RolloutError: A stream was entered and not left.
         """
         async with open_task_group() as self._tasks:
+            self._tasks.start_soon(self._watch.sample)
             if not has_virtual_clock():
                 self._tasks.start_soon(self._lag.watch)
                 if self.config.scheduling.freeze_heap:

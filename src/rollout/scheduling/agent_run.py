@@ -10,6 +10,7 @@ import anyio
 from rollout.agents.identity import RejectedPrompt
 from rollout.drives import UnresponsiveError
 from rollout.errors import EngineError, LimitExceeded
+from rollout.observe.user_spans import enter_trajectory
 from rollout.scopes import leaf_of, passing_of
 from rollout.supervision import Supervised, Supervision, is_given_up
 from rollout.types import Cause, Outcome
@@ -110,6 +111,7 @@ class AgentRun(Supervised[Cause]):
         """Run the agent; cancelling the member ends it."""
         kind = loop if isinstance(loop, type) else type(loop)
         self._context, self._what = context, _name_of(kind)
+        self.member.concluding_since = None
         context.deadline.govern(self)
         self.member.give_scope(self)
         self.start(_run_guarded(self, loop, context))
@@ -132,6 +134,7 @@ class AgentRun(Supervised[Cause]):
     def ended(self) -> None:
         """Conclude it; what was given up has left its tools open."""
         self.member.scope = None
+        self.member.concluding_since = self._supervision.clock()
         if self.unresponsive is None:
             self._conclude(self)
         else:
@@ -175,6 +178,8 @@ async def _run_guarded(
 ) -> Cause | None:
     """Run the agent; what it raises settles the outcome, and its root cause is returned."""
     activity = context.identity  # noqa: F841  (see observe.loop_lag)
+    if context.events.is_on:
+        enter_trajectory(context.events, context.identity.number)
     try:
         with run:
             try:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
+import anyio
 import msgspec
 
 from rollout.errors import RolloutError
@@ -14,6 +15,7 @@ from rollout.scheduling.ended_groups import Ended, EndedGroups
 from rollout.scheduling.endings import BadEndings
 from rollout.scheduling.finished import unstarted
 from rollout.scheduling.member_runs import UNSTARTED
+from rollout.scheduling.trajectory_events import LOST, tell_ended, tell_group_ended, tell_lost
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.config import SchedulingConfig
     from rollout.limits import Deadline
+    from rollout.observe.event_stream import EventStream
     from rollout.observe.tally import Tally
     from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.journal.open_journal import OpenJournal
@@ -44,7 +47,12 @@ TOGETHER, STAGGER_S = 32, 0.003
 
 
 class BatchRun:
-    """Members of one call, run under the runtime's limit on trajectories in flight."""
+    """Members of one call, run under the runtime's limit on trajectories in flight.
+
+    Attributes:
+        batch: Number of the call, for events.
+        began: When it was made, on the loop's clock.
+    """
 
     def __init__(
         self,
@@ -55,8 +63,14 @@ class BatchRun:
         deadline: Deadline,
         config: SchedulingConfig,
         tally: Tally,
+        events: EventStream,
         journal: OpenJournal | None = None,
     ) -> None:
+        self.batch = 0
+        self.began = anyio.current_time()
+        self._events = events
+        self._of_group: defaultdict[int, list[Ended]] = defaultdict(list)
+        self._left_of_group: Counter[int] = Counter()
         self.members = members
         self._runs = runs
         self._rewarding = rewarding
@@ -97,6 +111,16 @@ class BatchRun:
         self._is_closed = True
         self.cancel(None, None, CLOSED)
 
+    @property
+    def step(self) -> int:
+        """The trainer's."""
+        return self.members[0].identity.step if self.members else 0
+
+    def unfinished(self) -> dict[Member, bool]:
+        """Members without an outcome, and True for those that wait for others of their group."""
+        waiting = set() if self._groups is None else self._groups.waiting
+        return {member: member in waiting for member in self.members if not member.is_finished}
+
     async def run(self, deliver: Deliver) -> None:
         """Run every member and deliver each trajectory once.
 
@@ -124,11 +148,17 @@ class BatchRun:
 
     async def _run_all(self) -> None:
         self._tally.admitted += len(self.members)
+        for member in self.members:
+            member.batch = self.batch
+        if self._events.tells_all:
+            self._left_of_group.update(m.identity.group for m in self.members)
         try:
             await self._runs.run(partial(self._runs.admit, self))
         finally:
-            lost = sum(not member.is_finished for member in self.members)
-            self._tally.outcomes[Outcome.CANCELLED] += lost
+            lost = [member for member in self.members if not member.is_finished]
+            self._tally.outcomes[Outcome.CANCELLED] += len(lost)
+            if self._events.is_on:
+                tell_lost(self._events, lost, LOST)
             self._bad.log()
 
     def _raise_final_error(self) -> None:
@@ -190,6 +220,8 @@ class BatchRun:
         with self._together():
             for _, member, trajectory in whole:
                 self._finish(member, trajectory)
+        if self._events.is_on:
+            self._tell(whole)
         for row, member, trajectory in whole:
             await self._hand_over(row, member, trajectory)
 
@@ -255,6 +287,17 @@ class BatchRun:
         if not is_written:
             self._unwritten_error = log.failure
         return is_written
+
+    def _tell(self, whole: Sequence[Ended]) -> None:
+        for ended in whole:
+            group = ended.member.identity.group
+            tell_ended(self._events, ended.member, ended.trajectory)
+            if not self._left_of_group:  # nobody asks for groups
+                continue
+            self._of_group[group].append(ended)
+            self._left_of_group[group] -= 1
+            if not self._left_of_group[group]:
+                tell_group_ended(self._events, sorted(self._of_group.pop(group)))
 
     def _is_over_budget(self) -> bool:
         return self._bad.are_too_many(len(self.members), self._config)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
+import anyio
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -31,9 +33,15 @@ class EndedGroups:
         self._wanted = wanted
         self._waiting: dict[int, list[Ended]] = defaultdict(list)
 
+    @property
+    def waiting(self) -> set[Member]:
+        """Members that wait for others."""
+        return {each.member for ended in self._waiting.values() for each in ended}
+
     def add(self, ended: Ended) -> list[Ended]:
         """Its group in member order, once that is whole; before that nothing."""
         group = ended.member.identity.group
+        ended.member.concluding_since = anyio.current_time()
         self._waiting[group].append(ended)
         if len(self._waiting[group]) < self._wanted[group]:
             return []

@@ -57,6 +57,7 @@ def finished(run: AgentRun, ending: Ending, cause: Cause | None) -> Trajectory:
             "tool_errors": tools.errors,
             "cached_tokens": context.cached_tokens,
             **({"cut_prompt_tokens": cut} if (cut := context.cut_prompt_tokens) else {}),
+            **tools.counts,
             **tools.metrics,
             "attempts": run.attempt,
             "discarded_tokens": run.discarded + context.discarded_tokens,

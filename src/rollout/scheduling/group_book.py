@@ -271,7 +271,7 @@ class GroupBook:
             self._ready.append(group)
 
     def metrics(self) -> dict[str, float]:
-        """Groups by what became of them."""
+        """What became of its groups; see `Selection`."""
         counts = self.counts
         return {
             "groups/accepted": float(self.consumed),

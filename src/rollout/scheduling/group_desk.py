@@ -14,6 +14,7 @@ from rollout.scheduling.ended_groups import Ended
 from rollout.scheduling.prompt_source import PromptSource
 from rollout.scheduling.prompts import check_prompt
 from rollout.scheduling.pulled_group import GroupMember, PulledGroup
+from rollout.scheduling.trajectory_events import LOST, tell_ended, tell_lost
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class GroupDesk:
     Attributes:
         runs: What members of groups run in, whichever call has them.
         live: Members that were admitted and have not ended.
+        events: Takes what happens to those who want to know.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class GroupDesk:
     ) -> None:
         self.runs: MemberRuns
         self.live: dict[GroupMember, None] = {}
-        self._engines = engines
+        self._engines, self.events = engines, engines.events
         self._changed = anyio.Event()
         self._config, self._rewarding, self._threads = config, rewarding, threads
         self._tally, self._run_seed = tally, run_seed
@@ -160,6 +162,8 @@ class GroupDesk:
         for member in self.live:
             member.is_finished = True
         self._tally.outcomes[Outcome.CANCELLED] += len(self.live)
+        if self.events.is_on:
+            tell_lost(self.events, self.live, LOST)
         self.live.clear()
         for store in self._stores():
             store[:] = [group.fresh() if group.is_carried else group for group in store]
@@ -275,6 +279,8 @@ class GroupDesk:
         group.ended.append(Ended(0, member, trajectory))
         self.log.ended(member, trajectory)
         self._tally.outcomes[trajectory.outcome] += 1
+        if self.events.is_on:
+            tell_ended(self.events, member, trajectory)
         self._note_change()
 
     def _note_change(self) -> None:

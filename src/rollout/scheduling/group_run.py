@@ -18,10 +18,11 @@ from rollout.scheduling.finished import unstarted
 from rollout.scheduling.group_book import HINT_S, WAITS_FOR_VERSION
 from rollout.scheduling.pulled_group import GROUP_S, GroupMember, PulledGroup
 from rollout.scheduling.selection import Selection, judge
+from rollout.scheduling.trajectory_events import tell_ended, tell_group_ended
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from rollout.chat.trajectory import Trajectory
     from rollout.config import SchedulingConfig
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from rollout.scheduling.group_book import GroupBook
     from rollout.scheduling.group_desk import GroupDesk
     from rollout.scheduling.prompt_source import PromptSource
+    from rollout.scheduling.prompts import Member
     from rollout.scheduling.selection import Accept
 
 #: Reason of members that nobody wants any more.
@@ -47,6 +49,8 @@ class GroupRun:
     Attributes:
         failure: What the call ends with; None while all is well.
         selection: What it took of what it had run.
+        batch: Number of the call, for events.
+        began: When it was made, on the loop's clock.
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class GroupRun:
         self.failure: BaseException | None = None
         self.selection = Selection()
         self.book = book
-        self.step = step
+        self.step, self.batch, self.began = step, 0, anyio.current_time()
         self.taken_names: set[str] = set()
         self._desk, self._source = desk, source
         self._accept = accept
@@ -168,6 +172,11 @@ class GroupRun:
         self.failure = self.failure or error
         self.book.stop()
         self.change()
+
+    def unfinished(self) -> dict[Member, bool]:
+        """Members without an outcome, and True for those that wait for others of their group."""
+        ended = {e.member: True for group in self.book.open_groups for e in group.ended}
+        return {**dict.fromkeys(self._members(), False), **ended}
 
     def _members(self) -> Iterable[GroupMember]:
         door = [] if self._at_door is None else [self._at_door]
@@ -297,6 +306,7 @@ class GroupRun:
             self._desk.runs.give_back(member)
             return None
         self._running[member] = None
+        member.batch = self.batch
         self.book.begun(member)
         if member.is_held:
             self._desk.runs.resume(member, self._desk.trajectory_deadline(group))
@@ -337,6 +347,7 @@ class GroupRun:
         assert isinstance(member, GroupMember)
         group = member.group
         member.is_finished = True
+        member.concluding_since = anyio.current_time()
         self._running.pop(member, None)
         self._desk.live.pop(member, None)
         self._tally.outcomes[trajectory.outcome] += 1
@@ -345,6 +356,8 @@ class GroupRun:
             trajectory.trainable = False
         self._bad.add(trajectory)
         self.selection.ended(trajectory)
+        if self._desk.events.is_on:
+            tell_ended(self._desk.events, member, trajectory)
         is_counted = self.book.ended(group, ended)
         if is_counted and not group.is_settled:
             self._desk.log.ended(member, trajectory)
@@ -367,6 +380,7 @@ class GroupRun:
             if self.book.is_to_drop(group):
                 self._desk.log.unwanted(group)
                 self.book.drop(group)
+                self._tell_judged(wanted, "dropped")
                 return
             await self._desk.reward(group, wanted)
             self._desk.log.rewarded(group.ended)
@@ -378,12 +392,17 @@ class GroupRun:
             is_accepted = self._accepts(group.made)
             if not is_accepted:
                 self._desk.log.unwanted(group)
+            self._tell_judged(wanted, "accepted" if is_accepted else "refused")
             self.book.judged(group, is_accepted=is_accepted)
             if self.book.has_refused_too_many:
                 self.fail(self.book.refused_error())
         finally:
             self._judging -= 1
             self.change()
+
+    def _tell_judged(self, ended: Sequence[Ended], verdict: str) -> None:
+        if self._desk.events.is_on:
+            tell_group_ended(self._desk.events, ended, verdict)
 
     def _accepts(self, group: Group) -> bool:
         try:

@@ -37,6 +37,10 @@ class Member:
         is_held: It runs and has no place: it is carried to the next call.
         is_finished: Whether it has its outcome.
         log: Its journal; None where there is none.
+        concluding_since: When its agent ended, or its trajectory began to wait for others of its
+            group, on the loop's clock; None before.
+        batch: Number of the call that admitted it, for events.
+        began: When its first attempt did, for events; None where it has not.
     """
 
     prompt: Prompt
@@ -50,6 +54,9 @@ class Member:
     is_held: bool = False
     is_finished: bool = False
     log: TrajectoryLog | None = None
+    concluding_since: float | None = None
+    batch: int = 0
+    began: float | None = None
 
     def is_meant(self, uid: str | None, member: int | None) -> bool:
         """Whether a cancellation of this prompt and member, None for all, is still to reach it."""

@@ -17,12 +17,14 @@ from rollout.agents.trajectory_state import UNRESPONSIVE
 from rollout.chat.group import Group
 from rollout.chat.trajectory import Trajectory
 from rollout.limits import Deadline
+from rollout.observe.event_stream import EventStream
 from rollout.observe.tally import Tally
 from rollout.scheduling.finished import end_without_reward, exclude
 from rollout.scheduling.prompts import Member
 from rollout.scheduling.reward_processes import RewardRaisedError
 from rollout.scheduling.rewards import GROUP_REWARD, REWARD, apply_reward
 from rollout.scheduling.scorers import Scorer
+from rollout.scheduling.trajectory_events import tell_rewarded
 from rollout.scopes import passing_of
 from rollout.supervision import SupervisedCall, Supervision
 from rollout.types import Cause, Outcome, Reward
@@ -89,8 +91,9 @@ class _Call:
         self, work: SupervisedCall[A], score: Callable[[], Awaitable[A]]
     ) -> tuple[A | None, Cause | None]:
         """What `score` returns, or why it raised; neither where it was cancelled or given up."""
+        shared = RewardWork(self, work)
         for member in self.members:
-            member.give_scope(_Shared(self, work))
+            member.give_scope(shared)
         try:
             return await work.run(score), None
         except BaseException as error:
@@ -112,6 +115,7 @@ class Rewarding:
         limit_s: Seconds of one call, from when it begins.
         retries: How often a call that failed is made again.
         backoff_s: Pause before the first of them; doubled at each further one.
+        events: Takes what came of it.
     """
 
     single: Scorer[Trajectory, Reward] | None
@@ -120,6 +124,7 @@ class Rewarding:
     retries: int
     backoff_s: float
     tally: Tally
+    events: EventStream
 
     async def reward(
         self, member: Member, trajectory: Trajectory, supervision: Supervision, deadline: Deadline
@@ -142,6 +147,8 @@ class Rewarding:
         else:
             apply_reward(trajectory, answer)
         trajectory.metrics["reward_s"] = anyio.current_time() - started
+        if self.events.is_on:
+            tell_rewarded(self.events, member, started, trajectory.reward, _error_of(answer))
 
     async def reward_group(
         self, ended: Sequence[Ended], supervision: Supervision, deadline: Deadline
@@ -166,6 +173,8 @@ class Rewarding:
         what = f"reward of the group {ended[0].trajectory.uid}"
         names = _Names("group_reward", GROUP_REWARD, what)
         answer = await self._ask(self.group, partial(_group_of, ended), call, names)
+        if self.events.is_on:
+            tell_rewarded(self.events, members[0], started, None, _error_of(answer), is_group=True)
         _end_cancelled(ended)
         for at, (_, _, trajectory) in enumerate(ended):
             reward = answer if isinstance(answer, Unrewarded) else answer[at]
@@ -230,6 +239,14 @@ class Rewarding:
         return clock.over(names, scorer.when_late)
 
 
+def _error_of(answer: object) -> str:
+    """Why there is no reward, in words; empty where there is one."""
+    if not isinstance(answer, Unrewarded):
+        return ""
+    cause = answer.cause
+    return answer.reason if cause is None else f"{cause.type}: {cause.message}"
+
+
 def _cause_of(failure: BaseException) -> Cause:
     return failure.cause if isinstance(failure, RewardRaisedError) else Cause.of(failure)
 
@@ -262,10 +279,16 @@ class _Clock:
         )
 
 
-class _Shared:
-    """Ends a call once nobody wants it."""
+class RewardWork:
+    """Ends a call once nobody wants it.
+
+    Attributes:
+        is_group: Whether it rewards a whole group.
+        since: When it was asked for, on the loop's clock.
+    """
 
     def __init__(self, call: _Call, work: SupervisedCall[Any]) -> None:
+        self.is_group, self.since = work.what == GROUP_REWARD, anyio.current_time()
         self._call, self._work = call, work
 
     def cancel(self) -> None:

@@ -23,12 +23,14 @@ from rollout.errors import (
     ToolError,
 )
 from rollout.limits import Deadline
+from rollout.observe.user_spans import enter_trajectory
 from rollout.reward_values import BadRewardError
 from rollout.scheduling.finished import end_without_reward, exclude, finished, rejected
 from rollout.scheduling.intact import restore
 from rollout.scheduling.rewarding import Rewarding
 from rollout.scheduling.rewards import apply_reward, reward_of
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
+from rollout.scheduling.trajectory_events import tell_started
 from rollout.scopes import passing_of
 from rollout.types import DRIFT, Cause, Outcome
 
@@ -59,6 +61,8 @@ class TrajectoryRunner:
     def start(self, run: AgentRun) -> None:
         """Start an attempt; it is to be concluded at once where the prompt is rejected."""
         limits, deadline = self.services.config.limits, run.deadline_left
+        if self.services.events.is_on:
+            tell_started(self.services.events, run)
         if deadline is None:
             after = Deadline.after
             deadline = after(limits.trajectory_s, "limits.trajectory_s", run.batch_deadline)
@@ -103,7 +107,9 @@ class TrajectoryRunner:
         return trajectory
 
     async def _reward(self, run: AgentRun, trajectory: Trajectory) -> None:
-        given = run.context.reward
+        given, events = run.context.reward, self.services.events
+        if events.is_on:
+            enter_trajectory(events, run.member.identity.number)
         if self.rewarding.single is None:
             if given is not None:
                 _take_reward(trajectory, given)

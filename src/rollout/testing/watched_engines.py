@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rollout.engine.driver.generation import Generation
     from rollout.engine.driver.pool import EnginePool
     from rollout.engine.driver.replica_supervisor import FactsGiver
+    from rollout.observe.event_stream import EventStream
     from rollout.testing.watched_runtime import WatchedRuntime
     from rollout.token_prefix import TokenPrefix
 
@@ -71,7 +72,7 @@ class WatchedEngines:
 
 @asynccontextmanager
 async def open_watched_engines(
-    watched: WatchedRuntime, config: RolloutConfig, facts: FactsGiver
+    watched: WatchedRuntime, config: RolloutConfig, facts: FactsGiver, events: EventStream
 ) -> AsyncIterator[EnginePool]:
     """The engines of a configuration on the driver's own loop, each core a watched one."""
 
@@ -80,5 +81,5 @@ async def open_watched_engines(
         watched.cores.append(core)
         return core
 
-    async with open_engines(config, facts, placement=InProcess(wrap=watch)) as pool:
+    async with open_engines(config, facts, events, placement=InProcess(wrap=watch)) as pool:
         yield cast("EnginePool", WatchedEngines(pool, watched))

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import anyio
 
     from rollout.errors import LimitExceeded
+    from rollout.tools.call_events import CallEvents
     from rollout.tools.results import ToolResult
 
 #: A call and its position among those of its turn.
@@ -26,15 +27,23 @@ class CallTurn:
         count: Of the calls.
         deadline: By when all must have been answered.
         known: Names of the tools that may be called.
+        told: Tells of them; None where nobody reads.
     """
 
-    __slots__ = ("deadline", "known", "limit", "pending", "results")
+    __slots__ = ("deadline", "known", "limit", "pending", "results", "told")
 
-    def __init__(self, count: int, deadline: Deadline, known: Collection[str]) -> None:
+    def __init__(
+        self,
+        count: int,
+        deadline: Deadline,
+        known: Collection[str],
+        told: CallEvents | None = None,
+    ) -> None:
         self.results: list[ToolResult | None] = [None] * count
         self.pending: list[PlacedCall] = []
         self.deadline, self.known = deadline, known
         self.limit: LimitExceeded | None = None
+        self.told = told
 
     def answer(self, position: int, result: ToolResult) -> None:
         """Answer a call that is not going to run."""

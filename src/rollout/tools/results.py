@@ -182,3 +182,13 @@ def add_metrics(sums: dict[str, float], tool: str, metrics: Mapping[str, Any]) -
         if number is not None:
             key = f"tools/{tool}/{name}"
             sums[key] = sums.get(key, 0.0) + number
+
+
+def add_call(sums: dict[str, float], tool: str, result: ToolResult | None, seconds: float) -> None:
+    """Add one call of a tool to a trajectory's sums; without a result, it was cancelled."""
+    is_error = result is None or result.is_error
+    for name, number in (("calls", 1.0), ("errors", float(is_error)), ("seconds", seconds)):
+        key = f"tool/{tool}/{name}"
+        sums[key] = sums.get(key, 0.0) + number
+    key = f"tool/{tool}/seconds_max"
+    sums[key] = max(sums.get(key, 0.0), seconds)

@@ -16,7 +16,7 @@ from rollout.tools.argument_checks import ArgumentsError
 from rollout.tools.attempt import CallError, attempt, attempt_at_once, run_side_by_side
 from rollout.tools.call_turn import CallTurn, PlacedCall, acquire
 from rollout.tools.open_sessions import OpenFailure, OpenSessions, timed_out
-from rollout.tools.results import ToolResult, add_metrics, error_result, normalise_result
+from rollout.tools.results import ToolResult, add_call, add_metrics, error_result, normalise_result
 from rollout.tools.tool import ToolContext, ToolContexts
 from rollout.types import InvalidToolCall, ToolCall
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from rollout.limits import Deadline
+    from rollout.tools.call_events import CallEvents
     from rollout.tools.gate import ToolGate
     from rollout.tools.tool import Tool, ToolSession
     from rollout.tools.toolkit import Toolkit
@@ -42,6 +43,8 @@ class RunningCalls:
         calls: Calls that reached a tool.
         errors: Results that are errors, whatever their cause.
         is_closed: Whether they were closed.
+        under_way: Calls that run, or wait for their tool's place: name, and since when.
+        idle_since: When the last one ended.
         invalid_in_a_row: Latest calls in a row that could not be run as asked: not parsed, of an
             unknown tool, or with wrong arguments.
     """
@@ -50,6 +53,7 @@ class RunningCalls:
         "_breaker_key",
         "_clock",
         "_contexts",
+        "_counts",
         "_extra",
         "_is_on_trio",
         "_kit",
@@ -60,13 +64,15 @@ class RunningCalls:
         "_serial",
         "_sessions",
         "_tools",
+        "_turns_under_way",
         "_uid",
-        "_under_way",
         "calls",
         "errors",
+        "idle_since",
         "invalid_in_a_row",
         "is_closed",
         "seconds",
+        "under_way",
     )
 
     def __init__(
@@ -80,12 +86,15 @@ class RunningCalls:
         extra: dict[str, Any],
     ) -> None:
         self.seconds, self.is_closed = 0.0, False
-        self.calls = self.errors = self.invalid_in_a_row = self._under_way = 0
+        self.under_way: dict[object, tuple[str, float]] = {}
+        self.idle_since = 0.0
+        self.calls = self.errors = self.invalid_in_a_row = self._turns_under_way = 0
         self._clock, self._is_on_trio = loop_clock(), runs_on_trio()
         self._kit, self._tools = kit, tools
         self._uid, self._member, self._kwargs, self._extra = uid, member, kwargs, extra
         # Made when they are needed: many trajectories wait long before their first call.
         self._metrics: dict[str, float] | None = None
+        self._counts: dict[str, float] | None = None
         self._breaker_key: object = None
         self._opening: anyio.Lock | None = None
         self._serial: dict[int, anyio.Lock] | None = None
@@ -96,6 +105,11 @@ class RunningCalls:
     def metrics(self) -> dict[str, float]:
         """Sums of the numbers that tools measured, as ``tools/TOOL/NAME``."""
         return self._metrics or {}
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """Of each tool that was called, ``tool/TOOL/{calls,errors,seconds,seconds_max}``."""
+        return self._counts or {}
 
     @property
     def contexts(self) -> ToolContexts:
@@ -127,6 +141,7 @@ class RunningCalls:
         *,
         turn_deadline: Deadline,
         offered: Collection[str] | None = None,
+        told: CallEvents | None = None,
     ) -> list[ToolResult]:
         """The results of one turn's calls, which run at the same time: result i answers call i.
 
@@ -138,6 +153,7 @@ class RunningCalls:
             calls: In the order in which the model wrote them.
             turn_deadline: By when all must have been answered.
             offered: Names of the tools that could be called; None: all.
+            told: Tells of them; None where nobody reads.
 
         Raises:
             LimitExceeded: `turn_deadline` passed; every call was cancelled and has ended.
@@ -145,8 +161,8 @@ class RunningCalls:
         """
         if self.is_closed:
             raise ToolError("the tools of this trajectory are closed")
-        turn = self._turn(calls, turn_deadline, offered)
-        self._under_way += 1
+        turn = self._turn(calls, turn_deadline, offered, told)
+        self._turns_under_way += 1
         try:
             if self._unopened(turn):
                 await self._open_tools(turn)
@@ -155,7 +171,7 @@ class RunningCalls:
             elif turn.pending:
                 await self._run_lanes(turn)
         finally:
-            self._under_way -= 1
+            self._turns_under_way -= 1
         if turn.limit is not None:
             raise turn.limit
         within = self._kit.limits.within
@@ -176,11 +192,15 @@ class RunningCalls:
         calls: Sequence[ToolCall | InvalidToolCall],
         deadline: Deadline,
         offered: Collection[str] | None,
+        told: CallEvents | None = None,
     ) -> CallTurn:
         known = [name for name in self._tools if offered is None or name in offered]
-        turn = CallTurn(len(calls), deadline, known)
+        turn = CallTurn(len(calls), deadline, known, told)
         for position, call in enumerate(calls):
             self._admit(turn, position, call)
+            if told is not None and turn.results[position] is not None:
+                now = self._clock()
+                told.ended(position, call, turn.results[position], now, now, is_refused=True)
         return turn
 
     def _admit(self, turn: CallTurn, position: int, call: ToolCall | InvalidToolCall) -> None:
@@ -278,10 +298,19 @@ class RunningCalls:
         owner = self.contexts[call.name]
         activity = f"tool {call.name!r} of trajectory {owner.uid}/{owner.member}"  # noqa: F841
         self.calls += 1
+        self.under_way[turn, position] = call.name, started
+        if turn.told is not None:
+            turn.told.started(position, call, started)
         try:
             turn.results[position] = await self._result_of(turn, call, owner.kwargs)
         finally:
-            self.seconds += self._clock() - started
+            self.idle_since = now = self._clock()
+            del self.under_way[turn, position]
+            self.seconds += now - started
+            self._counts = self._counts or {}
+            add_call(self._counts, call.name, turn.results[position], now - started)
+            if turn.told is not None:
+                turn.told.ended(position, call, turn.results[position], started, now)
 
     async def _result_of(
         self, turn: CallTurn, call: ToolCall, kwargs: Mapping[str, Any]

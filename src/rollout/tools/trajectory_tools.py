@@ -74,7 +74,7 @@ class TrajectoryTools(RunningCalls):
         names = [name for name in named if name in self._tools and self._tools[name].stateful]
         if not names or self._sessions is None:
             return [], {}
-        if self._under_way:
+        if self._turns_under_way:
             return [name for name in names if name in self._sessions], {}
         return await self._sessions.states(names)
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from rollout.engine.driver.replica_supervisor import FactsGiver
+    from rollout.observe.event_stream import EventStream
 
 
 def core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
@@ -191,12 +192,17 @@ async def open_placement(config: RolloutConfig) -> AsyncIterator[Placement]:
 
 @asynccontextmanager
 async def open_engines(
-    config: RolloutConfig, facts: FactsGiver | None = None, *, placement: Placement | None = None
+    config: RolloutConfig,
+    facts: FactsGiver | None = None,
+    events: EventStream | None = None,
+    *,
+    placement: Placement | None = None,
 ) -> AsyncIterator[EnginePool]:
     """The engines of a configuration, all serving; none is left when the block has been left.
 
     Args:
         facts: Gives what the driver takes for granted of them; awaited before each connects.
+        events: Takes what happens to them.
         placement: Where they live; None: where the configuration says.
 
     Raises:
@@ -223,6 +229,7 @@ async def open_engines(
             backoff_s=config.recovery.backoff_s,
             max_start_failures=config.recovery.max_start_failures,
             last_answer_s=last_answer_s(config.limits.cleanup_s),
+            events=events,
         )
         async with open_pool(pool):
             yield pool

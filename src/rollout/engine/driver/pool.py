@@ -5,29 +5,31 @@ from __future__ import annotations
 import itertools
 import math
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from rollout.engine.driver.load_windows import LoadWindows
 from rollout.engine.driver.maintenance_queue import MaintenanceQueue
 from rollout.engine.driver.memory_manager import MemoryManager
+from rollout.engine.driver.pool_maintenance import PoolMaintenance
 from rollout.engine.driver.recovery import Attempt, RecoveryCounts, RecoveryPolicy
 from rollout.engine.driver.replica import Replica
 from rollout.engine.driver.replica_statistics import ReplicaStatistics, statistics_of
 from rollout.engine.driver.replica_supervisor import Supervisor, nothing_known
 from rollout.engine.driver.replica_transitions import ReplicaTransitions
 from rollout.engine.driver.request_runner import LAST_ANSWER_S, RequestRunner
+from rollout.engine.driver.request_waits import waits_of
 from rollout.engine.driver.token_ids import check_ids
 from rollout.engine.driver.wait_queue import Notifier, WaitQueue
-from rollout.engine.driver.weight_updater import WeightUpdater, check_update
-from rollout.engine.wire.operations import ALL_TAGS
+from rollout.engine.driver.weight_updater import WeightUpdater
 from rollout.errors import EngineError
+from rollout.observe.event_stream import NO_TRAJECTORY, EventStream
 from rollout.scopes import leaf_of, open_task_group
 from rollout.wake_budget import WakeBudget
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
     from anyio.abc import TaskGroup
 
@@ -36,14 +38,14 @@ if TYPE_CHECKING:
     from rollout.engine.driver.replica_supervisor import FactsGiver
     from rollout.engine.placement.placement import CoreSpec, Placement
     from rollout.engine.routing import Router
-    from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.engine.wire.protocol import Terms
     from rollout.holds import Hold
     from rollout.limits import PausableDeadline
+    from rollout.observe.explanation import Wait
     from rollout.token_prefix import TokenPrefix
 
 
-class EnginePool:
+class EnginePool(PoolMaintenance):
     """Replicas behind a router, one for each of `specs`; made by `open_engines`.
 
     Args:
@@ -56,10 +58,12 @@ class EnginePool:
         terms: Of the channels; None takes the defaults.
         facts: Gives what the driver takes for granted of the engines, which may refuse it.
         last_answer_s: How long a cancelled request waits for the tokens of its last answer.
+        events: Takes what happens to those who want to know.
 
     Attributes:
         recoveries: What was done about requests whose replica was lost.
         wakes: What may be woken in a round of the loop, by answers and by whatever else uses it.
+        load_windows: What the engines say that they are doing, for batches.
         stop: Has the requests of trajectories that are held cut off; see `RequestRunner.stop`.
     """
 
@@ -79,7 +83,9 @@ class EnginePool:
         terms: Terms | None = None,
         facts: FactsGiver | None = None,
         last_answer_s: float = LAST_ANSWER_S,
+        events: EventStream | None = None,
     ) -> None:
+        self.events = EventStream() if events is None else events
         self._router = router
         self._policy = policy
         self._spec_of = spec_of or (lambda _: specs[0])
@@ -94,7 +100,13 @@ class EnginePool:
         self._changes = Notifier()
         self.wakes = WakeBudget()
         self._requests = RequestRunner(
-            router, self._replicas, self._wait_queue, self._changes, self.wakes, last_answer_s
+            router,
+            self._replicas,
+            self._wait_queue,
+            self._changes,
+            self.wakes,
+            last_answer_s,
+            self.events,
         )
         self.stop = self._requests.stop
         self._maintenance = MaintenanceQueue()
@@ -111,6 +123,7 @@ class EnginePool:
             changed=self._wait_queue.wake_next,
             limit_s=start_timeout_s,
         )
+        self.load_windows = LoadWindows()
         self._transitions = ReplicaTransitions(
             router,
             self._replicas,
@@ -120,6 +133,8 @@ class EnginePool:
             self._wait_queue,
             self._changes,
             wait_s=math.inf if wait_s is None else wait_s,
+            events=self.events,
+            load_windows=self.load_windows,
         )
         self._supervisor = Supervisor(
             terms=terms,
@@ -162,9 +177,18 @@ class EnginePool:
         return {r.name: r.channel.load for r in self._replicas.values() if r.channel is not None}
 
     @property
+    def waiting_requests(self) -> int:
+        """Requests that wait for a place on a replica."""
+        return len(self._wait_queue)
+
+    @property
     def tokens_under_way(self) -> int:
         """Tokens that have arrived for generations that have not ended."""
         return sum(len(attempt.generation.ids) for attempt in self._requests.active)
+
+    def waits(self, now: float) -> dict[str, list[Wait]]:
+        """What each generation waits for, by the trajectory's part of its session."""
+        return waits_of(self._requests.active, now)
 
     def drain(self, name: str) -> None:
         """Send a replica nothing new until `resume`, also restarted; what is in flight continues.
@@ -234,62 +258,6 @@ class EnginePool:
         replica.remove()
         await replica.gone.wait()
 
-    async def update_weights(
-        self, version: int, source: WeightSource, mode: UpdateMode = "abort_and_resume"
-    ) -> None:
-        """Every replica has these weights afterwards; one that starts later gets them first.
-
-        Replicas load them side by side, and get new requests when they have. One that cannot load
-        them is restarted, unless none can. Cancellation leaves them to it.
-
-        Args:
-            version: What the tokens sampled with them are stamped with.
-            mode: What becomes of the requests that a replica has in flight. "wait": they end
-                first. "abort_and_resume": they are cut off, keep their tokens, and resume from
-                those under the new weights. "in_place": they continue, with what was computed of
-                them under the old weights.
-
-        Raises:
-            EngineError: No replica could load them; all have the weights that they had.
-        """
-        check_update(version, mode)
-        await self._maintenance.do(partial(self._weight_updater.update, version, source, mode))
-
-    async def sleep(self, level: int = 1) -> None:
-        """Every replica has released memory afterwards; returns once it is free.
-
-        Running requests are cut off and keep their tokens; they, and those that come, wait and go
-        on after `wake_up`. Replicas that start meanwhile sleep too.
-
-        Args:
-            level: 1 releases the KV cache, 2 the weights as well.
-
-        Raises:
-            EngineError: An engine could not; all stay awake.
-        """
-        await self._maintenance.do(partial(self._memory_manager.sleep, level))
-
-    async def wake_up(self, tags: Iterable[str] = ALL_TAGS) -> None:
-        """Take back what `sleep` released; requests resume once all of it is there.
-
-        Weights are those that were current, or were loaded while the engines slept.
-
-        Args:
-            tags: "weights", "kv_cache", or both.
-
-        Raises:
-            EngineError: An engine could not; it is restarted.
-        """
-        await self._maintenance.do(partial(self._memory_manager.wake_up, tags))
-
-    async def flush_cache(self) -> None:
-        """Every replica forgets what it computed of earlier requests, once none runs there.
-
-        Raises:
-            EngineError: An engine could not.
-        """
-        await self._maintenance.do(self._memory_manager.flush_cache)
-
     def _find(self, name: str) -> Replica:
         replica = self._replicas.get(name)
         if replica is None or replica.is_leaving:
@@ -298,7 +266,9 @@ class EnginePool:
 
     def _new_replica(self, spec: CoreSpec | None, load_share: float) -> Replica:
         number = next(self._numbers)
-        replica = Replica(f"engine-{number}", spec or self._spec_of(number), load_share)
+        replica = Replica(
+            f"engine-{number}", spec or self._spec_of(number), load_share, events=self.events
+        )
         self._replicas[replica.name] = replica
         return replica
 
@@ -314,6 +284,7 @@ class EnginePool:
         group_id: str = "",
         deadline: PausableDeadline | None = None,
         hold: Hold | None = None,
+        trajectory: int = NO_TRAJECTORY,
     ) -> Coroutine[Any, Any, None]:
         """Run one request to its end, awaited; `generation` fills as tokens come.
 
@@ -329,6 +300,7 @@ class EnginePool:
             group_id: Trajectories that begin with the same prompt; "" for one on its own.
             deadline: When it ends; paused while the runtime lets it wait. None never ends it.
             hold: Where it waits while its trajectory is carried.
+            trajectory: Its number in the run's events.
 
         Raises:
             LimitExceeded: The deadline passed.
@@ -351,6 +323,7 @@ class EnginePool:
             known_experts=known_experts,
             deadline=deadline,
             hold=hold,
+            trajectory=trajectory,
         )
         generation.expert_room = attempt.prompt_tokens - known_experts
         return self._requests.run(attempt, group_id=group_id)

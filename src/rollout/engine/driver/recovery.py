@@ -71,6 +71,7 @@ class Attempt:
         known_experts: Tokens of the prompt whose routed experts are known.
         deadline: Its own; None never ends it.
         hold: Where it waits while its trajectory is carried; None where that never is.
+        trajectory: Its number in the run's events.
 
     Attributes:
         generation: Filled by one request after the other.
@@ -83,6 +84,8 @@ class Attempt:
         is_running: It has a request in flight.
         queue_scope: Of its wait for a place, where it has a hold.
         was_paused: The runtime has paused its deadlines: engines may know an earlier deadline.
+        waits_since: When the request that is made now began to wait for a place.
+        asked_at: When the place was asked for last: of one that runs, when it got that.
     """
 
     generation: Generation
@@ -96,12 +99,15 @@ class Attempt:
     _known_experts: int = 0
     _deadline: PausableDeadline | None = None
     hold: Hold | None = None
+    trajectory: int = 0
     deaths: tuple[str, ...] = attrs.field(init=False, default=())
     refusals: int = attrs.field(init=False, default=0)
     isolation: Isolation | None = attrs.field(init=False, default=None)
     is_interrupted: bool = attrs.field(init=False, default=False)
     is_running: bool = attrs.field(init=False, default=False)
     was_paused: bool = attrs.field(init=False, default=False)
+    waits_since: float = attrs.field(init=False, default=0.0)
+    asked_at: float = attrs.field(init=False, default=0.0)
     queue_scope: anyio.CancelScope | None = attrs.field(init=False, default=None)
     _is_paused: bool = attrs.field(init=False, default=False)
     _tokens_at_death: int = attrs.field(init=False, default=0)

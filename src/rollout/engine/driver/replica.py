@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import anyio
 import anyio.to_thread
 import attrs
@@ -14,6 +16,11 @@ from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.routing import ReplicaState
 from rollout.engine.weights import DiskWeights, DistributedWeights
 from rollout.engine.wire.staging import unstage
+from rollout.observe.event_stream import EventStream
+from rollout.observe.events import ReplicaChanged, ReplicaSampled
+
+if TYPE_CHECKING:
+    from rollout.engine.core import EngineLoad
 
 
 class Weights:
@@ -67,6 +74,9 @@ class Replica:
         is_closed_by_driver: Nothing that it has in flight is to blame for its end.
         scope: Ends it; None before it is kept.
         gone: It has ended and is not restarted.
+        prompt_tokens, cached_tokens: Of the requests that it has answered, and those of them that
+            it had computed before.
+        events: Takes what becomes of it.
     """
 
     name: str
@@ -89,6 +99,9 @@ class Replica:
     is_closed_by_driver: bool = False
     scope: anyio.CancelScope | None = None
     gone: anyio.Event = attrs.field(factory=anyio.Event)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    events: EventStream = attrs.field(factory=EventStream)
 
     @property
     def is_serving(self) -> bool:
@@ -100,6 +113,7 @@ class Replica:
     def begin(self, scope: anyio.CancelScope) -> None:
         """It is kept from now on, until `scope` is cancelled: at once if it was removed before."""
         self.scope = scope
+        self._tell("starting")
         if self.is_leaving:
             scope.cancel()
 
@@ -117,6 +131,7 @@ class Replica:
         self.state, self.is_closed_by_driver = "serving", False
         self.channel, self.routed = channel, routed
         self.starts += 1
+        self._tell("serving", capacity=channel.info.max_requests)
 
     def lose(self) -> None:
         """Its channel is lost: it gets nothing more, and whether it died is not known yet."""
@@ -126,6 +141,7 @@ class Replica:
             anyio.Event(),
         )
         self.routed = None
+        self._tell("lost", "" if self.channel is None else self.channel.lost_reason)
 
     def classify_loss(self) -> tuple[tuple[Attempt, ...], int]:
         """Whether it died is known; the requests that were in flight there, and their number."""
@@ -142,6 +158,7 @@ class Replica:
     def begin_restart(self) -> None:
         """It is about to be started again."""
         self.state = "restarting"
+        self._tell(self.state)
 
     def drain(self) -> None:
         """It is to get nothing new."""
@@ -160,12 +177,50 @@ class Replica:
     def give_up(self) -> None:
         """It is not started again, because it failed to start too often."""
         self.state = "given up"
+        self._tell(self.state)
 
     def end(self) -> None:
         """Nothing of it is left."""
         if self.state != "given up":
             self.state = "removed" if self.is_leaving else "closed"
+            self._tell(self.state)
         self.gone.set()
+
+    def count_prompt(self, tokens: int, cached: int) -> None:
+        """It has answered a request of so many tokens, of which it had computed some before."""
+        self.prompt_tokens += tokens
+        self.cached_tokens += cached
+
+    def sample(self, load: EngineLoad) -> ReplicaSampled:
+        """What it does, by what its engine said and by what was sent there."""
+        channel, routed = self.channel, self.routed
+        return ReplicaSampled(
+            at=self.events.now(),
+            replica=self.name,
+            running=load.running,
+            queued=load.queued,
+            in_flight=routed.in_flight if routed else 0,
+            zombies=channel.zombies if channel else 0,
+            capacity=routed.capacity if routed else 0,
+            kv_used=load.kv_used,
+            tokens_per_s=routed.speed.tokens_per_s if routed else 0.0,
+            generated_tokens=load.generated_tokens,
+            preemptions=load.preemptions,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+        )
+
+    def _tell(self, state: str, why: str = "", capacity: int = 0) -> None:
+        if self.events.is_on:
+            self.events.emit(
+                ReplicaChanged(
+                    at=self.events.now(),
+                    replica=self.name,
+                    state=state,
+                    why=why,
+                    capacity=capacity,
+                )
+            )
 
     # What it runs.
 

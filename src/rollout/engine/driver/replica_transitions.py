@@ -14,14 +14,16 @@ from rollout.errors import ChannelError, EngineError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rollout.engine.core import EngineInfo
+    from rollout.engine.core import EngineInfo, EngineLoad
     from rollout.engine.driver.channel import Channel
+    from rollout.engine.driver.load_windows import LoadWindows
     from rollout.engine.driver.memory_manager import MemoryManager
     from rollout.engine.driver.replica import Replica
     from rollout.engine.driver.request_runner import RequestRunner
     from rollout.engine.driver.wait_queue import Notifier, WaitQueue
     from rollout.engine.driver.weight_updater import WeightUpdater
     from rollout.engine.routing import Router
+    from rollout.observe.event_stream import EventStream
 
 
 class ReplicaTransitions:
@@ -29,6 +31,7 @@ class ReplicaTransitions:
 
     Args:
         wait_s: How long requests wait for a replica once none serves.
+        events, load_windows: Take what the engines say that they do.
 
     Attributes:
         info: The facts that all replicas share; None before the first one serves.
@@ -45,7 +48,10 @@ class ReplicaTransitions:
         changes: Notifier,
         *,
         wait_s: float,
+        events: EventStream,
+        load_windows: LoadWindows,
     ) -> None:
+        self._events, self._load_windows = events, load_windows
         self.info: EngineInfo | None = None
         self._router = router
         self._replicas = replicas
@@ -85,11 +91,16 @@ class ReplicaTransitions:
             self._router.drain(replica.name)
         # At once, so that no request is sent to a replica that is known to be lost.
         channel.on_lost = partial(self._lost, replica)
-        channel.on_load = lambda load: self._router.report(
-            replica.name, load, now=anyio.current_time()
-        )
+        channel.on_load = partial(self._loaded, replica)
         self._wait_queue.close_at(math.inf)
         self._wait_queue.wake_next()
+
+    def _loaded(self, replica: Replica, load: EngineLoad) -> None:
+        self._router.report(replica.name, load, now=anyio.current_time())
+        sample = replica.sample(load)
+        self._load_windows.take(sample, len(self._wait_queue))
+        if self._events.is_on:
+            self._events.emit(sample)
 
     def _lost(self, replica: Replica) -> None:
         self._router.remove(replica.name)

@@ -10,6 +10,7 @@ import anyio
 from rollout.bridge import loop_clock
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.deadline_watch import DeadlineWatch
+from rollout.engine.driver.engine_events import RequestEvents
 from rollout.engine.driver.recovery import NO_ENGINE, Isolation
 from rollout.engine.wire.protocol import Submit
 from rollout.limits import cleanup_scope
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from rollout.engine.driver.wait_queue import Notifier, WaitQueue
     from rollout.engine.routing import Dispatch, Router
     from rollout.holds import Hold
+    from rollout.observe.event_stream import EventStream
     from rollout.token_prefix import TokenPrefix
     from rollout.wake_budget import WakeBudget
 
@@ -51,6 +53,7 @@ class RequestRunner:
         changes: Notified when a request is known to be gone.
         wakes: What may be woken in a round of the loop.
         last_answer_s: How long a cancelled request waits for the tokens that it has not got yet.
+        events: Takes what happens to requests.
 
     Attributes:
         is_open: Whether there is a pool; requests that wait for a place after that learn so.
@@ -68,7 +71,9 @@ class RequestRunner:
         changes: Notifier,
         wakes: WakeBudget,
         last_answer_s: float,
+        events: EventStream,
     ) -> None:
+        self._events = events
         self.is_open = False
         self.is_admission_blocked = False
         self._pauses = 0
@@ -98,6 +103,11 @@ class RequestRunner:
             while True:
                 if attempt.hold is not None and attempt.hold.is_closed:
                     await self._wait_held(attempt, attempt.hold)
+                attempt.waits_since = self._now()
+                events = self._events
+                told = None
+                if events.is_on and events.tells_requests(attempt.trajectory):
+                    told = RequestEvents(events, attempt, self._now)
                 dispatch = self._place_at_once(attempt, group_id, avoid)
                 if dispatch is None:
                     dispatch = await self._place(attempt, group_id, avoid)
@@ -110,6 +120,8 @@ class RequestRunner:
                         with attempt.in_time():
                             await self._wait_for_room(channel, dispatch, request, attempt.prefix)
                     pending = self._submit(channel, dispatch, request, attempt)
+                    if told is not None:
+                        told.placed(pending)
                     self.deadlines.begin(pending, channel, attempt)
                     try:  # right here: each coroutine around this wait is one for each trajectory
                         await pending.done
@@ -126,6 +138,8 @@ class RequestRunner:
                         raise attempt.overdue()
                 finally:
                     self._end(replica, attempt)
+                    if told is not None:
+                        told.ended()
                 if pending.finish_reason in WHOLE_ANSWERS or await self._is_over(attempt, pending):
                     return
                 is_cut_off = pending.finish_reason == "abort"
@@ -262,6 +276,7 @@ class RequestRunner:
         return has_turn
 
     def _ask(self, attempt: Attempt, group_id: str, avoid: str | None) -> Dispatch | None:
+        attempt.asked_at = now = self._now()
         if self.is_admission_blocked:
             return None
         dispatch = self._router.assign(
@@ -270,7 +285,7 @@ class RequestRunner:
             prompt_tokens=attempt.prompt_tokens,
             max_new_tokens=attempt.sampling.max_new_tokens,
             avoid=avoid,
-            now=self._now(),
+            now=now,
         )
         if dispatch is None and avoid is not None:
             return self._ask(attempt, group_id, None)
@@ -335,6 +350,9 @@ class RequestRunner:
         """The engine no longer works on a request."""
         is_whole = pending.finish_reason in WHOLE_ANSWERS
         assert pending.dispatch is not None
+        if is_whole and pending.generation is not None:
+            cached, prompt = pending.generation.cached_tokens, pending.dispatch.prompt_tokens
+            self._replicas[pending.dispatch.replica.name].count_prompt(prompt, cached)
         self._release(pending.dispatch, generated=pending.part.count if is_whole else None)
 
     def _release(self, dispatch: Dispatch, generated: int | None) -> None:

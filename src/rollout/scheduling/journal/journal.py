@@ -52,11 +52,7 @@ _STEPS = 64
 
 
 class Journal(OpenJournal):
-    """Writes what comes of a run, and knows what there is from before.
-
-    Attributes:
-        run_seed: That of the run.
-    """
+    """Writes what comes of a run, and knows what there is from before."""
 
     def __init__(
         self,
@@ -65,10 +61,9 @@ class Journal(OpenJournal):
         writer: JournalWriter,
         read: Callable[[Payload], Entry],
         services: Services,
-        run_seed: int,
     ) -> None:
         super().__init__(config, writer, read, services)
-        self.run_seed, self._contents = run_seed, contents
+        self._contents = contents
         self._calls: OrderedDict[tuple[int, bool], Counter[str]] = OrderedDict()
         self._is_counting = threading.Lock()
         self._announced = contents.version
@@ -198,7 +193,7 @@ async def read_before(config: RolloutConfig, *, resume: bool) -> Contents | None
     contents = read() if has_virtual_clock() else await anyio.to_thread.run_sync(read)
     # The model is compared later, once it is loaded.
     known = "" if contents.header is None else contents.header.model.get("fingerprint", "")
-    check_same(config.journal.path, contents, header_of(config, known, []))
+    check_same(config.journal.path, contents, header_of(config, known, [], 0))
     return contents
 
 
@@ -218,7 +213,7 @@ def _read(path: Path, *, resume: bool) -> Contents:
 
 @asynccontextmanager
 async def open_journal(
-    services: Services, contents: Contents | None, fingerprint: str
+    services: Services, contents: Contents | None, fingerprint: str, run_seed: int
 ) -> AsyncIterator[Journal | None]:
     """The journal of the services' configuration, open for writing; None where it has none.
 
@@ -229,7 +224,7 @@ async def open_journal(
     if contents is None or config.journal.path is None:
         yield None
         return
-    header = header_of(config, fingerprint, services.tools.schemas())
+    header = header_of(config, fingerprint, services.tools.schemas(), run_seed)
     check_same(config.journal.path, contents, header)
     path = Path(config.journal.path)
     descriptor = _opened(path, contents)
@@ -244,12 +239,11 @@ async def open_journal(
     def read(payload: Payload) -> Entry:
         return decode(os.pread(descriptor, payload.size, payload.start))
 
-    run_seed = (contents.header or header).run_seed
     async with open_task_group() as tasks:
         if not has_virtual_clock():
             tasks.start_soon(writer.watch, CHECK_S)
         try:
-            yield Journal(config.journal, contents, writer, read, services, run_seed)
+            yield Journal(config.journal, contents, writer, read, services)
         finally:
             await writer.close(_CLOSE_S)
 

@@ -33,8 +33,15 @@ _MAY_CHANGE = (
 _NAMED = 5
 
 
+def seed_of_run(config: RolloutConfig, before: Contents | None) -> int:
+    """What all seeds of a run derive from: the same again where it is resumed."""
+    if before is not None and before.header is not None:
+        return before.header.run_seed
+    return fresh_seed() if config.seed is None else config.seed
+
+
 def header_of(
-    config: RolloutConfig, fingerprint: str, schemas: Sequence[Mapping[str, Any]]
+    config: RolloutConfig, fingerprint: str, schemas: Sequence[Mapping[str, Any]], run_seed: int
 ) -> Header:
     """What a new journal begins with.
 
@@ -42,12 +49,12 @@ def header_of(
         config: Of the run.
         fingerprint: Names the model; "" where nobody knows.
         schemas: Of all tools.
+        run_seed: What all seeds derive from.
     """
-    seed = fresh_seed() if config.seed is None else config.seed
     dumped = dump_config(config)
     return Header(
         run=f"{fresh_seed():016x}",
-        run_seed=seed,
+        run_seed=run_seed,
         model=_model_of(dumped, fingerprint),
         config=_lasting(dumped),
         prompts=config.journal.prompts or "",
@@ -91,7 +98,7 @@ def _lasting(dumped: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in dumped.items():
         here = f"{path}{key}"
-        if here in _MAY_CHANGE or here == "model":
+        if here in _MAY_CHANGE or here in ("model", "observe"):
             continue
         if isinstance(value, dict) and not path:
             flat |= _lasting(value, f"{here}.")

@@ -1,0 +1,200 @@
+"""What observing a run costs its driver: CPU of a turn with and without readers of its events.
+
+Rounds of trajectories with tools through `open_rollout`, on an engine in another process that
+answers at once, so that the driver's own CPU is all there is: of all threads of the process, with
+what readers do in theirs. All kinds of round run in one process and one runtime, in turn, and each
+is compared with its neighbours:
+
+* silent: the code of every function that tells something is swapped for the same without that;
+* off: as it is, with no reader attached;
+* sampled: 1 % of the trajectories traced, to OpenTelemetry's SDK;
+* full: all of them traced, and all events written to disk and counted for Prometheus.
+
+The last line is the result as JSON: `off_ratio` (off ÷ silent, A/B/A), `aa_ratio` (silent ÷ silent,
+of the same rounds), `sampled_ratio` and `full_ratio` (÷ off), medians over the cycles; `turn_us`:
+CPU of a turn with no reader; `told`: functions that tell something.
+
+    python benchmarks/observe.py [--quick] [--cycles 12] [--n 256]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time  # noqa: TID251  (what is measured here is CPU time)
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import attrs
+from driver_cases.alternation import say
+from driver_cases.ours import Plan, Tools, config_of, prompts_of
+from driver_cases.workload import save_workload
+from observe_cases.silencing import Silence
+
+import rollout
+from rollout import RolloutRuntime
+from rollout.clocks import wall
+from rollout.observe.event_file import EventFile
+from rollout.observe.events import RunStarted
+from rollout.observe.traces import Tracer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rollout.observe.event_stream import EventStream
+
+WORKLOAD = Path(__file__).parents[1] / "build" / "driver" / "workload"
+#: What is promised.
+PROMISED = {"off_ratio": 1.02, "sampled_ratio": 1.03, "full_ratio": 1.3}
+#: One cycle: each round is compared with those beside it.
+CYCLE = ("silent", "off", "silent", "off", "sampled", "off", "full", "off")
+
+
+@attrs.define
+class Rounds:
+    """Rounds of one runtime.
+
+    Attributes:
+        silence: What takes the telling out.
+    """
+
+    runtime: RolloutRuntime
+    plan: Plan
+    silence: Silence = attrs.field(factory=Silence)
+
+    async def run(self, kind: str) -> float:
+        """CPU microseconds of a turn in one round."""
+        prompts = prompts_of(self.plan.n)
+        gc.collect()  # what the round before left
+        with self._silent() if kind == "silent" else self._observed(kind) as closing:
+            began = time.process_time()
+            async with self.runtime.stream(prompts) as trajectories:
+                ended = [each async for each in trajectories]
+            for reader in closing:
+                reader.close()  # with what its thread has left to do
+            spent = time.process_time() - began
+        if any(each.outcome != "completed" for each in ended):
+            raise SystemExit(f"{kind}: {ended[0].outcome}, {ended[0].cause}")
+        return spent / self.plan.generations * 1e6
+
+    @contextmanager
+    def _silent(self) -> Iterator[list[Any]]:
+        self.silence.begin()
+        try:
+            yield []
+        finally:
+            self.silence.end()
+
+    @contextmanager
+    def _observed(self, kind: str) -> Iterator[list[Any]]:
+        events = self.runtime.services.events
+        with tempfile.TemporaryDirectory() as directory:
+            readers = readers_of(kind, directory, events)
+            for reader in readers:
+                reader(RunStarted(at=0.0, wall_s=wall()), None)
+                events.attach(reader, for_traces=isinstance(reader, Tracer))
+            yield [reader for reader in readers if not hasattr(reader, "port")]
+            for reader in readers:
+                events.detach(reader)
+
+
+def readers_of(kind: str, directory: str, events: EventStream) -> list[Any]:
+    """Those of one kind of round."""
+    if kind == "off":
+        return []
+    from rollout.observe.backends.otel import Backend
+
+    if kind == "sampled":
+        return [Tracer(Backend("benchmark"), 0.01, events)]
+    return [Tracer(Backend("benchmark"), 1.0, events), EventFile(directory), PROMETHEUS[0]]
+
+
+PROMETHEUS: list[Any] = []
+
+
+def set_provider() -> None:
+    """The SDK's provider, with an exporter to which all is one."""
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import (
+        SimpleSpanProcessor,
+        SpanExporter,
+        SpanExportResult,
+    )
+
+    class Nowhere(SpanExporter):
+        def export(self, spans: Any) -> SpanExportResult:
+            return SpanExportResult.SUCCESS
+
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(Nowhere()))
+    trace.set_tracer_provider(provider)
+
+
+async def measured(n: int, cycles: int) -> dict[str, Any]:
+    """The figures."""
+    from rollout.observe.prometheus import PrometheusEndpoint
+
+    set_provider()
+    PROMETHEUS.append(PrometheusEndpoint(0))
+    plan = Plan(directory=str(WORKLOAD), n=n)
+    found: list[dict[str, list[float]]] = []
+    tools = Tools(plan.n)
+    async with rollout.open_rollout(config_of(plan), tools.functions()) as runtime:
+        rounds = Rounds(runtime, plan)
+        for number in range(-1, cycles):
+            spent: dict[str, list[float]] = {}
+            for kind in CYCLE:
+                spent.setdefault(kind, []).append(await rounds.run(kind))
+            shown = {kind: [round(us, 1) for us in all_us] for kind, all_us in spent.items()}
+            say(f"    {json.dumps(shown)}{'' if number >= 0 else ' (warm-up)'}")
+            if number >= 0:
+                found.append(spent)
+    PROMETHEUS.pop().close()
+    return ratios(found) | {"told": rounds.silence.functions}
+
+
+def ratios(found: list[dict[str, list[float]]]) -> dict[str, float]:
+    """Of each cycle, each round against the mean of its two neighbours; medians over the cycles."""
+
+    def beside(of: float, one: float, other: float) -> float:
+        return of / ((one + other) / 2)
+
+    cycles = [
+        {
+            "off_ratio": beside(each["off"][0], *each["silent"]),
+            "aa_ratio": each["silent"][1] / each["silent"][0],
+            "sampled_ratio": beside(each["sampled"][0], each["off"][1], each["off"][2]),
+            "full_ratio": beside(each["full"][0], each["off"][2], each["off"][3]),
+            "turn_us": statistics.median(each["off"]),
+        }
+        for each in found
+    ]
+    return {name: statistics.median(each[name] for each in cycles) for name in cycles[0]}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="fewer cycles")
+    parser.add_argument("--n", type=int, default=256, help="trajectories, all in flight at once")
+    parser.add_argument("--cycles", type=int, help="that count (12; --quick: 4)")
+    asked = parser.parse_args()
+    save_workload(WORKLOAD)
+    cycles = asked.cycles or (4 if asked.quick else 12)
+    figures = anyio.run(measured, asked.n, cycles, backend="trio")
+    figures = {name: round(value, 4) for name, value in figures.items()}
+    for name, value in figures.items():
+        wanted = f"≤ {PROMISED[name]:g}" if name in PROMISED else ""
+        short = name in PROMISED and value > PROMISED[name]
+        say(f"{name:>20} {value!s:>10}  {wanted}{'  short of it' if short else ''}")
+    print(json.dumps(figures | {"n": asked.n}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""The tokenizer of a model, for commands that only read texts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rollout.chat.fast_tokenizer import AnyTokenizer
+
+
+def load_tokenizer_of(model: str, revision: str | None = None) -> Callable[[Sequence[int]], str]:
+    """Ids to text, special tokens spelled out; code of a model's repository is never run.
+
+    Raises:
+        RolloutError: There is no such model, or its tokenizer cannot be loaded.
+    """
+    from rollout.chat.template_loading import load_tokenizer
+    from rollout.engine.cores.simulated.tokenizer import simulated_fast_tokenizer
+    from rollout.engine.model_files import resolve_model
+    from rollout.runtime.driver_model import SIMULATED_MODEL
+
+    tokenizer: AnyTokenizer
+    if model == SIMULATED_MODEL:
+        tokenizer = simulated_fast_tokenizer()
+    else:
+        path = resolve_model(model, revision, needs_weights=False)
+        tokenizer = load_tokenizer(path, revision=revision)
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(
+            tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    return decode

@@ -1,0 +1,1 @@
+"""Where traces go: one adapter each; see `rollout.observe.traces.TraceBackend`."""

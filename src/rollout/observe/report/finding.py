@@ -1,0 +1,96 @@
+"""A finding, and what findings are made of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import attrs
+import msgspec
+
+from rollout.observe.report.rows import Row
+from rollout.observe.report.run_times import TOOL, RunTimes, covered
+from rollout.observe.report.series import (
+    ReplicaFigures,
+    ToolFigures,
+    replica_figures,
+    tool_figures,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rollout.observe.report.run_times import TrajectoryTimes
+
+Severity = Literal["severe", "notable"]
+SEVERE: Severity = "severe"
+NOTABLE: Severity = "notable"
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that stands out.
+
+    Attributes:
+        kind: Its name for programs.
+        title: What it is, with the number that shows it.
+        text: More, in sentences.
+        filter: A query of the table that shows the trajectories concerned; "" where none does.
+    """
+
+    kind: str
+    severity: Severity
+    title: str
+    text: str
+    filter: str = ""
+
+
+@attrs.frozen
+class Run:
+    """A run as findings see it."""
+
+    rows: Sequence[Row]
+    times: RunTimes
+
+    @cached_property
+    def tools(self) -> list[ToolFigures]:
+        """As `tool_figures`."""
+        return tool_figures(self.times)
+
+    @cached_property
+    def replicas(self) -> list[ReplicaFigures]:
+        """As `replica_figures`."""
+        return replica_figures(self.times)
+
+    def slowest(self, share: float) -> list[TrajectoryTimes]:
+        """Those that took longest, at least one."""
+        known = [each for each in self.times.trajectories.values() if each.began is not None]
+        known.sort(key=self._length, reverse=True)
+        return known[: max(1, round(share * len(known)))]
+
+    def _length(self, times: TrajectoryTimes) -> float:
+        end = self.times.end if times.ended is None else times.ended
+        return end - (times.began or 0.0)
+
+    def tool_seconds(self, name: str, trajectories: Iterable[TrajectoryTimes]) -> float:
+        """Seconds that these waited for a tool; calls at once count once."""
+        return sum(
+            covered(
+                (part.start, part.end)
+                for part in each.intervals
+                if part.phase == TOOL and part.label == name
+            )
+            for each in trajectories
+        )
+
+    def usual_error(self, tool: str) -> str:
+        """What it said most often when it failed."""
+        said = Counter(call.error for call in self.times.tools[tool] if call.is_error)
+        return said.most_common(1)[0][0]
+
+
+def percent(part: float, whole: float) -> str:
+    """``60 %``; with a digit more where it is small."""
+    share = 100 * part / whole if whole else 0.0
+    return f"{share:.1f} %" if 0 < share < 10 else f"{share:.0f} %"

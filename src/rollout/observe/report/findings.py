@@ -1,0 +1,275 @@
+"""What stands out in a run, in words, with the number that shows it.
+
+What causes others comes first: a blocked loop makes every tool look slow, a lost replica starves.
+A run in which nothing stands out has no findings; the thresholds are written beside each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING
+
+from rollout.observe.report.engine_findings import flapping, idle, slow_replica, starved
+from rollout.observe.report.finding import NOTABLE, SEVERE, Finding, Run, percent
+from rollout.plurals import count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from rollout.observe.report.series import ToolFigures
+
+#: Of trajectories that were compared: drift that a template is by design is not counted.
+DRIFTING, BY_DESIGN = 0.02, ("identical", "none", "reasoning_stripped")
+#: Blocked for so many seconds and so much of the run altogether, or for so long at once.
+BLOCKED_S, BLOCKED_SHARE, BLOCKED_AT_ONCE_S = 0.5, 0.03, 1.0
+#: A tool is slow that takes so much of the trajectories' time, or of that of the slowest ones, and
+#: a call of which takes at least so long.
+SLOW_SHARE, SLOW_TAIL_SHARE, SLOW_S, TAIL = 0.35, 0.5, 0.1, 0.05
+#: Errors among the answers of a tool, of at least so many.
+ERRING_SHARE, ERRING_CALLS = 0.3, 5
+#: Of all trajectories.
+FAILED_SHARE, CUT_SHARE, MAJORITY, LATE_SHARE = 0.02, 0.3, 0.5, 0.1
+#: Of the groups with two known rewards or more, of which there must be some; of few it must be all.
+EQUAL_SHARE, MOST_EQUAL_SHARE, LEAST_GROUPS, FEW_GROUPS = 0.5, 0.75, 2, 6
+
+
+def findings_of(run: Run) -> list[Finding]:
+    """What stands out, the worst first."""
+    found = [finding for look in _LOOKS for finding in look(run)]
+    return sorted(found, key=lambda each: each.severity != SEVERE)
+
+
+def looked_for(run: Run) -> str:
+    """What is said where nothing was found."""
+    if not run.rows:
+        return "No trajectory has ended so far."
+    if not run.times.is_known:
+        return (
+            "Nothing stands out in outcomes, lengths, rewards and tokens. No events were recorded, "
+            "so that single tools, replicas and the event loop could not be looked at."
+        )
+    return (
+        "Nothing stands out: no tool or replica is slow, starved or lost, the event loop was not "
+        "blocked, texts and tokens agree where they were compared, and lengths, failures and the "
+        "rewards within groups are as they should be."
+    )
+
+
+def _drift(run: Run) -> Iterable[Finding]:
+    compared = [row for row in run.rows if row.drift or row.reason == "tokenization"]
+    kinds = Counter(row.drift or "refused" for row in compared if row.drift not in BY_DESIGN)
+    drifting = sum(kinds.values())
+    if not compared or drifting / len(compared) < DRIFTING:
+        return
+    worst = ", ".join(f"{number} in {_drift_name(kind)}" for kind, number in kinds.most_common())
+    yield Finding(
+        kind="drift",
+        severity=SEVERE,
+        title=f"Text and tokens drift apart in {percent(drifting, len(compared))} of trajectories",
+        text=(
+            f"Of {len(compared):,} trajectories that were compared with a full rendering of their "
+            f"conversation, {drifting:,} differ: {worst}. The chat template writes a conversation "
+            f"otherwise as a whole than turn by turn; `rollout check-template` shows where."
+        ),
+        filter=" ".join(f"-drift:{kind}" for kind in ("none", "identical")),
+    )
+
+
+def _drift_name(kind: str) -> str:
+    return {"whitespace": "white space", "refused": "that the template refuses it"}.get(
+        kind, kind.replace("_", " ")
+    )
+
+
+def _blocked_loop(run: Run) -> Iterable[Finding]:
+    start, end = run.times.start or 0.0, run.times.end
+    events = [
+        each for each in run.times.blocked if not each.is_starved and start <= each.at <= end + 1
+    ]
+    total = sum(each.seconds for each in events)
+    longest = max((each.seconds for each in events), default=0.0)
+    if longest < BLOCKED_AT_ONCE_S and total < max(BLOCKED_S, BLOCKED_SHARE * run.times.duration):
+        return
+    by_cause: dict[str, float] = defaultdict(float)
+    for each in events:
+        by_cause[each.cause.rpartition(" at ")[2]] += each.seconds
+    cause = max(by_cause, key=lambda each: by_cause[each])
+    yield Finding(
+        kind="blocked_loop",
+        severity=SEVERE,
+        title=f"The event loop was blocked for {total:.1f} s",
+        text=(
+            f"{count(len(events), 'time')} something kept the event loop for longer than 0.1 s, "
+            f"{longest:.2f} s at the longest, {percent(total, run.times.duration)} of the run; no "
+            f"trajectory and no engine is served meanwhile. Most of it: {cause or 'not known'}."
+        ),
+    )
+
+
+def _slow_tools(run: Run) -> Iterable[Finding]:
+    whole = {times.name: times.spent(run.times.end) for times in run.times.trajectories.values()}
+    spent = sum(sum(phases.values()) for phases in whole.values())
+    slowest = run.slowest(TAIL)
+    late = sum(sum(whole.get(times.name, {}).values()) for times in slowest)
+    for tool in run.tools:
+        own = run.tool_seconds(tool.name, run.times.trajectories.values())
+        own_late = run.tool_seconds(tool.name, slowest)
+        is_slow = tool.mean >= SLOW_S and spent and own / spent >= SLOW_SHARE
+        is_slow_late = tool.longest >= SLOW_S and late and own_late / late >= SLOW_TAIL_SHARE
+        if is_slow:
+            yield _slow_tool(tool, f"{percent(own, spent)} of the trajectories' time", run)
+        elif is_slow_late and len(slowest) < len(whole):
+            what = f"{percent(own_late, late)} of the time of the slowest trajectories"
+            yield _slow_tool(tool, what, run)
+    if not run.times.is_known:
+        yield from _slow_tools_of_rows(run)
+
+
+def _slow_tool(tool: ToolFigures, what: str, run: Run) -> Finding:
+    return Finding(
+        kind="slow_tool",
+        severity=SEVERE,
+        title=f"The tool {tool.name!r} is slow: it takes {what}",
+        text=(
+            f"{count(tool.calls, 'call')} took {tool.mean:.2f} s on average, {tool.p95:.2f} s for "
+            f"one in twenty, {tool.longest:.2f} s at the longest, {tool.total:.1f} s altogether in "
+            f"a run of {run.times.duration:.1f} s. Engines have nothing to do for a trajectory "
+            f"that waits for it."
+        ),
+        filter=f'tool:"{tool.name}"',
+    )
+
+
+def _slow_tools_of_rows(run: Run) -> Iterable[Finding]:
+    """As far as trajectories say it themselves."""
+    timed = [row for row in run.rows if row.seconds and row.calls]
+    spent = sum(row.seconds or 0.0 for row in timed)
+    own, calls = sum(row.tool_s or 0.0 for row in timed), sum(row.calls for row in timed)
+    if not spent or own / spent < SLOW_SHARE or own / calls < SLOW_S:
+        return
+    names = ", ".join(repr(name) for name in dict.fromkeys(n for row in timed for n in row.tools))
+    yield Finding(
+        kind="slow_tool",
+        severity=SEVERE,
+        title=f"Tools are slow: they take {percent(own, spent)} of the trajectories' time",
+        text=f"{count(calls, 'call')} of {names} took {own / calls:.2f} s on average.",
+        filter="tools>0.1",
+    )
+
+
+def _erring_tools(run: Run) -> Iterable[Finding]:
+    for tool in run.tools:
+        if tool.calls >= ERRING_CALLS and tool.errors / tool.calls >= ERRING_SHARE:
+            share = percent(tool.errors, tool.calls)
+            yield Finding(
+                kind="erring_tool",
+                severity=NOTABLE,
+                title=f"The tool {tool.name!r} answers {share} of its calls with an error",
+                text=(
+                    f"{tool.errors:,} of {count(tool.calls, 'call')}; most often: "
+                    f"{run.usual_error(tool.name)}."
+                ),
+                filter=f'tool:"{tool.name}" errors>0',
+            )
+
+
+def _failures(run: Run) -> Iterable[Finding]:
+    failed = [row for row in run.rows if row.outcome in ("failed", "rejected")]
+    failed = [row for row in failed if row.reason != "tokenization"]
+    if not failed or len(failed) / len(run.rows) < FAILED_SHARE:
+        return
+    reasons = Counter(row.reason for row in failed)
+    reason, number = reasons.most_common(1)[0]
+    causes = Counter(row.cause for row in failed if row.reason == reason and row.cause)
+    said = f" It says: {causes.most_common(1)[0][0]}" if causes else ""
+    share = percent(len(failed), len(run.rows))
+    yield Finding(
+        kind="failures",
+        severity=SEVERE if len(failed) / len(run.rows) >= 5 * FAILED_SHARE else NOTABLE,
+        title=f"{share} of trajectories failed or were rejected",
+        text=(
+            f"{len(failed):,} of {len(run.rows):,}, {number:,} of them by {reason!r}.{said} They "
+            f"have no reward, and nothing is learned from them."
+        ),
+        filter="trainable:false" if len(reasons) > 1 else f'reason:"{reason}"',
+    )
+
+
+def _cut_by_length(run: Run) -> Iterable[Finding]:
+    cut = [row for row in run.rows if row.outcome == "length"]
+    if not cut or len(cut) / len(run.rows) < CUT_SHARE:
+        return
+    is_most = len(cut) / len(run.rows) >= MAJORITY
+    limits = Counter(row.limit for row in cut if row.limit)
+    where = f" Most often by {limits.most_common(1)[0][0]}." if limits else ""
+    sampled = sorted(row.generated for row in cut)[len(cut) // 2]
+    share = percent(len(cut), len(run.rows))
+    yield Finding(
+        kind="truncated",
+        severity=SEVERE if is_most else NOTABLE,
+        title=f"{'A majority' if is_most else 'Many'} of trajectories ({share}) were cut by length",
+        text=(
+            f"{len(cut):,} of {len(run.rows):,} had no room left before they ended by themselves, "
+            f"after {sampled:,} sampled tokens in the middle.{where} What they would have answered "
+            f"is not known, and their rewards say little."
+        ),
+        filter="outcome:length",
+    )
+
+
+def _cut_by_time(run: Run) -> Iterable[Finding]:
+    late = [row for row in run.rows if row.outcome == "deadline"]
+    if not late or len(late) / len(run.rows) < LATE_SHARE:
+        return
+    limits = Counter(row.limit for row in late)
+    share = percent(len(late), len(run.rows))
+    yield Finding(
+        kind="late",
+        severity=NOTABLE,
+        title=f"{share} of trajectories ran out of time",
+        text=(
+            f"{len(late):,} of {len(run.rows):,}, most by {limits.most_common(1)[0][0] or 'time'}."
+        ),
+        filter="outcome:deadline",
+    )
+
+
+def _no_signal(run: Run) -> Iterable[Finding]:
+    groups: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for row in run.rows:
+        if row.reward is not None:
+            groups[row.group, row.uid].append(row.reward)
+    known = [rewards for rewards in groups.values() if len(rewards) > 1]
+    equal = [rewards for rewards in known if min(rewards) == max(rewards)]
+    least = EQUAL_SHARE if len(known) >= FEW_GROUPS else 1.0
+    if len(known) < LEAST_GROUPS or len(equal) / len(known) < least:
+        return
+    is_most = len(equal) / len(known) >= MOST_EQUAL_SHARE
+    values = Counter(rewards[0] for rewards in equal).most_common(1)[0]
+    share = percent(len(equal), len(known))
+    yield Finding(
+        kind="no_signal",
+        severity=SEVERE if is_most else NOTABLE,
+        title=f"{share} of groups give no signal: all members have the same reward",
+        text=(
+            f"{len(equal):,} of {count(len(known), 'group')}; {values[1]:,} of them have only "
+            f"{values[0]:g}. Advantages within such a group are zero: prompts that are neither "
+            f"always solved nor never would teach more."
+        ),
+    )
+
+
+_LOOKS: Sequence[Callable[[Run], Iterable[Finding]]] = (
+    flapping,
+    _drift,
+    _blocked_loop,
+    _slow_tools,
+    starved,
+    slow_replica,
+    _failures,
+    _cut_by_length,
+    _cut_by_time,
+    _no_signal,
+    _erring_tools,
+    idle,
+)

@@ -1,0 +1,131 @@
+"""What the page holds of each trajectory, packed small: it inflates one when that is opened.
+
+A pack is zlib around ``u32 length | JSON | planes``. The planes hold, over all tokens of all
+segments in order, the ids (the lowest bytes of all, then the middle ones, then the highest) and,
+of generated tokens, the negative log-probs in thousandths (low bytes, then high ones): bytes that
+resemble each other stand together, which is what deflate likes. 65535 is an unknown log-prob.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from rollout.observe.report.saved_trajectories import (
+        SavedMessage,
+        SavedSpan,
+        SavedTrajectory,
+    )
+    from rollout.observe.report.token_texts import TokenTexts
+
+#: Thousandths, in 16 bits; the last value says that it is not known.
+LOG_PROB_UNIT, UNKNOWN = 1000, 65535
+#: zlib's levels beyond take several times as long, for a few per cent.
+LEVEL = 6
+
+
+def packed_trajectory(trajectory: SavedTrajectory, texts: TokenTexts) -> str:
+    """The tokens, messages and facts of one trajectory, in base64."""
+    rows = trajectory.rows
+    spans = [span for row in rows for span in row.spans or ()]
+    ids = _joined([np.asarray(span.ids, dtype=np.uint32) for span in spans], np.uint32)
+    texts.see(ids)
+    generated = [_thousandths(span) for span in spans if span.kind == "generated"]
+    facts = {
+        "uid": trajectory.uid,
+        "member": trajectory.member,
+        "cause": trajectory.cause,
+        "limit_source": trajectory.limit_source,
+        "metrics": trajectory.metrics,
+        "turn_scores": trajectory.turn_scores,
+        "extra": trajectory.extra,
+        "prompt": _prompt(trajectory),
+        "segments": [
+            {
+                "purpose": row.purpose,
+                "parent": row.parent,
+                "reward": row.reward,
+                "spans": [_span(span, texts) for span in row.spans or ()],
+                "messages": _messages(row.messages or (), _given(trajectory)),
+            }
+            for row in rows
+        ],
+    }
+    planes = _planes(ids, 3) + _planes(_joined(generated, np.uint32), 2)
+    return packed(facts, planes)
+
+
+def packed(facts: object, planes: bytes = b"") -> str:
+    """JSON and bytes, deflated, in base64."""
+    text = msgspec.json.encode(facts)
+    data = len(text).to_bytes(4, "little") + text + planes
+    return base64.b64encode(zlib.compress(data, LEVEL)).decode("ascii")
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]], kind: type[np.uint32]) -> npt.NDArray[np.uint32]:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=kind)
+
+
+def _planes(values: npt.NDArray[np.uint32], count: int) -> bytes:
+    lanes = np.ascontiguousarray(values, dtype="<u4").view(np.uint8).reshape(-1, 4)
+    return b"".join(np.ascontiguousarray(lanes[:, at]).tobytes() for at in range(count))
+
+
+def _thousandths(span: SavedSpan) -> npt.NDArray[np.uint32]:
+    """One for each of its ids; those that it lacks are not known."""
+    values = np.full(len(span.ids), np.nan)
+    given = np.asarray(span.log_probs, dtype=np.float64)[: len(values)]
+    values[: len(given)] = given
+    scaled = np.rint(np.clip(-values * LOG_PROB_UNIT, 0, UNKNOWN - 1))
+    return np.where(np.isnan(values), UNKNOWN, np.nan_to_num(scaled)).astype(np.uint32)
+
+
+def _span(span: SavedSpan, texts: TokenTexts) -> dict[str, Any]:
+    told: dict[str, Any] = {"kind": span.kind, "count": len(span.ids)}
+    if span.kind == "generated":
+        told["versions"], told["finish"] = span.versions, span.finish_reason
+    if span.text is not None and not texts.are_known:
+        told["text"] = span.text
+    if runs := texts.runs(span.ids):
+        told["runs"] = runs
+    return told
+
+
+def _given(trajectory: SavedTrajectory) -> int:
+    """How many messages are the prompt's own."""
+    prompt = trajectory.prompt or {}
+    messages = prompt.get("messages")
+    return len(messages) if isinstance(messages, list) else 0
+
+
+def _messages(messages: Sequence[SavedMessage], given: int) -> list[dict[str, Any]]:
+    """Those after the prompt's: calls and results; what else was said stands in the tokens."""
+    return [
+        {
+            "role": message.role,
+            "calls": [
+                {"name": call.name, "arguments": call.arguments, "raw": call.raw}
+                for call in message.tool_calls
+            ],
+            **(
+                {"name": message.name, "content": message.content} if message.role == "tool" else {}
+            ),
+        }
+        for message in messages[given:]
+    ]
+
+
+def _prompt(trajectory: SavedTrajectory) -> dict[str, Any]:
+    """What came with the prompt; its messages stand in the tokens."""
+    prompt = trajectory.prompt or {}
+    wanted = ("agent_name", "data_source", "ground_truth", "sampling", "tools", "priority")
+    return {name: prompt[name] for name in wanted if prompt.get(name)}

@@ -1,0 +1,244 @@
+"""Reads the directory of a run, and writes its report."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import Counter
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout.clocks import wall
+from rollout.errors import RolloutError
+from rollout.observe.event_file import EVENTS, read_events
+from rollout.observe.report.facts import run_facts, summary_of
+from rollout.observe.report.finding import Finding, Run
+from rollout.observe.report.findings import findings_of, looked_for
+from rollout.observe.report.packing import packed, packed_trajectory
+from rollout.observe.report.page import page_pieces
+from rollout.observe.report.rows import Row, columns_of, row_of
+from rollout.observe.report.run_times import (
+    DIGITS,
+    OTHER,
+    SPENT,
+    RunTimes,
+    TrajectoryTimes,
+    times_of,
+)
+from rollout.observe.report.saved_trajectories import TrajectoryLines
+from rollout.observe.report.series import series_of
+from rollout.observe.report.token_texts import TokenTexts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+#: Files of a run's directory; `rollout.batch` writes them. The last one says that it is whole.
+TRAJECTORIES, META = "trajectories.jsonl", "meta.json"
+#: The report's, within the directory, where no other place is named.
+REPORT = "report.html"
+
+
+class RunReport:
+    """The report of one directory; each `write` takes in what has come since.
+
+    Args:
+        directory: Of a run, as ``rollout run --out`` or `RolloutBatch.save` writes it.
+        decode: Ids to text, of the run's tokenizer; None shows ids, and the texts of whole spans
+            where the run has saved them.
+
+    Attributes:
+        findings: What stood out when it was last written, the worst first.
+        is_growing: Whether the run had not come to its end then; or it was cut short.
+
+    Raises:
+        RolloutError: There is no run in it.
+    """
+
+    def __init__(
+        self, directory: Path | str, decode: Callable[[Sequence[int]], str] | None = None
+    ) -> None:
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise RolloutError(f"{self.directory}: expected the directory of a run")
+        if not any((self.directory / name).exists() for name in (TRAJECTORIES, EVENTS)):
+            raise RolloutError(
+                f"{self.directory}: expected {TRAJECTORIES} or {EVENTS} in it, which `rollout run "
+                f"--out` and `RolloutBatch.save` write"
+            )
+        self.findings: tuple[Finding, ...] = ()
+        self.is_growing = True
+        self._decode = decode
+        self._lines = TrajectoryLines(self.directory / TRAJECTORIES)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._texts = TokenTexts(self._decode)
+        self._rows: list[Row] = []
+        self._packs: list[str] = []
+
+    def write(self, path: Path | str | None = None) -> Path:
+        """Write the page, in place of the one that is there; returns its path.
+
+        Raises:
+            RolloutError: A file of the run cannot be read, or the page not be written.
+        """
+        path = self.directory / REPORT if path is None else Path(path)
+        saved_at = self._saved_at()  # before its lines are read, which may be the last ones
+        self._read()
+        times = self._times()
+        self.is_growing = _is_growing(times, saved_at)
+        self.findings = tuple(findings_of(Run(self._rows, times)))
+        _replace(path, page_pieces(self._title(), *self._parts(times)))
+        return path
+
+    def _saved_at(self) -> float | None:
+        """When the run was saved as a whole, in seconds since 1970; None: not so far."""
+        try:
+            return (self.directory / META).stat().st_mtime
+        except FileNotFoundError:
+            return None
+
+    def _title(self) -> str:
+        return self.directory.resolve().name
+
+    def _read(self) -> None:
+        lines = self._lines.read()
+        if self._lines.has_restarted:
+            self._forget()
+        for line in lines:
+            trajectory = self._lines.decode(line)
+            self._packs.append(packed_trajectory(trajectory, self._texts))
+            self._rows.append(row_of(trajectory))
+
+    def _times(self) -> RunTimes:
+        there = (self.directory / EVENTS).exists()
+        return times_of(read_events(self.directory)) if there else RunTimes()
+
+    def _parts(self, times: RunTimes) -> tuple[dict[str, Any], Iterator[tuple[str, str]]]:
+        run = Run(self._rows, times)
+        named = times.by_name()
+        replicas = [named[row.name].replicas if row.name in named else [] for row in self._rows]
+        report = {
+            "title": self._title(),
+            "directory": str(self.directory.resolve()),
+            "made_at": datetime.fromtimestamp(wall()).strftime("%Y-%m-%d %H:%M:%S"),
+            "is_growing": self.is_growing,
+            "summary": summary_of(run),
+            "findings": self.findings,
+            "looked_for": looked_for(run),
+            "spent": _spent(times),
+            "series": series_of(times),
+            "tools": run.tools,
+            "replicas": run.replicas,
+            "rows": {**columns_of(self._rows), "replicas": replicas},
+            "run": run_facts(run),
+            "notes": self._notes(times),
+            "config": None if times.run is None else times.run.config or None,
+        }
+        return report, self._blocks(times, named)
+
+    def _blocks(
+        self, times: RunTimes, named: dict[str, TrajectoryTimes]
+    ) -> Iterator[tuple[str, str]]:
+        if self._texts.are_known:
+            yield "texts", packed(self._texts.table())
+        for at, pack in enumerate(self._packs):
+            yield f"t{at}", pack
+            known = named.get(self._rows[at].name)
+            if known is not None and known.intervals:
+                yield f"w{at}", packed(_listed(known, times.start or 0.0))
+
+    def _notes(self, times: RunTimes) -> list[str]:
+        notes = []
+        if not self._texts.are_known:
+            notes.append(
+                "The tokenizer of the run was not at hand: tokens are shown as ids, beside the "
+                "texts that the run has saved. --tokenizer MODEL names one."
+            )
+        if not times.is_known:
+            notes.append(
+                f"There is no {EVENTS}: waterfalls, times of tools, replicas and plots over time "
+                "are made of it. `rollout run --out` records one."
+            )
+        if times.dropped:
+            notes.append(
+                f"{times.dropped:,} events are missing in {EVENTS}: the disk was too slow."
+            )
+        if self.is_growing:
+            notes.append("The run has not ended, or was cut short: this is what there was so far.")
+        return notes
+
+
+def _is_growing(times: RunTimes, saved_at: float | None) -> bool:
+    """Without events, a run is over once it is saved; a later one may append its events."""
+    if times.run is None:
+        return saved_at is None
+    return not times.has_ended and (saved_at is None or saved_at < times.run.wall_s)
+
+
+def write_report(
+    directory: Path | str,
+    path: Path | str | None = None,
+    *,
+    decode: Callable[[Sequence[int]], str] | None = None,
+) -> Path:
+    """Write the report of a run as one HTML page; returns its path.
+
+    Args:
+        directory: Of a run, as ``rollout run --out`` or `RolloutBatch.save` writes it.
+        path: Of the page; None: ``report.html`` in the directory.
+        decode: Ids to text, such as `runtime.template.decode`; without it ids are shown.
+
+    Raises:
+        RolloutError: There is no run in the directory, a file of it cannot be read, or the page
+            not be written.
+    """
+    return RunReport(directory, decode).write(path)
+
+
+def _listed(times: TrajectoryTimes, start: float) -> list[list[Any]]:
+    ordered = sorted(times.intervals, key=lambda each: each.start)
+    return [
+        [
+            each.phase,
+            round(each.start - start, DIGITS),
+            round(each.end - start, DIGITS),
+            each.label,
+            each.turn,
+            each.note,
+            each.path,
+        ]
+        for each in ordered
+    ]
+
+
+def _spent(times: RunTimes) -> list[tuple[str, float]]:
+    """Seconds of all trajectories by phase, in the order of the phases."""
+    total: Counter[str] = Counter()
+    for each in times.trajectories.values():
+        total.update(each.spent(times.end))
+    return [(phase, round(total[phase], DIGITS)) for phase in (*SPENT, OTHER) if total[phase] > 0]
+
+
+def _replace(path: Path, pieces: Iterator[str]) -> None:
+    """Write a file as a whole or not at all."""
+    try:
+        number, aside = tempfile.mkstemp(prefix=".report-", suffix=".html", dir=path.parent)
+        try:
+            with os.fdopen(number, "w", encoding="utf-8") as file:
+                file.writelines(pieces)
+            os.chmod(aside, 0o666 & ~_umask())
+            os.replace(aside, path)
+        except BaseException:
+            os.unlink(aside)
+            raise
+    except OSError as error:
+        raise RolloutError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _umask() -> int:
+    """That of this process, which can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,295 @@
+"""What took how long, from a run's events: intervals of trajectories, calls of tools, replicas."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import TYPE_CHECKING, NamedTuple
+
+import attrs
+
+from rollout.observe.events import (
+    BatchEnded,
+    BatchStarted,
+    Event,
+    EventsDropped,
+    LoopBlocked,
+    ReplicaChanged,
+    ReplicaSampled,
+    RequestEnded,
+    RequestPlaced,
+    RewardEnded,
+    RunEnded,
+    RunStarted,
+    SpanEnded,
+    ToolEnded,
+    TrajectoryEnded,
+    TrajectoryStarted,
+    TurnEnded,
+    UserEnded,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+#: What a trajectory does in an interval; the page has their names and colours.
+PLACE, QUEUE, PREFILL, DECODE = "place", "queue", "prefill", "decode"
+TOOL, USER, REWARD, SPAN, OTHER = "tool", "user", "reward", "span", "other"
+#: Those that make up its time, from its place on.
+SPENT = (QUEUE, PREFILL, DECODE, TOOL, USER, REWARD)
+#: The name of a call that was none.
+NOT_PARSED = "(not parsed)"
+#: Digits of a rounded second: a tenth of a millisecond.
+DIGITS = 4
+
+
+class Interval(NamedTuple):
+    """Part of a trajectory's time, in seconds of the run.
+
+    Attributes:
+        label: The replica or the tool.
+        turn: From 1, of the conversation `path`; None where it belongs to none.
+        note: What else there is to say.
+    """
+
+    phase: str
+    start: float
+    end: float
+    label: str = ""
+    turn: int | None = None
+    note: str = ""
+    path: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it is."""
+        return self.end - self.start
+
+
+@attrs.define
+class TrajectoryTimes:
+    """One trajectory.
+
+    Attributes:
+        name: ``uid/member``.
+        began, ended: None where that is not known, or has not come yet.
+    """
+
+    name: str
+    began: float | None = None
+    ended: float | None = None
+    intervals: list[Interval] = attrs.field(factory=list)
+
+    @property
+    def replicas(self) -> list[str]:
+        """Those that worked for it."""
+        return sorted({each.label for each in self.intervals if each.phase == DECODE})
+
+    def spent(self, until: float) -> dict[str, float]:
+        """Seconds of each phase from its place on; what runs at once counts once."""
+        if self.began is None:
+            return {}
+        parts: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for each in self.intervals:
+            if each.phase in SPENT:
+                parts[each.phase].append((each.start, each.end))
+        seconds = {phase: covered(found) for phase, found in parts.items()}
+        whole = (until if self.ended is None else self.ended) - self.began
+        known = covered(each for found in parts.values() for each in found)
+        return {**seconds, OTHER: max(0.0, whole - known)}
+
+
+@attrs.define
+class ReplicaTimes:
+    """One replica.
+
+    Attributes:
+        serves_from: When it first served.
+        losses: When it was lost, each time with the reason.
+    """
+
+    name: str
+    serves_from: float | None = None
+    losses: list[tuple[float, str]] = attrs.field(factory=list)
+    requests: list[RequestEnded] = attrs.field(factory=list)
+    capacity: int = 0
+
+
+@attrs.define
+class RunTimes:
+    """A run, the last one where its file holds several.
+
+    Attributes:
+        start, end: Of what was asked of it; of a run that grows, up to its latest event.
+        has_ended: Whether its end is recorded.
+        dropped: Events that are missing.
+    """
+
+    run: RunStarted | None = None
+    start: float | None = None
+    end: float = 0.0
+    has_ended: bool = False
+    batches: list[BatchStarted] = attrs.field(factory=list)
+    trajectories: dict[int, TrajectoryTimes] = attrs.field(factory=dict)
+    tools: dict[str, list[ToolEnded]] = attrs.field(factory=dict)
+    replicas: dict[str, ReplicaTimes] = attrs.field(factory=dict)
+    blocked: list[LoopBlocked] = attrs.field(factory=list)
+    dropped: int = 0
+    _open: set[int] = attrs.field(factory=set)
+    _turns: dict[str, tuple[int, str]] = attrs.field(factory=dict)
+    _requests: list[RequestEnded] = attrs.field(factory=list)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is anything to tell."""
+        return self.start is not None
+
+    @property
+    def duration(self) -> float:
+        """Seconds from the first call to the end of the last one."""
+        return 0.0 if self.start is None else max(0.0, self.end - self.start)
+
+    def losses_of(self, replica: str) -> list[str]:
+        """Why a replica was lost, each time; that its channel is closed after the run is none."""
+        start = -math.inf if self.start is None else self.start
+        losses = self.replicas[replica].losses
+        return [why for at, why in losses if start <= at < self.end]
+
+    def by_name(self) -> dict[str, TrajectoryTimes]:
+        """Trajectories by ``uid/member``; the latest, where several calls had the same."""
+        return {each.name: each for each in self.trajectories.values()}
+
+    def take(self, event: Event) -> None:
+        """One more event."""
+        if self._open:
+            self.end = max(self.end, event.at)
+        match event:
+            case BatchStarted():
+                self.start = event.at if self.start is None else self.start
+                self.batches.append(event)
+                self._open.add(event.batch)
+                self.end = max(self.end, event.at)
+            case BatchEnded():
+                self._open.discard(event.batch)
+            case RunEnded():
+                self.has_ended = True
+            case LoopBlocked():
+                self.blocked.append(event)
+            case EventsDropped():
+                self.dropped += event.count
+            case ReplicaChanged() | ReplicaSampled() | RequestPlaced() | RequestEnded():
+                self._take_of_engines(event)
+            case _:
+                self._take_of_trajectory(event)
+
+    def _take_of_engines(self, event: Event) -> None:
+        assert isinstance(event, ReplicaChanged | ReplicaSampled | RequestPlaced | RequestEnded)
+        replica = self.replicas.setdefault(event.replica, ReplicaTimes(event.replica))
+        if isinstance(event, ReplicaChanged):
+            replica.capacity = event.capacity or replica.capacity
+            if event.state == "lost":
+                replica.losses.append((event.at, event.why))
+            elif event.state == "serving" and replica.serves_from is None:
+                replica.serves_from = event.at
+        elif isinstance(event, RequestEnded):
+            replica.requests.append(event)
+            self._requests.append(event)
+
+    def _take_of_trajectory(self, event: Event) -> None:
+        match event:
+            case TrajectoryStarted():
+                times = self._times(event.trajectory, f"{event.uid}/{event.member}")
+                if times.began is None:
+                    times.began = event.at
+                    self._add_wait(times, event)
+            case TrajectoryEnded():
+                times = self._times(event.trajectory, f"{event.uid}/{event.member}")
+                times.ended = event.at
+                times.began = event.began if times.began is None else times.began
+            case TurnEnded():
+                for request in event.requests:
+                    self._turns[request] = event.turn + 1, event.path
+            case ToolEnded():
+                name = event.tool or NOT_PARSED
+                self.tools.setdefault(name, []).append(event)
+                note = f"error: {event.error}" if event.is_error else ""
+                self._add(event.trajectory, TOOL, event, name, event.turn, note, event.path)
+            case UserEnded():
+                self._add(event.trajectory, USER, event)
+            case RewardEnded() if event.trajectory:
+                self._add(event.trajectory, REWARD, event, note=event.error)
+            case SpanEnded():
+                self._add(event.trajectory, SPAN, event, event.name, note=event.error)
+            case _:
+                pass
+
+    def _add_wait(self, times: TrajectoryTimes, event: TrajectoryStarted) -> None:
+        """Of calls that were given all of their trajectories at once, it waited since then."""
+        called = next((each for each in self.batches if each.batch == event.batch), None)
+        if called is not None and called.trajectories and event.at > called.at:
+            times.intervals.append(Interval(PLACE, called.at, event.at))
+
+    def _times(self, number: int, name: str = "") -> TrajectoryTimes:
+        times = self.trajectories.setdefault(number, TrajectoryTimes(name))
+        times.name = name or times.name
+        return times
+
+    def _add(
+        self,
+        number: int,
+        phase: str,
+        event: ToolEnded | UserEnded | RewardEnded | SpanEnded,
+        label: str = "",
+        turn: int | None = None,
+        note: str = "",
+        path: str = "",
+    ) -> None:
+        number_of_turn = None if turn is None else turn + 1
+        interval = Interval(phase, event.began, event.at, label, number_of_turn, note, path)
+        self._times(number).intervals.append(interval)
+
+    def settle(self) -> None:
+        """Give requests to their trajectories: their turns are known only after them."""
+        for event in self._requests:
+            if event.trajectory:
+                self._times(event.trajectory).intervals += self._parts(event)
+        self._requests = []
+
+    def _parts(self, event: RequestEnded) -> Iterable[Interval]:
+        turn, path = self._turns.get(event.request, (None, event.session.partition("#")[2]))
+        at = event.began
+        for phase, seconds in (
+            (QUEUE, event.queue_s),
+            (PREFILL, event.prefill_s),
+            (DECODE, event.decode_s),
+        ):
+            if seconds > 0:
+                yield Interval(phase, at, at + seconds, event.replica, turn, _note(event), path)
+            at += seconds
+
+
+def _note(event: RequestEnded) -> str:
+    cached = f", {event.cached_tokens:,} of its prompt cached" if event.cached_tokens else ""
+    ended = "" if event.finish_reason in ("", "stop") else f", ended by {event.finish_reason}"
+    return f"{event.tokens:,} tokens{cached}{ended}"
+
+
+def times_of(events: Iterable[Event]) -> RunTimes:
+    """The times of the last run that these events are of."""
+    times = RunTimes()
+    for event in events:
+        if isinstance(event, RunStarted):
+            times = RunTimes(run=event)
+        times.take(event)
+    times.settle()
+    return times
+
+
+def covered(pairs: Iterable[tuple[float, float]]) -> float:
+    """Seconds that lie in at least one of these, each from its start to its end."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(pairs):
+        if end > until:
+            total += end - max(start, until)
+            until = end
+    return total

@@ -1,0 +1,160 @@
+"""The lines of a ``trajectories.jsonl``, as far as a report needs them.
+
+Floats that JSON cannot write are strings there; ids and log-probs become arrays at once, so that
+no token is a Python object for longer than its line is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rollout.errors import RolloutError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+logger = logging.getLogger("rollout.observe")
+
+Number = float | str
+
+
+class SavedSpan(msgspec.Struct, kw_only=True):
+    """Tokens of one author, as `rollout.batch` writes them."""
+
+    kind: str
+    ids: list[int]
+    text: str | None = None
+    log_probs: list[Number] = []
+    versions: list[tuple[int, int]] = []
+    finish_reason: str | None = None
+
+
+class SavedCall(msgspec.Struct, kw_only=True):
+    """A tool call of a message."""
+
+    name: str = ""
+    arguments: Any = None
+    raw: str = ""
+
+
+class SavedMessage(msgspec.Struct, kw_only=True):
+    """A message of a conversation."""
+
+    role: str
+    content: str | None = None
+    tool_calls: list[SavedCall] = []
+    name: str | None = None
+
+
+class SavedSegment(msgspec.Struct, kw_only=True):
+    """A segment; None stands for what it shares with its trajectory."""
+
+    purpose: str = "main"
+    parent: Any = None
+    reward: Number | None = None
+    trainable: bool | None = None
+    spans: list[SavedSpan] | None = None
+    messages: list[SavedMessage] | None = None
+
+
+class SavedTrajectory(msgspec.Struct, kw_only=True):
+    """One line."""
+
+    uid: str
+    group: int
+    member: int
+    num_turns: int
+    outcome: str
+    reason: str = ""
+    limit_source: str | None = None
+    trainable: bool = True
+    reward: Number | None = None
+    turn_scores: list[Number] = []
+    metrics: dict[str, Number] = {}
+    extra: dict[str, Any] = {}
+    cause: dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
+    messages: list[SavedMessage] = []
+    spans: list[SavedSpan] = []
+    segments: list[SavedSegment] = []
+
+    @property
+    def rows(self) -> list[SavedSegment]:
+        """Its segments, with what they share filled in; at least one."""
+        given = self.segments or [SavedSegment()]
+        return [
+            msgspec.structs.replace(
+                each,
+                spans=self.spans if each.spans is None else each.spans,
+                messages=self.messages if each.messages is None else each.messages,
+            )
+            for each in given
+        ]
+
+    def metric(self, name: str) -> float | None:
+        """One of its metrics, where it is known."""
+        value = self.metrics.get(name)
+        return None if value is None else float(value)
+
+
+_DECODER = msgspec.json.Decoder(SavedTrajectory)
+
+
+class TrajectoryLines:
+    """Reads a file that grows: each `read` gives the lines that have come since the last one.
+
+    A file that was put in its place, as a batch does when it is saved, is read from its start:
+    `has_restarted` then says that what was read before is to be forgotten.
+
+    Args:
+        path: The file; it need not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.has_restarted = False
+        self._path = path
+        self._identity: tuple[int, int] | None = None
+        self._at = 0
+        self._line = 0
+
+    def read(self) -> list[bytes]:
+        """Whole lines, without their ends.
+
+        Raises:
+            RolloutError: The file cannot be read; names it.
+        """
+        self.has_restarted = False
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                identity = status.st_dev, status.st_ino
+                if self._identity is not None and (
+                    identity != self._identity or status.st_size < self._at
+                ):
+                    self.has_restarted, self._at, self._line = True, 0, 0
+                self._identity = identity
+                file.seek(self._at)
+                data = file.read(status.st_size - self._at)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise RolloutError(f"{self._path} cannot be read: {error.strerror}") from error
+        whole, _, _ = data.rpartition(b"\n")
+        self._at += len(whole) + 1 if whole else 0
+        return whole.split(b"\n") if whole else []
+
+    def decode(self, line: bytes) -> SavedTrajectory:
+        """The trajectory of a line.
+
+        Raises:
+            RolloutError: It describes none; names the file and the line.
+        """
+        self._line += 1
+        try:
+            return _DECODER.decode(line)
+        except msgspec.MsgspecError as error:
+            raise RolloutError(f"{self._path}, line {self._line}: {error}") from error

@@ -1,0 +1,295 @@
+"""A trajectory as a tree of spans, made of its events once it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import msgspec
+
+from rollout.observe import events as told
+from rollout.types import ToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rollout.chat.trajectory import Trajectory
+    from rollout.observe.events import TrajectoryEvent
+
+#: An event of a trajectory, and what it happened to.
+Told = tuple["TrajectoryEvent", Any]
+Decode = Callable[[Sequence[int]], str]
+
+AGENT, CHAT, TOOL, FUNCTION, USER, REWARD = "agent", "chat", "tool", "function", "user", "reward"
+
+
+#: Characters of an input or an output that a trace keeps.
+MOST_CHARACTERS = 16_384
+
+
+def plain(value: Any) -> Any:
+    """What JSON can hold, of other objects their `repr`; of long ones the beginning."""
+    try:
+        text = msgspec.json.encode(value, enc_hook=repr)
+        if len(text) <= MOST_CHARACTERS:
+            return msgspec.json.decode(text)
+        return text[:MOST_CHARACTERS].decode("utf-8", "replace") + "…"
+    except Exception:  # whatever a user's function takes and returns
+        return f"{value!r:.{MOST_CHARACTERS}}"
+
+
+@attrs.define(kw_only=True)
+class Span:
+    """A piece of a trajectory's time.
+
+    Attributes:
+        name: For people.
+        kind: "agent" (the whole trajectory), "chat" (a turn of the model), "tool", "function" (of
+            the user's, with `rollout.trace`), "user" (a simulated one) or "reward".
+        began, ended: Seconds since 1970.
+        attributes: By the names of the GenAI semantic conventions of OpenTelemetry where they have
+            one, else ``rollout.…``.
+        inputs, outputs: What went in and came out, where that is known; plain values.
+        error: What went wrong; empty where nothing did.
+        children: What happened within.
+    """
+
+    name: str
+    kind: str
+    began: float
+    ended: float
+    attributes: dict[str, Any] = attrs.field(factory=dict)
+    inputs: Any = None
+    outputs: Any = None
+    error: str = ""
+    children: list[Span] = attrs.field(factory=list)
+
+
+@attrs.frozen(kw_only=True)
+class RunFacts:
+    """What all traces of a run share.
+
+    Attributes:
+        wall_s: Seconds since 1970 when it began.
+        model, provider, agent: Names.
+        decode: Ids to text, where texts are wanted and the tokenizer is there.
+    """
+
+    wall_s: float
+    model: str = ""
+    provider: str = ""
+    agent: str = ""
+    decode: Decode | None = None
+
+    @classmethod
+    def of(cls, run: told.RunStarted) -> RunFacts:
+        """Those that its first event tells."""
+        config = run.config
+        return cls(
+            wall_s=run.wall_s,
+            model=str(config.get("model", {}).get("path", "")),
+            provider=str(config.get("engine", {}).get("kind", "")),
+            agent=str(config.get("agent", {}).get("name", "")),
+        )
+
+
+def trace_of(
+    ended: told.TrajectoryEnded,
+    happened: Sequence[Told],
+    trajectory: Trajectory | None,
+    run: RunFacts,
+) -> Span:
+    """The tree of one trajectory.
+
+    Args:
+        happened: Its events from its start on, in their order.
+        trajectory: Where there is one that somebody got.
+    """
+    root = _root(ended, trajectory, run)
+    texts = _Texts(ended, trajectory, run.decode)
+    texts.requests = {e.request: e for e, _ in happened if isinstance(e, told.RequestEnded)}
+    functions: dict[int, Span] = {}
+    parents: list[tuple[Span, int]] = []
+    for event, subject in happened:
+        span = _span_of(event, subject, run, texts)
+        if span is None:
+            continue
+        if isinstance(event, told.SpanEnded):
+            functions[event.span] = span
+            parents.append((span, event.parent))
+        else:
+            root.children.append(span)
+    for span, parent in parents:
+        functions.get(parent, root).children.append(span)
+    root.children.sort(key=lambda each: each.began)
+    return root
+
+
+def _root(ended: told.TrajectoryEnded, trajectory: Trajectory | None, run: RunFacts) -> Span:
+    prompt = None if trajectory is None else trajectory.prompt
+    agent = (prompt.agent_name if prompt is not None else None) or run.agent
+    attributes = {
+        "gen_ai.operation.name": "invoke_agent",
+        "gen_ai.provider.name": run.provider,
+        "gen_ai.agent.name": agent,
+        "gen_ai.request.model": run.model,
+        "gen_ai.conversation.id": f"{ended.step}/{ended.uid}/{ended.member}",
+        "gen_ai.usage.input_tokens": ended.prompt_tokens + ended.observation_tokens,
+        "gen_ai.usage.output_tokens": ended.generated_tokens,
+        "rollout.step": ended.step,
+        "rollout.sample_index": ended.group,
+        "rollout.rollout_n": ended.member,
+        "rollout.validate": ended.validate,
+        "rollout.uid": ended.uid,
+        "rollout.batch": ended.batch,
+        "rollout.outcome": ended.outcome,
+        "rollout.reason": ended.reason,
+        "rollout.limit_source": ended.limit_source,
+        "rollout.trainable": ended.trainable,
+        "rollout.reward": ended.reward,
+        "rollout.turns": ended.turns,
+        "rollout.generation_s": ended.generation_s,
+        "rollout.tool_s": ended.tool_s,
+    }
+    return Span(
+        name=f"invoke_agent {agent}".strip(),
+        kind=AGENT,
+        began=run.wall_s + ended.began,
+        ended=run.wall_s + ended.at,
+        attributes=_known(attributes),
+        error=(ended.cause or ended.reason or ended.outcome) if ended.outcome == "failed" else "",
+        inputs=_texts_of_messages(trajectory) if run.decode is not None else None,
+        outputs=trajectory.answer if run.decode is not None and trajectory is not None else None,
+    )
+
+
+def _span_of(event: TrajectoryEvent, subject: Any, run: RunFacts, texts: _Texts) -> Span | None:
+    match event:
+        case told.TurnEnded():
+            return _turn(event, run, texts)
+        case told.ToolEnded():
+            return _tool(event, subject, run)
+        case told.SpanEnded():
+            return _function(event, subject, run)
+        case told.UserEnded():
+            return _timed(USER, "ask_user", event.began, event.at, run)
+        case told.RewardEnded():
+            span = _timed(REWARD, "reward", event.began, event.at, run)
+            span.attributes = _known({"rollout.reward": event.reward})
+            span.error = event.error
+            return span
+    return None
+
+
+def _timed(kind: str, name: str, began: float, ended: float, run: RunFacts) -> Span:
+    return Span(name=name, kind=kind, began=run.wall_s + began, ended=run.wall_s + ended)
+
+
+def _turn(event: told.TurnEnded, run: RunFacts, texts: _Texts) -> Span:
+    span = _timed(CHAT, f"chat {run.model}".strip(), event.began, event.at, run)
+    span.attributes = _known(
+        {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.provider.name": run.provider,
+            "gen_ai.request.model": run.model,
+            "gen_ai.response.id": event.requests[-1] if event.requests else "",
+            "gen_ai.response.finish_reasons": [event.finish_reason] if event.finish_reason else [],
+            "gen_ai.usage.input_tokens": event.prompt_tokens,
+            "gen_ai.usage.cache_read.input_tokens": event.cached_tokens,
+            "gen_ai.usage.output_tokens": event.generated_tokens,
+            "rollout.turn": event.turn,
+            "rollout.conversation": event.path,
+            "rollout.cut_by": event.cut_by,
+            "rollout.requests": list(event.requests),
+            **texts.phases(event),
+        }
+    )
+    span.error = "" if event.finish_reason else "no answer"
+    if event.finish_reason:
+        span.outputs = texts.next_turn(event.path)
+    return span
+
+
+def _tool(event: told.ToolEnded, subject: Any, run: RunFacts) -> Span:
+    span = _timed(TOOL, f"execute_tool {event.tool}".strip(), event.began, event.at, run)
+    span.attributes = _known(
+        {
+            "gen_ai.operation.name": "execute_tool",
+            "gen_ai.tool.name": event.tool,
+            "gen_ai.tool.call.id": event.call_id,
+            "gen_ai.tool.type": "function",
+            "rollout.turn": event.turn,
+            "rollout.conversation": event.path,
+        }
+    )
+    span.error = (event.error or "error") if event.is_error else ""
+    call, result = subject or (None, None)
+    if isinstance(call, ToolCall):
+        span.inputs = plain(call.arguments)
+    elif call is not None:
+        span.inputs = {"raw": call.raw}
+    span.outputs = None if result is None else result.text
+    return span
+
+
+def _function(event: told.SpanEnded, subject: Any, run: RunFacts) -> Span:
+    span = _timed(FUNCTION, event.name, event.began, event.at, run)
+    span.error = event.error
+    span.inputs, span.outputs = map(plain, subject or (None, None))
+    return span
+
+
+class _Texts:
+    """What a trajectory's turns were sampled as, and how long each phase of their requests took."""
+
+    def __init__(
+        self, ended: told.TrajectoryEnded, trajectory: Trajectory | None, decode: Decode | None
+    ) -> None:
+        self._session = f"{ended.step}/{ended.uid}/{ended.member}"
+        self._trajectory, self._decode = trajectory, decode
+        self._turns: dict[str, Iterator[str]] = {}
+        self.requests: dict[str, told.RequestEnded] = {}
+
+    def phases(self, event: told.TurnEnded) -> dict[str, float]:
+        """Seconds of its requests in each phase."""
+        known = [self.requests[each] for each in event.requests if each in self.requests]
+        if not known:
+            return {}
+        names = ("queue_s", "prefill_s", "decode_s")
+        sums = {f"rollout.{name}": sum(getattr(each, name) for each in known) for name in names}
+        return sums | {"rollout.replica": known[-1].replica}
+
+    def next_turn(self, path: str) -> str | None:
+        """The text of a conversation's next turn."""
+        if self._decode is None or self._trajectory is None:
+            return None
+        if path not in self._turns:
+            self._turns[path] = self._texts(f"{self._session}#{path}" if path else self._session)
+        return next(self._turns[path], None)
+
+    def _texts(self, session: str) -> Iterator[str]:
+        assert self._trajectory is not None
+        assert self._decode is not None
+        for segment in self._trajectory.segments:
+            if segment.session_id == session:
+                for span in segment.transcript.generated_spans():
+                    yield self._decode(segment.transcript.span_ids(span))
+
+
+def _texts_of_messages(trajectory: Trajectory | None) -> list[dict[str, Any]] | None:
+    if trajectory is None or trajectory.prompt is None:
+        return None
+    return [
+        {"role": _field(each, "role"), "content": _field(each, "content")}
+        for each in trajectory.prompt.messages
+    ]
+
+
+def _field(message: Any, name: str) -> Any:
+    return message.get(name) if isinstance(message, dict) else getattr(message, name, None)
+
+
+def _known(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Those that say something."""
+    return {name: value for name, value in attributes.items() if value not in (None, "", [])}

@@ -1,0 +1,162 @@
+"""Spans of the user's own functions within a trajectory: the decorator `rollout.trace`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from rollout.observe.events import SpanEnded
+from rollout.worker_threads import carried
+
+if TYPE_CHECKING:
+    from contextvars import Token
+
+    from rollout.observe.event_stream import EventStream
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class TrajectorySpans:
+    """Where functions that run for a trajectory tell of themselves, from whatever thread."""
+
+    def __init__(self, events: EventStream, trajectory: int) -> None:
+        self._events, self._trajectory, self._count = events, trajectory, 0
+
+    def begin(self) -> tuple[int, float]:
+        """The number of another span, and when it begins."""
+        self._count += 1
+        return self._count, self._events.now()
+
+    def end(
+        self,
+        name: str,
+        span: int,
+        parent: int,
+        began: float,
+        called: tuple[Any, Any],
+        error: BaseException | None,
+    ) -> None:
+        """It has ended.
+
+        Args:
+            called: Its arguments and its value.
+            error: What it raised.
+        """
+        event = SpanEnded(
+            at=self._events.now(),
+            trajectory=self._trajectory,
+            name=name,
+            span=span,
+            parent=parent,
+            began=began,
+            error="" if error is None else f"{type(error).__name__}: {error}",
+        )
+        self._events.emit_from_thread(event, called)
+
+
+#: Those of the trajectory that the running code belongs to, and the innermost span around it: a
+#: pair, or None. Threads of sync tools have it too.
+_current = carried
+
+
+def enter_trajectory(events: EventStream, trajectory: int) -> None:
+    """What the running task, and those that it starts, call from now on belongs to it."""
+    _current.set((TrajectorySpans(events, trajectory), 0))
+
+
+@overload
+def trace(function: F, /) -> F: ...
+@overload
+def trace(*, name: str) -> Callable[[F], F]: ...
+def trace(function: Any = None, /, *, name: str | None = None) -> Any:
+    """Shows a function of yours as a span of the trajectory that calls it.
+
+    For functions and coroutine functions, methods too, that agents, tools and rewards call, however
+    deep: arguments, value, seconds, and what it raised. Where nobody reads the run's events, and
+    outside a trajectory, it adds a look at a variable.
+
+    Args:
+        name: Of the span; None: the function's.
+
+    Raises:
+        TypeError: It is no function.
+    """
+    if function is None:
+        return functools.partial(_traced, name=name)
+    return _traced(function, name=None)
+
+
+def _traced(function: Any, *, name: str | None) -> Any:
+    if not callable(function):
+        raise TypeError(f"rollout.trace: {function!r:.80}; expected a function")
+    label = name or getattr(function, "__qualname__", type(function).__name__)
+    signature = _signature_of(function)
+
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            current = _current.get()
+            if current is None:
+                return await function(*args, **kwargs)
+            span = _Span(label, current)
+            try:
+                value = await function(*args, **kwargs)
+            except BaseException as error:
+                span.end((_inputs(signature, args, kwargs), None), error)
+                raise
+            span.end((_inputs(signature, args, kwargs), value), None)
+            return value
+
+        return awaited
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        current = _current.get()
+        if current is None:
+            return function(*args, **kwargs)
+        span = _Span(label, current)
+        try:
+            value = function(*args, **kwargs)
+        except BaseException as error:
+            span.end((_inputs(signature, args, kwargs), None), error)
+            raise
+        span.end((_inputs(signature, args, kwargs), value), None)
+        return value
+
+    return called
+
+
+class _Span:
+    """One call of a traced function; those that it calls are within it."""
+
+    __slots__ = ("_began", "_name", "_number", "_parent", "_spans", "_token")
+
+    def __init__(self, name: str, current: tuple[TrajectorySpans, int]) -> None:
+        self._name = name
+        self._spans, self._parent = current
+        self._number, self._began = self._spans.begin()
+        self._token: Token[Any] = _current.set((self._spans, self._number))
+
+    def end(self, called: tuple[Any, Any], error: BaseException | None) -> None:
+        _current.reset(self._token)
+        self._spans.end(self._name, self._number, self._parent, self._began, called, error)
+
+
+def _signature_of(function: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # some of C's
+        return None
+
+
+def _inputs(signature: inspect.Signature | None, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments by their names."""
+    if signature is None:
+        return {"args": args, **kwargs}
+    try:
+        return dict(signature.bind(*args, **kwargs).arguments)
+    except TypeError:
+        return {"args": args, **kwargs}

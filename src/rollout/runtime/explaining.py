@@ -1,0 +1,128 @@
+"""What a runtime's trajectories wait for now: looked up when somebody asks, kept by nobody."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from rollout.observe.explanation import CallWaits, Explanation, TrajectoryWaits, Wait
+from rollout.scheduling.agent_run import AgentRun
+from rollout.scheduling.batch_run import BatchRun
+from rollout.scheduling.rewarding import RewardWork
+from rollout.scheduling.streamed_run import StreamedRun
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from rollout.agents.services import Services
+    from rollout.engine.driver.replica_statistics import ReplicaStatistics
+    from rollout.runtime.group_calls import GroupCalls
+    from rollout.scheduling.group_run import GroupRun
+    from rollout.scheduling.prompts import Member
+
+#: How `AgentContext.hear_user` calls what it waits for.
+USER = "respond of the interaction"
+
+
+class ExplainingRuntime:
+    """The part of a `RolloutRuntime` that says what it waits for."""
+
+    _calls: dict[BatchRun | GroupRun, BatchRun | StreamedRun | GroupRun]
+    _groups: GroupCalls
+    _clock: Callable[[], float]
+    services: Services
+
+    def explain(self) -> Explanation:
+        """What each trajectory that has not ended waits for, and since when; print it.
+
+        Waits for nothing, and may be called from a signal handler of the loop's thread.
+        """
+        now, engines = self._clock(), self.services.engines
+        requests = engines.waits(now)
+        calls = [
+            CallWaits(
+                name=_name_of(run, call),
+                step=run.step,
+                seconds=now - run.began,
+                groups=_groups_of(run),
+                trajectories=tuple(
+                    _waits_of(member, requests, now, run.began, waits_for_group=is_waiting)
+                    for member, is_waiting in run.unfinished().items()
+                ),
+            )
+            for run, call in tuple(self._calls.items())
+        ]
+        carried = [_waits_of(member, requests, now, now) for member in self._groups.carried]
+        replicas = tuple(map(_replica_line, engines.statistics()))
+        return Explanation(tuple(calls), tuple(carried), replicas)
+
+
+def _name_of(run: BatchRun | GroupRun, call: object) -> str:
+    if isinstance(run, BatchRun):
+        return "stream" if isinstance(call, StreamedRun) else "generate"
+    return "stream_groups" if run.book.wanted.groups is None else "collect"
+
+
+def _groups_of(run: BatchRun | GroupRun) -> int:
+    if isinstance(run, BatchRun):
+        return len({member.identity.group for member in run.members})
+    return run.book.wanted.groups or 0
+
+
+def _waits_of(
+    member: Member,
+    requests: Mapping[str, list[Wait]],
+    now: float,
+    began: float,
+    *,
+    waits_for_group: bool = False,
+) -> TrajectoryWaits:
+    identity, scope, since = member.identity, member.scope, member.concluding_since
+    started: float | None = None
+    waits: list[Wait] = []
+    if isinstance(scope, AgentRun):
+        started = scope.started
+        asked = sorted(requests.get(identity.session_id, ()), key=lambda wait: wait.path)
+        waits += [*asked, *_of_agent(scope, now)]
+        waits = waits or [_own_code(scope, now)]
+    elif isinstance(scope, RewardWork):
+        name = " of its group" if scope.is_group else ""
+        waits.append(Wait("reward", now - scope.since, name))
+    elif waits_for_group and since is not None:
+        waits.append(Wait("group", now - since))
+    elif since is not None:
+        waits.append(Wait("end", now - since))
+    else:
+        waits.append(Wait("place", now - began))
+    return TrajectoryWaits(
+        uid=identity.uid,
+        group=identity.group,
+        member=identity.member,
+        seconds=None if started is None else now - started,
+        waits=tuple(waits),
+    )
+
+
+def _of_agent(run: AgentRun, now: float) -> Iterator[Wait]:
+    """What it waits for beside engines."""
+    tools = run.context.tools
+    calls = tuple(tools.under_way.values())
+    for name, since in calls:
+        yield Wait("tool", now - since, repr(name))
+    for duty in run.duties:
+        if duty.what == USER:
+            yield Wait("user", now - duty.since)
+        elif duty.at != math.inf and not (calls and duty.what.startswith("tool ")):
+            yield Wait("code", now - duty.since, duty.what)
+
+
+def _own_code(run: AgentRun, now: float) -> Wait:
+    since = max(run.started, run.context.idle_since)
+    place = run.place()
+    return Wait("code", now - since, run.what, note=f"at {place}" if place else "")
+
+
+def _replica_line(replica: ReplicaStatistics) -> str:
+    zombies = f", {replica.zombies:,} cancelled ones among them" if replica.zombies else ""
+    starts = f", started {replica.starts} times" if replica.starts > 1 else ""
+    return f"{replica.name}: {replica.state}, {replica.in_flight:,} in flight{zombies}{starts}"

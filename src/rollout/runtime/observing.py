@@ -1,0 +1,100 @@
+"""Who reads the events of a runtime: opened before its engines, closed after them."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Protocol
+
+import anyio
+import anyio.to_thread
+
+from rollout.bridge import has_virtual_clock, loop_clock
+from rollout.config import ObserveConfig, RolloutConfig, dump_config
+from rollout.observe.event_file import EventFile
+from rollout.observe.event_stream import Reader
+from rollout.observe.events import RunEnded
+from rollout.observe.prometheus import PrometheusEndpoint
+from rollout.observe.traces import Tracer, open_tracer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from rollout.observe.event_stream import EventStream
+
+
+class ClosableReader(Reader, Protocol):
+    """A reader of ours."""
+
+    def close(self) -> None:
+        """The run is over; bounded."""
+
+
+class Observers:
+    """The readers that a configuration asks for.
+
+    Attributes:
+        readers: All of them.
+        tracer: The one that traces, if any.
+
+    Raises:
+        RolloutError: The events cannot be written.
+        ConfigError: A package is not installed, or a port is taken.
+    """
+
+    def __init__(self, observe: ObserveConfig, events: EventStream) -> None:
+        self.readers: list[ClosableReader] = []
+        self.tracer: Tracer | None = None
+        try:
+            if observe.path is not None:
+                self.readers.append(EventFile(observe.path))
+            if observe.prometheus_port is not None:
+                self.readers.append(PrometheusEndpoint(observe.prometheus_port))
+            self.tracer = open_tracer(observe, events)
+        except BaseException:
+            for reader in self.readers:
+                reader.close()
+            raise
+        if self.tracer is not None:
+            self.readers.append(self.tracer)
+
+    def decode_with(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """The tokenizer has been loaded."""
+        if self.tracer is not None:
+            self.tracer.decode = decode
+
+
+@asynccontextmanager
+async def observed(
+    config: RolloutConfig, events: EventStream, run_seed: int
+) -> AsyncIterator[Observers]:
+    """The readers that the configuration asks for get the run's events, from first to last.
+
+    Raises:
+        RolloutError, ConfigError: As `Observers`.
+    """
+    observers = Observers(config.observe, events)
+    for reader in observers.readers:
+        events.attach(reader, for_traces=reader is observers.tracer)
+    events.start(
+        loop_clock(),
+        version=sys.modules["rollout"].__version__,
+        run_seed=run_seed,
+        config=dump_config(config) if observers.readers else {},
+    )
+    try:
+        yield observers
+    finally:
+        if events.is_on:
+            events.emit(RunEnded(at=events.now()))
+        with anyio.CancelScope(shield=True):
+            for reader in observers.readers:
+                events.detach(reader)
+                await _beside_loop(reader.close)
+
+
+async def _beside_loop(close: Callable[[], None]) -> None:
+    if has_virtual_clock():  # time would run away from a thread
+        close()
+    else:
+        await anyio.to_thread.run_sync(close)

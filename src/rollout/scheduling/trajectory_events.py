@@ -1,0 +1,168 @@
+"""What scheduling tells of trajectories, groups and rewards, while somebody reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from rollout.observe.events import GroupEnded, RewardEnded, TrajectoryEnded, TrajectoryStarted
+from rollout.types import DRIFT, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from rollout.chat.trajectory import Trajectory
+    from rollout.chat.transcript import Transcript
+    from rollout.observe.event_stream import EventStream
+    from rollout.scheduling.agent_run import AgentRun
+    from rollout.scheduling.ended_groups import Ended
+    from rollout.scheduling.prompts import Member
+
+#: Reason of those that nobody takes, because the call itself was cancelled.
+LOST = "call"
+
+
+def tell_started(events: EventStream, run: AgentRun) -> None:
+    """An attempt begins; the member has its number from now on."""
+    member = run.member
+    if run.attempt == 1:
+        _number(events, member)
+        member.began = run.started
+    identity = member.identity
+    events.emit(
+        TrajectoryStarted(
+            at=events.now(),
+            trajectory=identity.number,
+            batch=member.batch,
+            step=identity.step,
+            uid=identity.uid,
+            group=identity.group,
+            member=identity.member,
+            validate=identity.validate,
+            attempt=run.attempt,
+        )
+    )
+
+
+def tell_ended(events: EventStream, member: Member, trajectory: Trajectory) -> None:
+    """A member has its outcome."""
+    if member.began is None:
+        _number(events, member)
+    identity, now, metrics = member.identity, events.now(), trajectory.metrics
+    transcripts = trajectory.transcripts
+    generated = sum([each.generated_length for each in transcripts])
+    cause = trajectory.cause
+    events.emit(
+        TrajectoryEnded(
+            at=now,
+            trajectory=identity.number,
+            batch=member.batch,
+            step=identity.step,
+            uid=identity.uid,
+            group=identity.group,
+            member=identity.member,
+            validate=identity.validate,
+            began=now if member.began is None else events.since_start(member.began),
+            outcome=trajectory.outcome.value,
+            reason=trajectory.reason,
+            limit_source=trajectory.limit_source or "",
+            cause="" if cause is None else f"{cause.type}: {cause.message}",
+            trainable=trajectory.trainable,
+            reward=trajectory.reward,
+            turns=sum([each.turns for each in transcripts]),
+            num_turns=trajectory.num_turns,
+            rows=len(transcripts),
+            prompt_tokens=sum([each.prompt_length for each in transcripts]),
+            generated_tokens=generated,
+            observation_tokens=sum([each.response_length for each in transcripts]) - generated,
+            generation_s=metrics.get("generation_s", 0.0),
+            tool_s=metrics.get("tool_s", 0.0),
+            tool_calls=int(metrics.get("tool_calls", 0)),
+            tool_errors=int(metrics.get("tool_errors", 0)),
+            discarded_tokens=int(metrics.get("discarded_tokens", 0)),
+            resumes=int(metrics.get("resumes", 0)),
+            restarts=int(metrics.get("restarts", 0)),
+            drift=next((n.removeprefix(DRIFT) for n in metrics if n.startswith(DRIFT)), ""),
+            versions=_oldest_and_newest(transcripts),
+        ),
+        trajectory,
+    )
+
+
+def tell_lost(events: EventStream, members: Iterable[Member], reason: str) -> None:
+    """Members of a call whose caller was cancelled: nobody takes their trajectories."""
+    for member in members:
+        if member.began is None:
+            _number(events, member)
+        identity, now = member.identity, events.now()
+        events.emit(
+            TrajectoryEnded(
+                at=now,
+                trajectory=identity.number,
+                batch=member.batch,
+                step=identity.step,
+                uid=identity.uid,
+                group=identity.group,
+                member=identity.member,
+                validate=identity.validate,
+                began=now if member.began is None else events.since_start(member.began),
+                outcome=Outcome.CANCELLED.value,
+                reason=reason,
+            )
+        )
+
+
+def tell_group_ended(events: EventStream, ended: Sequence[Ended], verdict: str = "") -> None:
+    """All members of a group have ended; in member order."""
+    if not ended:
+        return
+    first = ended[0].member
+    began = [each.member.began for each in ended if each.member.began is not None]
+    now = events.now()
+    events.emit(
+        GroupEnded(
+            at=now,
+            batch=first.batch,
+            group=first.identity.group,
+            uid=first.identity.uid,
+            began=events.since_start(min(began)) if began else now,
+            rewards=tuple(each.trajectory.reward for each in ended),
+            outcomes=tuple(each.trajectory.outcome.value for each in ended),
+            verdict=verdict,
+        )
+    )
+
+
+def tell_rewarded(
+    events: EventStream,
+    member: Member,
+    began: float,
+    reward: float | None,
+    error: str = "",
+    *,
+    is_group: bool = False,
+) -> None:
+    """A reward function has answered for a member, or for the group that it is the first of."""
+    identity = member.identity
+    events.emit(
+        RewardEnded(
+            at=events.now(),
+            trajectory=0 if is_group else identity.number,
+            batch=member.batch,
+            group=identity.group,
+            began=events.since_start(began),
+            reward=reward,
+            error=error,
+        )
+    )
+
+
+def _number(events: EventStream, member: Member) -> None:
+    number = events.new_trajectory()
+    member.identity = msgspec.structs.replace(member.identity, number=number)
+
+
+def _oldest_and_newest(transcripts: Iterable[Transcript]) -> tuple[int, ...]:
+    found = {version for each in transcripts for version in each.versions}
+    return (min(found), max(found)) if found else ()

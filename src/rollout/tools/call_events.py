@@ -1,0 +1,74 @@
+"""What the tools of a trajectory tell of the calls of one turn, while somebody reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollout.observe.events import ToolEnded, ToolStarted
+from rollout.types import ToolCall
+
+if TYPE_CHECKING:
+    from rollout.observe.event_stream import EventStream
+    from rollout.tools.results import ToolResult
+    from rollout.types import InvalidToolCall
+
+#: Characters of an error that an event says.
+SHOWN = 200
+#: What there is in place of a result where a call was cancelled.
+NO_RESULT = "cancelled"
+
+
+class CallEvents:
+    """Tells of the calls of one turn."""
+
+    __slots__ = ("_events", "_path", "_trajectory", "_turn")
+
+    def __init__(self, events: EventStream, trajectory: int, turn: int, path: str) -> None:
+        self._events, self._trajectory = events, trajectory
+        self._turn, self._path = turn, path
+
+    def started(self, position: int, call: ToolCall, now: float) -> None:
+        """A call begins."""
+        if not self._events.tells_all:
+            return
+        self._events.emit(
+            ToolStarted(
+                at=self._events.since_start(now),
+                trajectory=self._trajectory,
+                tool=call.name,
+                turn=self._turn,
+                position=position,
+                path=self._path,
+            )
+        )
+
+    def ended(
+        self,
+        position: int,
+        call: ToolCall | InvalidToolCall,
+        result: ToolResult | None,
+        began: float,
+        now: float,
+        *,
+        is_refused: bool = False,
+    ) -> None:
+        """It has its result; None: it was cancelled."""
+        events, is_call = self._events, isinstance(call, ToolCall)
+        is_error, text = (True, NO_RESULT) if result is None else (result.is_error, result.text)
+        events.emit(
+            ToolEnded(
+                at=events.since_start(now),
+                trajectory=self._trajectory,
+                tool=call.name if is_call else "",
+                turn=self._turn,
+                began=events.since_start(began),
+                position=position,
+                path=self._path,
+                call_id=(call.id or "") if is_call else "",
+                is_refused=is_refused,
+                is_error=is_error,
+                error=text[:SHOWN] if is_error else "",
+                characters=0 if result is None else len(result.text),
+            ),
+            (call, result),
+        )
