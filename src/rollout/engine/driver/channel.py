@@ -14,6 +14,7 @@ from rollout.engine.core import Chunk, EngineInfo, EngineLoad
 from rollout.engine.driver.generation import ChunkFault, Generation, TokenCounts
 from rollout.engine.driver.heartbeat import Heartbeat
 from rollout.engine.driver.lasting_connection import LastingConnection
+from rollout.engine.driver.media_sender import MediaSender
 from rollout.engine.driver.pending_commands import PendingCommands
 from rollout.engine.driver.pending_request import PendingRequest
 from rollout.engine.driver.token_ids import outside
@@ -31,6 +32,7 @@ from rollout.engine.wire.protocol import (
     Ping,
     Pong,
     Role,
+    SendMedia,
     SendWhole,
     Submit,
     decode_from_server,
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from rollout.engine.routing import Dispatch
     from rollout.engine.wire.greeting import Greeter
     from rollout.engine.wire.operations import Operation
+    from rollout.media import Media
     from rollout.token_prefix import TokenPrefix
     from rollout.wake_budget import WakeBudget
 
@@ -90,6 +93,7 @@ class Channel:
         self._zombies: dict[str, PendingRequest] = {}
         self._commands = PendingCommands()
         self._heartbeat = Heartbeat(frames, greeter.terms)
+        self._media = MediaSender(self._data, greeter.terms.max_frame_bytes)
         self._new_latch, self._now = latch_type(), loop_clock()
 
     @property
@@ -101,6 +105,11 @@ class Channel:
     def zombies(self) -> int:
         """Cancelled requests whose end the engine has not confirmed yet."""
         return len(self._zombies)
+
+    @property
+    def media_bytes(self) -> int:
+        """Bytes of images and videos that the replica was sent."""
+        return self._media.sent_bytes
 
     @property
     def is_full(self) -> bool:
@@ -121,6 +130,7 @@ class Channel:
         prefix: TokenPrefix | None = None,
         deadline: float = math.inf,
         dispatch: Dispatch | None = None,
+        media: tuple[Media, ...] = (),
     ) -> PendingRequest:
         """Send a request, at once; `generation` fills as chunks arrive.
 
@@ -134,6 +144,7 @@ class Channel:
             prefix: The prompt; only what the replica does not have of it is sent.
             deadline: Clock time at which the engine aborts the request by itself.
             dispatch: Of what is returned.
+            media: Of the prompt, in order; the replica is sent what it does not have.
 
         Raises:
             ChannelError: It does not fit into a frame; nothing has been sent.
@@ -144,8 +155,10 @@ class Channel:
         length = 0
         if prefix is not None:
             request.has_prefix, length = True, len(prefix)
+        if media:
+            request.media = tuple(medium.digest for medium in media)
         pending = PendingRequest(
-            request, prefix, length, deadline, generation, part, on_gone, done, dispatch
+            request, prefix, length, deadline, generation, part, on_gone, done, dispatch, media=media
         )
         if self.lost_reason:
             pending.is_lost = True
@@ -248,6 +261,8 @@ class Channel:
                     self.lose(f"the engine is broken: {message.error}")
             case SendWhole(request_id):
                 self._send_whole(request_id)
+            case SendMedia(request_id, digests):
+                self._send_media(request_id, digests)
             case _:
                 raise FrameError(f"a {type(message).__name__} after the handshake")
 
@@ -269,6 +284,14 @@ class Channel:
             assert pending.generation is not None
             pending.generation.finish_reason = "error"
             self._end(pending, str(error))
+
+    def _send_media(self, request_id: str, digests: tuple[str, ...]) -> None:
+        """The engine lacks media of a request, which is here until it has said its last."""
+        pending = self._pending.get(request_id) or self._zombies.get(request_id)
+        held = {medium.digest: medium for medium in pending.media} if pending else {}
+        if not held.keys() >= set(digests):
+            raise FrameError("the engine asks for media that no request of its has")
+        self._media.send_nowait(held[digest] for digest in digests)
 
     def _on_chunk(self, chunk: Chunk) -> None:
         pending = self._pending.get(chunk.request_id)
@@ -382,6 +405,7 @@ class Channel:
                 wakes = self._wakes if role == "data" else None
                 tasks.start_soon(LastingConnection(self.name, role, *parts, wakes=wakes).keep)
             tasks.start_soon(self._beat)
+            tasks.start_soon(self._media.run)
             await self.lost.wait()
             tasks.cancel_scope.cancel()
 

@@ -11,6 +11,7 @@ from rollout.engine.driver.generation import Generation, Part
 from rollout.engine.routing import Dispatch
 from rollout.engine.wire.protocol import Submit
 from rollout.latches import Latch
+from rollout.media import Media
 from rollout.token_prefix import TokenPrefix
 
 
@@ -29,6 +30,7 @@ class PendingRequest(msgspec.Struct, eq=False, gc=False):
         error: Why the engine refused or failed it; empty otherwise.
         is_lost: The channel was lost under it.
         is_garbled: The engine's answer contradicted itself; what came before stays.
+        media: The images and videos of its prompt; sent where the engine asks for them.
         given_up_at: Of one past its deadline: when its last answer is not waited for any more.
     """
 
@@ -46,6 +48,7 @@ class PendingRequest(msgspec.Struct, eq=False, gc=False):
     is_lost: bool = False
     is_garbled: bool = False
     given_up_at: float | None = None
+    media: tuple[Media, ...] = ()
 
     @property
     def request_id(self) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from rollout.engine.core import media_fault
 from rollout.engine.driver.maintenance_queue import MaintenanceQueue
 from rollout.engine.driver.memory_manager import MemoryManager
 from rollout.engine.driver.recovery import Attempt, RecoveryCounts, RecoveryPolicy
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from rollout.engine.wire.protocol import Terms
     from rollout.holds import Hold
     from rollout.limits import PausableDeadline
+    from rollout.media import Media
     from rollout.token_prefix import TokenPrefix
 
 
@@ -142,6 +144,10 @@ class EnginePool:
         if self._transitions.info is None:
             raise EngineError("no engine has started yet")
         return self._transitions.info
+
+    def media_fault(self, media: Iterable[Media]) -> str:
+        """Why no engine takes these images and videos; empty where they do."""
+        return media_fault(media, self.info)
 
     @property
     def weight_version(self) -> int:
@@ -314,6 +320,7 @@ class EnginePool:
         group_id: str = "",
         deadline: PausableDeadline | None = None,
         hold: Hold | None = None,
+        media: Sequence[Media] = (),
     ) -> Coroutine[Any, Any, None]:
         """Run one request to its end, awaited; `generation` fills as tokens come.
 
@@ -329,6 +336,8 @@ class EnginePool:
             group_id: Trajectories that begin with the same prompt; "" for one on its own.
             deadline: When it ends; paused while the runtime lets it wait. None never ends it.
             hold: Where it waits while its trajectory is carried.
+            media: The images and videos whose placeholders stand in the prompt, in their order. A
+                replica is sent each once, while it has it.
 
         Raises:
             LimitExceeded: The deadline passed.
@@ -337,6 +346,9 @@ class EnginePool:
         """
         info = self.info
         check_ids(prompt_ids, info.vocab_size)
+        fault = self.media_fault(media)
+        if fault:
+            raise EngineError(fault)
         generation.top_count = sampling.top_log_probs
         generation.expert_shape = info.expert_shape
         attempt = Attempt(
@@ -351,6 +363,7 @@ class EnginePool:
             known_experts=known_experts,
             deadline=deadline,
             hold=hold,
+            media=tuple(media),
         )
         generation.expert_room = attempt.prompt_tokens - known_experts
         return self._requests.run(attempt, group_id=group_id)
