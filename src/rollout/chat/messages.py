@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any, TypeGuard
 
-from rollout import media
+from rollout.media import refusals as media
 from rollout.errors import MediaError, TemplateError
 from rollout.types import Message, ToolCall
 

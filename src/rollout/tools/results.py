@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from rollout.errors import MediaError
-from rollout.media import NOT_YET, check_answer, is_media_file
+from rollout.media.refusals import NOT_YET, check_answer, is_media_file
 from rollout.tools.pydantic_types import plain_data
 
 #: What the model reads where a tool answers None.
