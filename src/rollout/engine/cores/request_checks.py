@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rollout.engine.core import media_fault
+
 if TYPE_CHECKING:
     from rollout.engine.core import EngineInfo, GenerationRequest, SamplingParams
 
@@ -16,6 +18,7 @@ def request_fault(request: GenerationRequest, info: EngineInfo) -> str | None:
     return (
         _experts_fault(request, info)
         or _prompt_fault(request.prompt_ids, info)
+        or media_fault(request.media, info)
         or _sampling_fault(request.sampling, info)
     )
 

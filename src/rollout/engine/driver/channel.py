@@ -158,7 +158,16 @@ class Channel:
         if media:
             request.media = tuple(medium.digest for medium in media)
         pending = PendingRequest(
-            request, prefix, length, deadline, generation, part, on_gone, done, dispatch, media=media
+            request,
+            prefix,
+            length,
+            deadline,
+            generation,
+            part,
+            on_gone,
+            done,
+            dispatch,
+            media=media,
         )
         if self.lost_reason:
             pending.is_lost = True
