@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+
 import vision_models
 from vision_models import FAMILIES, picture, png
 
@@ -14,11 +15,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 import torch
-from test_transformers_core import asked, collect, collect_all, opened
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rollout.chat.processors import MediaProcessor
 from rollout.media import Media, decode
+from test_transformers_core import asked, collect, collect_all, opened
 
 pytest.importorskip("torchvision", reason="processors of transformers for videos need it")
 pytestmark = pytest.mark.anyio
@@ -287,6 +288,7 @@ async def test_core_other_weights_read_media_again(models: Any, tmp_path: Path) 
 
 async def test_core_text_model_says_that_it_takes_no_images(tmp_path: Path) -> None:
     import transformers
+
     from test_transformers_core import TINY, saved
 
     directory = saved(transformers.LlamaConfig(**TINY), tmp_path)

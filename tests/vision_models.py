@@ -17,9 +17,9 @@ for _name in ("nms", "qnms"):  # transformers imports torchvision, whose wheel m
             f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
         )
 
-import transformers
-from PIL import Image
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+import transformers  # noqa: E402
+from PIL import Image  # noqa: E402
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path

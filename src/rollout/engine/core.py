@@ -204,6 +204,16 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     modalities: tuple[str, ...] = ()
     no_media: str = ""
 
+    def media_fault(self, media: Iterable[Media]) -> str:
+        """Why the engine cannot be asked about these images and videos; empty where it can."""
+        for medium in media:
+            if medium.kind not in self.modalities:
+                able = " and ".join(f"{kind}s" for kind in self.modalities) or "text only"
+                why = f": {self.no_media}" if self.no_media else ""
+                core = self.core or "the engine"
+                return f"{core} takes no {medium.kind}s; it takes {able}{why}"
+        return ""
+
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """A snapshot of what an engine is doing.
@@ -306,17 +316,6 @@ class SleepingCore(EngineCore, Protocol):
 
     async def flush_cache(self) -> None:
         """Forget what was computed of earlier requests."""
-
-
-def media_fault(media: Iterable[Media], info: EngineInfo) -> str:
-    """Why an engine cannot be asked about these images and videos; empty where it can."""
-    for medium in media:
-        if medium.kind not in info.modalities:
-            able = " and ".join(f"{kind}s" for kind in info.modalities) or "text only"
-            why = f": {info.no_media}" if info.no_media else ""
-            core = info.core or "the engine"
-            return f"{core} takes no {medium.kind}s; it takes {able}{why}"
-    return ""
 
 
 def pack_ids(ids: list[int] | tuple[int, ...]) -> bytes:

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rollout.engine.core import media_fault
-
 if TYPE_CHECKING:
     from rollout.engine.core import EngineInfo, GenerationRequest, SamplingParams
 
@@ -18,7 +16,7 @@ def request_fault(request: GenerationRequest, info: EngineInfo) -> str | None:
     return (
         _experts_fault(request, info)
         or _prompt_fault(request.prompt_ids, info)
-        or media_fault(request.media, info)
+        or info.media_fault(request.media)
         or _sampling_fault(request.sampling, info)
     )
 

@@ -17,7 +17,6 @@ from rollout.engine.driver.lasting_connection import LastingConnection
 from rollout.engine.driver.media_sender import MediaSender
 from rollout.engine.driver.pending_commands import PendingCommands
 from rollout.engine.driver.pending_request import PendingRequest
-from rollout.engine.driver.token_ids import outside
 from rollout.engine.wire.frames import IDLE_ACK_BYTES, FrameStream
 from rollout.engine.wire.protocol import (
     CONNECTION_ERRORS,
@@ -184,7 +183,7 @@ class Channel:
     def _send(self, pending: PendingRequest, *, whole: bool = False) -> None:
         message = pending.message
         if pending.prefix is not None:
-            lacking = self._what_it_lacks(pending, pending.prefix, whole=whole)
+            lacking = pending.lacking(self._greeter.session, whole=whole)
             message.kept, message.kept_sum, message.ids = lacking
         if pending.deadline != math.inf:
             message.remaining_s = max(0.0, pending.deadline - self._now())
@@ -195,16 +194,6 @@ class Channel:
         if pending.prefix is not None:
             pending.prefix.note_sent(self._greeter.session, pending.sent_tokens)
             message.ids = b""  # it is encoded; what is sent again is taken from the prefix again
-
-    def _what_it_lacks(
-        self, pending: PendingRequest, prefix: TokenPrefix, *, whole: bool
-    ) -> tuple[int, int, bytes]:
-        """How much of the prompt the replica has, the sum of that, and the ids that follow."""
-        length = pending.sent_tokens
-        kept = 0 if whole else prefix.sent_to(self._greeter.session)
-        if kept >= length:
-            kept = 0
-        return kept, prefix.sum_of(kept) if kept else 0, prefix.packed(kept, length)
 
     def abandon_nowait(self, pending: PendingRequest) -> None:
         """Have the engine end a request that is not waited for any longer.
@@ -271,7 +260,8 @@ class Channel:
             case SendWhole(request_id):
                 self._send_whole(request_id)
             case SendMedia(request_id, digests):
-                self._send_media(request_id, digests)
+                asking = self._pending.get(request_id) or self._zombies.get(request_id)
+                self._media.answer(asking.media if asking else (), digests)
             case _:
                 raise FrameError(f"a {type(message).__name__} after the handshake")
 
@@ -294,21 +284,13 @@ class Channel:
             pending.generation.finish_reason = "error"
             self._end(pending, str(error))
 
-    def _send_media(self, request_id: str, digests: tuple[str, ...]) -> None:
-        """The engine lacks media of a request, which is here until it has said its last."""
-        pending = self._pending.get(request_id) or self._zombies.get(request_id)
-        held = {medium.digest: medium for medium in pending.media} if pending else {}
-        if not held.keys() >= set(digests):
-            raise FrameError("the engine asks for media that no request of its has")
-        self._media.send_nowait(held[digest] for digest in digests)
-
     def _on_chunk(self, chunk: Chunk) -> None:
         pending = self._pending.get(chunk.request_id)
         if pending is None or chunk.is_fatal:
             self._on_unawaited(chunk)
             return
         try:
-            self._take(pending, chunk)
+            pending.take(chunk, self._vocab_size, self.tokens)
         except ChunkFault as fault:
             self.tokens.refused += len(chunk.ids) // 4
             self._on_garbled(pending, fault, is_last=chunk.finish_reason is not None)
@@ -322,28 +304,11 @@ class Channel:
                 pending.prefix.note_sent(self._greeter.session, had)
             self._end(pending, chunk.error)
 
-    def _take(self, pending: PendingRequest, chunk: Chunk) -> None:
-        """Append the tokens of a chunk, and count them.
-
-        Raises:
-            ChunkFault: It contradicts itself or what came before it; nothing was taken.
-        """
-        assert pending.generation is not None
-        fault = outside(chunk.ids, self._vocab_size) if chunk.ids else ""
-        if fault:
-            raise ChunkFault(fault)
-        count = pending.generation.take(chunk)
-        pending.finish_reason = chunk.finish_reason
-        if count:
-            self.tokens.taken += count
-        else:
-            self.tokens.repeated += len(chunk.ids) // 4
-
     def _take_late(self, zombie: PendingRequest, chunk: Chunk) -> None:
         """Tokens of a cancelled request, kept while its caller waits for the last answer."""
         if zombie.generation is not None:
             try:
-                self._take(zombie, chunk)
+                zombie.take(chunk, self._vocab_size, self.tokens)
             except ChunkFault:
                 zombie.generation = None
             else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 
-from rollout.engine.wire.protocol import MediaPart
+from rollout.engine.wire.protocol import FrameError, MediaPart
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,9 +43,18 @@ class MediaSender:
         self._queue: deque[tuple[Media, int]] = deque()
         self._wake = anyio.Event()
 
-    def send_nowait(self, media: Iterable[Media]) -> None:
-        """Queue some."""
-        self._queue.extend((medium, 0) for medium in media)
+    def answer(self, media: Iterable[Media], digests: Iterable[str]) -> None:
+        """Queue what the engine lacks of the media of a request.
+
+        A request's media are here until the engine has said its last about it.
+
+        Raises:
+            FrameError: It asks for something else.
+        """
+        held = {medium.digest: medium for medium in media}
+        if any(digest not in held for digest in digests):
+            raise FrameError("the engine asks for media that its request does not have")
+        self._queue.extend((held[digest], 0) for digest in digests)
         self._wake.set()
 
     async def run(self) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from rollout.engine.core import media_fault
 from rollout.engine.driver.maintenance_queue import MaintenanceQueue
 from rollout.engine.driver.memory_manager import MemoryManager
 from rollout.engine.driver.recovery import Attempt, RecoveryCounts, RecoveryPolicy
@@ -24,7 +23,7 @@ from rollout.engine.driver.wait_queue import Notifier, WaitQueue
 from rollout.engine.driver.weight_updater import WeightUpdater, check_update
 from rollout.engine.wire.operations import ALL_TAGS
 from rollout.errors import EngineError
-from rollout.scopes import leaf_of, open_task_group
+from rollout.scopes import open_task_group
 from rollout.wake_budget import WakeBudget
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ class EnginePool:
 
     def media_fault(self, media: Iterable[Media]) -> str:
         """Why no engine takes these images and videos; empty where they do."""
-        return media_fault(media, self.info)
+        return self.info.media_fault(media)
 
     @property
     def weight_version(self) -> int:
@@ -336,8 +335,7 @@ class EnginePool:
             group_id: Trajectories that begin with the same prompt; "" for one on its own.
             deadline: When it ends; paused while the runtime lets it wait. None never ends it.
             hold: Where it waits while its trajectory is carried.
-            media: The images and videos whose placeholders stand in the prompt, in their order. A
-                replica is sent each once, while it has it.
+            media: Those in the prompt, in order; a replica is sent each once, while it has it.
 
         Raises:
             LimitExceeded: The deadline passed.
@@ -384,7 +382,7 @@ class EnginePool:
                 self._tasks, self._requests.is_open = tasks, True
                 self._maintenance.open(tasks)
                 try:
-                    await self._start_all(tasks)
+                    await self._supervisor.start_all(tasks, self._replicas.values())
                     tasks.start_soon(self._requests.deadlines.run)
                     yield
                 finally:
@@ -393,17 +391,6 @@ class EnginePool:
                     self._wait_queue.wake_all()
         finally:
             await self._weight_updater.aclose()
-
-    async def _start_all(self, tasks: TaskGroup) -> None:
-        try:
-            async with anyio.create_task_group() as starting:
-                for replica in self._replicas.values():
-                    starting.start_soon(tasks.start, self._supervisor.supervise, replica)
-        except BaseExceptionGroup as group:
-            error = leaf_of(group)
-        else:
-            return
-        raise error
 
 
 @asynccontextmanager

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 
-from rollout.engine.core import Chunk, EngineBroken, GenerationRequest
-from rollout.engine.process.core_loading import start_error_text
+from rollout.engine.core import Chunk, GenerationRequest
+from rollout.engine.process.core_loading import told_of
 from rollout.engine.process.running import Running
 from rollout.engine.process.session_media import SessionMedia
 from rollout.engine.process.work_queue import WorkQueue
@@ -74,7 +74,9 @@ class ClientSession:
         self._core = core
         self._terms = terms
         self._prefixes = prefixes
-        self._media = SessionMedia(media, self._ask_for_media)
+        self._media = SessionMedia(
+            media, lambda *asked: self._frames["data"].send_nowait(SendMedia(*asked))
+        )
         self._frames: dict[Role, FrameStream] = {}
         self._connections: dict[Role, tuple[anyio.CancelScope, anyio.Event]] = {}
         self._early_aborts: OrderedDict[str, None] = OrderedDict()
@@ -275,9 +277,6 @@ class ClientSession:
         if not message.media or self._media.is_ready(running, message.media):
             self._queue.add(running)
 
-    def _ask_for_media(self, request_id: str, digests: tuple[str, ...]) -> None:
-        self._frames["data"].send_nowait(SendMedia(request_id, digests))
-
     def _prefix_key(self, session_id: str) -> tuple[str, str]:
         return self.key, session_id
 
@@ -321,7 +320,7 @@ class ClientSession:
         except Exception as error:
             logger.exception("the core failed on request %s", request_id)
             self._release(running)
-            text, is_fatal = _told(error)
+            text, is_fatal = told_of(error)
             self._refuse(request_id, text, is_fatal=is_fatal)
         finally:
             del self.requests[request_id]
@@ -364,7 +363,7 @@ class ClientSession:
             result = await carry_out(self._core, command.operation)
         except Exception as failure:
             logger.exception("%s failed", command.operation)
-            error, is_fatal = _told(failure)
+            error, is_fatal = told_of(failure)
         frames.send_nowait(CommandDone(command.number, error, is_fatal, result))
 
     # --- time
@@ -399,10 +398,3 @@ class ClientSession:
             self._earlier = anyio.Event()
             with anyio.CancelScope(deadline=min(beat, self._due)):
                 await self._earlier.wait()
-
-
-def _told(error: Exception) -> tuple[str, bool]:
-    """What a client gets to know of a core's failure, and whether the engine is of no more use."""
-    if isinstance(error, EngineBroken):
-        return str(error), True
-    return start_error_text(error), isinstance(error, MemoryError)

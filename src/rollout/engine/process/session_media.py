@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from rollout.engine.process.running import Running
 from rollout.engine.wire.protocol import FrameError, MediaPart
 from rollout.media import Media
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollout.engine.process.media_store import MediaStore
-    from rollout.engine.process.running import Running
 
 
 class _Waiting(msgspec.Struct, eq=False):

@@ -21,7 +21,6 @@ from rollout.engine.core import (
     EngineLoad,
     FinishReason,
     GenerationRequest,
-    media_fault,
 )
 from rollout.engine.cores.simulated.batching import Batcher
 from rollout.engine.cores.simulated.jobs import Job
@@ -235,7 +234,7 @@ class SimulatedCore:
             return "routed_experts: expected engine.routed_experts = true"
         if count >= context:
             return f"a prompt of {count} tokens leaves no room in a context of {context}"
-        fault = media_fault(request.media, self.info)
+        fault = self.info.media_fault(request.media)
         if fault:
             return fault
         bad = first_bad_position(request.prompt_ids)
