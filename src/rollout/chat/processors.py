@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from rollout.chat.encoding import WrittenText
@@ -84,6 +85,12 @@ class MediaProcessor:
         return type(self.processor).__name__
 
     @property
+    def chat_template(self) -> str | None:
+        """Its own; None where it has none, or several."""
+        own = getattr(self.processor, "chat_template", None)
+        return own if isinstance(own, str) else None
+
+    @property
     def kinds(self) -> frozenset[MediaKind]:
         """What the model reads beside text."""
         return frozenset(self.tokens)
@@ -145,6 +152,27 @@ class MediaProcessor:
         if left:
             raise TemplateError(f"placeholders that stand for nothing: {left}")
         return tuple(placed)
+
+    def sampled(self, medium: Media) -> Media:
+        """A video with the frames that the processor would take; as it is where it takes all.
+
+        Raises:
+            MediaError: It refuses the video.
+        """
+        videos = getattr(self.processor, "video_processor", None)
+        if medium.kind != "video" or not getattr(videos, "do_sample_frames", False):
+            return medium
+        from transformers.video_utils import VideoMetadata
+
+        wanted = {"num_frames": getattr(videos, "num_frames", None), "fps": videos.fps}
+        if wanted["num_frames"] is not None:
+            del wanted["fps"]
+        try:
+            taken = videos.sample_frames(metadata=VideoMetadata(**_metadata(medium)), **wanted)
+        except Exception as error:
+            raise MediaError(f"{self.name} refuses a video: {error}") from error
+        indices = tuple(map(int, taken))
+        return msgspec.structs.replace(medium, indices=indices, digest="")
 
     def features(self, media: Sequence[Media]) -> dict[str, Tensor]:
         """What the model is given beside the ids of a row: pixel values, grids and the like.

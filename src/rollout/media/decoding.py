@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.errors import MediaError
 from rollout.lazy import importing
-from rollout.media.medium import FRAMES_MIME
+from rollout.medium import FRAMES_MIME
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from rollout.media.medium import Media
+    from rollout.medium import Media
 
     Pixels = npt.NDArray[np.uint8]
 

@@ -29,7 +29,7 @@ _HEAD = 1024
 #: Values of an answer that are looked at; the text of more is cut in any case.
 _LOOKED_AT = 10_000
 
-NOT_YET = "transcripts cannot hold images, videos or audio yet"
+TEXT_ONLY = "here the model reads text only"
 
 
 def kind_of_media(value: object) -> str | None:
@@ -67,4 +67,4 @@ def check_answer(where: str, value: object) -> None:
         elif isinstance(item, list | tuple):
             waiting += item
         if kind is not None:
-            raise MediaError(f"{where} holds {kind}: {NOT_YET}; return text")
+            raise MediaError(f"{where} holds {kind}; return text, or ToolResult(images=…, videos=…)")

@@ -230,7 +230,9 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
             self._tally,
             services.engines,
             self._lag.total,
-            abandoned_threads=self._threads.abandoned | services.texts.abandoned,
+            abandoned_threads=self._threads.abandoned
+            | services.texts.abandoned
+            | services.media.abandoned,
             max_running=self.admission.allowed,
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from rollout.errors import MediaError
-from rollout.media.refusals import NOT_YET, check_answer, is_media_file
+from rollout.media.refusals import TEXT_ONLY, check_answer, is_media_file
 from rollout.tools.pydantic_types import plain_data
 
 #: What the model reads where a tool answers None.
@@ -68,7 +68,7 @@ def refuse_media(where: str, media: Any) -> None:
         MediaError: `media` is neither None nor empty.
     """
     if media is not None and (not isinstance(media, Sized) or len(media)):
-        raise MediaError(f"{where}: {NOT_YET}; return text")
+        raise MediaError(f"{where}: {TEXT_ONLY}; return text")
 
 
 def error_result(text: str) -> ToolResult:
