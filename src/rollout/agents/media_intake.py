@@ -18,6 +18,7 @@ from rollout.chat.media_parts import MediaSource, media_part
 from rollout.chat.media_reading import read_media, url_of
 from rollout.errors import MediaError
 from rollout.media import Media
+from rollout.tools.results import ToolResult, error_result
 from rollout.types import Message
 from rollout.worker_threads import WorkerThreads
 
@@ -103,21 +104,37 @@ class MediaIntake:
                 except MediaError as error:
                     reading.error = error
         if reading.error is not None:
-            raise MediaError(str(reading.error)) from reading.error
+            raise MediaError(str(reading.error)) from None
         assert reading.result is not None
         self._check_count(before + count_media(reading.result))
         return reading.result
 
-    async def read(self, sources: Sequence[MediaSource | Media], before: int) -> list[Media]:
-        """Those of a tool's answer.
+    async def seen(self, name: str, result: ToolResult, before: int) -> ToolResult:
+        """A tool's answer with its images and videos read; an error where one cannot be taken.
 
-        Raises:
-            MediaError: As `prepared`.
+        Args:
+            name: The tool's.
+            result: What it answered.
+            before: How many images and videos the conversation has already.
         """
-        if sources and self.processor is None:
-            raise MediaError("the model reads text only")
-        self._check_count(before + len(sources))
-        return [await self._medium(source) for source in sources]
+        if not result.has_media:
+            return result
+        try:
+            return await self._seen(name, result, before)
+        except MediaError as error:
+            return error_result(str(error))
+
+    async def _seen(self, name: str, result: ToolResult, before: int) -> ToolResult:
+        if self.processor is None:
+            raise MediaError(f"{name} answered with images or videos; the model reads text only")
+        self._check_count(before + len(result.images) + len(result.videos))
+        read: dict[str, list[Media]] = {}
+        for kind in ("image", "video"):
+            given = getattr(result, f"{kind}s")
+            places = [f"{name}: {kind}s[{at}]" for at in range(len(given))]
+            sources = [_source(w, kind, each) for w, each in zip(places, given, strict=True)]
+            read[f"{kind}s"] = [await self._medium(source) for source in sources]
+        return msgspec.structs.replace(result, **read)
 
     def close(self) -> None:
         """End the threads; one that works ends by itself."""
@@ -178,7 +195,7 @@ class MediaIntake:
             limit = f"media.fetch_s = {self._limits.fetch_s}"
             raise MediaError(f"{source.where}: {limit}: {url:.200} was not fetched") from None
         except Exception as error:
-            raise MediaError(f"{source.where}: {url:.200} was not fetched: {error}") from error
+            raise MediaError(f"{source.where}: {url:.200} was not fetched: {error}") from None
         if not isinstance(content, bytes | bytearray):
             kind = type(content).__name__
             raise MediaError(f"{source.where}: the media_fetcher returned {kind}; expected bytes")
@@ -186,6 +203,15 @@ class MediaIntake:
 
 
 _MESSAGES = (Message, Mapping)
+
+
+def _source(where: str, kind: Any, value: Any) -> MediaSource | Media:
+    """What a tool gave as an image or a video: a part, or what one holds."""
+    if isinstance(value, MediaSource):
+        return msgspec.structs.replace(value, where=where)
+    source = media_part(where, value) if isinstance(value, Mapping | Media) else None
+    return source or MediaSource(kind, value, where=where)
+
 
 
 async def _called(threads: WorkerThreads, fetcher: MediaFetcher, url: str) -> Any:

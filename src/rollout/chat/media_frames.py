@@ -69,7 +69,7 @@ def _counted(
     except MediaError:
         raise
     except Exception as error:  # av raises an error of its own for each fault of a file
-        raise MediaError(f"a video that cannot be decoded: {error}") from error
+        raise MediaError(f"a video that cannot be decoded: {error}") from None
     if not total:
         raise MediaError("a video without frames")
     return total, last
@@ -149,7 +149,9 @@ def _check_frames(count: int, width: int, height: int, limits: MediaConfig) -> N
 
 
 def _check_size(width: int, height: int, limits: MediaConfig) -> None:
-    if width < 1 or height < 1 or width * height > limits.max_pixels:
+    if width < 1 or height < 1:
+        raise MediaError(f"a video of {width} x {height} pixels; expected some")
+    if width * height > limits.max_pixels:
         raise MediaError(
             f"media.max_pixels = {limits.max_pixels}: frames of {width} x {height} are "
             f"{width * height}"

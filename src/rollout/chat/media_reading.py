@@ -9,6 +9,7 @@ import base64
 import binascii
 import io
 import os
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -50,9 +51,9 @@ def read_media(source: MediaSource, limits: MediaConfig) -> Media:
     try:
         return _read(source, limits)
     except MediaError as error:
-        raise MediaError(f"{source.where}: {error}") from error
+        raise MediaError(f"{source.where}: {error}") from None
     except (MemoryError, OSError) as error:
-        raise MediaError(f"{source.where}: cannot be read: {error}") from error
+        raise MediaError(f"{source.where}: cannot be read: {error}") from None
 
 
 def _read(source: MediaSource, limits: MediaConfig) -> Media:
@@ -118,14 +119,17 @@ def _from_file(name: str, limits: MediaConfig) -> bytes:
         handle = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise MediaError(f"{name:.200} cannot be opened: {error.strerror}") from None
-    with os.fdopen(handle, "rb") as file:
-        opened = Path(os.path.realpath(f"/proc/self/fd/{file.fileno()}"))
+    try:
+        opened = Path(os.path.realpath(f"/proc/self/fd/{handle}"))
         is_inside = any(opened.is_relative_to(root) for root in roots)
         if Path("/proc/self/fd").is_dir() and not is_inside:
             raise MediaError(f"{name:.200} is not below one of media.roots = {list(limits.roots)}")
-        if not real.is_file():
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise MediaError(f"{name:.200} is no file")
-        content = file.read(limits.max_bytes + 1)
+        with os.fdopen(handle, "rb", closefd=False) as file:
+            content = file.read(limits.max_bytes + 1)
+    finally:
+        os.close(handle)
     if len(content) > limits.max_bytes:
         raise _too_many_bytes(limits, "more")
     return content
@@ -186,7 +190,7 @@ def _of_pixels(value: Any, limits: MediaConfig) -> Media:
     try:
         image.save(file, "png", compress_level=1)
     except Exception as error:  # an image that is read while it is saved may be broken
-        raise MediaError(f"a picture that cannot be decoded: {error}") from error
+        raise MediaError(f"a picture that cannot be decoded: {error}") from None
     content = file.getvalue()
     if len(content) > limits.max_bytes:
         raise _too_many_bytes(limits, f"{len(content)} bytes as PNG")

@@ -114,7 +114,8 @@ def _template_message(where: str, message: object) -> tuple[TemplateMessage, Map
 
 def _content(where: str, content: object) -> str | list[dict[str, Any]]:
     """A content as a template takes it: one string, or parts where there are media."""
-    if isinstance(content, str) or not _is_sequence(content):
+    is_list = not isinstance(content, str) and _is_sequence(content)
+    if not is_list or getattr(getattr(content, "dtype", None), "kind", "O") != "O":
         return text_of_content(where, content)
     parts = list(content)
     found = [_medium_of(part) for part in parts]

@@ -1,12 +1,14 @@
 """What of images and videos is taken."""
 
 # Annotations stay evaluated: they carry the rules that the fields are checked by.
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import attrs
 
-from rollout.config.checks import Count, Positive, Texts
+from rollout.config.checks import Count, Positive, Rule, Texts
 from rollout.config.section_type import Section
+
+PositionRows = Annotated[int, Rule("3 or 4", lambda n: n in (3, 4))]
 
 
 @attrs.frozen(kw_only=True)
@@ -38,4 +40,4 @@ class MediaConfig(Section):
     fetch_s: Positive = 30.0
     #: Rows of `position_ids` of M-RoPE families: 3 as the model's `get_rope_index` gives them, or 4
     #: with the positions of a text-only row before them, as verl wants them.
-    position_rows: Literal[3, 4] = 3
+    position_rows: PositionRows = 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from rollout.errors import MediaError
 from rollout.lazy import derives_from
@@ -47,6 +48,12 @@ def is_media_file(content: bytes | bytearray) -> bool:
     return is_one and b"\0" in content[:_HEAD]
 
 
+def is_media_part(item: Mapping[Any, Any]) -> bool:
+    """Whether it is a part of a content that holds an image, a video, audio or a file."""
+    named = item.get("type")
+    return isinstance(named, str) and named in PART_TYPES and bool(_CONTENTS & item.keys())
+
+
 def check_answer(where: str, value: object) -> None:
     """Look for media in lists and mappings, at whatever depth.
 
@@ -60,9 +67,8 @@ def check_answer(where: str, value: object) -> None:
         item = waiting.pop()
         kind = kind_of_media(item)
         if isinstance(item, Mapping):
-            named = item.get("type")
-            if isinstance(named, str) and named in PART_TYPES and _CONTENTS & item.keys():
-                kind = f"a part of type {named!r}"
+            if is_media_part(item):
+                kind = f"a part of type {item['type']!r}"
             waiting += item.values()
         elif isinstance(item, list | tuple):
             waiting += item

@@ -93,7 +93,12 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
             runner.services.engines, is_wanted=config.engine.sleep_between_batches
         )
         self._long_work = LongWork()
-        self._collation = Collation(config.lengths, runner.services.template, self._long_work)
+        self._collation = Collation(
+            config.lengths,
+            runner.services.template,
+            self._long_work,
+            config.media.position_rows,
+        )
         self._lag = LoopLag()
         self._run_seed = fresh_seed() if config.seed is None else config.seed
         self._next_step = 0
