@@ -18,6 +18,7 @@ from rollout.drives import UnresponsiveError
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.generation import Generation
 from rollout.errors import AgentError, LimitExceeded
+from rollout.limits import fail_at_deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -262,10 +263,25 @@ class Conversation(ListeningConversation):
             results = await state.tools.run(
                 calls, turn_deadline=self._turn_deadline, offered=self._offered
             )
+            if any(result.has_media for result in results):
+                results = await self._seen(calls, results)
             state.tool_rewards += [r.reward for r in results if r.reward is not None]
             state.services.tally.tool_calls += len(calls)
             self._errors_in_a_row = state.count_errors(results, self._errors_in_a_row)
         return results
+
+    async def _seen(
+        self, calls: Sequence[ToolCall | InvalidToolCall], results: list[ToolResult]
+    ) -> list[ToolResult]:
+        """What tools answered with its images and videos read, within the turn's time."""
+        own: list[ToolResult] = []
+        count = len(self.transcript.media)
+        with fail_at_deadline(self._turn_deadline):
+            for call, result in zip(calls, results, strict=True):
+                name = getattr(call, "name", "tool")
+                own.append(await self._state.services.media.seen(name, result, count))
+                count += len(own[-1].images) + len(own[-1].videos)
+        return own
 
     async def branch(
         self,

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tensordict import TensorDict
 
 from rollout.batch.disk import NewFiles, unwritable
+from rollout.batch.media_records import KnownContents, contents_of
 from rollout.batch.records import (
     Number,
     number,
@@ -39,6 +40,8 @@ TRAJECTORIES = "trajectories.jsonl"
 METRICS = "metrics.json"
 META = "meta.json"
 FILES = (TENSORS, SAMPLES, TRAJECTORIES, METRICS)
+#: Only where there are images or videos.
+MEDIA = "media.safetensors"
 
 #: Version of the files; another one is refused.
 FORMAT = 1
@@ -89,18 +92,27 @@ def read_batch(directory: Path) -> dict[str, Any]:
     """The fields of a `RolloutBatch`; see its `load`."""
     with _reading(directory):
         meta = _read_meta(directory / META)
-        for name in FILES:
+        for name in (*FILES, *({MEDIA} & meta.files.keys())):
             _check_file(directory / name, meta.files[name])
         metrics = _decoded(directory / METRICS, dict[str, Number])
         samples = _read_lines(directory / SAMPLES, sample_from_line)
         trajectories = _read_lines(directory / TRAJECTORIES, trajectory_from_line)
         _say_segments(samples, trajectories)
+        _restore_media(directory / MEDIA, trajectories, is_listed=MEDIA in meta.files)
         return {
             "tensors": _read_tensors(directory / TENSORS, meta),
             "samples": samples,
             "metrics": {name: float(value) for name, value in metrics.items()},
             "trajectories": trajectories,
         }
+
+
+def _restore_media(path: Path, trajectories: Sequence[Trajectory], *, is_listed: bool) -> None:
+    try:
+        contents = load_file(path) if is_listed else {}
+    except SafetensorError as error:
+        raise RolloutError(f"{path} cannot be read: {error}") from error
+    KnownContents(contents, str(path)).restore(trajectories)
 
 
 def _say_segments(samples: Sequence[Sample], trajectories: Sequence[Trajectory]) -> None:
@@ -122,12 +134,16 @@ def _write_files(files: NewFiles, batch: Parts) -> None:
     )
     metrics = {name: number(value) for name, value in batch.metrics.items()}
     files.write(METRICS, [_formatted(metrics)])
+    names = FILES
+    if contents := contents_of(batch.trajectories):
+        files.write_tensors(MEDIA, contents)
+        names = (*FILES, MEDIA)
     if files.failure is None:
-        listed = {name: _file(files.aside(name)) for name in FILES}
+        listed = {name: _file(files.aside(name)) for name in names}
         meta = _Meta(format=FORMAT, rows=len(batch.samples), jagged=jagged, files=listed)
         files.write(META, [_formatted(meta)])
     if files.failure is None:
-        files.put_in_place((*FILES, META))
+        files.put_in_place((*names, META))
 
 
 def _formatted(value: object) -> bytes:
@@ -168,7 +184,8 @@ def load_trajectories(path: Path | str) -> list[Trajectory]:
     """The trajectories of a ``trajectories.jsonl``, also where no batch was saved in the end.
 
     In the order of the file: that of the rows where `RolloutBatch.save` wrote it, that of their
-    ends where ``rollout run`` did not come to that. In the order of (group, member) `collate`
+    ends where ``rollout run`` did not come to that. Images and videos are there without their
+    contents, which `RolloutBatch.load` has. In the order of (group, member) `collate`
     makes a batch of them. A last line that was cut short is left out, with a warning.
 
     Raises:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from rollout.chat.encoding import WrittenText
@@ -76,12 +77,19 @@ class MediaProcessor:
         self._rope = None if config is None else rope_positions_of(config)
         self.position_rows = 1 if self._rope is None else 3
         self._expanded = lru_cache(_MOST_SIZES)(self._expand)
+        self._grids = lru_cache(_MOST_SIZES)(self._measure)
         self._is_independent: bool | None = None
 
     @property
     def name(self) -> str:
         """The processor's class."""
         return type(self.processor).__name__
+
+    @property
+    def chat_template(self) -> str | None:
+        """Its own; None where it has none, or several."""
+        own = getattr(self.processor, "chat_template", None)
+        return own if isinstance(own, str) else None
 
     @property
     def kinds(self) -> frozenset[MediaKind]:
@@ -146,6 +154,27 @@ class MediaProcessor:
             raise TemplateError(f"placeholders that stand for nothing: {left}")
         return tuple(placed)
 
+    def sampled(self, medium: Media) -> Media:
+        """A video with the frames that the processor would take; as it is where it takes all.
+
+        Raises:
+            MediaError: It refuses the video.
+        """
+        videos = getattr(self.processor, "video_processor", None)
+        if medium.kind != "video" or not getattr(videos, "do_sample_frames", False):
+            return medium
+        from transformers.video_utils import VideoMetadata
+
+        wanted = {"num_frames": getattr(videos, "num_frames", None), "fps": videos.fps}
+        if wanted["num_frames"] is not None:
+            del wanted["fps"]
+        try:
+            taken = videos.sample_frames(metadata=VideoMetadata(**_metadata(medium)), **wanted)
+        except Exception as error:
+            raise MediaError(f"{self.name} refuses a video: {error}") from None
+        indices = tuple(map(int, taken))
+        return msgspec.structs.replace(medium, indices=indices, digest="")
+
     def features(self, media: Sequence[Media]) -> dict[str, Tensor]:
         """What the model is given beside the ids of a row: pixel values, grids and the like.
 
@@ -190,9 +219,11 @@ class MediaProcessor:
 
     def grids(self, media: Sequence[Media]) -> dict[str, Tensor]:
         """`features` as they are for blank media of these sizes: enough for positions."""
-        if not media:
-            return {}
-        given = self._call(media, [_blank(_shape(medium)) for medium in media])
+        return self._grids(tuple(map(_shape, media))) if media else {}
+
+    def _measure(self, shapes: tuple[_Shape, ...]) -> dict[str, Tensor]:
+        blank = list(map(_blank_medium, shapes))
+        given = self._call(blank, list(map(_blank, shapes)))
         return {n: v for n, v in given.items() if n not in _OF_TEXT and "pixel" not in n}
 
     def _placeholders(self, written: WrittenText) -> Iterator[tuple[MediaKind, int, int]]:
@@ -249,20 +280,7 @@ class MediaProcessor:
         """What the processor writes for media of these sizes: it never looks at their pixels."""
         if not shapes:
             return ()
-        blank = [
-            Media(
-                kind=kind,  # type: ignore[arg-type]
-                content=b"",
-                mime="",
-                width=width,
-                height=height,
-                indices=indices,
-                total_frames=total,
-                fps=fps,
-                digest="blank",
-            )
-            for kind, width, height, indices, total, fps in shapes
-        ]
+        blank = list(map(_blank_medium, shapes))
         heard = _Listening(self.processor.tokenizer)
         self._call(blank, [_blank(shape) for shape in shapes], heard)
         texts = heard.text.split(_BETWEEN)
@@ -292,7 +310,7 @@ class MediaProcessor:
             called: Mapping[str, Any] = processor(text=[text], return_tensors="pt", **given)
         except Exception as error:  # e.g. of an aspect ratio that the model cannot take
             sizes = ", ".join(f"{medium.width}x{medium.height}" for medium in media)
-            raise MediaError(f"{self.name} refuses media of {sizes}: {error}") from error
+            raise MediaError(f"{self.name} refuses media of {sizes}: {error}") from None
         return called
 
 
@@ -331,7 +349,7 @@ def load_media_processor(
         has_config = (folder / "config.json").exists()
         config = AutoConfig.from_pretrained(model, **options) if has_config else None
     except Exception as error:  # loaders raise almost anything, and name packages that are missing
-        raise MediaError(f"the processor of {model} cannot be loaded: {error}") from error
+        raise MediaError(f"the processor of {model} cannot be loaded: {error}") from None
     loaded = MediaProcessor(processor, config)
     return loaded if loaded.kinds else None
 
@@ -339,6 +357,21 @@ def load_media_processor(
 def _shape(medium: Media) -> _Shape:
     facts = (medium.indices, medium.total_frames, medium.fps)
     return (medium.kind, medium.width, medium.height, *facts)
+
+
+def _blank_medium(shape: _Shape) -> Media:
+    kind, width, height, indices, total, fps = shape
+    return Media(
+        kind=kind,  # type: ignore[arg-type]
+        content=b"",
+        mime="",
+        width=width,
+        height=height,
+        indices=indices,
+        total_frames=total,
+        fps=fps,
+        digest="blank",
+    )
 
 
 def _blank(shape: _Shape) -> Any:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.chat.spans import Span, SpanKind, SpanTable
-from rollout.media.medium import PlacedMedia
+from rollout.medium import PlacedMedia
 from rollout.token_prefix import TokenPrefix
 
 Ids = Sequence[int] | npt.NDArray[np.int32]
@@ -334,6 +334,22 @@ class Transcript:
         for piece in packed:
             self.prefix.extend(piece)
         self._spans.append(kind, sum(map(len, packed)) // 4)
+
+
+def append_split(
+    transcript: Transcript, ids: Sequence[int], media: Sequence[PlacedMedia], prompt: int
+) -> None:
+    """Append ids to an empty transcript, the first `prompt` of them as its prompt.
+
+    No image or video is cut in two: one that would be belongs to the observation, and so does what
+    follows it; to the prompt where it stands at its beginning.
+    """
+    cut = next((m for m in media if m.start < prompt < m.start + m.count), None)
+    if cut is not None:
+        prompt = cut.start or cut.count
+    after = [PlacedMedia(m.medium, m.start - prompt, m.count) for m in media if m.start >= prompt]
+    transcript.append_prompt(ids[:prompt], media=[m for m in media if m.start < prompt])
+    transcript.append_observation(ids[prompt:], media=after)
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:

@@ -15,6 +15,7 @@ from rollout.config.explain import describe_config
 from rollout.config.gateway_section import GatewayConfig
 from rollout.config.group_policy import GroupPolicy
 from rollout.config.limits_section import LimitsConfig
+from rollout.config.media_section import MediaConfig
 from rollout.config.placements import (
     InProcessPlacement,
     LocalProcessPlacement,
@@ -48,6 +49,7 @@ __all__ = [
     "LengthsConfig",
     "LimitsConfig",
     "LocalProcessPlacement",
+    "MediaConfig",
     "ModelConfig",
     "PlacementConfig",
     "RayPlacement",

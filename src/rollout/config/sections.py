@@ -31,6 +31,7 @@ from rollout.config.config_faults import Fault
 from rollout.config.engines import AnyEngine, TransformersEngine
 from rollout.config.gateway_section import GatewayConfig
 from rollout.config.limits_section import LimitsConfig
+from rollout.config.media_section import MediaConfig
 from rollout.config.placements import (
     ALLOWED_PLACEMENTS,
     PLACEMENT_KINDS,
@@ -225,6 +226,7 @@ class RolloutConfig(Section):
     limits: LimitsConfig = attrs.field(factory=LimitsConfig)
     agent: AgentConfig = attrs.field(factory=AgentConfig)
     tools: ToolsConfig = attrs.field(factory=ToolsConfig)
+    media: MediaConfig = attrs.field(factory=MediaConfig)
     rewards: RewardsConfig = attrs.field(factory=RewardsConfig)
     scheduling: SchedulingConfig = attrs.field(factory=SchedulingConfig)
     gateway: GatewayConfig = attrs.field(factory=GatewayConfig)

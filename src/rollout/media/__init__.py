@@ -4,6 +4,6 @@ Pillow, av and NumPy are imported once something is decoded.
 """
 
 from rollout.media.decoding import decode
-from rollout.media.medium import Media, MediaKind, PlacedMedia
+from rollout.medium import Media, MediaKind, PlacedMedia
 
 __all__ = ["Media", "MediaKind", "PlacedMedia", "decode"]

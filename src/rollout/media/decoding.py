@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.errors import MediaError
 from rollout.lazy import importing
-from rollout.media.medium import FRAMES_MIME
+from rollout.medium import FRAMES_MIME
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from rollout.media.medium import Media
+    from rollout.medium import Media
 
     Pixels = npt.NDArray[np.uint8]
 
@@ -64,7 +64,7 @@ def open_image(content: bytes) -> Any:
         raise MediaError(f"{error}; media.max_pixels bounds images") from None
     except Exception as error:  # a broken header ends in whatever the format's reader raises
         formats = ", ".join(IMAGE_FORMATS)
-        raise MediaError(f"expected a picture ({formats}): {_shown(error)}") from error
+        raise MediaError(f"expected a picture ({formats}): {_shown(error)}") from None
 
 
 def rgb_of(image: Any) -> Any:
@@ -83,7 +83,7 @@ def rgb_of(image: Any) -> Any:
     except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
         raise MediaError(f"{error}; media.max_pixels bounds images") from None
     except Exception as error:
-        raise MediaError(f"a picture that cannot be decoded: {_shown(error)}") from error
+        raise MediaError(f"a picture that cannot be decoded: {_shown(error)}") from None
 
 
 def pack_frames(frames: Pixels) -> bytes:
@@ -111,7 +111,7 @@ def _unpacked(media: Media) -> Pixels:
         every = np.frombuffer(packed, np.uint8).reshape(shape)
         return every[list(media.indices)]
     except (ValueError, IndexError, struct.error, zlib.error) as error:
-        raise MediaError(f"packed frames that cannot be read: {_shown(error)}") from error
+        raise MediaError(f"packed frames that cannot be read: {_shown(error)}") from None
 
 
 def _frames_of(content: bytes, indices: Sequence[int], total: int) -> Pixels:
@@ -130,7 +130,7 @@ def _frames_of(content: bytes, indices: Sequence[int], total: int) -> Pixels:
     except MediaError:
         raise
     except Exception as error:  # av raises an error of its own for each fault of a file
-        raise MediaError(f"a video that cannot be decoded: {_shown(error)}") from error
+        raise MediaError(f"a video that cannot be decoded: {_shown(error)}") from None
     if len(kept) < len(wanted):
         raise MediaError(f"a video of fewer frames than the {total} that were counted")
     return np.stack([kept[at] for at in indices])
@@ -146,11 +146,11 @@ def open_video(content: bytes) -> Any:
         try:
             import av
         except ImportError as error:
-            raise MediaError("videos need av: pip install 'rollout-rl[media]'") from error
+            raise MediaError("videos need av: pip install 'rollout-rl[media]'") from None
     try:
         container = av.open(io.BytesIO(content), metadata_errors="ignore")
     except Exception as error:
-        raise MediaError(f"expected a video: {_shown(error)}") from error
+        raise MediaError(f"expected a video: {_shown(error)}") from None
     if not container.streams.video:
         container.close()
         raise MediaError("expected a video; the file has no picture in it")
@@ -163,7 +163,7 @@ def _pillow() -> Any:
         try:
             from PIL import Image
         except ImportError as error:
-            raise MediaError("images need pillow: pip install 'rollout-rl[media]'") from error
+            raise MediaError("images need pillow: pip install 'rollout-rl[media]'") from None
     return Image
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from rollout.batch import RolloutBatch
     from rollout.chat import ChatTemplate
+    from rollout.agents.media_intake import MediaFetcher
     from rollout.config import RolloutConfig
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.runtime.runtime import RolloutRuntime
@@ -381,18 +382,26 @@ def open_rollout_blocking(
     interactions: Sequence[Any] = (),
     *,
     group_reward: GroupRewardFunction | str | None = None,
+    media_fetcher: MediaFetcher | None = None,
     backend: Literal["trio", "asyncio"] = "trio",
 ) -> BlockingRollout:
     """A runtime for callers without a loop, or with one of their own; use it as a context manager.
 
     Args:
-        config, tools, reward, interactions, group_reward: As for `open_rollout`.
+        config, tools, reward, interactions, group_reward, media_fetcher: As for `open_rollout`.
         backend: The loop on which async tools, rewards and agents run.
 
     Raises:
         As `open_rollout`.
     """
     return BlockingRollout(
-        lambda: open_rollout(config, tools, reward, interactions, group_reward=group_reward),
+        lambda: open_rollout(
+            config,
+            tools,
+            reward,
+            interactions,
+            group_reward=group_reward,
+            media_fetcher=media_fetcher,
+        ),
         backend,
     )

@@ -24,8 +24,15 @@ SHORT = 1 << 16
 class Collation:
     """Makes the batches of a runtime."""
 
-    def __init__(self, lengths: LengthsConfig, template: ChatTemplate, long_work: LongWork) -> None:
+    def __init__(
+        self,
+        lengths: LengthsConfig,
+        template: ChatTemplate,
+        long_work: LongWork,
+        position_rows: int = 3,
+    ) -> None:
         self._lengths = lengths
+        self._position_rows = position_rows
         self._template = template
         self._long_work = long_work
 
@@ -48,6 +55,7 @@ class Collation:
         work = partial(self._batch, trajectories, metrics, layout, trim)
         places = self._lengths.prompt + self._lengths.response
         is_long = places * sum(len(each.segments) for each in trajectories) > SHORT
+        is_long |= any(row.media for each in trajectories for row in each.transcripts)
         return await self._long_work.run(is_long, work)
 
     async def attach(
@@ -82,4 +90,6 @@ class Collation:
             trim=trim,
             decode=self._template.decode,
             extra_metrics=metrics,
+            processor=self._template.processor,
+            position_rows=self._position_rows,
         )

@@ -11,6 +11,7 @@ import anyio.to_thread
 
 from rollout.agents import get_agent
 from rollout.agents.long_texts import LongTexts
+from rollout.agents.media_intake import MediaFetcher, MediaIntake
 from rollout.agents.prompt_sampling import top_log_probs_fault
 from rollout.agents.services import Services
 from rollout.chat import get_tool_parser, tool_parser_names
@@ -62,6 +63,7 @@ def open_rollout(
     interactions: Sequence[Any] = (),
     *,
     group_reward: GroupRewardFunction | str | None = None,
+    media_fetcher: MediaFetcher | None = None,
 ) -> AbstractAsyncContextManager[RolloutRuntime]:
     """A runtime with its engines serving; nothing of it is left when the block has been left.
 
@@ -78,6 +80,8 @@ def open_rollout(
         group_reward: ``group_reward(group)`` with a `Group` whose members have all ended, after
             `reward`; it returns one ``float | Reward | None`` for each, in their order. As
             `reward` otherwise.
+        media_fetcher: ``media_fetcher(url) -> bytes``, sync (runs in a thread) or async: gets what
+            parts of messages name by http(s). None: nothing is fetched, and such parts are refused.
 
     Raises:
         ConfigError: The agent, the tool format or an interaction of the configuration is unknown,
@@ -88,7 +92,12 @@ def open_rollout(
         RolloutError: It is left in another task than it was entered in; nothing has happened then.
     """
     return open_rollout_on(
-        open_engines, config, tools, GivenRewards(reward, group_reward), interactions
+        open_engines,
+        config,
+        tools,
+        GivenRewards(reward, group_reward),
+        interactions,
+        media_fetcher=media_fetcher,
     )
 
 
@@ -98,9 +107,12 @@ def open_rollout_on(
     tools: Sequence[Any],
     rewards: GivenRewards,
     interactions: Sequence[Any],
+    *,
+    media_fetcher: MediaFetcher | None = None,
 ) -> AbstractAsyncContextManager[RolloutRuntime]:
     """`open_rollout` on the engines that `engines` opens."""
-    return OneTask("open_rollout", _open(engines, config, tools, rewards, interactions))
+    opening = _open(engines, config, tools, rewards, interactions, media_fetcher)
+    return OneTask("open_rollout", opening)
 
 
 @asynccontextmanager
@@ -110,6 +122,7 @@ async def _open(
     tools: Sequence[Any],
     rewards: GivenRewards,
     interactions: Sequence[Any],
+    media_fetcher: MediaFetcher | None,
 ) -> AsyncIterator[RolloutRuntime]:
     if not isinstance(config, RolloutConfig):
         raise ConfigError(f"config: expected a RolloutConfig, got {type(config).__name__}")
@@ -120,7 +133,9 @@ async def _open(
     with frozen_heap() if config.scheduling.freeze_heap else nullcontext():
         async with (
             open_tools([*builtin, *tools]) as opened,
-            _open_runtime(engines, config, opened, functions, registry, parser) as runtime,
+            _open_runtime(
+                engines, config, opened, functions, registry, parser, media_fetcher
+            ) as runtime,
         ):
             freeze_loaded()
             yield runtime
@@ -134,6 +149,7 @@ async def _open_runtime(
     rewards: RewardFunctions,
     registry: InteractionRegistry,
     parser: ToolParser,
+    media_fetcher: MediaFetcher | None,
 ) -> AsyncIterator[RolloutRuntime]:
     threads = WorkerThreads(
         max_threads=config.tools.max_threads, max_abandoned=config.tools.max_abandoned_threads
@@ -172,6 +188,7 @@ async def _open_runtime(
                     tally=tally,
                     threads=threads,
                     texts=LongTexts(template.encoder, executor.schemas()),
+                    media=MediaIntake(config.media, template.processor, media_fetcher),
                 )
                 runner = TrajectoryRunner(
                     services=services,
@@ -183,7 +200,7 @@ async def _open_runtime(
                     ),
                 )
                 runtime = RolloutRuntime(config, runner, threads, tally)
-                with closing(services.texts):
+                with closing(services.texts), closing(services.media):
                     async with gateway_of(services), runtime.serving():
                         yield runtime
     finally:

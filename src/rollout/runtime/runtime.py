@@ -93,7 +93,12 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
             runner.services.engines, is_wanted=config.engine.sleep_between_batches
         )
         self._long_work = LongWork()
-        self._collation = Collation(config.lengths, runner.services.template, self._long_work)
+        self._collation = Collation(
+            config.lengths,
+            runner.services.template,
+            self._long_work,
+            config.media.position_rows,
+        )
         self._lag = LoopLag()
         self._run_seed = fresh_seed() if config.seed is None else config.seed
         self._next_step = 0
@@ -230,7 +235,9 @@ class RolloutRuntime(EngineControls, GroupingRuntime):
             self._tally,
             services.engines,
             self._lag.total,
-            abandoned_threads=self._threads.abandoned | services.texts.abandoned,
+            abandoned_threads=self._threads.abandoned
+            | services.texts.abandoned
+            | services.media.abandoned,
             max_running=self.admission.allowed,
         )
 

@@ -13,7 +13,7 @@ FRAMES_MIME = "application/x-rollout-frames"
 MediaKind = Literal["image", "video"]
 
 
-class Media(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Media(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, weakref=True):
     """An image or a video that was checked: `rollout.media.decode` gives its pixels.
 
     Two are equal where their `digest` is.
