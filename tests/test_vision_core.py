@@ -54,7 +54,7 @@ def image(number: int, width: int = 80, height: int = 60) -> Media:
 
 def video(number: int, frames: int = 6, width: int = 64, height: int = 48) -> Media:
     from rollout.media.decoding import pack_frames
-    from rollout.media.medium import FRAMES_MIME
+    from rollout.medium import FRAMES_MIME
 
     pixels = np.stack([np.asarray(picture(number * 100 + n, width, height)) for n in range(frames)])
     return Media(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
 
     from rollout.engine.weights import DiskWeights
-    from rollout.media import Media
+    from rollout.medium import Media
 
 FinishReason = Literal["stop", "length", "abort", "error", "rejected"]
 #: Of answers that were not cut short, whose counts are those of the whole request.

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from rollout.engine.routing import Dispatch
     from rollout.engine.wire.greeting import Greeter
     from rollout.engine.wire.operations import Operation
-    from rollout.media import Media
+    from rollout.medium import Media
     from rollout.token_prefix import TokenPrefix
     from rollout.wake_budget import WakeBudget
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from rollout.engine.wire.frames import FrameStream
-    from rollout.media import Media
+    from rollout.medium import Media
 
 #: Of the content, in one frame: what a request waits for at most that comes meanwhile.
 PART_BYTES = 256 * 1024

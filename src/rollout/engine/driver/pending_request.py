@@ -12,7 +12,7 @@ from rollout.engine.driver.token_ids import outside
 from rollout.engine.routing import Dispatch
 from rollout.engine.wire.protocol import Submit
 from rollout.latches import Latch
-from rollout.media import Media
+from rollout.medium import Media
 from rollout.token_prefix import TokenPrefix
 
 

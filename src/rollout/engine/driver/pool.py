@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rollout.engine.wire.protocol import Terms
     from rollout.holds import Hold
     from rollout.limits import PausableDeadline
-    from rollout.media import Media
+    from rollout.medium import Media
     from rollout.token_prefix import TokenPrefix
 
 

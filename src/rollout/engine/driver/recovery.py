@@ -20,7 +20,7 @@ from rollout.engine.driver.generation import Generation
 from rollout.errors import EngineError, LimitExceeded
 from rollout.holds import Hold
 from rollout.limits import Deadline, PausableDeadline
-from rollout.media import Media
+from rollout.medium import Media
 from rollout.token_prefix import TokenPrefix
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rollout.media import Media
+    from rollout.medium import Media
 
 
 class MediaStore:

@@ -11,7 +11,7 @@ import msgspec
 
 from rollout.engine.process.running import Running
 from rollout.engine.wire.protocol import FrameError, MediaPart
-from rollout.media import Media
+from rollout.medium import Media
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ import msgspec
 
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, Natural, SamplingParams
 from rollout.engine.wire.operations import Operation
-from rollout.media import Media
+from rollout.medium import Media
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,10 +14,13 @@ import signal
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from rollout.engine.core import EngineInfo
 from rollout.engine.cores.devices import gpu_of
 from rollout.engine.cores.sglang import plugin
 from rollout.engine.cores.sglang.maintenance import SGLangMaintenance, fields_of
+from rollout.engine.cores.sglang.media_inputs import open_media_inputs
 from rollout.engine.cores.sglang.server_arguments import SGLangOptions, engine_arguments
 from rollout.engine.cores.sglang.stream_hook import STREAM_VARIABLE
 from rollout.engine.guardian import mapped_files, remove, remove_at_end, shared_files
@@ -88,7 +91,15 @@ class SGLang:
             return
         self._request_type = GenerateReqInput
         self._request_fields = fields_of(GenerateReqInput)
-        self.info = self._describe(options, model_path)
+        self.media, kinds, no_media = open_media_inputs(
+            self._tokens.model_config.hf_config.model_type,
+            model_path,
+            revision=options.revision,
+            trust_remote_code=options.trust_remote_code,
+        )
+        self.info = msgspec.structs.replace(
+            self._describe(options, model_path), modalities=kinds, no_media=no_media
+        )
         self.model_path = model_path
         self.maintenance = SGLangMaintenance(self._tokens)
 

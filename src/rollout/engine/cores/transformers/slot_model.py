@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from rollout.media import Media
+    from rollout.medium import Media
 
 DTYPES = {
     "bfloat16": torch.bfloat16,

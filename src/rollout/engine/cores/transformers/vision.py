@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rollout.chat.processors import MediaProcessor
     from rollout.engine.cores.transformers.slots import Ids
-    from rollout.media import Media
+    from rollout.medium import Media
 
 #: Models by the type in their configuration, and the media that they are run with here. What is not
 #: listed may mix media into the text in ways of its own (attention in both directions, for one).

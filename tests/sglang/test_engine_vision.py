@@ -1,0 +1,96 @@
+"""Images and videos through the real SGLang on a CPU: token for token what transformers says."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1]))
+from asking import asked, collect
+from test_engine_core import has_sglang, opened
+
+import vision_models
+from test_vision_core import Reference, image, video
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from rollout.engine.cores.sglang import SGLangCore
+    from rollout.media import Media
+
+pytestmark = [pytest.mark.anyio, has_sglang]
+FAMILY = "qwen2_5_vl"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return vision_models.save(FAMILY, tmp_path_factory.mktemp(FAMILY))
+
+
+@pytest.fixture(scope="module")
+def reference(model: str) -> Reference:
+    return Reference(model)
+
+
+@pytest.fixture(scope="module")
+async def core(model: str) -> AsyncIterator[SGLangCore]:
+    async with opened(model, max_running=8, stream_interval=4) as core:
+        yield core
+
+
+def ask(inputs: dict[str, torch.Tensor], *media: Media, count: int = 16) -> Any:
+    ids = inputs["input_ids"][0].tolist()
+    return asked(ids, request={"media": media}, max_new_tokens=count, ignore_eos=True)
+
+
+async def test_core_images_greedy_gives_tokens_of_generate(
+    core: SGLangCore, reference: Reference
+) -> None:
+    a, b = image(1), image(2, 130, 50)
+    assert core.info.modalities == ("image", "video")
+    for parts, media in (
+        (("Look: ", a, " and ", b, " Which?"), (a, b)),
+        (("Look: ", b, " and ", a, " Which?"), (b, a)),
+        (("Only words",), ()),
+    ):
+        inputs = reference.inputs(*parts)
+        answer = await collect(core, ask(inputs, *media))
+        assert answer.ids == reference.greedy(inputs, 16)
+        wanted = reference.log_probs(inputs, media, answer.ids)
+        assert np.abs(np.exp(np.array(answer.log_probs) - wanted) - 1).max() < 1e-3
+
+
+async def test_core_video_beside_image_greedy_gives_tokens_of_generate(
+    core: SGLangCore, reference: Reference
+) -> None:
+    a, b = video(1), image(3)
+    inputs = reference.inputs("First ", a, " then ", b, "?")
+    answer = await collect(core, ask(inputs, a, b))
+    assert answer.ids == reference.greedy(inputs, 16)
+
+
+async def test_core_same_placeholders_of_another_image_share_no_prefix(
+    core: SGLangCore, reference: Reference
+) -> None:
+    a, b = image(21), image(22)
+    of_a, of_b = (reference.inputs("words that come before: ", each, "?") for each in (a, b))
+    first = await collect(core, ask(of_a, a))
+    other = await collect(core, ask(of_b, b))
+    again = await collect(core, ask(of_a, a))
+    assert first.ids == again.ids == reference.greedy(of_a, 16)
+    assert other.ids == reference.greedy(of_b, 16) != first.ids
+    assert again.last.cached_tokens > other.last.cached_tokens
+
+
+async def test_core_placeholders_without_their_media_end_their_request_only(
+    core: SGLangCore, reference: Reference
+) -> None:
+    inputs = reference.inputs(image(1), "?")
+    answer = await collect(core, ask(inputs, image(1), image(2)))
+    assert answer.last.finish_reason == "error"
+    assert "media of the prompt" in answer.last.error
