@@ -187,9 +187,7 @@ class Transcript:
         forked._extend("prompt", self.prefix.packed(0, prompt))
         if prompt < position:
             forked._extend("observation", self.prefix.packed(prompt, position))
-        forked.media = tuple(
-            each for each in self.media if each.start + each.count <= position
-        )
+        forked.media = tuple(each for each in self.media if each.start + each.count <= position)
         experts = self.routed_experts()
         if experts is not None:
             forked.append_routed_experts(experts[: min(position, self.routed_length)])

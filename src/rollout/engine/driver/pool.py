@@ -23,7 +23,7 @@ from rollout.engine.driver.wait_queue import Notifier, WaitQueue
 from rollout.engine.driver.weight_updater import WeightUpdater, check_update
 from rollout.engine.wire.operations import ALL_TAGS
 from rollout.errors import EngineError
-from rollout.scopes import leaf_of, open_task_group
+from rollout.scopes import open_task_group
 from rollout.wake_budget import WakeBudget
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from rollout.engine.wire.protocol import Terms
     from rollout.holds import Hold
     from rollout.limits import PausableDeadline
+    from rollout.media import Media
     from rollout.token_prefix import TokenPrefix
 
 
@@ -142,6 +143,10 @@ class EnginePool:
         if self._transitions.info is None:
             raise EngineError("no engine has started yet")
         return self._transitions.info
+
+    def media_fault(self, media: Iterable[Media]) -> str:
+        """Why no engine takes these images and videos; empty where they do."""
+        return self.info.media_fault(media)
 
     @property
     def weight_version(self) -> int:
@@ -314,6 +319,7 @@ class EnginePool:
         group_id: str = "",
         deadline: PausableDeadline | None = None,
         hold: Hold | None = None,
+        media: Sequence[Media] = (),
     ) -> Coroutine[Any, Any, None]:
         """Run one request to its end, awaited; `generation` fills as tokens come.
 
@@ -329,6 +335,7 @@ class EnginePool:
             group_id: Trajectories that begin with the same prompt; "" for one on its own.
             deadline: When it ends; paused while the runtime lets it wait. None never ends it.
             hold: Where it waits while its trajectory is carried.
+            media: Those in the prompt, in order; a replica is sent each once, while it has it.
 
         Raises:
             LimitExceeded: The deadline passed.
@@ -337,6 +344,9 @@ class EnginePool:
         """
         info = self.info
         check_ids(prompt_ids, info.vocab_size)
+        fault = self.media_fault(media)
+        if fault:
+            raise EngineError(fault)
         generation.top_count = sampling.top_log_probs
         generation.expert_shape = info.expert_shape
         attempt = Attempt(
@@ -351,6 +361,7 @@ class EnginePool:
             known_experts=known_experts,
             deadline=deadline,
             hold=hold,
+            media=tuple(media),
         )
         generation.expert_room = attempt.prompt_tokens - known_experts
         return self._requests.run(attempt, group_id=group_id)
@@ -371,7 +382,7 @@ class EnginePool:
                 self._tasks, self._requests.is_open = tasks, True
                 self._maintenance.open(tasks)
                 try:
-                    await self._start_all(tasks)
+                    await self._supervisor.start_all(tasks, self._replicas.values())
                     tasks.start_soon(self._requests.deadlines.run)
                     yield
                 finally:
@@ -380,17 +391,6 @@ class EnginePool:
                     self._wait_queue.wake_all()
         finally:
             await self._weight_updater.aclose()
-
-    async def _start_all(self, tasks: TaskGroup) -> None:
-        try:
-            async with anyio.create_task_group() as starting:
-                for replica in self._replicas.values():
-                    starting.start_soon(tasks.start, self._supervisor.supervise, replica)
-        except BaseExceptionGroup as group:
-            error = leaf_of(group)
-        else:
-            return
-        raise error
 
 
 @asynccontextmanager

@@ -20,6 +20,7 @@ from rollout.engine.driver.generation import Generation
 from rollout.errors import EngineError, LimitExceeded
 from rollout.holds import Hold
 from rollout.limits import Deadline, PausableDeadline
+from rollout.media import Media
 from rollout.token_prefix import TokenPrefix
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Attempt:
         known_experts: Tokens of the prompt whose routed experts are known.
         deadline: Its own; None never ends it.
         hold: Where it waits while its trajectory is carried; None where that never is.
+        media: The images and videos of the prompt; each of its requests names them.
 
     Attributes:
         generation: Filled by one request after the other.
@@ -96,6 +98,7 @@ class Attempt:
     _known_experts: int = 0
     _deadline: PausableDeadline | None = None
     hold: Hold | None = None
+    media: tuple[Media, ...] = ()
     deaths: tuple[str, ...] = attrs.field(init=False, default=())
     refusals: int = attrs.field(init=False, default=0)
     isolation: Isolation | None = attrs.field(init=False, default=None)

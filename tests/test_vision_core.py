@@ -1,0 +1,303 @@
+"""The embedded engine with images and videos: the tokens of transformers, whatever else runs."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import vision_models
+from vision_models import FAMILIES, picture, png
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from rollout.chat.processors import MediaProcessor
+from rollout.media import Media, decode
+from test_transformers_core import asked, collect, collect_all, opened
+
+pytest.importorskip("torchvision", reason="processors of transformers for videos need it")
+pytestmark = pytest.mark.anyio
+VIDEO_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+
+
+@pytest.fixture(params=["asyncio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    """Real time: the model works in a real thread."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The directory of each family's small model, made when it is first asked for."""
+    made: dict[str, str] = {}
+
+    def directory(family: str) -> str:
+        if family not in made:
+            if family == "smolvlm":
+                pytest.importorskip("num2words", reason="SmolVLM's processor needs it")
+            made[family] = vision_models.save(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return directory
+
+
+def image(number: int, width: int = 80, height: int = 60) -> Media:
+    content = png(number, width, height)
+    return Media(kind="image", content=content, mime="image/png", width=width, height=height)
+
+
+def video(number: int, frames: int = 6, width: int = 64, height: int = 48) -> Media:
+    from rollout.media.decoding import pack_frames
+    from rollout.media.medium import FRAMES_MIME
+
+    pixels = np.stack([np.asarray(picture(number * 100 + n, width, height)) for n in range(frames)])
+    return Media(
+        kind="video",
+        content=pack_frames(pixels),
+        mime=FRAMES_MIME,
+        width=width,
+        height=height,
+        indices=tuple(range(frames)),
+        total_frames=frames,
+        fps=4.0,
+    )
+
+
+class Reference:
+    """What the model's own processor and `generate` of transformers say."""
+
+    def __init__(self, directory: str) -> None:
+        self.model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
+        self.processor = AutoProcessor.from_pretrained(directory)
+
+    def inputs(self, *parts: str | Media) -> dict[str, torch.Tensor]:
+        """One user's message of texts and media, rendered and read in one call."""
+        content = [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind}
+            for part in parts
+        ]
+        text = self.processor.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        media = [part for part in parts if isinstance(part, Media)]
+        from PIL import Image
+
+        given: dict[str, Any] = {}
+        images = [Image.fromarray(decode(each)) for each in media if each.kind == "image"]
+        videos = [each for each in media if each.kind == "video"]
+        if images:
+            given["images"] = [images]
+        if videos:
+            given["videos"] = [decode(each) for each in videos]
+            given["video_metadata"] = [
+                {
+                    "total_num_frames": v.total_frames,
+                    "fps": v.fps,
+                    "frames_indices": list(v.indices),
+                }
+                for v in videos
+            ]
+            given["do_sample_frames"] = False
+        return dict(self.processor(text=[text], return_tensors="pt", **given))
+
+    def greedy(self, inputs: dict[str, torch.Tensor], count: int) -> list[int]:
+        length = inputs["input_ids"].shape[1]
+        tokens = self.model.generate(
+            **copy.deepcopy(inputs), max_new_tokens=count, do_sample=False, eos_token_id=[]
+        )
+        return tokens[0, length:].tolist()
+
+    def log_probs(self, inputs: dict[str, torch.Tensor], media: Any, ids: list[int]) -> np.ndarray:
+        """Of `ids` after the prompt, by a plain forward pass with positions of the row."""
+        prompt = inputs["input_ids"][0].tolist()
+        row = np.array(prompt + ids)
+        reader = MediaProcessor(self.processor, self.model.config)
+        positions = reader.position_ids(row, reader.places(prompt, media))
+        plain = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask")}
+        plain.pop("mm_token_type_ids", None)
+        with torch.inference_mode():
+            where = torch.from_numpy(positions)
+            logits = self.model(
+                input_ids=torch.from_numpy(row)[None],
+                attention_mask=torch.ones((1, len(row)), dtype=torch.int64),
+                position_ids=where[:, None] if len(where) == 3 else where,
+                **plain,
+            ).logits[0]
+        scores = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        return scores[torch.arange(len(ids)), torch.tensor(ids)].numpy()
+
+
+def ask(inputs: dict[str, torch.Tensor], *media: Media, count: int = 16, **options: Any) -> Any:
+    request = asked(
+        inputs["input_ids"][0].tolist(), max_new_tokens=count, ignore_eos=True, **options
+    )
+    request.media = media
+    return request
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_core_images_greedy_gives_tokens_of_generate(models: Any, family: str) -> None:
+    reference = Reference(models(family))
+    a, b = image(1), image(2, 130, 50)
+    inputs = reference.inputs("Look: ", a, " and ", b, " Which?")
+    async with opened(models(family)) as core:
+        assert "image" in core.info.modalities
+        answer = await collect(core, ask(inputs, a, b))
+    assert answer.ids == reference.greedy(inputs, 16)
+    wanted = reference.log_probs(inputs, (a, b), answer.ids)
+    ratio = np.exp(np.array(answer.log_probs) - wanted)
+    assert abs(ratio.mean() - 1) < 1e-4
+    assert np.abs(ratio - 1).max() < 1e-3
+
+
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+async def test_core_video_and_image_greedy_gives_tokens_of_generate(
+    models: Any, family: str
+) -> None:
+    reference = Reference(models(family))
+    a, b = video(1), image(3)
+    inputs = reference.inputs("First ", a, " then ", b, "?")
+    async with opened(models(family)) as core:
+        assert core.info.modalities == ("image", "video")
+        answer = await collect(core, ask(inputs, a, b))
+    assert answer.ids == reference.greedy(inputs, 16)
+    wanted = reference.log_probs(inputs, (a, b), answer.ids)
+    assert np.abs(np.exp(np.array(answer.log_probs) - wanted) - 1).max() < 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_core_many_prompts_at_once_each_gives_its_own_tokens(
+    models: Any, family: str
+) -> None:
+    """Text beside images, prompts in several parts, the same image in two of them."""
+    reference = Reference(models(family))
+    big = image(4, 400, 300)
+    cases = [
+        (("only text " * 30,), ()),
+        (("x" * 300, image(1), "y" * 300), (image(1),)),
+        ((image(1), "same picture first"), (image(1),)),
+        ((image(2), image(1), image(2)), (image(2), image(1), image(2))),
+        ((big, "big"), (big,)),
+    ]
+    prompts = [(reference.inputs(*parts), media) for parts, media in cases]
+    async with opened(models(family), max_running=3) as core:
+        answers = await collect_all(core, [ask(inputs, *media) for inputs, media in prompts])
+    for (inputs, _), answer in zip(prompts, answers, strict=True):
+        assert answer.ids == reference.greedy(inputs, 16)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_core_next_turn_reuses_prefix_and_another_image_does_not(
+    models: Any, family: str
+) -> None:
+    """Two images have the same placeholder ids: what was computed of one is not the other's."""
+    reference = Reference(models(family))
+    a, b = image(1), image(2)
+    of_a = reference.inputs("words before it, long enough to share: ", a, " What?")
+    of_b = reference.inputs("words before it, long enough to share: ", b, " What?")
+    assert torch.equal(of_a["input_ids"], of_b["input_ids"])
+    async with opened(models(family)) as core:
+        first = await collect(core, ask(of_a, a))
+        other = await collect(core, ask(of_b, b))
+        again = await collect(core, ask(of_a, a))
+        turn = dict(of_a)
+        grown = [*of_a["input_ids"][0].tolist(), *first.ids, 40, 41, 42]
+        turn["input_ids"] = torch.tensor([grown])
+        later = await collect(core, ask(turn, a))
+    assert first.ids == again.ids == reference.greedy(of_a, 16)
+    assert other.ids == reference.greedy(of_b, 16) != first.ids
+    length = of_a["input_ids"].shape[1]
+    placeholder = int(np.flatnonzero(of_a["input_ids"][0] == placeholder_of(reference))[0])
+    assert other.last.cached_tokens <= placeholder
+    assert again.last.cached_tokens == length - 1
+    assert later.last.cached_tokens >= length - 1
+
+
+def placeholder_of(reference: Reference) -> int:
+    return MediaProcessor(reference.processor).placeholder_ids["image"]
+
+
+async def test_core_bad_media_end_their_own_request_only(models: Any) -> None:
+    reference = Reference(models("qwen2_5_vl"))
+    a = image(1)
+    inputs = reference.inputs(a, "What?")
+    broken = Media(
+        kind="image", content=png(1)[:200], mime="image/png", width=80, height=60, digest="b" * 64
+    )
+    async with opened(models("qwen2_5_vl")) as core:
+        good, cut, few, many = await collect_all(
+            core,
+            [
+                ask(inputs, a),
+                ask(inputs, broken),
+                ask(inputs),
+                ask(inputs, a, image(2)),
+            ],
+        )
+    assert good.ids == reference.greedy(inputs, 16)
+    assert cut.last.finish_reason == "error"
+    assert "media of the prompt: a picture that cannot be decoded" in cut.last.error
+    assert many.last.finish_reason == "error"
+    assert "media of the prompt" in many.last.error
+    assert (
+        few.last.finish_reason == "length"
+    )  # placeholders are ids like others, as in transformers
+
+
+async def test_core_aborted_before_its_media_are_read_says_so(models: Any) -> None:
+    reference = Reference(models("qwen2_5_vl"))
+    pictures = [image(n, 300, 200) for n in range(10, 20)]
+    requests = [ask(reference.inputs(each, "?"), each, count=500) for each in pictures]
+    async with opened(models("qwen2_5_vl"), stream_interval=1) as core:
+        import anyio
+
+        answers: list[Any] = []
+
+        async def one(request: Any) -> None:
+            answers.append(await collect(core, request))
+
+        async with anyio.create_task_group() as tasks:
+            for request in requests:
+                tasks.start_soon(one, request)
+            await anyio.lowlevel.checkpoint()
+            await anyio.lowlevel.checkpoint()
+            for request in requests:
+                core.abort_nowait(request.request_id)
+    assert {answer.last.finish_reason for answer in answers} == {"abort"}
+
+
+async def test_core_other_weights_read_media_again(models: Any, tmp_path: Path) -> None:
+    from rollout.engine.weights import DiskWeights
+
+    other = vision_models.save("qwen2_5_vl", tmp_path / "other", seed=5)
+    a = image(1)
+    inputs = Reference(models("qwen2_5_vl")).inputs(a, "What?")
+    async with opened(models("qwen2_5_vl")) as core:
+        before = await collect(core, ask(inputs, a))
+        await core.update_weights(7, DiskWeights(other))
+        after = await collect(core, ask(inputs, a))
+    assert after.ids == Reference(other).greedy(inputs, 16) != before.ids
+    assert after.last.weight_version == 7
+
+
+async def test_core_text_model_says_that_it_takes_no_images(tmp_path: Path) -> None:
+    import transformers
+
+    from test_transformers_core import TINY, saved
+
+    directory = saved(transformers.LlamaConfig(**TINY), tmp_path)
+    async with opened(directory) as core:
+        assert core.info.modalities == ()
+        request = asked([5, 6, 7])
+        request.media = (image(1),)
+        answer = await collect(core, request)
+    assert answer.last.finish_reason == "error"
+    assert answer.last.error == (
+        "transformers takes no images; it takes text only: the model reads text only"
+    )
