@@ -63,6 +63,6 @@ def _result(reply: Reply) -> ToolResult:
         is_error=reply.is_error,
         end_trajectory=reply.end_trajectory,
         extra=reply.extra,
-        images=reply.images,
-        videos=reply.videos,
+        images=tuple(reply.images),
+        videos=tuple(reply.videos),
     )
