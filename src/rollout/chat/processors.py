@@ -208,14 +208,26 @@ class MediaProcessor:
         if self._rope is None or not placed:
             return np.broadcast_to(np.arange(len(row)), (self.position_rows, len(row))).copy()
         inside = [each for each in placed if each.start + each.count <= len(row)]
-        kinds = np.zeros(len(row), dtype=np.int64)
-        for each in inside:
-            own = slice(each.start, each.start + each.count)
-            number = 1 if each.medium.kind == "image" else 2
-            kinds[own][row[own] == self.placeholder_ids[each.medium.kind]] = number
+        kinds = self.kinds_of_ids(row, inside)
         if features is None or len(inside) < len(placed):
             features = self.grids([each.medium for each in inside])
         return self._rope(row, kinds, features)
+
+    def kinds_of_ids(
+        self, ids: npt.ArrayLike, placed: Sequence[PlacedMedia]
+    ) -> npt.NDArray[np.int64]:
+        """(T,) 1 at the placeholders of images, 2 at those of videos, else 0.
+
+        What transformers calls ``mm_token_type_ids``; a placeholder that the model sampled by
+        itself stands for nothing and is 0.
+        """
+        row = np.asarray(ids, dtype=np.int64)
+        kinds = np.zeros(len(row), dtype=np.int64)
+        for each in placed:
+            own = slice(each.start, each.start + each.count)
+            number = 1 if each.medium.kind == "image" else 2
+            kinds[own][row[own] == self.placeholder_ids[each.medium.kind]] = number
+        return kinds
 
     def grids(self, media: Sequence[Media]) -> dict[str, Tensor]:
         """`features` as they are for blank media of these sizes: enough for positions."""
