@@ -27,6 +27,7 @@ class ScriptedCore:
             fingerprint="scripted",
             max_requests=256,
             core="scripted",
+            modalities=("image", "video"),
         )
         self._replies = [list(reply) for reply in replies]
         self._asked: dict[str, int] = {}

@@ -53,6 +53,7 @@ class MediaIntake:
         limits: What is taken.
         processor: The model's; None where it reads text only.
         fetcher: Gets what http(s) addresses name; None: nothing is fetched.
+        engines_fault: Why the engines cannot be asked about a kind of media; empty where they can.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class MediaIntake:
         limits: MediaConfig,
         processor: MediaProcessor | None = None,
         fetcher: MediaFetcher | None = None,
+        engines_fault: Callable[[str], str] = lambda _: "",
     ) -> None:
+        self._engines_fault = engines_fault
         self._limits = limits
         self.processor = processor
         self._fetcher = fetcher
@@ -178,6 +181,10 @@ class MediaIntake:
         ]
 
     async def _medium(self, source: MediaSource | Media) -> Media:
+        fault = self._engines_fault(source.kind)
+        if fault:
+            place = "" if isinstance(source, Media) else f"{source.where}: "
+            raise MediaError(f"{place}{fault}")
         if isinstance(source, Media):
             return self._known.setdefault(source.digest, source)
         assert self.processor is not None
@@ -219,7 +226,6 @@ def _source(where: str, kind: Any, value: Any) -> MediaSource | Media:
         return msgspec.structs.replace(value, where=where)
     source = media_part(where, value) if isinstance(value, Mapping | Media) else None
     return source or MediaSource(kind, value, where=where)
-
 
 
 async def _called(threads: WorkerThreads, fetcher: MediaFetcher, url: str) -> Any:

@@ -204,14 +204,14 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     modalities: tuple[str, ...] = ()
     no_media: str = ""
 
-    def media_fault(self, media: Iterable[Media]) -> str:
-        """Why the engine cannot be asked about these images and videos; empty where it can."""
-        for medium in media:
-            if medium.kind not in self.modalities:
+    def media_fault(self, kinds: Iterable[str]) -> str:
+        """Why the engine cannot be asked about these kinds of media; empty where it can."""
+        for kind in kinds:
+            if kind not in self.modalities:
                 able = " and ".join(f"{kind}s" for kind in self.modalities) or "text only"
                 why = f": {self.no_media}" if self.no_media else ""
                 core = self.core or "the engine"
-                return f"{core} takes no {medium.kind}s; it takes {able}{why}"
+                return f"{core} takes no {kind}s; it takes {able}{why}"
         return ""
 
 

@@ -188,7 +188,9 @@ async def _open_runtime(
                     tally=tally,
                     threads=threads,
                     texts=LongTexts(template.encoder, executor.schemas()),
-                    media=MediaIntake(config.media, template.processor, media_fetcher),
+                    media=MediaIntake(
+                        config.media, template.processor, media_fetcher, engines.media_fault
+                    ),
                 )
                 runner = TrajectoryRunner(
                     services=services,

@@ -144,9 +144,9 @@ class EnginePool:
             raise EngineError("no engine has started yet")
         return self._transitions.info
 
-    def media_fault(self, media: Iterable[Media]) -> str:
-        """Why no engine takes these images and videos; empty where they do."""
-        return self.info.media_fault(media)
+    def media_fault(self, kind: str) -> str:
+        """Why no engine takes media of this kind, "image" or "video"; empty where they do."""
+        return self.info.media_fault((kind,))
 
     @property
     def weight_version(self) -> int:
@@ -344,7 +344,7 @@ class EnginePool:
         """
         info = self.info
         check_ids(prompt_ids, info.vocab_size)
-        fault = self.media_fault(media)
+        fault = info.media_fault(medium.kind for medium in media) if media else ""
         if fault:
             raise EngineError(fault)
         generation.top_count = sampling.top_log_probs

@@ -14,6 +14,8 @@ import signal
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import anyio
+import anyio.to_thread
 import msgspec
 
 from rollout.engine.core import EngineInfo
@@ -126,6 +128,16 @@ class SGLang:
         request = self._request_type(stream=True, **known)
         answers: AsyncGenerator[Mapping[str, Any], None] = self._tokens.generate_request(request)
         return answers
+
+    async def media_fields(self, request: GenerationRequest) -> dict[str, Any]:
+        """What carries the media of a request, beside its other fields.
+
+        Raises:
+            MediaError, TemplateError: See `MediaInputs.fields`.
+        """
+        if not request.media or self.media is None:  # no kind of media is taken without it
+            return {}
+        return await anyio.to_thread.run_sync(self.media.fields, request)
 
     def unwanted_experts(self, request: GenerationRequest) -> int:
         """Bytes of routed experts that come before those asked for.

@@ -324,19 +324,16 @@ class SGLangCore:
     ) -> dict[str, Any] | None:
         """What SGLang is asked; None where the request has been given up."""
         assert self._sglang is not None
-        seen: dict[str, Any] = {}
-        if request.media:
-            assert self._sglang.media is not None  # else no kind of media is taken
-            try:
-                seen = await anyio.to_thread.run_sync(self._sglang.media.fields, request)
-            except RolloutError as error:
-                entry.give_up("error", f"media of the prompt: {error}")
-                return None
-            if entry.is_aborted or self._failure:
-                entry.give_up("abort", self._failure)
-                return None
-        salt = salt_of(self._updates)
-        return request_fields(request, self._options, self.info, salt) | seen
+        try:
+            seen = await self._sglang.media_fields(request)
+        except RolloutError as error:
+            entry.give_up("error", f"media of the prompt: {error}")
+            return None
+        if seen and (entry.is_aborted or self._failure):
+            entry.give_up("abort", self._failure)
+            return None
+        fields = request_fields(request, self._options, self.info, salt_of(self._updates))
+        return fields | seen
 
     async def _next_chunks(
         self, answers: AsyncGenerator[Mapping[str, Any], None], entry: OpenRequest
