@@ -31,7 +31,7 @@ Given = Sequence[Message | Mapping[str, Any]]
 MediaFetcher = Callable[[str], Any]
 
 #: Lists of messages whose media are remembered: members of a group begin after one another.
-_MOST_LISTS = 64
+_MOST_LISTS = 32
 #: By what threads that were left behind are counted.
 _NAME = "rollout.media"
 
@@ -83,18 +83,23 @@ class MediaIntake:
             return function(*args)
         return await self._threads.run(_NAME, function, *args)
 
-    async def prepared(self, messages: Given, before: int = 0) -> Given:
+    async def prepared(
+        self, messages: Given, before: int = 0, *, is_shared: bool = False
+    ) -> Given:
         """`messages` with their images and videos read; they themselves where they have none.
 
         Args:
             messages: As agents and prompts have them.
             before: How many images and videos the conversation has already.
+            is_shared: Other trajectories begin with the same list, which is then read once.
 
         Raises:
             MediaError: One cannot be taken; names its message and part, and the field of a limit.
         """
         if self.processor is None or isinstance(messages, str) or not may_show(messages):
             return messages  # what is no text is refused where the text is made
+        if not is_shared:
+            return self._counted(await self._prepared(messages), before)
         reading = self._readings.get(id(messages))
         if reading is None or reading.messages is not messages:
             reading = self._readings[id(messages)] = _Reading(messages)
@@ -109,8 +114,11 @@ class MediaIntake:
         if reading.error is not None:
             raise MediaError(str(reading.error)) from None
         assert reading.result is not None
-        self._check_count(before + count_media(reading.result))
-        return reading.result
+        return self._counted(reading.result, before)
+
+    def _counted(self, messages: Given, before: int) -> Given:
+        self._check_count(before + count_media(messages))
+        return messages
 
     async def seen(self, name: str, result: ToolResult, before: int) -> ToolResult:
         """A tool's answer with its images and videos read; an error where one cannot be taken.

@@ -82,13 +82,16 @@ class Wording:
         other.kept_tokens = tokens
         return other
 
-    async def prompt(self, messages: Given, *, is_continued: bool = False) -> Worded:
+    async def prompt(
+        self, messages: Given, *, is_continued: bool = False, is_shared: bool = False
+    ) -> Worded:
         """The prompt's ids and messages.
 
         Args:
             messages: At least one.
             is_continued: The model has spoken in them before, so that they may take the room of
                 its answers too.
+            is_shared: Other trajectories begin with the same list.
 
         Raises:
             RejectedPrompt: They cannot be rendered, or are more than fits.
@@ -99,7 +102,8 @@ class Wording:
             longest = min(lengths.prompt + lengths.response - 1, context - 1)
         is_cut = lengths.overlong_prompts == "cut" and not is_continued
         try:
-            worded = await self._rendered(messages, None if is_cut else longest)
+            shown = await self._services.media.prepared(messages, is_shared=is_shared)
+            worded = await self._rendered(shown, None if is_cut else longest)
         except TooManyTokens as error:
             raise prompt_fault(f"at least {error.least}", lengths, context) from None
         except TemplateError as error:
@@ -149,7 +153,6 @@ class Wording:
     async def _rendered(self, messages: Given, longest: int | None) -> Worded:
         """A prompt's ids; of one that certainly has more than `longest`, TooManyTokens."""
         texts = self._services.texts
-        messages = await self._services.media.prepared(messages)
         if may_show(messages):
             return await self._shown(self._prompt, messages, longest)
         if is_long(messages, texts.prompt_room):
