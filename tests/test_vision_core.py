@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+import media_material
 import vision_models
-from vision_models import FAMILIES, picture, png
+from vision_models import picture, png
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,6 +24,7 @@ from test_transformers_core import asked, collect, collect_all, opened
 
 pytest.importorskip("torchvision", reason="processors of transformers for videos need it")
 pytestmark = pytest.mark.anyio
+FAMILIES = (*vision_models.FAMILIES, "llava_onevision")
 VIDEO_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 
 
@@ -41,7 +43,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if family not in made:
             if family == "smolvlm":
                 pytest.importorskip("num2words", reason="SmolVLM's processor needs it")
-            made[family] = vision_models.save(family, tmp_path_factory.mktemp(family))
+            folder = tmp_path_factory.mktemp(family)
+            if family == "llava_onevision":
+                made[family] = str(media_material.write_model(family, folder, with_weights=True))
+            else:
+                made[family] = vision_models.save(family, folder)
         return made[family]
 
     return directory
@@ -211,7 +217,11 @@ async def test_core_next_turn_reuses_prefix_and_another_image_does_not(
         turn["input_ids"] = torch.tensor([grown])
         later = await collect(core, ask(turn, a))
     assert first.ids == again.ids == reference.greedy(of_a, 16)
-    assert other.ids == reference.greedy(of_b, 16) != first.ids
+    assert other.ids == reference.greedy(of_b, 16)
+    assert other.log_probs != first.log_probs
+    for inputs, medium, answer in ((of_a, a, again), (of_b, b, other)):
+        wanted = reference.log_probs(inputs, (medium,), answer.ids)
+        assert np.abs(np.exp(np.array(answer.log_probs) - wanted) - 1).max() < 1e-3
     length = of_a["input_ids"].shape[1]
     placeholder = int(np.flatnonzero(of_a["input_ids"][0] == placeholder_of(reference))[0])
     assert other.last.cached_tokens <= placeholder

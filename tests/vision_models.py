@@ -185,7 +185,12 @@ def config(family: str) -> Any:
             },
             **tokens,
         )
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,  # as in the published ones: SGLang asks for it
+    }
     return transformers.Qwen3VLConfig(
         text_config={**text, "head_dim": 16, "rope_parameters": rope},
         vision_config={
