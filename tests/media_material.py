@@ -1,4 +1,4 @@
-"""Small vision-language models for tests: real processors and random weights, nothing downloaded."""
+"""Small vision-language models for tests: real processors, random weights, no download."""
 
 from __future__ import annotations
 
@@ -103,7 +103,9 @@ def processor_of(family: str) -> Any:
     options = {"patch_size": patch, "temporal_patch_size": 2, "merge_size": 2, "size": size}
     videos = getattr(transformers, f"{own}VideoProcessor")
     if family == "qwen3_vl":
-        options_of_videos = options | {"size": {"shortest_edge": factor, "longest_edge": 64 * factor}}
+        options_of_videos = options | {
+            "size": {"shortest_edge": factor, "longest_edge": 64 * factor}
+        }
     else:
         options_of_videos = options
     kind = "Qwen3VLProcessor" if family == "qwen3_vl" else "Qwen2_5_VLProcessor"

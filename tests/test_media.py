@@ -210,7 +210,9 @@ async def test_tool_that_answers_with_media_is_an_error_observation(
     session = executor_of([show], threads).open_session(uid="p", member=0)
     (result,) = await run(session, call("show"))
     place = "ToolResult.text" if isinstance(value, ToolResult) else "the tool's answer"
-    assert result == ToolResult(f"{place} holds {kind}; return text, or ToolResult(images=…, videos=…)", is_error=True)
+    assert result == ToolResult(
+        f"{place} holds {kind}; return text, or ToolResult(images=…, videos=…)", is_error=True
+    )
     with pytest.raises(MediaError):
         normalise_result(value)
     await session.close()

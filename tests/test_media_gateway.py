@@ -75,9 +75,7 @@ def by_messages(client: Client) -> list[int]:
     bodies: list[Any] = [[asked], [asked, said, more]]
     counted = client.post("/v1/messages/count_tokens", messages=bodies[0])
     assert counted.json()["input_tokens"] > 10
-    return [
-        client.post("/v1/messages", messages=each, max_tokens=9).status_code for each in bodies
-    ]
+    return [client.post("/v1/messages", messages=each, max_tokens=9).status_code for each in bodies]
 
 
 def by_responses(client: Client) -> list[int]:
@@ -85,9 +83,7 @@ def by_responses(client: Client) -> list[int]:
     asked = {"type": "message", "role": "user", "content": [text, RESPONSES]}
     first = client.post("/v1/responses", input=[asked])
     more = {"type": "message", "role": "user", "content": [RESPONSES, text]}
-    second = client.post(
-        "/v1/responses", input=[more], previous_response_id=first.json().get("id")
-    )
+    second = client.post("/v1/responses", input=[more], previous_response_id=first.json().get("id"))
     return [first.status_code, second.status_code]
 
 

@@ -211,9 +211,7 @@ def test_media_of_columns_stand_where_the_prompt_has_places() -> None:
         {"role": "user", "content": [image[0], words[0], image[1], words[1]]}
     ]
     empty = [{"role": "user", "content": [words[0], {"type": "image"}, words[1]]}]
-    assert with_media(empty, [two]) == [
-        {"role": "user", "content": [words[0], image[1], words[1]]}
-    ]
+    assert with_media(empty, [two]) == [{"role": "user", "content": [words[0], image[1], words[1]]}]
     assert with_media("a", []) == "a"
     with pytest.raises(PromptError, match="the prompt has 2 places for 1 images"):
         with_media("<image><image>", [one])

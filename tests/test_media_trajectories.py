@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import os
 import struct
 import tracemalloc
@@ -93,16 +92,22 @@ def header_of(width: int, height: int) -> bytes:
     """The beginning of a PNG that says it has so many pixels."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
 
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     packed = zlib.compress(b"\0" * 100_000)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
+    )
 
 
 def animated_gif(count: int) -> bytes:
     """A GIF of so many frames of one pixel, written out by hand."""
-    frame = b"\x21\xf9\x04\x04\x01\x00\x00\x00" + b"\x2c\0\0\0\0\1\0\1\0\0" + b"\x02\x02\x4c\x01\x00"
+    frame = (
+        b"\x21\xf9\x04\x04\x01\x00\x00\x00" + b"\x2c\0\0\0\0\1\0\1\0\0" + b"\x02\x02\x4c\x01\x00"
+    )
     head = b"GIF89a\x01\x00\x01\x00\x80\x00\x00\x00\x00\x00\xff\xff\xff"
     return head + frame * count + b"\x3b"
 
@@ -264,9 +269,7 @@ async def test_url_is_fetched_by_the_given_function_alone(folder: Path) -> None:
         return b"text" if url.endswith("text") else encoded(picture())
 
     urls = [f"https://host/{name}" for name in ("a.png", "text", "late")]
-    batch = await play(
-        config_of(folder, fetch_s=0.05), *map(image, urls), media_fetcher=fetch
-    )
+    batch = await play(config_of(folder, fetch_s=0.05), *map(image, urls), media_fetcher=fetch)
     assert sorted(asked) == sorted(urls)
     good, text, late = batch.trajectories
     assert good.outcome is Outcome.COMPLETED
@@ -275,7 +278,9 @@ async def test_url_is_fetched_by_the_given_function_alone(folder: Path) -> None:
     assert "expected a picture" in text.cause.message
     assert late.cause is not None
     assert "media.fetch_s = 0.05: https://host/late was not fetched" in late.cause.message
-    batch = await play(config_of(folder), image(urls[0]), media_fetcher=lambda _: encoded(picture()))
+    batch = await play(
+        config_of(folder), image(urls[0]), media_fetcher=lambda _: encoded(picture())
+    )
     assert batch.trajectories[0].outcome is Outcome.COMPLETED
 
 
@@ -287,9 +292,7 @@ async def test_members_of_a_group_share_their_media(folder: Path) -> None:
     assert len({id(medium) for medium in seen}) == 1
 
 
-async def test_model_without_a_modality_rejects_it_by_name(
-    tmp_path: Path, folder: Path
-) -> None:
+async def test_model_without_a_modality_rejects_it_by_name(tmp_path: Path, folder: Path) -> None:
     import shutil
 
     shutil.copytree(folder, tmp_path / "text")

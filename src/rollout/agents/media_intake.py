@@ -83,9 +83,7 @@ class MediaIntake:
             return function(*args)
         return await self._threads.run(_NAME, function, *args)
 
-    async def prepared(
-        self, messages: Given, before: int = 0, *, is_shared: bool = False
-    ) -> Given:
+    async def prepared(self, messages: Given, before: int = 0, *, is_shared: bool = False) -> Given:
         """`messages` with their images and videos read; they themselves where they have none.
 
         Args:

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from rollout.batch.multi_modal import MultiModalInputs, media_of_rows
 from rollout.batch.sample import Sample
 from rollout.batch.storage import read_batch, write_batch
-from rollout.chat.processors import MediaProcessor
+from rollout.chat.processors import MediaProcessor  # noqa: TC001  (a Struct looks its names up)
 from rollout.chat.trajectory import Trajectory
 from rollout.types import Outcome
 

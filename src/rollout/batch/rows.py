@@ -142,14 +142,10 @@ class Tokens:
             _token_rewards(places, self.responses) if rows.has_token_rewards else None
         )
 
-
     def by_row(self, rows: Rows) -> Iterator[tuple[int, npt.NDArray[np.int32]]]:
         """The index of each row in the batch, and its ids."""
         stops = np.cumsum(self.prompts + self.responses)
-        for row, ids in zip(
-            range(len(rows))[self.rows], np.split(self.ids, stops[:-1]), strict=True
-        ):
-            yield row, ids
+        yield from zip(range(len(rows))[self.rows], np.split(self.ids, stops[:-1]), strict=True)
 
 
 def _authors(

@@ -51,9 +51,7 @@ def video_medium(content: bytes, mime: str, limits: MediaConfig) -> Media:
     )
 
 
-def _counted(
-    container: Any, size: tuple[int, int], limits: MediaConfig
-) -> tuple[int, float]:
+def _counted(container: Any, size: tuple[int, int], limits: MediaConfig) -> tuple[int, float]:
     """How many frames there are and how long they take; each is decoded, and dropped."""
     total, last = 0, 0.0
     try:
@@ -127,7 +125,8 @@ def _stacked(frames: Sequence[Any], limits: MediaConfig) -> Any:
     if len(frames) > limits.max_frames:
         raise _too_many_frames(limits, str(len(frames)))
     arrays = []
-    for at, frame in enumerate(frames):
+    for at, given in enumerate(frames):
+        frame = given
         if derives_from(type(frame), "PIL.Image", "Image"):
             if not at:
                 _check_frames(len(frames), frame.width, frame.height, limits)

@@ -9,12 +9,10 @@ import msgspec
 
 from rollout.errors import MediaError
 from rollout.lazy import derives_from
-from rollout.media import Media
+from rollout.media import Media, MediaKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from rollout.media import MediaKind
 
 #: Types of parts and what they hold: those of chat templates, of OpenAI's two interfaces, of
 #: Anthropic's and of MCP.

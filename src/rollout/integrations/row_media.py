@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import RolloutError
 from rollout.media import decode
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
     from rollout.chat.processors import MediaProcessor
     from rollout.integrations.trainer_row import TrainerRow
     from rollout.medium import Media

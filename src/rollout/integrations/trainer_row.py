@@ -6,6 +6,7 @@ Shapes: P prompt tokens, N response tokens, T = P + N.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import attrs
@@ -18,7 +19,7 @@ from rollout.medium import PlacedMedia
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Hashable, Mapping
 
 StopReason = Literal["stop", "length", "abort"]
 #: What ended the last generation of a row, in the words that trainers share.

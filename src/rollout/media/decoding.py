@@ -145,7 +145,7 @@ def open_video(content: bytes) -> Any:
     with importing:
         try:
             import av
-        except ImportError as error:
+        except ImportError:
             raise MediaError("videos need av: pip install 'rollout-rl[media]'") from None
     try:
         container = av.open(io.BytesIO(content), metadata_errors="ignore")
@@ -162,7 +162,7 @@ def _pillow() -> Any:
     with importing:
         try:
             from PIL import Image
-        except ImportError as error:
+        except ImportError:
             raise MediaError("images need pillow: pip install 'rollout-rl[media]'") from None
     return Image
 

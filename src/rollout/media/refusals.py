@@ -73,4 +73,6 @@ def check_answer(where: str, value: object) -> None:
         elif isinstance(item, list | tuple):
             waiting += item
         if kind is not None:
-            raise MediaError(f"{where} holds {kind}; return text, or ToolResult(images=…, videos=…)")
+            raise MediaError(
+                f"{where} holds {kind}; return text, or ToolResult(images=…, videos=…)"
+            )

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+    from rollout.agents.media_intake import MediaFetcher
     from rollout.batch import RolloutBatch
     from rollout.chat import ChatTemplate
-    from rollout.agents.media_intake import MediaFetcher
     from rollout.config import RolloutConfig
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.runtime.runtime import RolloutRuntime

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from rollout.errors import MediaError
 from rollout.chat.media_parts import NO_AUDIO, media_part
-from rollout.media.refusals import check_answer, is_media_file, is_media_part, kind_of_media
+from rollout.errors import MediaError
 from rollout.media import Media
+from rollout.media.refusals import check_answer, is_media_file, is_media_part, kind_of_media
 from rollout.tools.pydantic_types import plain_data
 
 #: What the model reads where a tool answers None.
@@ -88,8 +88,8 @@ def normalise_result(value: Any) -> ToolResult:
     "(no output)", dicts, lists, arrays and records (dataclasses, attrs, Structs, pydantic models)
     become JSON and are kept as `data`. A PIL image, `Media` and the bytes of an image's file are
     what the model sees, and so are those among the parts of a list such as
-    ``[{"type": "text", …}, {"type": "image", …}]``. A tuple is ``(value, reward)`` or ``(value, reward,
-    metrics)``, as in verl; so a tool that means a pair of values returns a list.
+    ``[{"type": "text", …}, {"type": "image", …}]``. A tuple is ``(value, reward)`` or ``(value,
+    reward, metrics)``, as in verl; so a tool that means a pair of values returns a list.
 
     Raises:
         MediaError: It holds an image, a video or audio within other values, or bytes.

@@ -25,9 +25,9 @@ from rollout.integrations.row_values import facts_of, known_experts, versions_of
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from rollout.chat.processors import MediaProcessor
     from rollout.integrations.repeated_prompts import PromptOf
     from rollout.integrations.row_policy import RowPolicy
-    from rollout.chat.processors import MediaProcessor
     from rollout.integrations.trainer_row import TrainerRow
     from rollout.types import Prompt
 

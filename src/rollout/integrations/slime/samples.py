@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from rollout.errors import PromptError
 from rollout.integrations.prompt_media import with_media
 from rollout.integrations.repeated_prompts import (
     Repeated,
@@ -21,7 +22,6 @@ from rollout.integrations.repeated_prompts import (
 )
 from rollout.integrations.row_media import features_of, images_of, media_of, videos_of
 from rollout.integrations.row_values import facts_of, known_experts, runs_of, versions_of
-from rollout.errors import PromptError
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -141,9 +141,7 @@ def samples_of(
     """Of each sample its rows, in the order of the samples; those of one share a `rollout_id`."""
     found: list[list[Any]] = [[] for _ in samples]
     for row, place in zip(placed.rows, placed.places, strict=True):
-        filled = fill(
-            samples[place], row, decode, keeps_reward=keeps_reward, processor=processor
-        )
+        filled = fill(samples[place], row, decode, keeps_reward=keeps_reward, processor=processor)
         found[place].append(filled)
     for sample, rows in zip(samples, found, strict=True):
         for each in rows:
