@@ -175,8 +175,9 @@ class MediaReader:
         return VisionPrompt(units, tuple(places), positions, keys)
 
     def _places_of(self, prompt: Ids, placed: PlacedMedia) -> Positions:
-        own = np.arange(placed.start, placed.start + placed.count)
-        return own[prompt[own] == self._processor.placeholder_ids[placed.medium.kind]]
+        within = prompt[placed.start : placed.start + placed.count]
+        token = self._processor.placeholder_ids[placed.medium.kind]
+        return np.flatnonzero(within == token) + placed.start
 
     def _grids_of(self, units: Sequence[Unit]) -> dict[str, Tensor]:
         parts: dict[str, list[Tensor]] = {}
