@@ -97,6 +97,7 @@ WITH_PROCESSES = (
     "testing_plugin",
     "tls",
     "transformers_core",
+    "vision_rows",
     "wrapping",
 )
 
