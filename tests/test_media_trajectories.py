@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import struct
 import tracemalloc
@@ -27,8 +28,8 @@ from rollout.config import (
     ModelConfig,
     RolloutConfig,
 )
-from rollout.media import decode
-from rollout.tools import ToolResult
+from rollout.media import Media, decode
+from rollout.tools import PythonTool, ToolResult
 from rollout.tools.verl_functions import verl_result
 
 if TYPE_CHECKING:
@@ -353,6 +354,27 @@ async def test_tool_that_shows_media_is_seen_by_the_model(folder: Path, answer: 
     )
     assert not transcript.mask()[others[0].start : others[0].start + others[0].count].any()
     assert decode(shown[0]).shape[-1] == 3
+
+
+DRAW = """from PIL import Image
+Image.new("RGB", (50, 40), "red").save("plot.png")
+print("drawn")"""
+
+
+@pytest.mark.parametrize("is_fresh", [False, True])
+async def test_sandbox_shows_the_plots_of_a_call(folder: Path, is_fresh: bool) -> None:
+    again = json.dumps({"name": "python", "arguments": {"code": "print('again')"}})
+    drawn = json.dumps({"name": "python", "arguments": {"code": DRAW}})
+    calls = [f"<tool_call>\n{each}\n</tool_call>" for each in (drawn, again)]
+    config = config_of(folder, (*calls, "I see"))
+    tool = PythonTool(is_stateful=not is_fresh, max_pictures=1)
+    (trajectory,) = (await play(config, "plot it", tools=[tool])).trajectories
+    assert trajectory.outcome is Outcome.COMPLETED, trajectory.cause
+    shown, words = trajectory.messages[2], trajectory.messages[4]
+    assert isinstance(shown.parts[0], Media), shown
+    assert shown.parts[1] == "drawn\n"
+    assert decode(shown.parts[0])[0, 0].tolist() == [255, 0, 0]
+    assert (words.content, words.parts) == ("again\n", ())
 
 
 async def test_tool_that_shows_too_much_answers_with_the_limit(folder: Path) -> None:

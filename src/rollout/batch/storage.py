@@ -134,7 +134,7 @@ def _write_files(files: NewFiles, batch: Parts) -> None:
     )
     metrics = {name: number(value) for name, value in batch.metrics.items()}
     files.write(METRICS, [_formatted(metrics)])
-    names = FILES
+    names: tuple[str, ...] = FILES
     if contents := contents_of(batch.trajectories):
         files.write_tensors(MEDIA, contents)
         names = (*FILES, MEDIA)
