@@ -141,7 +141,7 @@ def config(family: str) -> Any:
     ids = words.convert_tokens_to_ids
     text = {**TEXT, "vocab_size": len(words)}
     if family == "smolvlm":
-        vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
         return transformers.SmolVLMConfig(
             text_config={**text, "model_type": "llama"},
             vision_config={
@@ -166,7 +166,7 @@ def config(family: str) -> Any:
     vision = {
         "depth": 2,
         "hidden_size": 32,
-        "intermediate_size": 48,
+        "intermediate_size": 64,
         "num_heads": 2,
         "out_hidden_size": text["hidden_size"],
         "spatial_merge_size": 2,
@@ -185,7 +185,12 @@ def config(family: str) -> Any:
             },
             **tokens,
         )
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,  # as in the published ones: SGLang asks for it
+    }
     return transformers.Qwen3VLConfig(
         text_config={**text, "head_dim": 16, "rope_parameters": rope},
         vision_config={

@@ -26,9 +26,14 @@ if TYPE_CHECKING:
 #: Models by the type in their configuration, with media that SGLang takes in this way.
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "qwen2_vl": ("image", "video"),
-    "qwen2_5_vl": ("image", "video"),
+    "qwen2_5_vl": ("image",),
     "qwen3_vl": ("image", "video"),
     "qwen3_vl_moe": ("image", "video"),
+}
+#: Why a family lacks a kind.
+LACKING: Mapping[str, str] = {
+    "qwen2_5_vl": "SGLang's encoder of Qwen2.5-VL attends across the frames of a video, and "
+    "transformers' within each: its log-probs would not be the trainer's",
 }
 #: Of the features that are kept for the next turns of their trajectories.
 KEPT_BYTES = 512 * 1024 * 1024
@@ -122,7 +127,7 @@ def open_media_inputs(
     if processor is None:
         return None, (), f"{path} has no processor beside the model"
     kinds = tuple(kind for kind in FAMILIES[family] if kind in processor.kinds)
-    return MediaInputs(processor), kinds, ""
+    return MediaInputs(processor), kinds, LACKING.get(family, "")
 
 
 def _bytes_of(features: Mapping[str, Any]) -> int:

@@ -37,6 +37,7 @@ from rollout.engine.cores.transformers.vision import (
     FAMILIES,
     MediaReader,
     StepMedia,
+    Unit,
     VisionPrompt,
     joined,
 )
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
 
     import numpy as np
     import numpy.typing as npt
-
-    from rollout.medium import Media
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -130,14 +129,14 @@ class SlotModel:
         if self.reader is not None:
             self.reader.forget()
 
-    def read(self, medium: Media) -> None:
-        """Look at an image or a video; what it becomes is kept for the steps that need it.
+    def read(self, unit: Unit) -> None:
+        """Look at images or videos; what they become is kept for the steps that need it.
 
         Raises:
-            MediaError: It cannot be read.
+            MediaError: One cannot be read.
         """
         assert self.reader is not None  # the engine says that it takes such media
-        self.reader.rows_of(self._model, medium)
+        self.reader.rows_of(self._model, unit)
 
     def step_media(
         self, prompt: VisionPrompt, start: int, stop: int, offset: int

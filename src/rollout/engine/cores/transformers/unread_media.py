@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from rollout.engine.core import GenerationRequest
     from rollout.engine.cores.transformers.slot_model import SlotModel
-    from rollout.engine.cores.transformers.vision import VisionPrompt
+    from rollout.engine.cores.transformers.vision import Unit, VisionPrompt
 
 
 class UnreadRequests:
@@ -65,7 +65,7 @@ class UnreadRequests:
                     return
                 if new is not None:
                     has_read = True
-                    model.read(request.media[new])
+                    model.read(new)
                     continue
                 prompt = np.frombuffer(request.prompt_ids, dtype="<i4")
                 assert model.reader is not None
@@ -80,9 +80,7 @@ class UnreadRequests:
                 self._ready(request, vision)
 
 
-def _first_unread(model: SlotModel, request: GenerationRequest) -> int | None:
-    assert model.reader is not None  # the engine refuses media where there is none
-    for index, medium in enumerate(request.media):
-        if not model.reader.is_read(medium):
-            return index
-    return None
+def _first_unread(model: SlotModel, request: GenerationRequest) -> Unit | None:
+    reader = model.reader
+    assert reader is not None  # the engine refuses media where there is none
+    return next((u for u in reader.units_of(request.media) if not reader.is_read(u)), None)

@@ -2,13 +2,15 @@
 
 A medium is read once, by the model's own processor and encoder; its rows take the places of its
 placeholders, whichever steps these are computed in. Rows are kept while there is room for them, and
-computed again from the medium where they are not there any more.
+computed again from the medium where they are not there any more. Families that read an image
+otherwise where others stand beside it (LLaVA-OneVision) are given all of a prompt at once.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
     from rollout.chat.processors import MediaProcessor
     from rollout.engine.cores.transformers.slots import Ids
-    from rollout.medium import Media
+    from rollout.medium import Media, PlacedMedia
 
 #: Models by the type in their configuration, and the media that they are run with here. What is not
 #: listed may mix media into the text in ways of its own (attention in both directions, for one).
@@ -32,6 +34,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "qwen3_vl_moe": ("image", "video"),
     "smolvlm": ("image",),
     "idefics3": ("image",),
+    "llava_onevision": ("image",),
 }
 #: Of the rows of all media that are kept.
 FEATURE_BYTES = 512 * 1024 * 1024
@@ -39,10 +42,12 @@ FEATURE_BYTES = 512 * 1024 * 1024
 MAX_GRIDS = 65536
 
 Positions = npt.NDArray[np.int64]
+#: Media that are read together.
+Unit = tuple["Media", ...]
 
 
 class MediaRows(NamedTuple):
-    """What a medium becomes.
+    """What a unit becomes.
 
     Attributes:
         rows: (n, H), one for each of its placeholders.
@@ -62,14 +67,14 @@ class VisionPrompt(NamedTuple):
     """The media of one prompt.
 
     Attributes:
-        media: In their order.
+        units: In their order.
         places: For each, the positions of its placeholders in the prompt, ascending.
         positions: (rows, P) of the prompt's tokens; None where they are 0, 1, 2, …
         keys: (P,) int64: the prompt's ids, with what stands for its medium at each placeholder.
             Two prompts have the same computed beginning where these agree.
     """
 
-    media: tuple[Media, ...]
+    units: tuple[Unit, ...]
     places: tuple[Positions, ...]
     positions: Positions | None
     keys: Positions
@@ -117,26 +122,32 @@ class MediaReader:
         self._rows.clear()
         self._bytes = 0
 
-    def is_read(self, medium: Media) -> bool:
-        """Whether a prompt with it can be laid out without reading it."""
-        return medium.digest in self._grids
+    def units_of(self, media: tuple[Media, ...]) -> tuple[Unit, ...]:
+        """Which media of a prompt are read together."""
+        if self._processor.is_independent:
+            return tuple((medium,) for medium in media)
+        return (media,)
 
-    def rows_of(self, model: Any, medium: Media) -> MediaRows:
-        """What the model makes of a medium.
+    def is_read(self, unit: Unit) -> bool:
+        """Whether a prompt with it can be laid out without reading it."""
+        return _key(unit) in self._grids
+
+    def rows_of(self, model: Any, unit: Unit) -> MediaRows:
+        """What the model makes of media that are read together.
 
         Raises:
-            MediaError: It cannot be decoded, or the processor refuses it.
+            MediaError: One cannot be decoded, or the processor refuses it.
         """
-        known = self._rows.get(medium.digest)
+        key = _key(unit)
+        known = self._rows.get(key)
         if known is not None:
-            self._rows.move_to_end(medium.digest)
+            self._rows.move_to_end(key)
             return known
-        features = self._processor.features([medium])
-        grids = {name: value for name, value in features.items() if "pixel" not in name}
-        self._grids[medium.digest] = grids
+        features = self._processor.features(unit)
+        self._grids[key] = {name: each for name, each in features.items() if "pixel" not in name}
         if len(self._grids) > MAX_GRIDS:
             self._grids.popitem(last=False)
-        found = self._rows[medium.digest] = _encoded(model, medium, features)
+        found = self._rows[key] = _encoded(model, unit[0].kind, features)
         self._bytes += found.bytes
         while self._bytes > self._max_bytes and len(self._rows) > 1:
             _, oldest = self._rows.popitem(last=False)
@@ -144,29 +155,34 @@ class MediaReader:
         return found
 
     def lay_out(self, prompt: Ids, media: tuple[Media, ...]) -> VisionPrompt:
-        """Where the media of a prompt stand, once each `is_read`.
+        """Where the media of a prompt stand, once each unit `is_read`.
 
         Raises:
             TemplateError: The placeholders in the prompt are not those of its media.
         """
-        processor = self._processor
+        processor, units = self._processor, self.units_of(media)
         placed = processor.places(prompt, media)
+        of_each = iter(placed)
         places = []
         keys = prompt.astype(np.int64)
-        for each in placed:
-            own = np.arange(each.start, each.start + each.count)
-            own = own[prompt[own] == processor.placeholder_ids[each.medium.kind]]
-            keys[own] = -1 - int(each.medium.digest[:15], 16)
+        for unit in units:
+            own = np.concatenate([self._places_of(prompt, next(of_each)) for _ in unit])
+            keys[own] = -1 - int(_key(unit)[:15], 16)
             places.append(own)
         positions = None
         if processor.position_rows > 1:
-            positions = processor.position_ids(prompt, placed, self._grids_of(media))
-        return VisionPrompt(media, tuple(places), positions, keys)
+            positions = processor.position_ids(prompt, placed, self._grids_of(units))
+        return VisionPrompt(units, tuple(places), positions, keys)
 
-    def _grids_of(self, media: Sequence[Media]) -> dict[str, Tensor]:
+    def _places_of(self, prompt: Ids, placed: PlacedMedia) -> Positions:
+        within = prompt[placed.start : placed.start + placed.count]
+        token = self._processor.placeholder_ids[placed.medium.kind]
+        return np.flatnonzero(within == token) + placed.start
+
+    def _grids_of(self, units: Sequence[Unit]) -> dict[str, Tensor]:
         parts: dict[str, list[Tensor]] = {}
-        for medium in media:
-            for name, value in self._grids[medium.digest].items():
+        for unit in units:
+            for name, value in self._grids[_key(unit)].items():
                 parts.setdefault(name, []).append(torch.as_tensor(value))
         return {name: torch.cat(values) for name, values in parts.items()}
 
@@ -179,10 +195,10 @@ class MediaReader:
             MediaError: See `rows_of`.
         """
         at, rows, deep = [], [], []
-        for medium, places in zip(prompt.media, prompt.places, strict=True):
+        for unit, places in zip(prompt.units, prompt.places, strict=True):
             first, last = np.searchsorted(places, (start, stop))
             if first < last:
-                found = self.rows_of(model, medium)
+                found = self.rows_of(model, unit)
                 at.append(places[first:last] - start + offset)
                 rows.append(found.rows[first:last])
                 deep.append([each[first:last] for each in found.deep])
@@ -206,9 +222,16 @@ def _by_layer(parts: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
     return tuple(torch.cat(layer) for layer in zip(*parts, strict=True))
 
 
-def _encoded(model: Any, medium: Media, features: Mapping[str, Any]) -> MediaRows:
-    """One pass of the model's encoder over a medium."""
-    encode = model.get_image_features if medium.kind == "image" else model.get_video_features
+def _key(unit: Unit) -> str:
+    """Hexadecimal digits that no other unit has."""
+    if len(unit) == 1:
+        return unit[0].digest
+    return sha256("".join(medium.digest for medium in unit).encode()).hexdigest()
+
+
+def _encoded(model: Any, kind: str, features: Mapping[str, Any]) -> MediaRows:
+    """One pass of the model's encoder."""
+    encode = model.get_image_features if kind == "image" else model.get_video_features
     taken = inspect.signature(encode).parameters
     given = {
         name: value.to(model.device) if isinstance(value, Tensor) else value
