@@ -1,4 +1,4 @@
-"""Images and videos in a pool of engines: after deaths, under other weights, where none takes them."""
+"""Images and videos in a pool of engines: after deaths, other weights, where none takes them."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import attrs
 import numpy as np
 import pytest
 
@@ -26,6 +27,7 @@ from rollout.config import (
     LengthsConfig,
     MediaConfig,
     ModelConfig,
+    RewardsConfig,
     RolloutConfig,
 )
 from rollout.media import Media, decode
@@ -397,14 +399,30 @@ async def test_transcript_of_a_trajectory_is_its_conversation_rendered_again(fol
         return ToolResult("see", images=[picture()], videos=[video_file()])
 
     config = config_of(folder, (CALL, "I see"))
-    import attrs
-
     config = attrs.evolve(
         config, agent=AgentConfig(tool_format="hermes", tokenization_check="strict")
     )
     (trajectory,) = (await play(config, image(picture()), tools=[show])).trajectories
     assert trajectory.outcome is Outcome.COMPLETED, trajectory.cause
     assert trajectory.metrics["tokenization/identical"] == 1
+
+
+async def test_reward_process_sees_the_images(folder: Path) -> None:
+    config = attrs.evolve(config_of(folder, (CALL, "I see")), rewards=RewardsConfig(processes=1))
+    batch = await play(
+        config, image(picture()), tools=[show_two], reward="isolated_rewards:pixels_seen"
+    )
+    (trajectory,) = batch.trajectories
+    assert trajectory.reward == 60 * 44 + 60 * 44 + 28 * 28, trajectory.cause
+
+
+@function_tool
+async def show_two() -> Any:
+    """Show."""
+    return ToolResult("see", images=[picture(28, 28)])
+
+
+show_two.schema["function"]["name"] = show_two.name = "show"
 
 
 def template_of(folder: Path) -> ChatTemplate:

@@ -7,11 +7,11 @@ Needs the extra `media`, and torchvision: docs/media.md.
 """
 
 import argparse
-import random
 import tempfile
 from pathlib import Path
 
 import anyio
+import numpy as np
 from PIL import Image
 from tiny_model import write_tiny_model
 from zoom import ZoomTool, reward
@@ -30,18 +30,20 @@ COLOURS = {"red": (220, 0, 0), "green": (0, 160, 0), "blue": (0, 0, 220), "yello
 QUESTION = "Somewhere in this picture is a small square. Which colour has it? Zoom in if you must."
 
 
-def picture(chance: random.Random) -> tuple[Image.Image, str]:
+def picture(number: int) -> tuple[Image.Image, str]:
     """Grey noise with a small square in it, and the square's colour."""
-    image = Image.effect_noise((320, 240), 40).convert("RGB")
-    colour = chance.choice(sorted(COLOURS))
-    place = (chance.randrange(300), chance.randrange(220))
+    chance = np.random.default_rng(number)
+    grey = chance.integers(90, 160, (240, 320, 1), dtype=np.uint8)
+    image = Image.fromarray(grey.repeat(3, axis=2))
+    colour = sorted(COLOURS)[chance.integers(len(COLOURS))]
+    place = (int(chance.integers(300)), int(chance.integers(220)))
     image.paste(COLOURS[colour], (*place, place[0] + 12, place[1] + 12))
     return image, colour
 
 
 def prompt(number: int) -> rollout.Prompt:
     """The question about one picture, which the tool finds in `extra`."""
-    image, colour = picture(random.Random(number))
+    image, colour = picture(number)
     content = [{"type": "image", "image": image}, {"type": "text", "text": QUESTION}]
     return rollout.Prompt(
         messages=[{"role": "user", "content": content}], ground_truth=colour, extra={"image": image}
