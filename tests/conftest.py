@@ -82,6 +82,7 @@ WITH_PROCESSES = (
     "loop_lag",
     "mcp",
     "mcp_servers",
+    "media_trajectories",
     "model_files",
     "program_agent",
     "ray_placement",
@@ -93,11 +94,14 @@ WITH_PROCESSES = (
     "serve_gateway",
     "simulated_engine",
     "soak",
-    "unauthenticated",
     "testing_plugin",
     "tls",
     "transformers_core",
+<<<<<<< HEAD
     "vision_rows",
+=======
+    "unauthenticated",
+>>>>>>> media
     "wrapping",
 )
 

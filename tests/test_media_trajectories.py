@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import struct
 import tracemalloc
@@ -11,6 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import attrs
 import numpy as np
 import pytest
 
@@ -25,10 +27,11 @@ from rollout.config import (
     LengthsConfig,
     MediaConfig,
     ModelConfig,
+    RewardsConfig,
     RolloutConfig,
 )
-from rollout.media import decode
-from rollout.tools import ToolResult
+from rollout.media import Media, decode
+from rollout.tools import PythonTool, ToolResult
 from rollout.tools.verl_functions import verl_result
 
 if TYPE_CHECKING:
@@ -355,6 +358,27 @@ async def test_tool_that_shows_media_is_seen_by_the_model(folder: Path, answer: 
     assert decode(shown[0]).shape[-1] == 3
 
 
+DRAW = """from PIL import Image
+Image.new("RGB", (50, 40), "red").save("plot.png")
+print("drawn")"""
+
+
+@pytest.mark.parametrize("is_fresh", [False, True])
+async def test_sandbox_shows_the_plots_of_a_call(folder: Path, is_fresh: bool) -> None:
+    again = json.dumps({"name": "python", "arguments": {"code": "print('again')"}})
+    drawn = json.dumps({"name": "python", "arguments": {"code": DRAW}})
+    calls = [f"<tool_call>\n{each}\n</tool_call>" for each in (drawn, again)]
+    config = config_of(folder, (*calls, "I see"))
+    tool = PythonTool(is_stateful=not is_fresh, max_pictures=1)
+    (trajectory,) = (await play(config, "plot it", tools=[tool])).trajectories
+    assert trajectory.outcome is Outcome.COMPLETED, trajectory.cause
+    shown, words = trajectory.messages[2], trajectory.messages[4]
+    assert isinstance(shown.parts[0], Media), shown
+    assert shown.parts[1] == "drawn\n"
+    assert decode(shown.parts[0])[0, 0].tolist() == [255, 0, 0]
+    assert (words.content, words.parts) == ("again\n", ())
+
+
 async def test_tool_that_shows_too_much_answers_with_the_limit(folder: Path) -> None:
     @function_tool
     async def show() -> Any:
@@ -375,14 +399,30 @@ async def test_transcript_of_a_trajectory_is_its_conversation_rendered_again(fol
         return ToolResult("see", images=[picture()], videos=[video_file()])
 
     config = config_of(folder, (CALL, "I see"))
-    import attrs
-
     config = attrs.evolve(
         config, agent=AgentConfig(tool_format="hermes", tokenization_check="strict")
     )
     (trajectory,) = (await play(config, image(picture()), tools=[show])).trajectories
     assert trajectory.outcome is Outcome.COMPLETED, trajectory.cause
     assert trajectory.metrics["tokenization/identical"] == 1
+
+
+async def test_reward_process_sees_the_images(folder: Path) -> None:
+    config = attrs.evolve(config_of(folder, (CALL, "I see")), rewards=RewardsConfig(processes=1))
+    batch = await play(
+        config, image(picture()), tools=[show_two], reward="isolated_rewards:pixels_seen"
+    )
+    (trajectory,) = batch.trajectories
+    assert trajectory.reward == 60 * 44 + 60 * 44 + 28 * 28, trajectory.cause
+
+
+@function_tool
+async def show_two() -> Any:
+    """Show."""
+    return ToolResult("see", images=[picture(28, 28)])
+
+
+show_two.schema["function"]["name"] = show_two.name = "show"
 
 
 def template_of(folder: Path) -> ChatTemplate:

@@ -24,17 +24,18 @@ if TYPE_CHECKING:
 _MOST_CHARACTERS = 1024
 
 
-def contents_of(trajectories: Iterable[Trajectory]) -> dict[str, torch.Tensor]:
-    """(bytes,) uint8 of each content, by its digest; they share its memory."""
-    found: dict[str, torch.Tensor] = {}
-    for medium in _all_media(trajectories):
-        if medium.digest not in found and medium.content:
-            content = np.frombuffer(medium.content, dtype=np.uint8)
-            # Read only, and safetensors never writes: torch warns of that.
-            view = content.view()
-            view.flags.writeable = False
-            found[medium.digest] = torch.from_numpy(view.copy())
-    return found
+def contents_of(trajectories: Iterable[Trajectory]) -> dict[str, bytes]:
+    """The content of each medium in them, by its digest."""
+    media = {medium.digest: medium.content for medium in _all_media(trajectories)}
+    return {digest: content for digest, content in media.items() if content}
+
+
+def content_tensors(contents: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
+    """(bytes,) uint8 of each, for a file of tensors."""
+    return {
+        digest: torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy())
+        for digest, content in contents.items()
+    }
 
 
 def _all_media(trajectories: Iterable[Trajectory]) -> Iterable[Media]:
@@ -123,7 +124,7 @@ class KnownContents:
         where: Names their file in errors.
     """
 
-    def __init__(self, contents: Mapping[str, torch.Tensor], where: str) -> None:
+    def __init__(self, contents: Mapping[str, bytes], where: str) -> None:
         self._contents = contents
         self._where = where
         self._known: dict[str, Media] = {}
@@ -140,6 +141,9 @@ class KnownContents:
                 segment.messages = self._messages(segment.messages)
                 self._transcript(segment.transcript)
             self._transcript(trajectory.transcript)
+            if trajectory.prompt is not None:
+                own = self._messages(trajectory.prompt.messages)
+                trajectory.prompt = msgspec.structs.replace(trajectory.prompt, messages=own)
 
     def _transcript(self, transcript: Transcript) -> None:
         transcript.media = tuple(
@@ -147,14 +151,17 @@ class KnownContents:
             for each in transcript.media
         )
 
-    def _messages(self, messages: Sequence[Message]) -> Sequence[Message]:
-        if not any(message.parts for message in messages):
+    def _messages(self, messages: Sequence[Any]) -> Sequence[Any]:
+        """Messages, or mappings, which prompts may have too."""
+        if not any(getattr(message, "parts", ()) for message in messages):
             return messages
         return [
             msgspec.structs.replace(
                 message,
                 parts=tuple(self._whole(p) if isinstance(p, Media) else p for p in message.parts),
             )
+            if getattr(message, "parts", ())
+            else message
             for message in messages
         ]
 
@@ -165,7 +172,7 @@ class KnownContents:
         content = self._contents.get(medium.digest)
         if content is None:
             raise RolloutError(f"{self._where} lacks {medium!r}")
-        whole = msgspec.structs.replace(medium, content=content.numpy().tobytes())
+        whole = msgspec.structs.replace(medium, content=content)
         if not whole.is_intact:
             raise RolloutError(f"{self._where}: the content of {medium!r} has another hash")
         self._known[medium.digest] = whole

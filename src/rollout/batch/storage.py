@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tensordict import TensorDict
 
 from rollout.batch.disk import NewFiles, unwritable
-from rollout.batch.media_records import KnownContents, contents_of
+from rollout.batch.media_records import KnownContents, content_tensors, contents_of
 from rollout.batch.records import (
     Number,
     number,
@@ -109,7 +109,8 @@ def read_batch(directory: Path) -> dict[str, Any]:
 
 def _restore_media(path: Path, trajectories: Sequence[Trajectory], *, is_listed: bool) -> None:
     try:
-        contents = load_file(path) if is_listed else {}
+        tensors = load_file(path) if is_listed else {}
+        contents = {digest: tensor.numpy().tobytes() for digest, tensor in tensors.items()}
     except SafetensorError as error:
         raise RolloutError(f"{path} cannot be read: {error}") from error
     KnownContents(contents, str(path)).restore(trajectories)
@@ -134,9 +135,9 @@ def _write_files(files: NewFiles, batch: Parts) -> None:
     )
     metrics = {name: number(value) for name, value in batch.metrics.items()}
     files.write(METRICS, [_formatted(metrics)])
-    names = FILES
+    names: tuple[str, ...] = FILES
     if contents := contents_of(batch.trajectories):
-        files.write_tensors(MEDIA, contents)
+        files.write_tensors(MEDIA, content_tensors(contents))
         names = (*FILES, MEDIA)
     if files.failure is None:
         listed = {name: _file(files.aside(name)) for name in names}

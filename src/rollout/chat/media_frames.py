@@ -124,7 +124,7 @@ def _stacked(frames: Sequence[Any], limits: MediaConfig) -> Any:
         raise MediaError("a video without frames")
     if len(frames) > limits.max_frames:
         raise _too_many_frames(limits, str(len(frames)))
-    arrays = []
+    arrays: list[Any] = []
     for at, given in enumerate(frames):
         frame = given
         if derives_from(type(frame), "PIL.Image", "Image"):

@@ -117,7 +117,7 @@ def _content(where: str, content: object) -> str | list[dict[str, Any]]:
     is_list = not isinstance(content, str) and _is_sequence(content)
     if not is_list or getattr(getattr(content, "dtype", None), "kind", "O") != "O":
         return text_of_content(where, content)
-    parts = list(content)
+    parts: list[Any] = list(content)  # type: ignore[call-overload]
     found = [_medium_of(part) for part in parts]
     if not any(found):
         return text_of_content(where, parts)

@@ -160,7 +160,7 @@ class MediaProcessor:
         Raises:
             MediaError: It refuses the video.
         """
-        videos = getattr(self.processor, "video_processor", None)
+        videos: Any = getattr(self.processor, "video_processor", None)
         if medium.kind != "video" or not getattr(videos, "do_sample_frames", False):
             return medium
         from transformers.video_utils import VideoMetadata
@@ -357,7 +357,9 @@ def load_media_processor(
         with importing:
             declare_missing_operators()
             from transformers import AutoConfig, AutoProcessor
-        processor = AutoProcessor.from_pretrained(model, **options)
+        processor = AutoProcessor.from_pretrained(  # type: ignore[no-untyped-call]
+            model, **options
+        )
         has_config = (folder / "config.json").exists()
         config = AutoConfig.from_pretrained(model, **options) if has_config else None
     except Exception as error:  # loaders raise almost anything, and name packages that are missing

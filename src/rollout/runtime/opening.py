@@ -269,7 +269,11 @@ async def builtin_tools(tools: ToolsConfig) -> list[Tool]:
         ToolError: It cannot be read.
     """
     make = functools.partial(
-        shipped_tools, tools.builtin, isolation=tools.isolation, corpus=tools.search_corpus
+        shipped_tools,
+        tools.builtin,
+        isolation=tools.isolation,
+        corpus=tools.search_corpus,
+        max_pictures=tools.max_pictures,
     )
     if not tools.search_corpus:
         return make()

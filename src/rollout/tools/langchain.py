@@ -94,7 +94,7 @@ def _result(message: Any) -> ToolResult:
     content = message.content
     blocks = [content] if isinstance(content, str) else content
     held = [media_part("a content block of LangChain's", block) for block in blocks]
-    shown = {
+    shown: dict[str, Any] = {
         f"{kind}s": [each for each in held if each is not None and each.kind == kind]
         for kind in ("image", "video")
     }

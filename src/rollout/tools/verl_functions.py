@@ -93,6 +93,9 @@ def verl_result(answer: Any) -> ToolResult:
 def _response(value: Any) -> Any:
     if not (hasattr(value, "text") and hasattr(value, "image")):
         return value
-    shown = {"images": value.image or (), "videos": getattr(value, "video", None) or ()}
+    shown: dict[str, Any] = {
+        "images": value.image or (),
+        "videos": getattr(value, "video", None) or (),
+    }
     silence = "" if any(map(len, shown.values())) else NO_OUTPUT
     return ToolResult(silence if value.text is None else value.text, **shown)
