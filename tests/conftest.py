@@ -84,6 +84,7 @@ WITH_PROCESSES = (
     "loop_lag",
     "mcp",
     "mcp_servers",
+    "media_trajectories",
     "model_files",
     "program_agent",
     "ray_placement",
@@ -95,10 +96,11 @@ WITH_PROCESSES = (
     "serve_gateway",
     "simulated_engine",
     "soak",
-    "unauthenticated",
     "testing_plugin",
     "tls",
     "transformers_core",
+    "unauthenticated",
+    "vision_rows",
     "wrapping",
 )
 

@@ -111,3 +111,14 @@ def slow_then_right(trajectory: Trajectory) -> float:
         with open(path, "w", encoding="utf-8"):
             os._exit(1)
     return 1.0
+
+
+def pixels_seen(trajectory: Trajectory) -> float:
+    """Pixels of all images that the transcript has, and of those that the prompt shows."""
+    from rollout.media import Media, decode
+
+    assert trajectory.prompt is not None
+    shown: list[Any] = [part for each in trajectory.prompt.messages for part in each.parts]  # type: ignore[union-attr]
+    media = [each.medium for each in trajectory.transcript.media]
+    media += [part for part in shown if isinstance(part, Media)]
+    return float(sum(decode(medium).size // 3 for medium in media))

@@ -330,7 +330,7 @@ async def test_request_longer_than_a_frame_is_refused_before_anything_is_sent() 
         with pytest.raises(ChannelError) as caught:
             asker.submit([1] * 2000, 3)
         assert str(caught.value) == (
-            "engine-0: the request does not fit: Submit of 8109 bytes; 4096 are allowed"
+            "engine-0: the request does not fit: Submit of 8110 bytes; 4096 are allowed"
         )
         assert (channel.in_flight, len(asker.gone)) == (0, 1)
         assert list((await asker.ask([7], 2)).ids) == [8, 9]

@@ -424,7 +424,7 @@ def test_template_unknown_keys_of_messages_reach_the_template() -> None:
         (
             [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image"}]}],
             "messages[0] (user): content[1]: only parts of type 'text' are understood, not "
-            "'image': transcripts cannot hold images, videos or audio yet",
+            "'image': here the model reads text only",
         ),
         (
             [{"role": "user", "content": ["x", 3]}],

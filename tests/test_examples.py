@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ SAYS = {
     "code_interpreter": r"computed 571, said 'There are \\boxed{571}.': 1",
     "coding_agent": "reward     1",
     "compaction": "answer: In Aix, in October 1748.",
+    "image_tool": "position_ids (4, 3, 3072)",
     "environment": "steps [0.1, 0.0, 0.1, 0.0, 1.0], reward 1.2",
     "program": "rows 1, reward 1",
     "python_sandbox": "reward     1",
@@ -53,6 +55,8 @@ def test_example_runs_on_the_embedded_model(name: str) -> None:
 
 
 def run_example(name: str, overrides: tuple[str, ...]) -> None:
+    if name == "image_tool" and not find_spec("torchvision"):
+        pytest.skip("torchvision is not installed")
     place = ROOT / "examples" / name
     paths = [str(place), os.environ.get("PYTHONPATH", "")]
     said = subprocess.run(

@@ -13,6 +13,7 @@ from langchain_core.tools import tool as langchain_tool
 from pydantic import BaseModel, Field
 
 import executors
+from rollout.chat.media_parts import MediaSource
 from rollout.errors import ToolError
 from rollout.integrations.verl.tools import VerlSchema
 from rollout.tools import (
@@ -172,16 +173,14 @@ async def test_verl_class_runs_unchanged_for_the_length_of_a_trajectory(
     assert await run(tools, ("judge", {"answer": "7"})) == [
         ToolResult("score 1.0", reward=0.5, metrics={"n": 1})
     ]
-    assert await run(
+    *words, shown = await run(
         tools, ("judge", {}), ("plain", {"x": 1}), ("judge", {"answer": "picture"})
-    ) == [
+    )
+    assert words == [
         ToolResult("invalid arguments for 'judge': missing 'answer'", is_error=True),
         ToolResult("its own id, sync"),
-        ToolResult(
-            "ToolResponse.image: transcripts cannot hold images, videos or audio yet; return text",
-            is_error=True,
-        ),
     ]
+    assert (shown.text, shown.reward, len(shown.images)) == ("see", 0.0, 1)
     assert await tools.calc_rewards() == [1.0]
     assert await other.calc_rewards() == [0.0]
     await tools.close()
@@ -582,7 +581,7 @@ async def test_langchain_tools_run_sync_and_async(executor: Callable[..., ToolEx
             is_error=True,
         ),
         ToolResult(
-            "a content block of type 'image': transcripts hold text only yet", is_error=True
+            "", images=[MediaSource("image", "data:", where="a content block of LangChain's")]
         ),
         ToolResult("one two"),
     ]

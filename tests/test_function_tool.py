@@ -999,11 +999,14 @@ def test_function_tool_recursive_pydantic_model_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["images", "videos", "audio"])
-def test_tool_result_media_are_refused_by_name(kind: str) -> None:
+def test_tool_result_audio_is_refused_by_name() -> None:
     with pytest.raises(MediaError) as caught:
-        ToolResult("see", **{kind: [b"..."]})
-    assert str(caught.value) == (
-        f"ToolResult.{kind}: transcripts cannot hold images, videos or audio yet; return text"
-    )
-    assert ToolResult("see", **{kind: []}) == ToolResult("see", **{kind: []})
+        ToolResult("see", audio=[b"..."])
+    assert str(caught.value) == "ToolResult.audio: audio is not supported; images and videos are"
+    assert ToolResult("see", audio=[]) == ToolResult("see", audio=[])
+
+
+def test_tool_result_with_something_else_than_a_list_of_images_is_refused() -> None:
+    with pytest.raises(MediaError) as caught:
+        ToolResult("see", images=b"...")  # type: ignore[arg-type]
+    assert str(caught.value) == "ToolResult.images: expected a list, got bytes"

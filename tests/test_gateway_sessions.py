@@ -484,7 +484,9 @@ async def test_session_client_seed_is_the_engines() -> None:
         assert one.answers[0].ids == two.answers[0].ids != two.answers[1].ids
 
     found = await tried(trial, HELLO)
-    assert [each.seeds[0] for each in found.trajectory.segments][:2] == [7, 7]
+    first, *others = [each.seeds[0] for each in found.trajectory.segments]
+    assert first == 7
+    assert others.count(7) == 1  # of two samples that are opened at once
 
 
 async def test_session_responses_continue_a_named_answer() -> None:

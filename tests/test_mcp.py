@@ -75,10 +75,12 @@ async def test_reference_server_answers_calls() -> None:
         wrong = await server.call("echo")
         assert wrong.is_error
         assert "expected string" in wrong.text
-        assert await server.call("get-tiny-image") == ToolResult(
-            "get-tiny-image: the server answered with image content; only text can be observed",
-            is_error=True,
-        )
+        shown = await server.call("get-tiny-image")
+        assert not shown.is_error
+        assert "image" in shown.text
+        (picture,) = shown.images
+        assert picture["mimeType"] == "image/png"
+        assert picture["data"].startswith("iVBOR")
         with anyio.move_on_after(0.2) as scope:
             await server.call("trigger-long-running-operation", duration=60, steps=2)
         assert scope.cancelled_caught

@@ -33,7 +33,7 @@ from rollout.testing import Scenario
 from rollout.tools import ToolResult, normalise_result
 from rollout.worker_threads import WorkerThreads
 
-NOT_YET = "transcripts cannot hold images, videos or audio yet"
+TEXT_ONLY = "here the model reads text only"
 
 
 def picture() -> Image.Image:
@@ -51,20 +51,20 @@ URL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0K
 CONTENTS: dict[str, tuple[Any, str]] = {
     "image_url": (
         [{"type": "text", "text": "Look:"}, URL],
-        f": content[1]: only parts of type 'text' are understood, not 'image_url': {NOT_YET}",
+        f": content[1]: only parts of type 'text' are understood, not 'image_url': {TEXT_ONLY}",
     ),
     "audio": (
         [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}],
-        f": content[0]: only parts of type 'text' are understood, not 'input_audio': {NOT_YET}",
+        f": content[0]: only parts of type 'text' are understood, not 'input_audio': {TEXT_ONLY}",
     ),
-    "bytes": (png(), f": content is bytes; expected text: {NOT_YET}"),
-    "PIL": (picture(), f": content is a PIL image; expected text: {NOT_YET}"),
+    "bytes": (png(), f": content is bytes; expected text: {TEXT_ONLY}"),
+    "PIL": (picture(), f": content is a PIL image; expected text: {TEXT_ONLY}"),
     "array": (
         np.zeros((4, 4, 3), np.uint8),
-        f": content is an array of uint8; expected text: {NOT_YET}",
+        f": content is an array of uint8; expected text: {TEXT_ONLY}",
     ),
-    "PIL part": (["Look:", picture()], f": content[1] is a PIL image; expected text: {NOT_YET}"),
-    "bytes part": ((b"\x89PNG",), f": content[0] is bytes; expected text: {NOT_YET}"),
+    "PIL part": (["Look:", picture()], f": content[1] is a PIL image; expected text: {TEXT_ONLY}"),
+    "bytes part": ((b"\x89PNG",), f": content[0] is bytes; expected text: {TEXT_ONLY}"),
 }
 both = pytest.mark.parametrize(("content", "said"), CONTENTS.values(), ids=CONTENTS)
 
@@ -94,7 +94,7 @@ def test_message_with_media_beside_its_content_is_refused(
 ) -> None:
     with pytest.raises(MediaError) as caught:
         template_messages([{"role": "user", "content": "x", field: value}])
-    assert str(caught.value) == f"messages[0].{field} is {kind}; expected text: {NOT_YET}"
+    assert str(caught.value) == f"messages[0].{field} is {kind}; expected text: {TEXT_ONLY}"
 
 
 def test_message_with_text_parts_and_empty_lists_of_media_is_text() -> None:
@@ -188,18 +188,11 @@ class Shot:
 
 #: What tools answer, and what of it is no text.
 ANSWERS: dict[str, tuple[Any, str]] = {
-    "PIL": (picture(), "a PIL image"),
-    "png": (png(), "bytes"),
-    "parts": ([{"type": "text", "text": "a"}, URL], "a part of type 'image_url'"),
     "nested": ({"screen": {"parts": (URL,)}}, "a part of type 'image_url'"),
-    "source": (
-        [{"type": "image", "source": {"type": "base64", "data": "iVBO"}}],
-        "a part of type 'image'",
-    ),
+    "file": ([{"type": "file", "data": "iVBO"}], "a part of type 'file'"),
     "model": ([Block(type="image", data="iVBO")], "a part of type 'image'"),
     "bytes within": ({"file": b"abc"}, "bytes"),
     "record": (Shot("a", picture()), "a PIL image"),
-    "with a reward": ((picture(), 1.0), "a PIL image"),
     "text": (ToolResult([URL]), "a part of type 'image_url'"),  # type: ignore[arg-type]
 }
 
@@ -217,7 +210,9 @@ async def test_tool_that_answers_with_media_is_an_error_observation(
     session = executor_of([show], threads).open_session(uid="p", member=0)
     (result,) = await run(session, call("show"))
     place = "ToolResult.text" if isinstance(value, ToolResult) else "the tool's answer"
-    assert result == ToolResult(f"{place} holds {kind}: {NOT_YET}; return text", is_error=True)
+    assert result == ToolResult(
+        f"{place} holds {kind}; return text, or ToolResult(images=…, videos=…)", is_error=True
+    )
     with pytest.raises(MediaError):
         normalise_result(value)
     await session.close()
@@ -241,5 +236,5 @@ def test_tool_that_answers_about_media_is_understood(value: Any) -> None:
 
 
 def test_tool_result_with_one_picture_in_the_place_of_many_is_refused() -> None:
-    with pytest.raises(MediaError, match=r"^ToolResult.images: "):
+    with pytest.raises(MediaError, match=r"^ToolResult.images: expected a list, got Image$"):
         ToolResult("see", images=picture())  # type: ignore[arg-type]

@@ -202,7 +202,7 @@ async def test_handshake_other_protocol_version_names_both() -> None:
         await frames.flush()
 
     _, error = await shake(older, partial(greet_as_client, secret=SECRET, role="data", session="s"))
-    assert str(error) == "the engine speaks protocol version 0; this driver 2"
+    assert str(error) == "the engine speaks protocol version 0; this driver 3"
 
 
 async def test_handshake_client_sends_something_else_first_is_refused() -> None:

@@ -937,7 +937,7 @@ def test_scenario_builder_leaves_the_one_before_alone() -> None:
         (
             lambda: SimulatedCore(fault={}),
             "engine.scenario.fault: unknown key; did you mean 'faults'? known: seed, rules, "
-            "timing, capacity, kv, faults, experts, stream_interval, weight_version",
+            "timing, capacity, kv, faults, experts, stream_interval, weight_version, modalities",
         ),
         (
             lambda: SimulatedCore(rules=[{"when": "a"}, {"repleis": [["x"]]}]),

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from rollout.lazy import lazy_exports
+from rollout.medium import Media
 
 #: A trajectory's cause keeps this many characters of traceback: enough for the frames that matter.
 MAX_TRACEBACK_CHARACTERS = 2000
@@ -42,8 +43,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One message of a conversation, in the terms of the OpenAI chat format.
 
     Attributes:
+        content: Its text. Where it is given as a list of parts, among them images and videos, what
+            the conversation keeps of it is their text, and `parts`.
         extra: What it carries for agents, rewards and records; the model never sees it.
         fields: Further keys that its chat template reads, e.g. ``reasoning_content``.
+        parts: Of a message with images or videos, what it says and shows, in order; else empty.
     """
 
     role: str
@@ -53,6 +57,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str | None = None
     extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
     fields: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    parts: Sequence[str | Media] = ()
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):

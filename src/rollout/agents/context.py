@@ -260,7 +260,7 @@ class AgentContext:
         given = self.prompt.messages if messages is None else messages
         wording = self._state.wording
         if ids is None:
-            worded = await wording.prompt(given)
+            worded = await wording.prompt(given, is_shared=messages is None)
         else:
             packed = check_ids(ids, self._services.engines.info.vocab_size, "begin")
             if not packed:

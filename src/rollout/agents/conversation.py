@@ -19,6 +19,7 @@ from rollout.drives import UnresponsiveError
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.generation import Generation
 from rollout.errors import AgentError, LimitExceeded
+from rollout.limits import fail_at_deadline
 from rollout.tools.answers import Answers
 from rollout.tools.call_events import CallEvents
 
@@ -151,6 +152,7 @@ class Conversation(ListeningConversation):
                             deadline=deadline,
                             hold=state.hold,
                             trajectory=self._identity.number,
+                            media=self.transcript.media,
                         )
                     if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
                         raise state.abort_error(self._session_id, deadline.now)
@@ -287,6 +289,8 @@ class Conversation(ListeningConversation):
         with self._settling_limits:
             state.count_calls(len(calls))
             results = await self._answers_to(calls, told)
+            if any(result.has_media for result in results):
+                results = await self._seen(calls, results)
             state.tool_rewards += [r.reward for r in results if r.reward is not None]
             self._errors_in_a_row = state.count_errors(results, self._errors_in_a_row)
         return results
@@ -314,6 +318,19 @@ class Conversation(ListeningConversation):
             if log.note_answers(place, self._session_id, self.assistant_turns, answers):
                 await log.room()
         return results
+
+    async def _seen(
+        self, calls: Sequence[ToolCall | InvalidToolCall], results: list[ToolResult]
+    ) -> list[ToolResult]:
+        """What tools answered with its images and videos read, within the turn's time."""
+        own: list[ToolResult] = []
+        count = len(self.transcript.media)
+        with fail_at_deadline(self._turn_deadline):
+            for call, result in zip(calls, results, strict=True):
+                name = getattr(call, "name", "tool")
+                own.append(await self._state.services.media.seen(name, result, count))
+                count += len(own[-1].images) + len(own[-1].videos)
+        return own
 
     async def branch(
         self,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rollout.agents.message_log import MessageLog
 from rollout.agents.places import Mark, Marks, Row, mark_at
 from rollout.chat.trajectory import COMPACTION
-from rollout.chat.transcript import Transcript, common_length
+from rollout.chat.transcript import Transcript, append_split, common_length
 
 if TYPE_CHECKING:
     from array import array
@@ -72,10 +72,9 @@ class ConversationLog:
         """The prompt; what of it is past `prompt_room` tokens is an observation."""
         ids = worded.ids
         if prompt_room is None or len(ids) <= prompt_room:
-            self.transcript.append_prompt(ids, pieces=worded.pieces)
+            self.transcript.append_prompt(ids, pieces=worded.pieces, media=worded.media)
         else:
-            self.transcript.append_prompt(ids[:prompt_room])
-            self.transcript.append_observation(ids[prompt_room:])
+            append_split(self.transcript, ids, worded.media, prompt_room)
         self.message_log.begin(worded.messages, self.transcript.prefix)
         self.in_reasoning, self.has_raw_ids = worded.opens_reasoning, worded.is_raw
         self._mark()
@@ -122,7 +121,7 @@ class ConversationLog:
         messages, start = self.message_log.messages, len(self.transcript)
         if self._last_turn[1] != start:
             messages.stay_silent()  # the template opens a turn there, which ends at once
-        self.transcript.append_observation(worded.ids)
+        self.transcript.append_observation(worded.ids, media=worded.media)
         messages.hear(worded.messages, self.transcript.prefix, start, worded.found)
         self.in_reasoning = worded.opens_reasoning
         self._mark()

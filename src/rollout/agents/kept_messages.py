@@ -308,7 +308,7 @@ def _entry(packed: Any, unpack: Callable[[Any], Message]) -> Message | _Head | _
 
 def find_texts(messages: Sequence[Message], text: str) -> list[int]:
     """How far from its end the text of each message begins in `text`; -1 where it is not there."""
-    return [_from_end(each.content, text) for each in messages]
+    return [-1 if each.parts else _from_end(each.content, text) for each in messages]
 
 
 def _from_end(content: str | None, text: str) -> int:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from rollout.agents.kept_messages import KeptMessages, TurnReader
 from rollout.chat.messages import template_messages, with_results_as_user
 from rollout.chat.token_bounds import TooManyTokens
-from rollout.chat.transcript import Transcript, common_length
+from rollout.chat.transcript import Transcript, append_split, common_length
 from rollout.errors import TemplateError
+from rollout.media import Media
 from rollout.types import InvalidToolCall, Message, ToolCall
 from rollout.utf8 import encodable
 
@@ -78,8 +79,9 @@ class MessageLog:
         prompt = self._prompt.slice(0, self._prompt_length)
         shared = common_length(ids, prompt) or min(longest, len(ids))
         row = Transcript()
-        row.append_prompt(ids[:shared])
-        row.append_observation(ids[shared:])
+        shown = [part for each in self.messages for part in each.parts]
+        media = [part for part in shown if isinstance(part, Media)]
+        append_split(row, ids, template.places_of(ids, media), shared)
         return row
 
     def _ids(

@@ -8,6 +8,7 @@ import attrs
 
 from rollout.agents.kept_messages import TurnReader
 from rollout.agents.long_texts import LongTexts
+from rollout.agents.media_intake import MediaIntake
 from rollout.chat import ChatTemplate, ToolParser
 from rollout.chat.shared_beginnings import SharedBeginnings
 from rollout.config import RolloutConfig
@@ -51,6 +52,7 @@ class Services:
     tally: Tally
     threads: WorkerThreads
     texts: LongTexts
+    media: MediaIntake
     events: EventStream = attrs.field(factory=EventStream)
     gateway: GatewayPlace = attrs.field(factory=GatewayPlace)
     beginnings: SharedBeginnings = attrs.field(init=False, factory=SharedBeginnings)

@@ -55,10 +55,12 @@ def answer(call: ToolCall | InvalidToolCall, result: ToolResult) -> Message:
     """The message that tells the model what became of a call."""
     if isinstance(call, InvalidToolCall):
         return Message(role="tool", content=result.text, extra=result.extra)
+    shown = (*result.images, *result.videos)
     return Message(
         role="tool",
         content=result.text,
         name=call.name,
         tool_call_id=call.id or None,
         extra=result.extra,
+        parts=(*shown, *filter(None, [result.text])) if shown else (),
     )

@@ -9,8 +9,9 @@ from rollout.agents.budget import length_error, longest_prompt, prompt_fault, re
 from rollout.agents.identity import RejectedPrompt
 from rollout.agents.kept_messages import TurnReader, find_texts
 from rollout.agents.long_texts import LONG_TOKENS, is_long
+from rollout.agents.media_intake import may_show
 from rollout.chat.encoding import NOTHING_READY
-from rollout.chat.messages import as_messages, template_messages
+from rollout.chat.messages import as_messages, has_media, media_of, template_messages
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.token_bounds import TooManyTokens
 from rollout.errors import LimitExceeded, MediaError, TemplateError
@@ -18,6 +19,7 @@ from rollout.types import Message
 
 if TYPE_CHECKING:
     from array import array
+    from collections.abc import Callable
 
     from rollout.agents.message_log import MessageLog
     from rollout.agents.services import Services
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from rollout.chat.drift import Drift
     from rollout.chat.encoding import Ready, WrittenText
     from rollout.chat.transcript import Transcript
+    from rollout.media import Media, PlacedMedia
 
 #: Messages as agents give them.
 Given = Sequence[Message | Mapping[str, Any]]
@@ -44,6 +47,7 @@ class Worded(NamedTuple):
             of the ids; -1 where it does not stand there exactly.
         is_raw: The ids are not what the template makes of the messages.
         cut_tokens: Tokens that a prompt has lost at its beginning.
+        media: Images and videos with their places among the ids.
     """
 
     ids: array[int]
@@ -53,6 +57,7 @@ class Worded(NamedTuple):
     found: Sequence[int] = ()
     is_raw: bool = False
     cut_tokens: int = 0
+    media: tuple[PlacedMedia, ...] = ()
 
 
 class Wording:
@@ -77,13 +82,16 @@ class Wording:
         other.kept_tokens = tokens
         return other
 
-    async def prompt(self, messages: Given, *, is_continued: bool = False) -> Worded:
+    async def prompt(
+        self, messages: Given, *, is_continued: bool = False, is_shared: bool = False
+    ) -> Worded:
         """The prompt's ids and messages.
 
         Args:
             messages: At least one.
             is_continued: The model has spoken in them before, so that they may take the room of
                 its answers too.
+            is_shared: Other trajectories begin with the same list.
 
         Raises:
             RejectedPrompt: They cannot be rendered, or are more than fits.
@@ -94,14 +102,15 @@ class Wording:
             longest = min(lengths.prompt + lengths.response - 1, context - 1)
         is_cut = lengths.overlong_prompts == "cut" and not is_continued
         try:
-            worded = await self._rendered(messages, None if is_cut else longest)
+            shown = await self._services.media.prepared(messages, is_shared=is_shared)
+            worded = await self._rendered(shown, None if is_cut else longest)
         except TooManyTokens as error:
             raise prompt_fault(f"at least {error.least}", lengths, context) from None
         except TemplateError as error:
             raise RejectedPrompt("bad_message", str(error)) from error
         if len(worded.ids) <= longest:
             return worded
-        if not is_cut:
+        if not is_cut or worded.media:  # a picture cannot be cut in two
             raise prompt_fault(str(len(worded.ids)), lengths, context)
         cut = len(worded.ids) - longest
         return worded._replace(ids=worded.ids[cut:], pieces=(), is_raw=True, cut_tokens=cut)
@@ -144,6 +153,8 @@ class Wording:
     async def _rendered(self, messages: Given, longest: int | None) -> Worded:
         """A prompt's ids; of one that certainly has more than `longest`, TooManyTokens."""
         texts = self._services.texts
+        if may_show(messages):
+            return await self._shown(self._prompt, messages, longest)
         if is_long(messages, texts.prompt_room):
             return await texts.run(True, self._prompt, messages, longest)
         drawn = self._drawn_prompt(messages, longest)
@@ -158,10 +169,21 @@ class Wording:
             LimitExceeded: They would leave no room for one more token.
         """
         room, texts = self.room(transcript), self._services.texts
+        if may_show(messages):
+            before = [each.medium for each in transcript.media]
+            messages = await self._services.media.prepared(messages, len(before))
+            return await self._shown(self._observation, messages, room, after, before)
         if is_long(messages):
             return await texts.run(True, self._observation, messages, room, after)
         drawn = self._drawn(messages, room)
         return self._observation_of(*drawn, room, after, await texts.ahead(drawn[1]))
+
+    async def _shown(self, render: Callable[..., Worded], *args: Any) -> Worded:
+        """What is rendered with images or videos, of which a processor makes tokens."""
+        if self._services.template.processor is None:
+            return render(*args)  # it is refused
+        worded: Worded = await self._services.media.run(render, *args)
+        return worded
 
     def observation_now(
         self, messages: Given, transcript: Transcript, after: Sequence[int] | None
@@ -172,6 +194,8 @@ class Wording:
             LimitExceeded: It certainly has none.
         """
         room, source = self.room(transcript)
+        if may_show(messages) and self._services.template.processor is not None:
+            return messages
         if not is_long(messages):
             return self._observation(messages, (room, source), after)
         if len(messages) > _LOOKED_AT:
@@ -261,20 +285,26 @@ class Wording:
         template = self._services.template
         ids = template.prompt_ids_of(written, plain, longest, ready)
         pieces = self._services.beginnings.pieces(ids.tobytes())
-        return Worded(ids, as_messages(plain), template.opens_reasoning, pieces)
+        media = template.places_of(ids, media_of(plain))
+        own = as_messages(plain)
+        return Worded(ids, own, template.opens_reasoning, pieces, media=media)
 
     def _observation(
-        self, messages: Given, room: tuple[int, str], after: Sequence[int] | None
+        self,
+        messages: Given,
+        room: tuple[int, str],
+        after: Sequence[int] | None,
+        before: Sequence[Media] = (),
     ) -> Worded:
-        return self._observation_of(*self._drawn(messages, room), room, after)
+        return self._observation_of(*self._drawn(messages, room, before), room, after)
 
     def _drawn(
-        self, messages: Given, room: tuple[int, str]
+        self, messages: Given, room: tuple[int, str], before: Sequence[Media] = ()
     ) -> tuple[list[Any], WrittenText, str, bool]:
         """The messages as the template takes them, and `ChatTemplate.observation_text` of them."""
         plain = template_messages(messages)
         try:
-            return plain, *self._services.template.observation_text(plain, room[0] - 1)
+            return plain, *self._services.template.observation_text(plain, room[0] - 1, before)
         except TooManyTokens as error:
             raise no_room(room[1], f"at least {error.least}") from None
 
@@ -300,7 +330,8 @@ class Wording:
             raise no_room(source, str(len(ids)))
         own = as_messages(plain)
         text = written.text if template.spells(written.text) else template.decode(ids)
-        return Worded(ids, own, opens_reasoning, found=find_texts(own, text))
+        media = template.places_of(ids, media_of(plain)) if has_media(plain) else ()
+        return Worded(ids, own, opens_reasoning, found=find_texts(own, text), media=media)
 
 
 def no_room(source: str, count: str) -> LimitExceeded:

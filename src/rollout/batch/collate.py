@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from rollout.batch.metrics import batch_metrics
+from rollout.batch.multi_modal import MultiModalInputs, RowPositions, media_of_rows
 from rollout.batch.packed import PackedTensors
 from rollout.batch.padded import PaddedTensors
 from rollout.batch.rollout_batch import RolloutBatch
@@ -23,6 +24,7 @@ from rollout.tensor_layout import Layout, Trim, layout_faults, trimmed
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from rollout.chat.processors import MediaProcessor
     from rollout.chat.trajectory import Trajectory
 
 #: Threads that fill large tensors, on a machine with twice as many CPUs.
@@ -38,6 +40,8 @@ def collate(
     trim: Trim = False,
     decode: Callable[[Sequence[int]], str] | None = None,
     extra_metrics: Mapping[str, float] | None = None,
+    processor: MediaProcessor | None = None,
+    position_rows: int = 3,
 ) -> RolloutBatch:
     """One row of tensors for each segment, in the order given; shapes as in `RolloutBatch`.
 
@@ -58,15 +62,23 @@ def collate(
             `lengths` by less than the number. Nothing changes for "packed", which has no padding.
         decode: Ids to text, kept for `RolloutBatch.save`.
         extra_metrics: Added to the metrics, e.g. the event loop's lag.
+        processor: The model's, where it reads images or videos: `multi_modal_inputs` and the
+            positions of M-RoPE families come from it.
+        position_rows: Rows of those positions: 3, or 4 with those of a text-only row before them.
 
     Raises:
         ValueError: A prompt or response is longer than `lengths` allow, and its uid is named; or
             `layout` or `trim` is none.
     """
     faults = layout_faults(layout, trim)
+    if position_rows not in (3, 4):
+        faults.append(f"position_rows = {position_rows!r:.80}: expected 3 or 4")
     if faults:
         raise ValueError("\n".join(faults))
     rows = Rows(trajectories, lengths)
+    media = media_of_rows(trajectories)
+    if processor is not None and processor.position_rows > 1:
+        rows.positions = RowPositions(processor, media, position_rows)
     tensors = _padded(rows, lengths, pad_token_id, trim) if layout == "padded" else _packed(rows)
     tensors |= _of_rows(rows.places)
     return RolloutBatch(
@@ -75,6 +87,7 @@ def collate(
         metrics=batch_metrics(trajectories, extra_metrics or {}),
         trajectories=list(trajectories),
         decode=decode,
+        multi_modal_inputs=MultiModalInputs(media, processor),
     )
 
 

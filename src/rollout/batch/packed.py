@@ -74,7 +74,12 @@ class PackedTensors:
         parts["prompts"][:] = tokens.ids[in_prompt]
         parts["responses"][:] = tokens.ids[~in_prompt]
         parts["attention_mask"].fill(1)
-        parts["position_ids"][:] = positions
+        if rows.positions is None:
+            parts["position_ids"][:] = positions
+        else:
+            for begin, (row, ids) in zip(begins, tokens.by_row(rows), strict=True):
+                place = parts["position_ids"][begin : begin + len(ids)]
+                place[:] = rows.positions.of(row, ids).T
         parts["response_mask"][:] = tokens.sampled
         parts["rollout_log_probs"][tokens.sampled] = tokens.log_probs
         parts["weight_versions"][:] = tokens.versions
@@ -89,7 +94,9 @@ class PackedTensors:
                 place[:] = NO_EXPERT if experts is None else experts
 
     def _shape(self, name: str, rows: Rows) -> tuple[int, ...]:
-        inner = rows.expert_shape or () if name == "routed_experts" else ()
+        inner: tuple[int, ...] = rows.expert_shape or () if name == "routed_experts" else ()
+        if name == "position_ids" and rows.positions is not None:
+            inner = (rows.positions.count,)
         return (int(self._offsets[_LENGTHS[name]][-1]), *inner)
 
     def _values(self, name: str, tokens: Tokens) -> slice:

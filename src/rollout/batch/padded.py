@@ -42,6 +42,9 @@ class PaddedTensors:
             "rollout_log_probs": np.zeros(answer, dtype=np.float32),
             "weight_versions": np.empty(answer, dtype=np.int32),
         }
+        if rows.positions is not None:
+            shape = (size, rows.positions.count, self.width)
+            self.arrays["position_ids"] = np.zeros(shape, dtype=np.int64)
         if rows.has_token_rewards:
             self.arrays["token_rewards"] = np.zeros(answer, dtype=np.float32)
         if rows.expert_shape is not None:
@@ -55,9 +58,15 @@ class PaddedTensors:
         places = np.arange(self.width)
         is_token = (places >= first) & (places < behind)
         parts["attention_mask"][:] = is_token
-        # A row is contiguous, so that this is cumsum(attention) - 1 on it.
-        np.subtract(places, first, out=parts["position_ids"])
-        parts["position_ids"] *= is_token
+        if rows.positions is None:
+            # A row is contiguous, so that this is cumsum(attention) - 1 on it.
+            np.subtract(places, first, out=parts["position_ids"])
+            parts["position_ids"] *= is_token
+        else:
+            for at, (row, ids) in enumerate(tokens.by_row(rows)):
+                begin = int(first[at, 0])
+                place = parts["position_ids"][at, :, begin : begin + len(ids)]
+                place[:] = rows.positions.of(row, ids)
         ids = parts["input_ids"]
         ids.fill(self._pad)
         ids[is_token] = tokens.ids

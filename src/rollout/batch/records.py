@@ -14,10 +14,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from rollout.batch.media_records import (
+    message_record,
+    placed_records,
+    prompt_messages,
+    shows_more_than_text,
+)
 from rollout.batch.sample import Sample
 from rollout.chat.spans import SpanKind
 from rollout.chat.trajectory import COMPACTION, MAIN, Parent, Segment, Trajectory
 from rollout.chat.transcript import NO_ID, Transcript, common_length
+from rollout.medium import PlacedMedia
 from rollout.types import Cause, Message, Outcome, Prompt
 
 if TYPE_CHECKING:
@@ -87,6 +94,7 @@ class _SpanRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     top_ids: list[list[int]] = msgspec.field(default_factory=list)
     top_log_probs: list[list[Number]] = msgspec.field(default_factory=list)
     routed_experts: _ExpertsRecord | None = None
+    media: list[PlacedMedia] = msgspec.field(default_factory=list)
 
 
 class _SegmentRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -242,6 +250,8 @@ def _prompt_fields(trajectory: Trajectory) -> dict[str, Any] | None:
     if trajectory.prompt is None:
         return None
     fields = {name: getattr(trajectory.prompt, name) for name in Prompt.__struct_fields__}
+    if shows_more_than_text(trajectory.prompt.messages):
+        fields["messages"] = prompt_messages(trajectory, trajectory.prompt.messages)
     return _json_items(fields, f"{trajectory.uid!r} member {trajectory.member}: prompt")
 
 
@@ -259,6 +269,7 @@ def _messages(messages: Sequence[Message], trajectory: Trajectory) -> list[Messa
 
 def _message(message: Message, where: str) -> Message:
     """A message that JSON can hold; what of it JSON cannot is text."""
+    message = message_record(message)
     if message.extra or message.fields:
         message = msgspec.structs.replace(
             message,
@@ -296,6 +307,7 @@ def _span_records(
                 else _experts_record(
                     experts[span.start : min(span.stop, transcript.routed_length)]
                 ),
+                media=placed_records(transcript.media, span.start, span.stop),
             )
         )
     return records
@@ -305,9 +317,9 @@ def _transcript(spans: Sequence[_SpanRecord]) -> Transcript:
     transcript = Transcript()
     for span in spans:
         if span.kind == "prompt":
-            transcript.append_prompt(span.ids)
+            transcript.append_prompt(span.ids, media=span.media)
         elif span.kind == "observation":
-            transcript.append_observation(span.ids)
+            transcript.append_observation(span.ids, media=span.media)
         else:
             transcript.append_generated(
                 span.ids,

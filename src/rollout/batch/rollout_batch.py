@@ -9,8 +9,10 @@ from typing import Any
 import msgspec
 from tensordict import TensorDict
 
+from rollout.batch.multi_modal import MultiModalInputs, media_of_rows
 from rollout.batch.sample import Sample
 from rollout.batch.storage import read_batch, write_batch
+from rollout.chat.processors import MediaProcessor  # noqa: TC001  (a Struct looks its names up)
 from rollout.chat.trajectory import Trajectory
 from rollout.errors import RolloutError
 from rollout.observe.event_file import EVENTS, events_of_batch
@@ -31,7 +33,9 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
             ``rollout_log_probs`` (B, R) float32, 0.0 off the mask; ``weight_versions`` (B, R)
             int32, -1 off the mask; ``trainable`` (B,) bool; ``rewards`` (B,) float32, NaN where
             unknown; ``groups`` (B,) int64, the position of the row's prompt in the call; where
-            engines tell them, ``routed_experts`` (B, P+R, layers, top_k) int16, -1 unknown.
+            engines tell them, ``routed_experts`` (B, P+R, layers, top_k) int16, -1 unknown. Of
+            M-RoPE families ``position_ids`` is (B, 3, P+R), or (B, 4, P+R) with
+            `media.position_rows` = 4; packed, each row is (T, 3) or (T, 4).
         samples: One record for each row.
         metrics: Figures by name; one that is unknown is absent.
         trajectories: The trajectories with their transcripts, in the order of the rows; one that
@@ -39,6 +43,8 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
         decode: Ids to text; `save` then writes the text of every span.
         events_path: Where the events of its run are written, `observe.path`; None: nowhere.
         number: Its call's among those of the run, from 0, in these events.
+        multi_modal_inputs: Of each row a dict of the tensors that its images and videos become,
+            made when it is asked for; see `MultiModalInputs`.
     """
 
     tensors: TensorDict
@@ -48,6 +54,7 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
     decode: Callable[[Sequence[int]], str] | None = None
     events_path: Path | None = None
     number: int = 0
+    multi_modal_inputs: MultiModalInputs = msgspec.field(default_factory=MultiModalInputs)
 
     def __len__(self) -> int:
         """B, the number of rows."""
@@ -65,7 +72,8 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
         """Write the batch; files of an earlier batch in `directory` are replaced.
 
         Writes ``tensors.safetensors``, ``samples.jsonl``, ``trajectories.jsonl`` (spans with
-        kind, ids, text, log-probs, versions), ``metrics.json`` and ``meta.json``. Everything is
+        kind, ids, text, log-probs, versions), ``metrics.json`` and ``meta.json``; where there are
+        images or videos ``media.safetensors``, each once by its hash. Everything is
         written beside its place first and renamed, ``meta.json`` with the others' checksums
         last: a save that is cut short leaves the earlier batch or a directory that `load`
         refuses, never a mixture. Blocks while it writes.
@@ -81,13 +89,21 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
         write_batch(Path(directory), self)
 
     @classmethod
-    def load(cls, directory: str | Path) -> RolloutBatch:
+    def load(
+        cls, directory: str | Path, *, processor: MediaProcessor | None = None
+    ) -> RolloutBatch:
         """The batch that `save` wrote to `directory`, without `decode`. Never unpickles.
+
+        Args:
+            directory: Where it is.
+            processor: Of the model, for `multi_modal_inputs`.
 
         Raises:
             RolloutError: A file is missing, damaged or not of this batch; names it and says why.
         """
-        batch = cls(**read_batch(Path(directory)))
+        parts = read_batch(Path(directory))
+        media = media_of_rows(parts["trajectories"])
+        batch = cls(**parts, multi_modal_inputs=MultiModalInputs(media, processor))
         if (Path(directory) / EVENTS).exists():
             batch.events_path = Path(directory)
         return batch

@@ -15,6 +15,7 @@ from rollout.chat.transcript import NO_VERSION
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from rollout.batch.multi_modal import RowPositions
     from rollout.chat.trajectory import Segment, Trajectory
     from rollout.chat.transcript import Transcript
 
@@ -55,6 +56,7 @@ class Rows:
         responses: (B,) tokens of each response, up to the last generated one.
         expert_shape: (layers, top_k) of the routed experts; None where none are known.
         has_token_rewards: Whether any row has rewards of tokens.
+        positions: Those of an M-RoPE family; None of all others.
 
     Raises:
         ValueError: A prompt or response is longer than `lengths` allow, or what is told of its
@@ -79,6 +81,7 @@ class Rows:
         self.prompts = np.array(prompts, dtype=np.int64)
         self.responses = np.array(responses, dtype=np.int64)
         self.expert_shape = _expert_shape(self.places)
+        self.positions: RowPositions | None = None
         self.has_token_rewards = any(p.segment.token_rewards is not None for p in self.places)
 
     def __len__(self) -> int:
@@ -138,6 +141,11 @@ class Tokens:
         self.token_rewards = (
             _token_rewards(places, self.responses) if rows.has_token_rewards else None
         )
+
+    def by_row(self, rows: Rows) -> Iterator[tuple[int, npt.NDArray[np.int32]]]:
+        """The index of each row in the batch, and its ids."""
+        stops = np.cumsum(self.prompts + self.responses)
+        yield from zip(range(len(rows))[self.rows], np.split(self.ids, stops[:-1]), strict=True)
 
 
 def _authors(

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from tensordict import TensorDict
 
 from rollout.batch.disk import NewFiles
+from rollout.batch.media_records import KnownContents, content_tensors, contents_of
 from rollout.batch.records import (
     Number,
     number,
@@ -43,6 +44,8 @@ JOURNAL, JOURNAL_MAGIC = "trajectories.journal", b"rollout journal "
 METRICS = "metrics.json"
 META = "meta.json"
 FILES = (TENSORS, SAMPLES, TRAJECTORIES, METRICS)
+#: Only where there are images or videos.
+MEDIA = "media.safetensors"
 
 #: Version of the files; another one is refused.
 FORMAT = 1
@@ -93,18 +96,28 @@ def read_batch(directory: Path) -> dict[str, Any]:
     """The fields of a `RolloutBatch`; see its `load`."""
     with _reading(directory):
         meta = _read_meta(directory / META)
-        for name in FILES:
+        for name in (*FILES, *({MEDIA} & meta.files.keys())):
             _check_file(directory / name, meta.files[name])
         metrics = _decoded(directory / METRICS, dict[str, Number])
         samples = _read_lines(directory / SAMPLES, sample_from_line)
         trajectories = _read_lines(directory / TRAJECTORIES, trajectory_from_line)
         _say_segments(samples, trajectories)
+        _restore_media(directory / MEDIA, trajectories, is_listed=MEDIA in meta.files)
         return {
             "tensors": _read_tensors(directory / TENSORS, meta),
             "samples": samples,
             "metrics": {name: float(value) for name, value in metrics.items()},
             "trajectories": trajectories,
         }
+
+
+def _restore_media(path: Path, trajectories: Sequence[Trajectory], *, is_listed: bool) -> None:
+    try:
+        tensors = load_file(path) if is_listed else {}
+        contents = {digest: tensor.numpy().tobytes() for digest, tensor in tensors.items()}
+    except SafetensorError as error:
+        raise RolloutError(f"{path} cannot be read: {error}") from error
+    KnownContents(contents, str(path)).restore(trajectories)
 
 
 def _say_segments(samples: Sequence[Sample], trajectories: Sequence[Trajectory]) -> None:
@@ -126,12 +139,16 @@ def _write_files(files: NewFiles, batch: Parts) -> None:
     )
     metrics = {name: number(value) for name, value in batch.metrics.items()}
     files.write(METRICS, [_formatted(metrics)])
+    names: tuple[str, ...] = FILES
+    if contents := contents_of(batch.trajectories):
+        files.write_tensors(MEDIA, content_tensors(contents))
+        names = (*FILES, MEDIA)
     if files.failure is None:
-        listed = {name: _file(files.aside(name)) for name in FILES}
+        listed = {name: _file(files.aside(name)) for name in names}
         meta = _Meta(format=FORMAT, rows=len(batch.samples), jagged=jagged, files=listed)
         files.write(META, [_formatted(meta)])
     if files.failure is None:
-        files.put_in_place((*FILES, META))
+        files.put_in_place((*names, META))
 
 
 def _formatted(value: object) -> bytes:
@@ -171,9 +188,11 @@ def _read_tensors(path: Path, meta: _Meta) -> TensorDict:
 def load_trajectories(path: Path | str) -> list[Trajectory]:
     """The trajectories of a ``trajectories.jsonl``, or those that a journal has finished.
 
-    In the order of the file. In the order of (group, member) `collate` makes a batch of them. Where
-    ``rollout run`` did not come to save a batch, the journal is read that it left beside the path.
-    A last line or record that was cut short is left out, with a warning.
+    In the order of the file: that of the rows where `RolloutBatch.save` wrote it. In the order of
+    (group, member) `collate` makes a batch of them. Where ``rollout run`` did not come to save a
+    batch, the journal is read that it left beside the path. Images and videos are there without
+    their contents, which `RolloutBatch.load` has. A last line or record that was cut short is left
+    out, with a warning.
 
     Raises:
         RolloutError: The file cannot be read, or a line describes no trajectory; names it.

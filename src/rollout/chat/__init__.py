@@ -7,6 +7,7 @@ from rollout.chat.parsers import (
     register_tool_parser,
     tool_parser_names,
 )
+from rollout.chat.processors import MediaProcessor, load_media_processor
 from rollout.chat.spans import Span
 from rollout.chat.template import ChatTemplate
 from rollout.chat.template_loading import load_chat_template
@@ -14,12 +15,14 @@ from rollout.chat.transcript import Transcript
 
 __all__ = [
     "ChatTemplate",
+    "MediaProcessor",
     "ParsedTurn",
     "Span",
     "ToolParser",
     "Transcript",
     "get_tool_parser",
     "load_chat_template",
+    "load_media_processor",
     "register_tool_parser",
     "tool_parser_names",
 ]

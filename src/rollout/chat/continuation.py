@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rollout.chat.content_tests import content_tests
-from rollout.chat.messages import TemplateMessage
+from rollout.chat.messages import TemplateMessage, has_media
 from rollout.chat.placeholder_exchange import (
     ASSISTANT_MARKER,
     USER_MARKER,
@@ -121,7 +121,7 @@ class ContinuationRenderer:
             TooManyTokens: They certainly have more than `most`.
         """
         form = self.form(messages)
-        if form.slotted is None or self._tests is None:
+        if form.slotted is None or self._tests is None or has_media(messages):
             return
         way = "verbatim" if form.slotted.way == "json" else ""  # which only makes them longer
         contents = form.slotted.contents(messages, self._tests, way)
@@ -167,7 +167,7 @@ class ContinuationRenderer:
         self, form: Continuation, messages: Sequence[TemplateMessage], most: int | None
     ) -> WrittenText | None:
         """The text without rendering; None where a content might be treated specially."""
-        if form.slotted is None or self._tests is None:
+        if form.slotted is None or self._tests is None or has_media(messages):
             return None
         contents = form.slotted.contents(messages, self._tests)
         return None if contents is None else form.slotted.written(contents, self._encoder, most)

@@ -8,8 +8,9 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any, TypeGuard
 
-from rollout import media
 from rollout.errors import MediaError, TemplateError
+from rollout.media import Media
+from rollout.media import refusals as media
 from rollout.types import Message, ToolCall
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -18,7 +19,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _KNOWN_IN_ORDER = ("role", "content", "tool_calls", "tool_call_id", "name")
 _KNOWN = frozenset(_KNOWN_IN_ORDER)
 
-#: A message in the form that chat templates read; `content` is always a string.
+#: A message in the form that chat templates read; `content` is a string, or, of a message with
+#: media, a list of parts: ``{"type": "text", "text": …}``, ``{"type": "image", "image": Media}``.
 TemplateMessage = dict[str, Any]
 
 
@@ -79,7 +81,7 @@ def is_mere_words(message: object) -> TypeGuard[Message]:
         and type(message.extra) is dict
         and type(message.tool_calls) is tuple
         and type(message.fields) is dict
-        and not (message.tool_calls or message.fields)
+        and not (message.tool_calls or message.fields or message.parts)
     )
 
 
@@ -106,8 +108,51 @@ def _template_message(where: str, message: object) -> tuple[TemplateMessage, Map
     if calls := _template_calls(where, fields.pop("tool_calls", ())):
         fields["tool_calls"] = calls
         fields.setdefault("content", "")
-    fields["content"] = text_of_content(f"{where} ({role})", fields.get("content"))
+    fields["content"] = _content(f"{where} ({role})", fields.get("content"))
     return fields, extra
+
+
+def _content(where: str, content: object) -> str | list[dict[str, Any]]:
+    """A content as a template takes it: one string, or parts where there are media."""
+    is_list = not isinstance(content, str) and _is_sequence(content)
+    if not is_list or getattr(getattr(content, "dtype", None), "kind", "O") != "O":
+        return text_of_content(where, content)
+    parts: list[Any] = list(content)  # type: ignore[call-overload]
+    found = [_medium_of(part) for part in parts]
+    if not any(found):
+        return text_of_content(where, parts)
+    return [
+        {"type": "text", "text": _part(f"{where}: content[{at}]", part)}
+        if medium is None
+        else {"type": medium.kind, medium.kind: medium}
+        for at, (part, medium) in enumerate(zip(parts, found, strict=True))
+    ]
+
+
+def _medium_of(part: object) -> Media | None:
+    held = part
+    if isinstance(part, Mapping):
+        kind = part.get("type")
+        held = part.get(kind) if isinstance(kind, str) else None
+    return held if isinstance(held, Media) else None
+
+
+def media_of(messages: Iterable[TemplateMessage]) -> list[Media]:
+    """The images and videos of messages, in order."""
+    lists = (each["content"] for each in messages if isinstance(each["content"], list))
+    return [held for parts in lists for part in parts if (held := _medium_of(part)) is not None]
+
+
+def has_media(messages: Iterable[TemplateMessage]) -> bool:
+    """Whether one of them holds an image or a video."""
+    return any(isinstance(each["content"], list) for each in messages)
+
+
+def text_in(content: str | list[dict[str, Any]]) -> str:
+    """The text of a content in a template's form."""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content)
 
 
 def text_of_content(where: str, content: object) -> str:
@@ -135,7 +180,7 @@ def _part(where: str, part: object) -> str:
         return text
     problem = f"{where}: only parts of type 'text' are understood, not {kind!r:.80}"
     if isinstance(kind, str) and kind in media.PART_TYPES:
-        raise MediaError(f"{problem}: {media.NOT_YET}")
+        raise MediaError(f"{problem}: {media.TEXT_ONLY}")
     raise TemplateError(problem)
 
 
@@ -154,13 +199,15 @@ def _refuse_media(where: str, value: object, *, is_media: bool = False) -> None:
     if kind is None and is_media and not (isinstance(value, Sized) and not len(value)):
         kind = _kind(value)
     if kind is not None:
-        raise MediaError(f"{where} is {kind}; expected text: {media.NOT_YET}")
+        raise MediaError(f"{where} is {kind}; expected text: {media.TEXT_ONLY}")
 
 
 def _fields(where: str, message: object) -> TemplateMessage:
     if isinstance(message, Message):
         names = (*_KNOWN_IN_ORDER, "extra")
         own = {name: value for name in names if (value := getattr(message, name)) is not None}
+        if message.parts:
+            own["content"] = message.parts
         return own | {str(name): value for name, value in message.fields.items()}
     if isinstance(message, Mapping):
         return {str(name): value for name, value in message.items() if value is not None}
@@ -221,13 +268,28 @@ def with_results_as_user(messages: Iterable[TemplateMessage]) -> list[TemplateMe
     is_open = False  # whether the last message is made of results
     for message in messages:
         is_result = message["role"] == "tool"
-        text = f"```tool_output\n{message['content']}\n```" if is_result else message["content"]
+        said = message["content"]
+        content = _joined("```tool_output\n", said, "\n```") if is_result else said
         if is_open and message["role"] in ("tool", "user"):
-            converted[-1] = {"role": "user", "content": f"{converted[-1]['content']}\n{text}"}
+            content = _joined(converted[-1]["content"], "\n", content)
+            converted[-1] = {"role": "user", "content": content}
         else:
-            converted.append({"role": "user", "content": text} if is_result else message)
+            converted.append({"role": "user", "content": content} if is_result else message)
         is_open = is_result
     return converted
+
+
+def _joined(*contents: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Contents after each other; a string where all of them are."""
+    texts = [each for each in contents if isinstance(each, str)]
+    if len(texts) == len(contents):
+        return "".join(texts)
+    return [part for each in contents for part in as_parts(each)]
+
+
+def as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A content as a list of parts."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _with_calls(
@@ -295,9 +357,11 @@ def as_messages(messages: Iterable[Message | Mapping[str, Any]]) -> list[Message
 
 def _record(fields: TemplateMessage, extra: Mapping[str, Any]) -> Message:
     calls = [(call["function"], call["id"]) for call in fields.get("tool_calls", ())]
+    content = fields["content"]
+    parts = content if isinstance(content, list) else []
     return Message(
         role=fields["role"],
-        content=fields["content"],
+        content=text_in(content),
         tool_calls=tuple(
             ToolCall(name=function["name"], arguments=function["arguments"], id=call_id)
             for function, call_id in calls
@@ -306,4 +370,5 @@ def _record(fields: TemplateMessage, extra: Mapping[str, Any]) -> Message:
         name=fields.get("name"),
         extra=extra,
         fields={name: value for name, value in fields.items() if name not in _KNOWN},
+        parts=tuple(_medium_of(part) or part["text"] for part in parts),
     )

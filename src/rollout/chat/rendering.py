@@ -10,6 +10,7 @@ import msgspec
 
 from rollout.chat.messages import (
     TemplateMessage,
+    as_parts,
     template_call,
     with_arguments_as_text,
     with_nine_letter_ids,
@@ -64,12 +65,21 @@ class Renderer:
         tokenizer: Runs the template and gives it its special tokens.
         source: The template.
         kwargs: What else the template can read, such as ``enable_thinking``.
+        reads_media: Whether the model does, so that the template may take contents as parts only.
     """
 
-    def __init__(self, tokenizer: AnyTokenizer, source: str, kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        tokenizer: AnyTokenizer,
+        source: str,
+        kwargs: Mapping[str, Any],
+        *,
+        reads_media: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         self.source = source
         self.kwargs = dict(kwargs)
+        self._reads_media = reads_media
 
     def render(
         self,
@@ -102,6 +112,16 @@ class Renderer:
             if self._takes_results(dialect):
                 return dialect
         return as_text
+
+    @cached_property
+    def _takes_parts_only(self) -> bool:
+        """Whether it leaves out a content that is a string (LLaVA): as parts it writes it."""
+        if not self._reads_media:
+            return False
+        try:
+            return _PROBE not in self._written([{"role": "user", "content": _PROBE}], True, None)
+        except TemplateError:
+            return True
 
     @cached_property
     def _no_tools(self) -> list[Any] | None:
@@ -156,6 +176,16 @@ class Renderer:
         add_generation_prompt: bool,
         tools: list[Any] | None,
     ) -> str:
+        if self._takes_parts_only:
+            messages = [{**each, "content": as_parts(each["content"])} for each in messages]
+        return self._written(messages, add_generation_prompt, tools)
+
+    def _written(
+        self,
+        messages: Sequence[TemplateMessage],
+        add_generation_prompt: bool,
+        tools: list[Any] | None,
+    ) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages),
@@ -173,6 +203,7 @@ class Renderer:
 
 
 _USER: TemplateMessage = {"role": "user", "content": "q"}
+_PROBE = "rolloutStringProbe"
 
 
 def _check_encodable(text: str) -> None:

@@ -9,18 +9,20 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from rollout.chat.continuation import ContinuationRenderer
 from rollout.chat.drift import DRIFT_KINDS, Drift, compare
 from rollout.chat.encoding import NOTHING_READY, WrittenText, encoder_of
 from rollout.chat.full_rendering import FullRenderer, FullRendering
-from rollout.chat.messages import TemplateMessage, template_messages
+from rollout.chat.messages import TemplateMessage, has_media, media_of, template_messages
 from rollout.chat.placeholder_exchange import USER_MARKER
 from rollout.chat.prompt_forms import PromptForms
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.rendering import Renderer, around, own_template
 from rollout.chat.special_token_escaping import render_escaped
 from rollout.chat.token_text import token_text
-from rollout.errors import TemplateError
+from rollout.errors import MediaError, TemplateError
 
 if TYPE_CHECKING:
     from array import array
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
 
     from rollout.chat.encoding import Ready
     from rollout.chat.fast_tokenizer import AnyTokenizer
+    from rollout.chat.processors import MediaProcessor
     from rollout.chat.transcript import Transcript
+    from rollout.media import Media, PlacedMedia
     from rollout.types import Message
 
 #: Ends of a turn that some templates never write, or only of turns that call what they know.
@@ -49,10 +53,12 @@ class ChatTemplate:
         tokenizer: A transformers tokenizer, or a `FastTokenizer`.
         chat_template: Jinja text that replaces the tokenizer's own template.
         chat_template_kwargs: What else the template can read, e.g. ``{"enable_thinking": False}``.
+        processor: Puts images and videos into tokens; None where the model reads text only.
 
     Attributes:
         tokenizer: As given.
         encoder: Its text to ids.
+        processor: As given.
 
     Raises:
         TemplateError: There is no template, or there are several to choose from.
@@ -64,10 +70,14 @@ class ChatTemplate:
         *,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        processor: MediaProcessor | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.processor = processor
         source = chat_template if chat_template is not None else own_template(tokenizer)
-        self._renderer = Renderer(tokenizer, source, chat_template_kwargs or {})
+        self._renderer = Renderer(
+            tokenizer, source, chat_template_kwargs or {}, reads_media=processor is not None
+        )
         self.encoder = encoder_of(tokenizer)
         self._prompt_forms = PromptForms(self._renderer, self.encoder)
         self._specials = frozenset(self.encoder.specials.values())
@@ -128,11 +138,38 @@ class ChatTemplate:
             TemplateError: The template refuses the messages.
             TooManyTokens: They certainly have more than `most`.
         """
-        known = self._prompt_forms.written(messages, tools, most) if add_generation_prompt else None
-        return known or render_escaped(
-            lambda given, offered: self._renderer.render(given, add_generation_prompt, offered),
-            *(self.encoder, messages, tools, most),
+        is_formed = add_generation_prompt and not has_media(messages)
+        known = self._prompt_forms.written(messages, tools, most) if is_formed else None
+        return known or self._expanded(
+            render_escaped(
+                lambda given, offered: self._renderer.render(given, add_generation_prompt, offered),
+                *(self.encoder, messages, tools, most),
+            ),
+            messages,
+            (),
+            most,
         )
+
+    def _expanded(
+        self,
+        written: WrittenText,
+        messages: Sequence[TemplateMessage],
+        before: Sequence[Media],
+        most: int | None,
+    ) -> WrittenText:
+        """A text with all the placeholders of the media in messages; as it is where are none."""
+        media = media_of(messages)
+        if not media:
+            return written
+        if self.processor is None:
+            raise MediaError(f"{len(media)} images or videos: the model reads text only")
+        expanded = self.processor.expand(written, media, before)
+        self.encoder.refuse_beyond(most, expanded.text)
+        return expanded
+
+    def places_of(self, ids: Sequence[int], media: Sequence[Media]) -> tuple[PlacedMedia, ...]:
+        """Where media stand among the ids of their messages, which hold no others."""
+        return self.processor.places(ids, media) if self.processor and media else ()
 
     def observation_ids(
         self,
@@ -140,6 +177,7 @@ class ChatTemplate:
         *,
         after: Sequence[int] | None,
         most: int | None = None,
+        before: Sequence[Media] = (),
     ) -> array[int]:
         """(T,) what `messages` add after a generated turn, up to the next assistant's opening.
 
@@ -151,21 +189,27 @@ class ChatTemplate:
             after: The ids so far, or only the last turn's; None where they are unknown, which
                 counts as cut.
             most: As in `prompt_ids`.
+            before: The images and videos so far, where `messages` show more.
 
         Raises:
             TemplateError: The messages are malformed, the template refuses them, or it cannot be
                 used append-only.
             TooManyTokens: They certainly have more than `most`.
         """
-        written, turn_end, _ = self.observation_text(messages, most)
+        written, turn_end, _ = self.observation_text(messages, most, before)
         return self.observation_ids_of(written, turn_end, after=after, most=most)
 
     def observation_text(
-        self, messages: Iterable[Message | Mapping[str, Any]], most: int | None = None
+        self,
+        messages: Iterable[Message | Mapping[str, Any]],
+        most: int | None = None,
+        before: Sequence[Media] = (),
     ) -> tuple[WrittenText, str, bool]:
         """What follows a turn, the end of the turn that it starts with, `opens_reasoning_after`."""
-        written, form = self._continuations.render(self._adapted(messages), most)
-        return written, form.turn_end, form.opens_reasoning
+        adapted = self._adapted(messages)
+        written, form = self._continuations.render(adapted, most)
+        expanded = self._expanded(written, adapted, before, most)
+        return expanded, form.turn_end, form.opens_reasoning
 
     def observation_ids_of(
         self,
@@ -232,10 +276,17 @@ class ChatTemplate:
                 if with_calls and not drifts:
                     raise
                 continue
-            drifts.append(self._compared(text, full))
+            drifts.append(self._compared(text, self._shown(full, given)))
             if drifts[-1].kind == "identical":
                 break
         return min(drifts, key=lambda drift: DRIFT_KINDS.index(drift.kind))
+
+    def _shown(self, full: FullRendering, messages: Sequence[TemplateMessage]) -> FullRendering:
+        """A full rendering with all placeholders of its media."""
+        if not has_media(messages):
+            return full
+        expanded = self._expanded(WrittenText(full.text), messages, (), None)
+        return msgspec.structs.replace(full, text=expanded.text)
 
     def _compared(self, text: str, full: FullRendering) -> Drift:
         rendering = full.text

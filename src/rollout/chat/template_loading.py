@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rollout.chat.fast_tokenizer import AnyTokenizer
+    from rollout.chat.processors import MediaProcessor
 
 logger = logging.getLogger("rollout.chat")
 
@@ -29,6 +30,7 @@ def load_chat_template(
     trust_remote_code: bool = False,
     chat_template_path: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    processor: MediaProcessor | None = None,
 ) -> ChatTemplate:
     """The chat template of a model directory or hub name.
 
@@ -38,6 +40,7 @@ def load_chat_template(
         trust_remote_code: Lets code from the model's repository run on this machine.
         chat_template_path: A Jinja file that replaces the tokenizer's own template.
         chat_template_kwargs: What else the template can read, e.g. ``{"enable_thinking": False}``.
+        processor: Puts images and videos into tokens; None where the model reads text only.
 
     Raises:
         TemplateError: The tokenizer or the file cannot be loaded, or there is no template.
@@ -48,6 +51,7 @@ def load_chat_template(
         load_tokenizer(model, revision=revision, trust_remote_code=trust_remote_code),
         chat_template_path=chat_template_path,
         chat_template_kwargs=chat_template_kwargs,
+        processor=processor,
     )
 
 
@@ -56,6 +60,7 @@ def with_template(
     *,
     chat_template_path: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    processor: MediaProcessor | None = None,
 ) -> ChatTemplate:
     """The chat template of a tokenizer, or that of a file on it.
 
@@ -65,7 +70,14 @@ def with_template(
     source = None if chat_template_path is None else _read_template(Path(chat_template_path))
     if source is not None:
         _check_syntax(tokenizer, source, chat_template_path)
-    return ChatTemplate(tokenizer, chat_template=source, chat_template_kwargs=chat_template_kwargs)
+    if source is None and processor is not None and not tokenizer.chat_template:
+        source = processor.chat_template  # some keep it beside the processor only
+    return ChatTemplate(
+        tokenizer,
+        chat_template=source,
+        chat_template_kwargs=chat_template_kwargs,
+        processor=processor,
+    )
 
 
 def _read_template(path: Path) -> str:

@@ -6,7 +6,9 @@ Invariants, by construction:
 * the mask is 1 exactly on ids that an engine returned;
 * log-probs and weight versions exist for each generated id and for no other, and so do the most
   likely ids where they were asked for;
-* ids and log-probs stay packed from the wire to the tensor, in pieces that never move.
+* ids and log-probs stay packed from the wire to the tensor, in pieces that never move;
+* images and videos stand as all the placeholder ids that the model's processor gives them, in
+  prompts and observations only, each recorded once with its place.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.chat.spans import Span, SpanKind, SpanTable
+from rollout.medium import PlacedMedia
 from rollout.token_prefix import TokenPrefix
 
 Ids = Sequence[int] | npt.NDArray[np.int32]
@@ -65,9 +68,10 @@ class Transcript:
     Attributes:
         expert_shape: (layers, top_k) of the routed experts; None where none are known.
         prefix: Every id in order, in the form in which engines are asked with it.
+        media: Its images and videos with their places, in order.
     """
 
-    __slots__ = ("_experts", "_log_probs", "_spans", "_top", "expert_shape", "prefix")
+    __slots__ = ("_experts", "_log_probs", "_spans", "_top", "expert_shape", "media", "prefix")
 
     def __init__(self) -> None:
         self.prefix = TokenPrefix()
@@ -76,6 +80,7 @@ class Transcript:
         self._spans = SpanTable()
         self._experts: array[int] | None = None
         self.expert_shape: tuple[int, int] | None = None
+        self.media: tuple[PlacedMedia, ...] = ()
         #: Of spans by their start: the (T, k) most likely ids and their log-probs.
         self._top: dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] | None = None
 
@@ -116,21 +121,32 @@ class Transcript:
         """Whether no token was generated after the last observation."""
         return self.trailing_observation_length > 0
 
-    def append_prompt(self, ids: Ids, *, pieces: Sequence[bytes] = ()) -> None:
+    def append_prompt(
+        self, ids: Ids, *, pieces: Sequence[bytes] = (), media: Sequence[PlacedMedia] = ()
+    ) -> None:
         """Append the prompt; a ValueError unless the transcript is empty and `ids` is not.
 
         Args:
+            ids: The prompt's.
             pieces: The same ids, packed: held as they are, so that several prompts may share some.
+            media: Images and videos among them; `start` counts from the first of `ids`.
         """
         if self._spans:
             raise ValueError("append_prompt: the transcript has a prompt already")
         if len(ids) == 0:
             raise ValueError("append_prompt: the prompt has no tokens")
+        self._place("append_prompt", media, len(ids))
         self._extend("prompt", *(pieces or (_packed("i", np.int32, ids),)))
 
-    def append_observation(self, ids: Ids) -> None:
-        """Append tokens that the model reads and did not sample; nothing where `ids` is empty."""
+    def append_observation(self, ids: Ids, *, media: Sequence[PlacedMedia] = ()) -> None:
+        """Append tokens that the model reads and did not sample; nothing where `ids` is empty.
+
+        Args:
+            ids: The tokens.
+            media: Images and videos among them; `start` counts from the first of `ids`.
+        """
         self._require_prompt("append_observation")
+        self._place("append_observation", media, len(ids))
         if len(ids):
             self._extend("observation", _packed("i", np.int32, ids))
 
@@ -196,6 +212,7 @@ class Transcript:
         forked._extend("prompt", self.prefix.packed(0, prompt))
         if prompt < position:
             forked._extend("observation", self.prefix.packed(prompt, position))
+        forked.media = tuple(each for each in self.media if each.start + each.count <= position)
         experts = self.routed_experts()
         if experts is not None:
             forked.append_routed_experts(experts[: min(position, self.routed_length)])
@@ -385,10 +402,41 @@ class Transcript:
         if not self._spans:
             raise ValueError(f"{what}: append the prompt first")
 
+    def _place(self, what: str, media: Sequence[PlacedMedia], length: int) -> None:
+        """Record media among `length` ids that are appended next."""
+        if not media:
+            return
+        at, end = len(self), 0
+        for each in media:
+            if each.start < end or each.count < 1 or each.start + each.count > length:
+                raise ValueError(
+                    f"{what}: {each.medium!r} at {each.start} + {each.count}: expected places in "
+                    f"order among {length} ids"
+                )
+            end = each.start + each.count
+        placed = (PlacedMedia(each.medium, at + each.start, each.count) for each in media)
+        self.media = (*self.media, *placed)
+
     def _extend(self, kind: SpanKind, *packed: bytes) -> None:
         for piece in packed:
             self.prefix.extend(piece)
         self._spans.append(kind, sum(map(len, packed)) // 4)
+
+
+def append_split(
+    transcript: Transcript, ids: Sequence[int], media: Sequence[PlacedMedia], prompt: int
+) -> None:
+    """Append ids to an empty transcript, the first `prompt` of them as its prompt.
+
+    No image or video is cut in two: one that would be belongs to the observation, and so does what
+    follows it; to the prompt where it stands at its beginning.
+    """
+    cut = next((m for m in media if m.start < prompt < m.start + m.count), None)
+    if cut is not None:
+        prompt = cut.start or cut.count
+    after = [PlacedMedia(m.medium, m.start - prompt, m.count) for m in media if m.start >= prompt]
+    transcript.append_prompt(ids[:prompt], media=[m for m in media if m.start < prompt])
+    transcript.append_observation(ids[prompt:], media=after)
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:

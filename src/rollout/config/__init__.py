@@ -16,6 +16,7 @@ from rollout.config.gateway_section import GatewayConfig
 from rollout.config.group_policy import GroupPolicy
 from rollout.config.journal_section import JournalConfig
 from rollout.config.limits_section import LimitsConfig
+from rollout.config.media_section import MediaConfig
 from rollout.config.observe_section import ObserveConfig
 from rollout.config.placements import (
     InProcessPlacement,
@@ -51,6 +52,7 @@ __all__ = [
     "LengthsConfig",
     "LimitsConfig",
     "LocalProcessPlacement",
+    "MediaConfig",
     "ModelConfig",
     "ObserveConfig",
     "PlacementConfig",

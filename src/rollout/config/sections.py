@@ -32,6 +32,7 @@ from rollout.config.engines import AnyEngine, TransformersEngine
 from rollout.config.gateway_section import GatewayConfig
 from rollout.config.journal_section import JournalConfig
 from rollout.config.limits_section import LimitsConfig
+from rollout.config.media_section import MediaConfig
 from rollout.config.observe_section import ObserveConfig
 from rollout.config.placements import (
     ALLOWED_PLACEMENTS,
@@ -182,6 +183,9 @@ class ToolsConfig(Section):
     builtin: BuiltinTools = ()
     #: What isolates the programs of the built-in python and shell; see ``docs/sandbox.md``.
     isolation: Literal["auto", "namespaces", "bubblewrap", "landlock", "none"] = "auto"
+    #: Pictures that a call of the built-in python or shell writes to its directory, such as plots,
+    #: of which the model is shown so many; more than 0 needs a model that reads images.
+    max_pictures: Natural = 0
     #: Files and directories that the built-in search looks in.
     search_corpus: Texts = ()
     #: Longest answer of a tool, in characters; longer ones are truncated.
@@ -204,6 +208,13 @@ class ToolsConfig(Section):
         if self.search_corpus and "search" not in self.builtin:
             problem = "expected none without 'search' in tools.builtin"
             yield Fault("search_corpus", problem, list(self.search_corpus))
+        if (
+            "max_pictures" in sound
+            and self.max_pictures
+            and not {"python", "shell"} & set(self.builtin)
+        ):
+            problem = "expected 0 without 'python' or 'shell' in tools.builtin"
+            yield Fault("max_pictures", problem, self.max_pictures)
         if self.isolation != "auto" and not {"python", "shell"} & set(self.builtin):
             problem = "expected 'auto' without 'python' or 'shell' in tools.builtin"
             yield Fault("isolation", problem, self.isolation)
@@ -227,6 +238,7 @@ class RolloutConfig(Section):
     limits: LimitsConfig = attrs.field(factory=LimitsConfig)
     agent: AgentConfig = attrs.field(factory=AgentConfig)
     tools: ToolsConfig = attrs.field(factory=ToolsConfig)
+    media: MediaConfig = attrs.field(factory=MediaConfig)
     rewards: RewardsConfig = attrs.field(factory=RewardsConfig)
     scheduling: SchedulingConfig = attrs.field(factory=SchedulingConfig)
     gateway: GatewayConfig = attrs.field(factory=GatewayConfig)

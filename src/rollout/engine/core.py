@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterable
 
     from rollout.engine.weights import DiskWeights
+    from rollout.medium import PlacedMedia
 
 FinishReason = Literal["stop", "length", "abort", "error", "rejected"]
 #: Of answers that were not cut short, whose counts are those of the whole request.
@@ -75,10 +76,14 @@ class GenerationRequest:
         routed_experts: Whether the experts that each token was routed to are wanted; only engines
             with an `EngineInfo.expert_shape` are asked.
         routed_experts_start: Position in the prompt from which they are wanted.
+        media: The images and videos in the prompt, in their order, each with its place there: the
+            prompt has as many placeholder ids of it as the model's processor makes of it. The same
+            ids elsewhere stand for nothing: the model sampled them.
     """
 
     __slots__ = (
         "_prompt",
+        "media",
         "priority",
         "request_id",
         "routed_experts",
@@ -97,6 +102,7 @@ class GenerationRequest:
         priority: int = 0,
         routed_experts: bool = False,
         routed_experts_start: int = 0,
+        media: tuple[PlacedMedia, ...] = (),
     ) -> None:
         self.request_id = request_id
         self.sampling = sampling
@@ -104,6 +110,7 @@ class GenerationRequest:
         self.priority = priority
         self.routed_experts = routed_experts
         self.routed_experts_start = routed_experts_start
+        self.media = media
         self._prompt = prompt_ids
 
     @property
@@ -179,6 +186,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
             tell any. None: not known, and a request whose answer lacks them fails.
         expert_shape: (layers, top_k) where each answer says which experts its tokens were routed
             to; None where none does.
+        modalities: Kinds of media that prompts may hold: "image", "video".
+        no_media: Why a kind is missing there, for people; empty where there is nothing to say.
     """
 
     vocab_size: int
@@ -193,6 +202,18 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     no_sleep: str = ""
     max_top_log_probs: Natural | None = None
     expert_shape: tuple[Natural, Natural] | None = None
+    modalities: tuple[str, ...] = ()
+    no_media: str = ""
+
+    def media_fault(self, kinds: Iterable[str]) -> str:
+        """Why the engine cannot be asked about these kinds of media; empty where it can."""
+        for kind in kinds:
+            if kind not in self.modalities:
+                able = " and ".join(f"{kind}s" for kind in self.modalities) or "text only"
+                why = f": {self.no_media}" if self.no_media else ""
+                core = self.core or "the engine"
+                return f"{core} takes no {kind}s; it takes {able}{why}"
+        return ""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

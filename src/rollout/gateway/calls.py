@@ -44,6 +44,8 @@ class GivenMessage(msgspec.Struct, frozen=True, kw_only=True):
         name: Of the tool or the speaker, where the client says one.
         is_error: Of a tool's answer, where the client says so.
         ids: What else names it: ids of messages and items, signatures, encrypted content.
+        parts: Where it shows images or videos, all that it says and shows, in order: texts, and
+            parts as messages of prompts have them; else empty.
     """
 
     role: str
@@ -54,6 +56,7 @@ class GivenMessage(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     is_error: bool = False
     ids: tuple[str, ...] = ()
+    parts: tuple[str | Mapping[str, Any], ...] = ()
 
 
 class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):

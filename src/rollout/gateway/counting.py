@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollout.agents.long_texts import is_long
 from rollout.errors import TemplateError
@@ -31,19 +31,23 @@ async def _continued(context: AgentContext, request: Request) -> int:
     if turn is None or not rest or any(message.role == "assistant" for message, _ in rest):
         raise TemplateError("it continues nothing")
     template, texts = context.services.template, context.services.texts
-    messages = observation(rest, turn)
-    last = turn.conversation.transcript.prefix.slice(max(0, turn.stop - 64), turn.stop)
+    messages: Any = observation(rest, turn)
+    transcript = turn.conversation.transcript
+    last = transcript.prefix.slice(max(0, turn.stop - 64), turn.stop)
+    before = [each.medium for each in transcript.media if each.start < turn.stop]
+    messages = await context.services.media.prepared(messages, len(before))
 
     def count() -> int:
-        return len(template.observation_ids(messages, after=last))
+        return len(template.observation_ids(messages, after=last, before=before))
 
     return turn.stop + await texts.run(is_long(messages), count)
 
 
 async def _rendered(context: AgentContext, request: Request) -> int:
     services, tools = context.services, request.call.tools
-    messages = conversation(request.messages)
+    messages: Any = conversation(request.messages)
     try:
+        messages = await services.media.prepared(messages)
         if not is_plain(messages):
             messages = accepted(messages, services.template, tools)
 

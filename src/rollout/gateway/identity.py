@@ -100,9 +100,25 @@ def _key(message: GivenMessage, position: int) -> Key:
         reasoning = reasoning_key(message.reasoning)
         ids = (*message.ids, *[call.id for call in calls]) if calls else message.ids
         return Key((said, reasoning), said, reasoning, ids)
+    own = _shown(message.parts) if message.parts else _digest(text)
     if role == "tool":
-        return Key((role, position, _digest(text)), None, None, (message.call_id,))
-    return Key((role, message.name or "", _digest(text)), None, None, ())
+        return Key((role, position, own), None, None, (message.call_id,))
+    return Key((role, message.name or "", own), None, None, ())
+
+
+def _shown(parts: Iterable[str | Mapping[str, Any]]) -> bytes:
+    """Of texts and images in their order: of an image its content, however it is wrapped."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        is_text = isinstance(part, str)
+        written = part if isinstance(part, str) else _content(part)
+        hashed.update(_digest(written) + (b"t" if is_text else b"m"))
+    return hashed.digest()
+
+
+def _content(part: Mapping[str, Any]) -> str | bytes:
+    held = part[str(part["type"])]
+    return held if isinstance(held, str) else _json(canonical(held))
 
 
 def said_key(text: str, calls: Sequence[tuple[str, Any]]) -> Digest:

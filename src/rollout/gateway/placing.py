@@ -125,6 +125,7 @@ class Places:
         context, call = self._context, request.call
         messages: Any = conversation(request.messages)
         try:
+            messages = await context.services.media.prepared(messages)
             if not is_plain(messages):
                 messages = accepted(messages, self._template, call.tools)
             if self._main is None and not call.is_side and call.agent_id is None:

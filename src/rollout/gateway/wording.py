@@ -113,13 +113,22 @@ def _in_role(message: dict[str, Any], roles: Sequence[str], role: str) -> dict[s
 
 
 def _told(message: GivenMessage, calls: Sequence[tuple[str, str]], position: int) -> dict[str, Any]:
-    told: dict[str, Any] = {"role": message.role, "content": encodable(message.text)}
+    told: dict[str, Any] = {"role": message.role, "content": _content(message)}
     if message.role != "tool":
         return told | ({"name": message.name} if message.name else {})
     if position < len(calls):
         return told | _called(calls[position])
     name = {"name": message.name} if message.name else {}
     return told | name | ({"tool_call_id": message.call_id} if message.call_id else {})
+
+
+def _content(message: GivenMessage) -> Any:
+    if not message.parts:
+        return encodable(message.text)
+    return [
+        {"type": "text", "text": encodable(part)} if isinstance(part, str) else part
+        for part in message.parts
+    ]
 
 
 def _called(call: tuple[str, str]) -> dict[str, str]:

@@ -6,6 +6,7 @@ Shapes: P prompt tokens, N response tokens, T = P + N.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import attrs
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from rollout.chat.trajectory import Trajectory
 from rollout.chat.transcript import NO_EXPERT, NO_VERSION
+from rollout.medium import PlacedMedia
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class TrainerRow:
         reward: Its own or what the policy put in its place.
         is_rewarded: Whether it is its own.
         is_trainable: Whether a trainer may learn from it, whatever the policy makes of that.
+        media: Images and videos among its tokens, with their places.
         stop_reason: "stop", "length" (cut by any limit) or "abort" (cancelled, failed, rejected).
     """
 
@@ -66,6 +69,7 @@ class TrainerRow:
     is_rewarded: bool
     is_trainable: bool
     stop_reason: StopReason
+    media: Sequence[PlacedMedia] = ()
 
     @property
     def purpose(self) -> str:
@@ -96,6 +100,11 @@ class TrainerRow:
             prompt_ids=self.prompt_ids[first:],
             token_rewards=None if rewards is None else rewards[:stop],
             routed_experts=None if experts is None else experts[first:whole],
+            media=[
+                PlacedMedia(each.medium, each.start - first, each.count)
+                for each in self.media
+                if each.start >= first and each.start + each.count <= whole
+            ],
             stop_reason="length" if was_cut and self.stop_reason == "stop" else self.stop_reason,
             **{name: getattr(self, name)[:stop] for name in of_tokens},
         )
@@ -151,6 +160,7 @@ def row_of(trajectory: Trajectory, at: int, *, is_last: bool) -> TrainerRow:
         is_rewarded=reward is not None,
         is_trainable=trajectory.is_trainable(segment),
         stop_reason=_stop_reason(trajectory, at),
+        media=[each for each in transcript.media if each.start + each.count <= stop],
     )
 
 

@@ -146,6 +146,11 @@ class _RowMaker:
             text = f"has {prompt} prompt and {response} response tokens, of at most {room}"
             raise _refused(row.trajectory, "was too long to run" if is_unrun else text, "over_long")
         self._counts["over_long"] += 1
+        if prompt > room[0] and row.media:  # what is left of a picture's tokens has no pixels
+            raise RolloutError(
+                f"{row.trajectory.uid!r} member {row.trajectory.member}: its prompt of {prompt} "
+                f"tokens has images or videos and cannot be cut to {room[0]}"
+            )
         row = row.cut(max(0, prompt - room[0]), room[1])
         return row if self._policy.over_long == "cut" else row.masked()
 

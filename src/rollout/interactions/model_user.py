@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from rollout.chat.messages import template_messages, text_of_content
+from rollout.chat.messages import template_messages, text_in, text_of_content
 from rollout.errors import ConfigError, RolloutError
 from rollout.interactions.interaction import Interaction, InteractionContext, InteractionTurn
 
@@ -233,7 +233,7 @@ def _other_side(messages: Sequence[Message | Mapping[str, Any]]) -> list[dict[st
     """The conversation as the user's own model sees it."""
     roles = {"assistant": "user", "user": "assistant"}
     return [
-        {"role": roles[message["role"]], "content": message["content"]}
+        {"role": roles[message["role"]], "content": text_in(message["content"])}
         for message in template_messages(messages)
-        if message["role"] in roles and message["content"]
+        if message["role"] in roles and text_in(message["content"])
     ]

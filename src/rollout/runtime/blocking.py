@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+    from rollout.agents.media_intake import MediaFetcher
     from rollout.batch import RolloutBatch
     from rollout.chat import ChatTemplate
     from rollout.config import RolloutConfig
@@ -387,13 +388,15 @@ def open_rollout_blocking(
     interactions: Sequence[Any] = (),
     *,
     group_reward: GroupRewardFunction | str | None = None,
+    media_fetcher: MediaFetcher | None = None,
     backend: Literal["trio", "asyncio"] = "trio",
     resume: bool = False,
 ) -> BlockingRollout:
     """A runtime for callers without a loop, or with one of their own; use it as a context manager.
 
     Args:
-        config, tools, reward, interactions, group_reward, resume: As for `open_rollout`.
+        config, tools, reward, interactions, group_reward, media_fetcher, resume: As for
+            `open_rollout`.
         backend: The loop on which async tools, rewards and agents run.
 
     Raises:
@@ -401,7 +404,13 @@ def open_rollout_blocking(
     """
     return BlockingRollout(
         lambda: open_rollout(
-            config, tools, reward, interactions, group_reward=group_reward, resume=resume
+            config,
+            tools,
+            reward,
+            interactions,
+            group_reward=group_reward,
+            media_fetcher=media_fetcher,
+            resume=resume,
         ),
         backend,
     )

@@ -31,9 +31,11 @@ class Collation:
         template: ChatTemplate,
         long_work: LongWork,
         events_path: str | None,
+        position_rows: int = 3,
     ) -> None:
         self._events_path = None if events_path is None else Path(events_path)
         self._lengths = lengths
+        self._position_rows = position_rows
         self._template = template
         self._long_work = long_work
 
@@ -56,6 +58,7 @@ class Collation:
         work = partial(self._batch, trajectories, metrics, layout, trim)
         places = self._lengths.prompt + self._lengths.response
         is_long = places * sum(len(each.segments) for each in trajectories) > SHORT
+        is_long |= any(row.media for each in trajectories for row in each.transcripts)
         batch = await self._long_work.run(is_long, work)
         window.found = batch.metrics
         batch.number, batch.events_path = window.batch, self._events_path
@@ -93,4 +96,6 @@ class Collation:
             trim=trim,
             decode=self._template.decode,
             extra_metrics=metrics,
+            processor=self._template.processor,
+            position_rows=self._position_rows,
         )

@@ -11,6 +11,7 @@ import attrs
 
 from rollout.bridge import has_virtual_clock
 from rollout.chat import ChatTemplate, load_chat_template
+from rollout.chat.processors import load_media_processor
 from rollout.chat.template_loading import with_template
 from rollout.config import SimulatedEngine
 from rollout.engine.cores.simulated.tokenizer import simulated_fast_tokenizer
@@ -125,8 +126,13 @@ def template_of(config: RolloutConfig) -> ChatTemplate:
     if model.path == SIMULATED_MODEL:
         is_plain = model.chat_template is None and not model.chat_template_kwargs
         return _simulated_template() if is_plain else _other_simulated_template(model)
+    path = resolve_model(model.path, model.revision, needs_weights=config.engine.loads_weights)
+    processor = load_media_processor(
+        path, revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
     return load_chat_template(
-        resolve_model(model.path, model.revision, needs_weights=config.engine.loads_weights),
+        path,
+        processor=processor,
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
         chat_template_path=model.chat_template,

@@ -11,6 +11,7 @@ import anyio.to_thread
 
 from rollout.agents import get_agent
 from rollout.agents.long_texts import LongTexts
+from rollout.agents.media_intake import MediaFetcher, MediaIntake
 from rollout.agents.prompt_sampling import top_log_probs_fault
 from rollout.agents.services import Services
 from rollout.chat import get_tool_parser, tool_parser_names
@@ -69,6 +70,7 @@ def open_rollout(
     interactions: Sequence[Any] = (),
     *,
     group_reward: GroupRewardFunction | str | None = None,
+    media_fetcher: MediaFetcher | None = None,
     resume: bool = False,
 ) -> AbstractAsyncContextManager[RolloutRuntime]:
     """A runtime with its engines serving; nothing of it is left when the block has been left.
@@ -86,6 +88,8 @@ def open_rollout(
         group_reward: ``group_reward(group)`` with a `Group` whose members have all ended, after
             `reward`; it returns one ``float | Reward | None`` for each, in their order. As
             `reward` otherwise.
+        media_fetcher: ``media_fetcher(url) -> bytes``, sync (runs in a thread) or async: gets what
+            parts of messages name by http(s). None: nothing is fetched, and such parts are refused.
         resume: Continue the run of `journal.path`, where there is one: what it has finished is
             returned as it was, and what it has not goes on from there; see ``docs/journal.md``.
 
@@ -105,6 +109,7 @@ def open_rollout(
         tools,
         GivenRewards(reward, group_reward),
         interactions,
+        media_fetcher=media_fetcher,
         resume=resume,
     )
 
@@ -116,10 +121,11 @@ def open_rollout_on(
     rewards: GivenRewards,
     interactions: Sequence[Any],
     *,
+    media_fetcher: MediaFetcher | None = None,
     resume: bool = False,
 ) -> AbstractAsyncContextManager[RolloutRuntime]:
     """`open_rollout` on the engines that `engines` opens."""
-    opening = _open(engines, config, tools, rewards, interactions, resume)
+    opening = _open(engines, config, tools, rewards, interactions, media_fetcher, resume)
     return OneTask("open_rollout", opening)
 
 
@@ -130,6 +136,7 @@ async def _open(
     tools: Sequence[Any],
     rewards: GivenRewards,
     interactions: Sequence[Any],
+    media_fetcher: MediaFetcher | None,
     resume: bool,
 ) -> AsyncIterator[RolloutRuntime]:
     if not isinstance(config, RolloutConfig):
@@ -142,7 +149,9 @@ async def _open(
     with frozen_heap() if config.scheduling.freeze_heap else nullcontext():
         async with (
             open_tools([*builtin, *tools]) as opened,
-            _open_runtime(engines, config, opened, functions, registry, parser, before) as runtime,
+            _open_runtime(
+                engines, config, opened, functions, registry, parser, media_fetcher, before
+            ) as runtime,
         ):
             freeze_loaded()
             yield runtime
@@ -156,6 +165,7 @@ async def _open_runtime(
     rewards: RewardFunctions,
     registry: InteractionRegistry,
     parser: ToolParser,
+    media_fetcher: MediaFetcher | None,
     before: Contents | None,
 ) -> AsyncIterator[RolloutRuntime]:
     threads = WorkerThreads(
@@ -198,6 +208,9 @@ async def _open_runtime(
                     threads=threads,
                     events=events,
                     texts=LongTexts(template.encoder, executor.schemas()),
+                    media=MediaIntake(
+                        config.media, template.processor, media_fetcher, engines.media_fault
+                    ),
                 )
                 runner = TrajectoryRunner(
                     services=services,
@@ -209,7 +222,7 @@ async def _open_runtime(
                     ),
                 )
                 fingerprint = loading.return_value.facts.fingerprint
-                with closing(services.texts):
+                with closing(services.texts), closing(services.media):
                     async with open_journal(services, before, fingerprint, run_seed) as journal:
                         runtime = RolloutRuntime(config, runner, threads, tally, run_seed, journal)
                         async with gateway_of(services), runtime.serving():
@@ -278,7 +291,11 @@ async def builtin_tools(tools: ToolsConfig) -> list[Tool]:
         ToolError: It cannot be read.
     """
     make = functools.partial(
-        shipped_tools, tools.builtin, isolation=tools.isolation, corpus=tools.search_corpus
+        shipped_tools,
+        tools.builtin,
+        isolation=tools.isolation,
+        corpus=tools.search_corpus,
+        max_pictures=tools.max_pictures,
     )
     if not tools.search_corpus:
         return make()

@@ -100,7 +100,11 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
         )
         self._long_work = LongWork()
         self._collation = Collation(
-            config.lengths, runner.services.template, self._long_work, config.observe.path
+            config.lengths,
+            runner.services.template,
+            self._long_work,
+            config.observe.path,
+            config.media.position_rows,
         )
         services, self._run_seed = runner.services, run_seed
         self._journal = journal
@@ -256,7 +260,9 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
             self._tally,
             services.engines,
             self._lag.total,
-            abandoned_threads=self._threads.abandoned | services.texts.abandoned,
+            abandoned_threads=self._threads.abandoned
+            | services.texts.abandoned
+            | services.media.abandoned,
             max_running=self.admission.allowed,
             journal=None if self._journal is None else self._journal.statistics(),
         )

@@ -9,11 +9,20 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rollout.batch.media_records import (
+    KnownContents,
+    contents_of,
+    message_record,
+    placed_records,
+    prompt_messages,
+    shows_more_than_text,
+)
 from rollout.chat.group import Group
 from rollout.chat.spans import SpanKind
 from rollout.chat.trajectory import Parent, Segment, Trajectory
 from rollout.chat.transcript import Transcript
 from rollout.function_refs import FunctionRef
+from rollout.medium import PlacedMedia
 from rollout.types import Cause, Message, Outcome, Prompt, Reward
 from rollout.utf8 import encodable
 
@@ -41,6 +50,7 @@ class _Transcript(msgspec.Struct):
     ids: bytes
     log_probs: bytes
     spans: list[_Span]
+    media: list[PlacedMedia] = []
 
 
 class _Segment(msgspec.Struct, omit_defaults=True):
@@ -82,22 +92,28 @@ class _Trajectory(msgspec.Struct, omit_defaults=True):
     messages: list[Message]
     segments: list[_Segment]
     prompt: _Prompt | None = None
+    #: Contents of its images and videos, which stand without them everywhere else, by digest.
+    media: dict[str, bytes] = {}
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> _Trajectory:
-        same = set(cls.__struct_fields__) - {"messages", "segments", "prompt"}
+        same = set(cls.__struct_fields__) - {"messages", "segments", "prompt", "media"}
         return cls(
             **{name: getattr(trajectory, name) for name in same},
-            messages=list(trajectory.messages),
+            messages=list(map(message_record, trajectory.messages)),
             segments=[_segment(each, trajectory) for each in trajectory.segments],
-            prompt=None if trajectory.prompt is None else _prompt(trajectory.prompt),
+            prompt=None if trajectory.prompt is None else _prompt(trajectory.prompt, trajectory),
+            media=contents_of([trajectory]),
         )
 
     def restored(self) -> Trajectory:
-        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        fields = {name: getattr(self, name) for name in self.__struct_fields__ if name != "media"}
         fields["segments"] = [_restored_segment(each, self.messages) for each in self.segments]
         fields["prompt"] = None if self.prompt is None else _restored_prompt(self.prompt)
-        return Trajectory(**fields)
+        trajectory = Trajectory(**fields)
+        if self.media:
+            KnownContents(self.media, "the trajectory").restore([trajectory])
+        return trajectory
 
 
 class Ask(msgspec.Struct, tag=True):
@@ -189,7 +205,9 @@ def _segment(segment: Segment, trajectory: Trajectory) -> _Segment:
         token_rewards=None if rewards is None else array("f", rewards).tobytes(),
         session_id=segment.session_id,
         seeds=list(segment.seeds),
-        messages=None if segment.messages is trajectory.messages else list(segment.messages),
+        messages=None
+        if segment.messages is trajectory.messages
+        else list(map(message_record, segment.messages)),
     )
 
 
@@ -216,6 +234,7 @@ def _transcript(transcript: Transcript) -> _Transcript:
             _Span(span.kind, len(span), span.finish_reason or "", list(span.versions))
             for span in transcript.spans
         ],
+        media=placed_records(transcript.media, 0, len(transcript)),
     )
 
 
@@ -234,10 +253,14 @@ def _restored_transcript(message: _Transcript) -> Transcript:
             transcript.append_generated(
                 own, said, versions=span.versions, finish_reason=span.finish_reason
             )
+    transcript.media = tuple(message.media)
     return transcript
 
 
-def _prompt(prompt: Prompt) -> _Prompt:
+def _prompt(prompt: Prompt, trajectory: Trajectory) -> _Prompt:
+    given = prompt.messages
+    if shows_more_than_text(given):
+        given = prompt_messages(trajectory, given)
     names = [name for name in Prompt.__struct_fields__ if name != "messages"]
     return _Prompt(
         fields={name: getattr(prompt, name) for name in names},
@@ -245,7 +268,7 @@ def _prompt(prompt: Prompt) -> _Prompt:
             (True, msgspec.structs.asdict(each))
             if isinstance(each, Message)
             else (False, dict(each))
-            for each in prompt.messages
+            for each in given
         ],
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rollout.chat.media_parts import media_part
 from rollout.errors import MediaError, ToolError
 from rollout.lazy import derives_from
 from rollout.tools.results import ToolResult
@@ -90,24 +91,27 @@ def _parameters(tool: Any) -> dict[str, Any]:
 
 
 def _result(message: Any) -> ToolResult:
+    content = message.content
+    blocks = [content] if isinstance(content, str) else content
+    held = [media_part("a content block of LangChain's", block) for block in blocks]
+    shown: dict[str, Any] = {
+        f"{kind}s": [each for each in held if each is not None and each.kind == kind]
+        for kind in ("image", "video")
+    }
+    words = [block for block, each in zip(blocks, held, strict=True) if each is None]
     return ToolResult(
-        _text(message.content),
+        "".join(map(_block_text, words)),
         data=getattr(message, "artifact", None),
         is_error=getattr(message, "status", "success") == "error",
+        **{kind: each for kind, each in shown.items() if each},
     )
-
-
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else "".join(_block_text(b) for b in content)
 
 
 def _block_text(block: Any) -> str:
     if isinstance(block, str):
         return block
     if block.get("type") != "text":
-        raise MediaError(
-            f"a content block of type {block.get('type')!r}: transcripts hold text only yet"
-        )
+        raise MediaError(f"a content block of type {block.get('type')!r}: expected text or images")
     return str(block["text"])
 
 

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 
+from rollout.chat.media_parts import MediaSource
+from rollout.chat.media_reading import read_media
 from rollout.child_serving import MAX_REPLY, serve
+from rollout.config.media_section import MediaConfig
+from rollout.errors import MediaError
 from rollout.function_refs import FunctionRef, function_at
+from rollout.media import Media
+from rollout.medium import FRAMES_MIME
 from rollout.tools.attempt import describe
 from rollout.tools.function import FunctionTool
 from rollout.tools.parameters import Parameters, inspect_parameters
@@ -46,6 +52,7 @@ def _answer(request: Request) -> Reply:
         if inspect.isawaitable(answer):
             answer = anyio.run(_awaited, answer)
         result = normalise_result(answer)
+        images, videos = list(map(_file_of, result.images)), list(map(_file_of, result.videos))
     except BaseException as error:
         return Reply(failure=describe(error), is_transient=policy.is_transient(error))
     return Reply(
@@ -56,7 +63,23 @@ def _answer(request: Request) -> Reply:
         is_error=result.is_error,
         end_trajectory=result.end_trajectory,
         extra=dict(result.extra),
+        images=images,
+        videos=videos,
     )
+
+
+def _file_of(given: Any) -> Any:
+    """A picture in pixels, or frames, as the file that the driver reads."""
+    if isinstance(given, bytes | bytearray | str | dict):
+        return given
+    medium = given
+    if not isinstance(given, Media):
+        is_frames = isinstance(given, list | tuple) or getattr(given, "ndim", 0) == 4
+        source = MediaSource("video" if is_frames else "image", given, where="the tool's answer")
+        medium = read_media(source, MediaConfig(max_bytes=MAX_REPLY))
+    if medium.mime == FRAMES_MIME:
+        raise MediaError("frames do not leave the process of an isolated tool: return a video file")
+    return medium.content
 
 
 async def _awaited(answer: Any) -> Any:

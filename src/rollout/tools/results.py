@@ -9,8 +9,10 @@ from typing import Any
 
 import msgspec
 
+from rollout.chat.media_parts import NO_AUDIO, media_part
 from rollout.errors import MediaError
-from rollout.media import NOT_YET, check_answer, is_media_file
+from rollout.media import Media
+from rollout.media.refusals import check_answer, is_media_file, is_media_part, kind_of_media
 from rollout.tools.pydantic_types import plain_data
 
 #: What the model reads where a tool answers None.
@@ -38,10 +40,14 @@ class ToolResult(_Text, frozen=True, kw_only=True):
         is_error: The call failed, and `text` says why.
         end_trajectory: The agent stops after this turn, e.g. because the task is solved.
         extra: Becomes the `extra` of its message: for agents, rewards and records.
-        images, videos, audio: Not possible yet: transcripts hold text.
+        images: Pictures that the model sees before the text: PIL images, arrays (H, W, 3) of uint8,
+            encoded files, data URLs, `rollout.Media`, or whatever else a part of a message may
+            hold. One that cannot be taken makes an error observation of the answer.
+        videos: The same of videos: files, or frames (T, H, W, 3).
+        audio: Not supported.
 
     Raises:
-        MediaError: It was given images, videos or audio.
+        MediaError: It was given audio, or one picture in the place of a list.
     """
 
     data: Any = None
@@ -57,18 +63,17 @@ class ToolResult(_Text, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.images is _NO_MEDIA and self.videos is _NO_MEDIA and self.audio is _NO_MEDIA:
             return
-        for kind in ("images", "videos", "audio"):
-            refuse_media(f"ToolResult.{kind}", getattr(self, kind))
+        if self.audio is not None and (not isinstance(self.audio, Sized) or len(self.audio)):
+            raise MediaError(f"ToolResult.audio: {NO_AUDIO}")
+        for kind in ("images", "videos"):
+            given = getattr(self, kind)
+            if not isinstance(given, list | tuple):
+                raise MediaError(f"ToolResult.{kind}: expected a list, got {type(given).__name__}")
 
-
-def refuse_media(where: str, media: Any) -> None:
-    """Raise where there is media: better than to leave out in silence what the model should see.
-
-    Raises:
-        MediaError: `media` is neither None nor empty.
-    """
-    if media is not None and (not isinstance(media, Sized) or len(media)):
-        raise MediaError(f"{where}: {NOT_YET}; return text")
+    @property
+    def has_media(self) -> bool:
+        """Whether the model sees more than text."""
+        return bool(self.images or self.videos)
 
 
 def error_result(text: str) -> ToolResult:
@@ -81,11 +86,13 @@ def normalise_result(value: Any) -> ToolResult:
 
     Text stays, bytes are read as UTF-8, numbers and bools become their `str`, None becomes
     "(no output)", dicts, lists, arrays and records (dataclasses, attrs, Structs, pydantic models)
-    become JSON and are kept as `data`. A tuple is ``(value, reward)`` or ``(value, reward,
-    metrics)``, as in verl; so a tool that means a pair of values returns a list.
+    become JSON and are kept as `data`. A PIL image, `Media` and the bytes of an image's file are
+    what the model sees, and so are those among the parts of a list such as
+    ``[{"type": "text", …}, {"type": "image", …}]``. A tuple is ``(value, reward)`` or ``(value,
+    reward, metrics)``, as in verl; so a tool that means a pair of values returns a list.
 
     Raises:
-        MediaError: It is or holds an image, a video or audio, or bytes within other values.
+        MediaError: It holds an image, a video or audio within other values, or bytes.
     """
     if isinstance(value, tuple):
         return _from_tuple(value)
@@ -99,7 +106,34 @@ def normalise_result(value: Any) -> ToolResult:
         return _from_number(value)
     if isinstance(value, bytes | bytearray) and not is_media_file(value):
         return ToolResult(value.decode(errors="replace"))
-    return _from_json(value)
+    return _shown(value) or _from_json(value)
+
+
+def _shown(value: Any) -> ToolResult | None:
+    """The result in what is a picture, or in parts of which one is; None of anything else."""
+    if isinstance(value, Media):
+        is_image = value.kind == "image"
+        return ToolResult(images=[value]) if is_image else ToolResult(videos=[value])
+    if kind_of_media(value) is not None:
+        return ToolResult(images=[value])
+    if not isinstance(value, list) or not all(map(_is_part, value)):
+        return None
+    held = [media_part(f"part {at} of the tool's answer", part) for at, part in enumerate(value)]
+    images = [each for each in held if each is not None and each.kind == "image"]
+    videos = [each for each in held if each is not None and each.kind == "video"]
+    if not (images or videos):
+        return None
+    said = [part["text"] for part in value if part.get("type") == "text"]
+    return ToolResult("\n".join(said), images=images, videos=videos)
+
+
+def _is_part(value: object) -> bool:
+    """Whether it is a part of a content: text, an image or a video."""
+    if not isinstance(value, Mapping):
+        return False
+    if value.get("type") == "text":
+        return isinstance(value.get("text"), str)
+    return is_media_part(value)
 
 
 def _from_number(value: Any) -> ToolResult:

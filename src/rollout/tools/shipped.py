@@ -31,7 +31,11 @@ def is_shipped(names: str) -> bool:
 
 
 def shipped_tools(
-    names: Sequence[str], *, isolation: Isolation = "auto", corpus: Sequence[str] = ()
+    names: Sequence[str],
+    *,
+    isolation: Isolation = "auto",
+    corpus: Sequence[str] = (),
+    max_pictures: int = 0,
 ) -> list[Tool]:
     """One tool for each name; a search reads its whole corpus first.
 
@@ -39,13 +43,14 @@ def shipped_tools(
         names: Keys of `SHIPPED`, or ``search``.
         isolation: Of programs; see `PythonTool`.
         corpus: What the search looks in.
+        max_pictures: Of a program's call, which the model is shown; see `SandboxTool`.
 
     Raises:
         ToolError: The corpus cannot be read.
     """
     with_settings: dict[str, Callable[[], Tool]] = {
-        "python": lambda: PythonTool(isolation=isolation),
-        "shell": lambda: ShellTool(isolation=isolation),
+        "python": lambda: PythonTool(isolation=isolation, max_pictures=max_pictures),
+        "shell": lambda: ShellTool(isolation=isolation, max_pictures=max_pictures),
         "search": lambda: SearchTool(corpus),
     }
     return [{**SHIPPED, **with_settings}[name]() for name in names]

@@ -21,6 +21,7 @@ class Reply(msgspec.Struct, omit_defaults=True):
     """What came of it: the fields of a result, or what was raised.
 
     Attributes:
+        images, videos: Encoded files, and what else crosses a pipe as it is.
         failure: What was raised, in words; empty where nothing was.
         is_transient: Whether the tool's policy calls that transient.
     """
@@ -32,5 +33,7 @@ class Reply(msgspec.Struct, omit_defaults=True):
     is_error: bool = False
     end_trajectory: bool = False
     extra: dict[str, Any] = {}
+    images: list[Any] = []
+    videos: list[Any] = []
     failure: str = ""
     is_transient: bool = False

@@ -63,4 +63,6 @@ def _result(reply: Reply) -> ToolResult:
         is_error=reply.is_error,
         end_trajectory=reply.end_trajectory,
         extra=reply.extra,
+        images=tuple(reply.images),
+        videos=tuple(reply.videos),
     )

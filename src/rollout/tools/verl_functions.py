@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.tools.function import FunctionTool
-from rollout.tools.results import NO_OUTPUT, ToolResult, normalise_result, refuse_media
+from rollout.tools.results import NO_OUTPUT, ToolResult, normalise_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -78,8 +78,10 @@ def _function_of_verl(function: Callable[..., Any], name: str) -> Tool:
 def verl_result(answer: Any) -> ToolResult:
     """The result in what verl's tools return: ``(response, reward, metrics)`` or less.
 
+    Its images and videos are lists, as verl wants them.
+
     Raises:
-        MediaError: The response holds images or videos.
+        MediaError: They are not.
     """
     if isinstance(answer, tuple) and answer:
         if len(answer) == 1:
@@ -91,6 +93,9 @@ def verl_result(answer: Any) -> ToolResult:
 def _response(value: Any) -> Any:
     if not (hasattr(value, "text") and hasattr(value, "image")):
         return value
-    refuse_media("ToolResponse.image", value.image)
-    refuse_media("ToolResponse.video", getattr(value, "video", None))
-    return ToolResult(NO_OUTPUT if value.text is None else value.text)
+    shown: dict[str, Any] = {
+        "images": value.image or (),
+        "videos": getattr(value, "video", None) or (),
+    }
+    silence = "" if any(map(len, shown.values())) else NO_OUTPUT
+    return ToolResult(silence if value.text is None else value.text, **shown)

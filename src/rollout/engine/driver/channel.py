@@ -14,9 +14,9 @@ from rollout.engine.core import Chunk, EngineInfo, EngineLoad
 from rollout.engine.driver.generation import ChunkFault, Generation, TokenCounts
 from rollout.engine.driver.heartbeat import Heartbeat
 from rollout.engine.driver.lasting_connection import LastingConnection
+from rollout.engine.driver.media_sender import MediaSender
 from rollout.engine.driver.pending_commands import PendingCommands
 from rollout.engine.driver.pending_request import PendingRequest
-from rollout.engine.driver.token_ids import outside
 from rollout.engine.wire.frames import IDLE_ACK_BYTES, FrameStream
 from rollout.engine.wire.protocol import (
     CONNECTION_ERRORS,
@@ -31,6 +31,7 @@ from rollout.engine.wire.protocol import (
     Ping,
     Pong,
     Role,
+    SendMedia,
     SendWhole,
     Submit,
     decode_from_server,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from rollout.engine.routing import Dispatch
     from rollout.engine.wire.greeting import Greeter
     from rollout.engine.wire.operations import Operation
+    from rollout.medium import PlacedMedia
     from rollout.token_prefix import TokenPrefix
     from rollout.wake_budget import WakeBudget
 
@@ -90,6 +92,7 @@ class Channel:
         self._zombies: dict[str, PendingRequest] = {}
         self._commands = PendingCommands()
         self._heartbeat = Heartbeat(frames, greeter.terms)
+        self._media = MediaSender(self._data, greeter.terms.max_frame_bytes)
         self._new_latch, self._now = latch_type(), loop_clock()
 
     @property
@@ -101,6 +104,11 @@ class Channel:
     def zombies(self) -> int:
         """Cancelled requests whose end the engine has not confirmed yet."""
         return len(self._zombies)
+
+    @property
+    def media_bytes(self) -> int:
+        """Bytes of images and videos that the replica was sent."""
+        return self._media.sent_bytes
 
     @property
     def is_full(self) -> bool:
@@ -121,6 +129,7 @@ class Channel:
         prefix: TokenPrefix | None = None,
         deadline: float = math.inf,
         dispatch: Dispatch | None = None,
+        media: tuple[PlacedMedia, ...] = (),
     ) -> PendingRequest:
         """Send a request, at once; `generation` fills as chunks arrive.
 
@@ -134,6 +143,7 @@ class Channel:
             prefix: The prompt; only what the replica does not have of it is sent.
             deadline: Clock time at which the engine aborts the request by itself.
             dispatch: Of what is returned.
+            media: Of the prompt, in order; the replica is sent what it does not have.
 
         Raises:
             ChannelError: It does not fit into a frame; nothing has been sent.
@@ -144,8 +154,19 @@ class Channel:
         length = 0
         if prefix is not None:
             request.has_prefix, length = True, len(prefix)
+        if media:
+            request.media = tuple((m.medium.digest, m.start, m.count) for m in media)
         pending = PendingRequest(
-            request, prefix, length, deadline, generation, part, on_gone, done, dispatch
+            request,
+            prefix,
+            length,
+            deadline,
+            generation,
+            part,
+            on_gone,
+            done,
+            dispatch,
+            media=media,
         )
         if self.lost_reason:
             pending.is_lost = True
@@ -162,7 +183,7 @@ class Channel:
     def _send(self, pending: PendingRequest, *, whole: bool = False) -> None:
         message = pending.message
         if pending.prefix is not None:
-            lacking = self._what_it_lacks(pending, pending.prefix, whole=whole)
+            lacking = pending.lacking(self._greeter.session, whole=whole)
             message.kept, message.kept_sum, message.ids = lacking
         if pending.deadline != math.inf:
             message.remaining_s = max(0.0, pending.deadline - self._now())
@@ -173,16 +194,6 @@ class Channel:
         if pending.prefix is not None:
             pending.prefix.note_sent(self._greeter.session, pending.sent_tokens)
             message.ids = b""  # it is encoded; what is sent again is taken from the prefix again
-
-    def _what_it_lacks(
-        self, pending: PendingRequest, prefix: TokenPrefix, *, whole: bool
-    ) -> tuple[int, int, bytes]:
-        """How much of the prompt the replica has, the sum of that, and the ids that follow."""
-        length = pending.sent_tokens
-        kept = 0 if whole else prefix.sent_to(self._greeter.session)
-        if kept >= length:
-            kept = 0
-        return kept, prefix.sum_of(kept) if kept else 0, prefix.packed(kept, length)
 
     def abandon_nowait(self, pending: PendingRequest) -> None:
         """Have the engine end a request that is not waited for any longer.
@@ -248,6 +259,9 @@ class Channel:
                     self.lose(f"the engine is broken: {message.error}")
             case SendWhole(request_id):
                 self._send_whole(request_id)
+            case SendMedia(request_id, digests):
+                asking = self._pending.get(request_id) or self._zombies.get(request_id)
+                self._media.answer(asking.media if asking else (), digests)
             case _:
                 raise FrameError(f"a {type(message).__name__} after the handshake")
 
@@ -276,7 +290,7 @@ class Channel:
             self._on_unawaited(chunk)
             return
         try:
-            self._take(pending, chunk)
+            pending.take(chunk, self._vocab_size, self.tokens)
         except ChunkFault as fault:
             self.tokens.refused += len(chunk.ids) // 4
             self._on_garbled(pending, fault, is_last=chunk.finish_reason is not None)
@@ -290,28 +304,11 @@ class Channel:
                 pending.prefix.note_sent(self._greeter.session, had)
             self._end(pending, chunk.error)
 
-    def _take(self, pending: PendingRequest, chunk: Chunk) -> None:
-        """Append the tokens of a chunk, and count them.
-
-        Raises:
-            ChunkFault: It contradicts itself or what came before it; nothing was taken.
-        """
-        assert pending.generation is not None
-        fault = outside(chunk.ids, self._vocab_size) if chunk.ids else ""
-        if fault:
-            raise ChunkFault(fault)
-        count = pending.generation.take(chunk)
-        pending.finish_reason = chunk.finish_reason
-        if count:
-            self.tokens.taken += count
-        else:
-            self.tokens.repeated += len(chunk.ids) // 4
-
     def _take_late(self, zombie: PendingRequest, chunk: Chunk) -> None:
         """Tokens of a cancelled request, kept while its caller waits for the last answer."""
         if zombie.generation is not None:
             try:
-                self._take(zombie, chunk)
+                zombie.take(chunk, self._vocab_size, self.tokens)
             except ChunkFault:
                 zombie.generation = None
             else:
@@ -382,6 +379,7 @@ class Channel:
                 wakes = self._wakes if role == "data" else None
                 tasks.start_soon(LastingConnection(self.name, role, *parts, wakes=wakes).keep)
             tasks.start_soon(self._beat)
+            tasks.start_soon(self._media.run)
             await self.lost.wait()
             tasks.cancel_scope.cancel()
 

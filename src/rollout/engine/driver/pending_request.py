@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from rollout.engine.core import FinishReason
-from rollout.engine.driver.generation import Generation, Part
+from rollout.engine.core import Chunk, FinishReason
+from rollout.engine.driver.generation import ChunkFault, Generation, Part, TokenCounts
+from rollout.engine.driver.token_ids import outside
 from rollout.engine.routing import Dispatch
 from rollout.engine.wire.protocol import Submit
 from rollout.latches import Latch
+from rollout.medium import PlacedMedia
 from rollout.token_prefix import TokenPrefix
 
 
@@ -29,6 +31,7 @@ class PendingRequest(msgspec.Struct, eq=False, gc=False):
         error: Why the engine refused or failed it; empty otherwise.
         is_lost: The channel was lost under it.
         is_garbled: The engine's answer contradicted itself; what came before stays.
+        media: The images and videos of its prompt; sent where the engine asks for them.
         given_up_at: Of one past its deadline: when its last answer is not waited for any more.
     """
 
@@ -46,6 +49,33 @@ class PendingRequest(msgspec.Struct, eq=False, gc=False):
     is_lost: bool = False
     is_garbled: bool = False
     given_up_at: float | None = None
+    media: tuple[PlacedMedia, ...] = ()
+
+    def take(self, chunk: Chunk, vocab_size: int, counts: TokenCounts) -> None:
+        """Append the tokens of a chunk to the generation, and count them.
+
+        Raises:
+            ChunkFault: It contradicts itself or what came before it; nothing was taken.
+        """
+        assert self.generation is not None
+        fault = outside(chunk.ids, vocab_size) if chunk.ids else ""
+        if fault:
+            raise ChunkFault(fault)
+        count = self.generation.take(chunk)
+        self.finish_reason = chunk.finish_reason
+        if count:
+            counts.taken += count
+        else:
+            counts.repeated += len(chunk.ids) // 4
+
+    def lacking(self, session: str, *, whole: bool) -> tuple[int, int, bytes]:
+        """How much of its prefix a channel's replica has, the sum of that, and what follows."""
+        assert self.prefix is not None
+        kept = 0 if whole else self.prefix.sent_to(session)
+        if kept >= self.sent_tokens:
+            kept = 0
+        summed = self.prefix.sum_of(kept) if kept else 0
+        return kept, summed, self.prefix.packed(kept, self.sent_tokens)
 
     @property
     def request_id(self) -> str:

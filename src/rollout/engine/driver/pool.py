@@ -25,7 +25,7 @@ from rollout.engine.driver.wait_queue import Notifier, WaitQueue
 from rollout.engine.driver.weight_updater import WeightUpdater
 from rollout.errors import EngineError
 from rollout.observe.event_stream import NO_TRAJECTORY, EventStream
-from rollout.scopes import leaf_of, open_task_group
+from rollout.scopes import open_task_group
 from rollout.wake_budget import WakeBudget
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from rollout.engine.wire.protocol import Terms
     from rollout.holds import Hold
     from rollout.limits import PausableDeadline
+    from rollout.medium import PlacedMedia
     from rollout.observe.explanation import Wait
     from rollout.token_prefix import TokenPrefix
 
@@ -157,6 +158,10 @@ class EnginePool(PoolMaintenance):
         if self._transitions.info is None:
             raise EngineError("no engine has started yet")
         return self._transitions.info
+
+    def media_fault(self, kind: str) -> str:
+        """Why no engine takes media of this kind, "image" or "video"; empty where they do."""
+        return self.info.media_fault((kind,))
 
     @property
     def weight_version(self) -> int:
@@ -285,6 +290,7 @@ class EnginePool(PoolMaintenance):
         deadline: PausableDeadline | None = None,
         hold: Hold | None = None,
         trajectory: int = NO_TRAJECTORY,
+        media: Sequence[PlacedMedia] = (),
     ) -> Coroutine[Any, Any, None]:
         """Run one request to its end, awaited; `generation` fills as tokens come.
 
@@ -301,6 +307,7 @@ class EnginePool(PoolMaintenance):
             deadline: When it ends; paused while the runtime lets it wait. None never ends it.
             hold: Where it waits while its trajectory is carried.
             trajectory: Its number in the run's events.
+            media: Those in the prompt, in order; a replica is sent each once, while it has it.
 
         Raises:
             LimitExceeded: The deadline passed.
@@ -309,6 +316,9 @@ class EnginePool(PoolMaintenance):
         """
         info = self.info
         check_ids(prompt_ids, info.vocab_size)
+        fault = info.media_fault(each.medium.kind for each in media) if media else ""
+        if fault:
+            raise EngineError(fault)
         generation.top_count = sampling.top_log_probs
         generation.expert_shape = info.expert_shape
         attempt = Attempt(
@@ -324,6 +334,7 @@ class EnginePool(PoolMaintenance):
             deadline=deadline,
             hold=hold,
             trajectory=trajectory,
+            media=tuple(media),
         )
         generation.expert_room = attempt.prompt_tokens - known_experts
         return self._requests.run(attempt, group_id=group_id)
@@ -344,7 +355,7 @@ class EnginePool(PoolMaintenance):
                 self._tasks, self._requests.is_open = tasks, True
                 self._maintenance.open(tasks)
                 try:
-                    await self._start_all(tasks)
+                    await self._supervisor.start_all(tasks, self._replicas.values())
                     tasks.start_soon(self._requests.deadlines.run)
                     yield
                 finally:
@@ -353,17 +364,6 @@ class EnginePool(PoolMaintenance):
                     self._wait_queue.wake_all()
         finally:
             await self._weight_updater.aclose()
-
-    async def _start_all(self, tasks: TaskGroup) -> None:
-        try:
-            async with anyio.create_task_group() as starting:
-                for replica in self._replicas.values():
-                    starting.start_soon(tasks.start, self._supervisor.supervise, replica)
-        except BaseExceptionGroup as group:
-            error = leaf_of(group)
-        else:
-            return
-        raise error
 
 
 @asynccontextmanager

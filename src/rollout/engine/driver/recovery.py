@@ -20,6 +20,7 @@ from rollout.engine.driver.generation import Generation
 from rollout.errors import EngineError, LimitExceeded
 from rollout.holds import Hold
 from rollout.limits import Deadline, PausableDeadline
+from rollout.medium import PlacedMedia
 from rollout.token_prefix import TokenPrefix
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class Attempt:
         deadline: Its own; None never ends it.
         hold: Where it waits while its trajectory is carried; None where that never is.
         trajectory: Its number in the run's events.
+        media: The images and videos of the prompt; each of its requests names them.
 
     Attributes:
         generation: Filled by one request after the other.
@@ -100,6 +102,7 @@ class Attempt:
     _deadline: PausableDeadline | None = None
     hold: Hold | None = None
     trajectory: int = 0
+    media: tuple[PlacedMedia, ...] = ()
     deaths: tuple[str, ...] = attrs.field(init=False, default=())
     refusals: int = attrs.field(init=False, default=0)
     isolation: Isolation | None = attrs.field(init=False, default=None)

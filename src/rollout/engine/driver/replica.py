@@ -69,6 +69,7 @@ class Replica:
         running: Generations whose request is in flight there.
         lost: Those that were when it was lost last, and how many requests were in flight in all.
         loss_classified: Fires when it is known whether that was a death.
+        media_bytes: Of images and videos that it was sent over channels that are lost.
         is_drained: It is to get nothing new, whatever becomes of it meanwhile.
         is_leaving: It is being removed.
         is_closed_by_driver: Nothing that it has in flight is to blame for its end.
@@ -94,6 +95,7 @@ class Replica:
     running: dict[Attempt, None] = attrs.field(factory=dict)
     lost: tuple[tuple[Attempt, ...], int] = ((), 0)
     loss_classified: anyio.Event = attrs.field(factory=anyio.Event)
+    media_bytes: int = 0
     is_drained: bool = False
     is_leaving: bool = False
     is_closed_by_driver: bool = False
@@ -147,6 +149,7 @@ class Replica:
         """Whether it died is known; the requests that were in flight there, and their number."""
         lost, self.lost = self.lost, ((), 0)
         self.loss_classified.set()
+        self.media_bytes += self.channel.media_bytes if self.channel else 0
         self.channel = self.routed = None
         return lost
 

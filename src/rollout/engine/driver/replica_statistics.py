@@ -22,6 +22,7 @@ class ReplicaStatistics:
         zombies: Cancelled requests whose end is not confirmed.
         starts: How often it has come to serve.
         tokens: What became of the tokens that arrived from it, over all of its starts.
+        media_bytes: Of images and videos that it was sent, over all of its starts.
     """
 
     name: str
@@ -30,6 +31,7 @@ class ReplicaStatistics:
     zombies: int
     starts: int
     tokens: TokenCounts = attrs.field(factory=TokenCounts)
+    media_bytes: int = 0
 
 
 def statistics_of(replica: Replica) -> ReplicaStatistics:
@@ -41,4 +43,5 @@ def statistics_of(replica: Replica) -> ReplicaStatistics:
         zombies=replica.channel.zombies if replica.channel else 0,
         starts=replica.starts,
         tokens=attrs.evolve(replica.tokens),
+        media_bytes=replica.media_bytes + (replica.channel.media_bytes if replica.channel else 0),
     )

@@ -16,13 +16,13 @@ from rollout.engine.driver.replica import Replica
 from rollout.engine.placement.placement import Placement
 from rollout.engine.wire.protocol import DriverFacts, Terms
 from rollout.errors import EngineError
-from rollout.scopes import open_task_group
+from rollout.scopes import leaf_of, open_task_group
 from rollout.wake_budget import WakeBudget
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterable
 
-    from anyio.abc import TaskStatus
+    from anyio.abc import TaskGroup, TaskStatus
 
 logger = logging.getLogger("rollout.engine")
 
@@ -68,6 +68,22 @@ class Supervisor:
     classify_loss: Callable[[Replica, Channel, bool], None]
     taken_down: Callable[[Replica, str], None]
     wakes: WakeBudget
+
+    async def start_all(self, tasks: TaskGroup, replicas: Iterable[Replica]) -> None:
+        """Return when all of them serve; `supervise` keeps them so in `tasks`.
+
+        Raises:
+            EngineError: One of them did not start.
+        """
+        try:
+            async with anyio.create_task_group() as starting:
+                for replica in replicas:
+                    starting.start_soon(tasks.start, self.supervise, replica)
+        except BaseExceptionGroup as group:
+            error = leaf_of(group)
+        else:
+            return
+        raise error
 
     async def supervise(
         self, replica: Replica, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED

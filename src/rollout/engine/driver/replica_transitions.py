@@ -75,6 +75,7 @@ class ReplicaTransitions:
                 f"{replica.name} serves model {channel.info.fingerprint}, the other engines "
                 f"{self.info.fingerprint}"
             )
+        self._check_modalities(replica.name, channel.info, self.info)
         await self._weight_updater.bring_up(replica, channel)
         await self._memory_manager.bring_up(channel)
         if channel.lost.is_set():
@@ -102,6 +103,14 @@ class ReplicaTransitions:
         if self._events.is_on:
             self._events.emit(sample)
 
+    def _check_modalities(self, name: str, found: EngineInfo, shared: EngineInfo) -> None:
+        """All replicas take the same kinds of media: any of them may get a request."""
+        if set(found.modalities) != set(shared.modalities):
+            raise EngineError(
+                f"{name} takes {_shown(found)}, the other engines {_shown(shared)}; expected the "
+                "same of all"
+            )
+
     def _lost(self, replica: Replica) -> None:
         self._router.remove(replica.name)
         replica.lose()
@@ -120,3 +129,8 @@ class ReplicaTransitions:
                 min(self._wait_queue.deadline, anyio.current_time() + self._wait_s)
             )
         self._changes.notify()
+
+
+def _shown(info: EngineInfo) -> str:
+    kinds = " and ".join(("text", *(f"{kind}s" for kind in sorted(info.modalities))))
+    return f"{kinds} ({info.no_media})" if info.no_media else kinds

@@ -340,6 +340,7 @@ class RequestRunner:
             prefix=attempt.prefix,
             deadline=attempt.deadline,
             dispatch=dispatch,
+            media=attempt.media,
         )
 
     def _end_isolation(self, name: str) -> None:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 
-from rollout.engine.core import Chunk, EngineBroken, GenerationRequest
-from rollout.engine.process.core_loading import start_error_text
+from rollout.engine.core import Chunk, GenerationRequest
+from rollout.engine.process.core_loading import told_of
 from rollout.engine.process.running import Running
+from rollout.engine.process.session_media import SessionMedia
 from rollout.engine.process.work_queue import WorkQueue
 from rollout.engine.wire.frames import IDLE_ACK_BYTES
 from rollout.engine.wire.operations import carry_out
@@ -29,8 +30,10 @@ from rollout.engine.wire.protocol import (
     CommandDone,
     FrameError,
     FrameTooLongError,
+    MediaPart,
     Ping,
     Pong,
+    SendMedia,
     SendWhole,
     Submit,
     decode_from_client,
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollout.engine.core import EngineCore
+    from rollout.engine.process.media_store import MediaStore
     from rollout.engine.process.session_prefixes import PrefixStore
     from rollout.engine.wire.frames import FrameStream
     from rollout.engine.wire.handshake import ServerHandshake
@@ -57,12 +61,22 @@ TOGETHER = 0.1
 class ClientSession:
     """One client, over all of its connections, until it leaves or has none for too long."""
 
-    def __init__(self, core: EngineCore, key: str, terms: Terms, prefixes: PrefixStore) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        key: str,
+        terms: Terms,
+        prefixes: PrefixStore,
+        media: MediaStore,
+    ) -> None:
         self.key = key
         self.requests: dict[str, Running] = {}
         self._core = core
         self._terms = terms
         self._prefixes = prefixes
+        self._media = SessionMedia(
+            media, lambda *asked: self._frames["data"].send_nowait(SendMedia(*asked))
+        )
         self._frames: dict[Role, FrameStream] = {}
         self._connections: dict[Role, tuple[anyio.CancelScope, anyio.Event]] = {}
         self._early_aborts: OrderedDict[str, None] = OrderedDict()
@@ -197,6 +211,9 @@ class ClientSession:
         match message:
             case Submit() if role == "data":
                 self._submit(message)
+            case MediaPart() if role == "data":
+                for running in self._media.take(message):
+                    self._queue.add(running)
             case Abort(request_id):
                 self.abort(request_id)
             case Ping(number):
@@ -257,7 +274,8 @@ class ClientSession:
             if deadline < self._due:
                 self._be_awake_at(deadline)
         running = self.requests[request_id] = Running(request, deadline, message.has_prefix)
-        self._queue.add(running)
+        if not message.media or self._media.is_ready(running, message.media):
+            self._queue.add(running)
 
     def _prefix_key(self, session_id: str) -> tuple[str, str]:
         return self.key, session_id
@@ -271,6 +289,10 @@ class ClientSession:
                 self._early_aborts.popitem(last=False)
         elif running.is_started:
             self._core.abort_nowait(request_id)
+        elif self._media.is_waiting(request_id):
+            self._media.forget(request_id)
+            del self.requests[request_id]
+            self._send(Chunk(request_id=request_id, finish_reason="abort"))
         else:
             running.is_aborted = True
 
@@ -298,7 +320,7 @@ class ClientSession:
         except Exception as error:
             logger.exception("the core failed on request %s", request_id)
             self._release(running)
-            text, is_fatal = _told(error)
+            text, is_fatal = told_of(error)
             self._refuse(request_id, text, is_fatal=is_fatal)
         finally:
             del self.requests[request_id]
@@ -341,7 +363,7 @@ class ClientSession:
             result = await carry_out(self._core, command.operation)
         except Exception as failure:
             logger.exception("%s failed", command.operation)
-            error, is_fatal = _told(failure)
+            error, is_fatal = told_of(failure)
         frames.send_nowait(CommandDone(command.number, error, is_fatal, result))
 
     # --- time
@@ -366,7 +388,7 @@ class ClientSession:
                     if role in self._connections and role in self._frames:
                         self._frames[role].send_nowait(Ping(number))
             self._due = math.inf
-            for running in self.requests.values():
+            for running in list(self.requests.values()):
                 if running.buffered_until <= soon:
                     self._release(running)
                 if running.deadline <= now:
@@ -376,10 +398,3 @@ class ClientSession:
             self._earlier = anyio.Event()
             with anyio.CancelScope(deadline=min(beat, self._due)):
                 await self._earlier.wait()
-
-
-def _told(error: Exception) -> tuple[str, bool]:
-    """What a client gets to know of a core's failure, and whether the engine is of no more use."""
-    if isinstance(error, EngineBroken):
-        return str(error), True
-    return start_error_text(error), isinstance(error, MemoryError)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from rollout.engine.core import EngineBroken
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
@@ -34,3 +35,10 @@ def load_core(path: str) -> Callable[..., EngineCore]:
 def start_error_text(error: BaseException) -> str:
     """What a core said when it did not start, for the error that names the replica."""
     return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+
+
+def told_of(error: Exception) -> tuple[str, bool]:
+    """What a client gets to know of a core's failure, and whether the engine is of no more use."""
+    if isinstance(error, EngineBroken):
+        return str(error), True
+    return start_error_text(error), isinstance(error, MemoryError)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout.engine.process.client_session import ClientSession
+from rollout.engine.process.media_store import MediaStore
 from rollout.engine.process.session_prefixes import PrefixStore
 from rollout.engine.process.unauthenticated import UnauthenticatedConnections, max_unauthenticated
 from rollout.engine.wire.handshake import greet_as_server, handshake_frames
@@ -29,6 +30,8 @@ logger = logging.getLogger("rollout.engine")
 
 #: Two thousand trajectories of 32k tokens.
 PREFIX_BYTES = 256 * 1024 * 1024
+#: A thousand pictures of a megapixel.
+MEDIA_BYTES = 1024 * 1024 * 1024
 
 
 class EngineServer:
@@ -41,6 +44,7 @@ class EngineServer:
 
     Args:
         prefix_bytes: Token prefixes kept for all trajectories together.
+        media_bytes: Images and videos kept for all clients together.
         tls: What connections are encrypted with.
 
     Attributes:
@@ -56,12 +60,14 @@ class EngineServer:
         secret: bytes,
         *,
         prefix_bytes: int = PREFIX_BYTES,
+        media_bytes: int = MEDIA_BYTES,
         tls: TlsFiles | None = None,
     ) -> None:
         self.unauthenticated = UnauthenticatedConnections(max_unauthenticated())
         self._core = core
         self._encrypted = encrypted_server(tls)
         self._prefixes = PrefixStore(prefix_bytes)
+        self._media = MediaStore(media_bytes)
         self._secret = secret
         self._sessions: dict[str, ClientSession] = {}
 
@@ -93,7 +99,9 @@ class EngineServer:
         elif hello.received is not None:
             await handshake.refuse("this session is over")
         else:
-            session = ClientSession(self._core, hello.session, hello.terms, self._prefixes)
+            session = ClientSession(
+                self._core, hello.session, hello.terms, self._prefixes, self._media
+            )
             self._sessions[session.key] = session
             try:
                 await session.host(handshake, frames)

@@ -64,6 +64,7 @@ class FrameStream:
         self._acknowledged = 0
         self._wake: anyio.Event | None = None
         self._waiters: dict[anyio.Event, int] = {}
+        self._written: anyio.Event | None = None
         self.received = 0
         self.heard_at = 0.0
         self.is_heard_by_bytes = False
@@ -150,10 +151,19 @@ class FrameStream:
             for piece in pieces:
                 await self._stream.send(piece)  # type: ignore[arg-type]  # any buffer will do
 
+    async def written(self) -> None:
+        """Return when the system has taken what is queued, with nothing left that waits."""
+        if self._written is None:
+            self._written = anyio.Event()
+        await self._written.wait()
+
     async def write_forever(self) -> None:
         """Write messages as they come, until the stream breaks or the task is cancelled."""
         while True:
             await self.flush()
+            if self._written is not None:
+                self._written.set()
+                self._written = None
             self._wake = wake = anyio.Event()
             await wake.wait()
 

@@ -15,11 +15,12 @@ import msgspec
 
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, Natural, SamplingParams
 from rollout.engine.wire.operations import Operation
+from rollout.medium import Media
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 Role = Literal["data", "control"]
 ROLES: tuple[Role, ...] = ("control", "data")
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -110,6 +111,8 @@ class Submit(msgspec.Struct, array_like=True, tag=10, gc=False):
         kept_sum: CRC-32 of those.
         has_prefix: The prompt is the beginning of the next one: worth keeping.
         remaining_s: Until its deadline, from its arrival: clocks differ.
+        media: Of the images and videos in the prompt, in order: digest, position of the first
+            placeholder, and ids up to the last one. The server asks for those that it lacks.
     """
 
     request_id: str
@@ -123,6 +126,7 @@ class Submit(msgspec.Struct, array_like=True, tag=10, gc=False):
     remaining_s: Seconds | None = None
     routed_experts: bool = False
     routed_experts_start: Natural = 0
+    media: tuple[tuple[str, Natural, Natural], ...] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=12):
@@ -156,6 +160,27 @@ class SendWhole(msgspec.Struct, frozen=True, array_like=True, tag=21):
     request_id: str
 
 
+class SendMedia(msgspec.Struct, frozen=True, array_like=True, tag=23):
+    """A request names media that are not there: send them. It is begun when they have come."""
+
+    request_id: str
+    digests: tuple[str, ...]
+
+
+class MediaPart(msgspec.Struct, frozen=True, array_like=True, tag=24, kw_only=True):
+    """A part of the content of a medium that was asked for; its parts come in order.
+
+    Attributes:
+        medium: On the first part, all but the content.
+        is_last: Nothing follows.
+    """
+
+    digest: str
+    content: bytes
+    medium: Media | None = None
+    is_last: bool = False
+
+
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag=22):
     """The client leaves for good."""
 
@@ -180,8 +205,10 @@ class CommandDone(msgspec.Struct, frozen=True, array_like=True, tag=31):
     result: str = ""
 
 
-FromServer = Challenge | Welcome | Refused | Chunk | Pong | Ping | Ack | SendWhole | CommandDone
-FromClient = Hello | Submit | Abort | Ping | Pong | Ack | Bye | Command
+FromServer = (
+    Challenge | Welcome | Refused | Chunk | Pong | Ping | Ack | SendWhole | SendMedia | CommandDone
+)
+FromClient = Hello | Submit | Abort | Ping | Pong | Ack | Bye | Command | MediaPart
 
 
 class FrameError(OSError):

@@ -38,6 +38,8 @@ class _Part(msgspec.Struct):
     type: str = "text"
     text: str | None = None
     refusal: str | None = None
+    image_url: Any = None
+    video_url: Any = None
 
 
 class _Function(msgspec.Struct):
@@ -161,10 +163,14 @@ def _messages(given: Sequence[_Message]) -> tuple[GivenMessage, ...]:
         reasoning = message.reasoning_content
         if reasoning is None and isinstance(message.reasoning, str):
             reasoning = message.reasoning
+        said = _said(message.content, f"{place}.content")
+        if said.parts and message.role not in ("user", "tool"):
+            refuse(f"{place}.content", "images may stand in messages of users and tools only")
         read.append(
             GivenMessage(
                 role=message.role,
-                text=_text(message.content, f"{place}.content"),
+                text=said.text,
+                parts=said.parts,
                 reasoning=reasoning,
                 calls=calls,
                 call_id=call_id,
@@ -183,13 +189,17 @@ def _calls(calls: Sequence[_Call], place: str) -> Iterator[GivenCall]:
         yield GivenCall(call.function.name, arguments, call.id or "")
 
 
-def _text(content: str | list[_Part] | None, field: str) -> str:
+def _said(content: str | list[_Part] | None, field: str) -> reading.Shown:
     if content is None or isinstance(content, str):
-        return content or ""
+        return reading.Shown(content or "")
+    parts: list[str | Mapping[str, Any]] = []
     for index, part in enumerate(content):
-        if part.type not in ("text", "refusal"):
-            refuse(f"{field}[{index}].type", f"{part.type!r}: only text is served")
-    return "\n".join(part.text or part.refusal or "" for part in content)
+        if part.type in ("text", "refusal"):
+            parts.append(part.text or part.refusal or "")
+        else:
+            value = part.image_url if part.type == "image_url" else part.video_url
+            parts.append(reading.image_part(part.type, value, f"{field}[{index}]"))
+    return reading.shown(parts)
 
 
 class ChatRequest:

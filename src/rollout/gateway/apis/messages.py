@@ -54,6 +54,7 @@ class _Block(msgspec.Struct):
     input: msgspec.Raw = msgspec.Raw(b"{}")
     tool_use_id: str = ""
     content: str | list[_Block] | None = None
+    source: Any = None
     is_error: bool | None = None
 
 
@@ -221,36 +222,44 @@ def _spoken(
     role: str, blocks: Sequence[_Block], names: Mapping[str, str], place: str
 ) -> Iterator[GivenMessage]:
     """What a user says: answers of tools, each a message, and texts between them."""
-    texts: list[str] = []
+    parts: list[str | Mapping[str, Any]] = []
     for number, block in enumerate(blocks):
         field = f"{place}.content[{number}]"
         if block.type != "tool_result":
-            texts.append(_text(block, field))
+            parts.append(_shown(block, field))
             continue
-        if texts:
-            yield GivenMessage(role=role, text="\n".join(texts))
-            texts = []
+        if parts:
+            yield _given(role, parts)
+            parts = []
+        result = _result(block.content, f"{field}.content")
         yield GivenMessage(
             role="tool",
-            text=_result(block.content, f"{field}.content"),
+            text=result.text,
+            parts=result.parts,
             call_id=block.tool_use_id,
             name=names.get(block.tool_use_id),
             is_error=bool(block.is_error),
         )
-    if texts or not blocks:
-        yield GivenMessage(role=role, text="\n".join(texts))
+    if parts or not blocks:
+        yield _given(role, parts)
 
 
-def _result(content: str | list[_Block] | None, field: str) -> str:
+def _given(role: str, parts: Sequence[str | Mapping[str, Any]]) -> GivenMessage:
+    said = reading.shown(parts)
+    return GivenMessage(role=role, text=said.text, parts=said.parts)
+
+
+def _result(content: str | list[_Block] | None, field: str) -> reading.Shown:
     if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(_text(block, f"{field}[{index}]") for index, block in enumerate(content))
+        return reading.Shown(content or "")
+    parts = [_shown(block, f"{field}[{index}]") for index, block in enumerate(content)]
+    return reading.shown(parts)
 
 
-def _text(block: _Block, field: str) -> str:
-    if block.type != "text":
-        refuse(f"{field}.type", f"{block.type!r}: only text is served")
-    return block.text or ""
+def _shown(block: _Block, field: str) -> str | Mapping[str, Any]:
+    if block.type == "text":
+        return block.text or ""
+    return reading.image_part(block.type, block.source, field)
 
 
 class MessagesRequest:

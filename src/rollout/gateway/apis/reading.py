@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 
@@ -159,6 +159,59 @@ def chosen(name: str, tools: Sequence[Mapping[str, Any]], field: str) -> str:
     if name not in {tool["function"]["name"] for tool in tools}:
         refuse(field, f"no tool is named {name!r}")
     return name
+
+
+class Shown(NamedTuple):
+    """A content that was read.
+
+    Attributes:
+        text: Its texts, joined.
+        parts: As `GivenMessage.parts`.
+    """
+
+    text: str
+    parts: tuple[str | Mapping[str, Any], ...] = ()
+
+
+def shown(parts: Sequence[str | Mapping[str, Any]]) -> Shown:
+    """Texts, and images among them, as a message has them."""
+    text = "\n".join(part for part in parts if isinstance(part, str))
+    if all(isinstance(part, str) for part in parts):
+        return Shown(text)
+    return Shown(text, tuple(part for part in parts if part))
+
+
+def image_part(kind: str, value: Any, field: str) -> Mapping[str, Any]:
+    """A part of a content that shows an image or a video.
+
+    Args:
+        kind: Its type, as the API calls it.
+        value: A URL, ``{"url": …}``, or ``{"type": "base64", "media_type": …, "data": …}``.
+        field: Where it stands.
+
+    Raises:
+        GatewayError: It is another kind of part, or it holds no such thing.
+    """
+    known = _SHOWN.get(kind)
+    if known is None:
+        served = "audio is not served" if "audio" in kind else "only text and images are served"
+        refuse(f"{field}.type", f"{kind!r}: {served}")
+    if isinstance(value, dict) and value.get("type") == "base64":
+        mime, data = value.get("media_type"), value.get("data")
+        if not (isinstance(mime, str) and isinstance(data, str)):
+            refuse(field, "expected media_type and data")
+        return {"type": known, known: f"data:{mime};base64,{data}"}
+    url = value.get("url") if isinstance(value, dict) else value
+    if not isinstance(url, str):
+        refuse(field, "expected a URL, or base64 with its media_type")
+    return {"type": known, known: url}
+
+
+#: What parts that show something are called, and what they are here.
+_SHOWN = {
+    **dict.fromkeys(("image", "image_url", "input_image"), "image"),
+    **dict.fromkeys(("video", "video_url", "input_video"), "video"),
+}
 
 
 def stops_of(stop: str | list[str] | None, field: str) -> tuple[str, ...]:

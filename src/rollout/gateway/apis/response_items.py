@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -13,7 +13,7 @@ from rollout.gateway.apis.reading import refuse
 from rollout.gateway.calls import GivenCall, GivenMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 ROLES = ("system", "developer", "user", "assistant")
 #: Begin the ids of items; an answer's own id follows.
@@ -28,6 +28,7 @@ class Part(msgspec.Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: Any = None
 
 
 class Item(msgspec.Struct):
@@ -98,10 +99,12 @@ class _Reader:
             self._call(item, place)
         elif item.type in ("function_call_output", "custom_tool_call_output"):
             self.end_turn()
-            text = _text(item.output, f"{place}.output")
+            said = _said(item.output, f"{place}.output")
             name = self._names.get(item.call_id)
             self.messages.append(
-                GivenMessage(role="tool", text=text, call_id=item.call_id, name=name)
+                GivenMessage(
+                    role="tool", text=said.text, parts=said.parts, call_id=item.call_id, name=name
+                )
             )
         elif item.type not in SERVER_ITEMS:
             known = "message, reasoning, function_call, function_call_output, custom_tool_call"
@@ -120,10 +123,13 @@ class _Reader:
     def _message(self, item: Item, place: str) -> None:
         if item.role not in ROLES:
             refuse(f"{place}.role", f"{item.role!r}; expected one of {', '.join(ROLES)}")
-        text = _text(item.content, f"{place}.content")
+        said = _said(item.content, f"{place}.content")
+        text = said.text
+        if said.parts and item.role != "user":
+            refuse(f"{place}.content", "images may stand in messages of users and tools only")
         if item.role != "assistant":
             self.end_turn()
-            self.messages.append(GivenMessage(role=item.role, text=text))
+            self.messages.append(GivenMessage(role=item.role, text=text, parts=said.parts))
             return
         if self._turn is not None and self._turn.text is not None:
             self.end_turn()
@@ -178,10 +184,16 @@ def messages_of(
     return tuple(reader.messages)
 
 
-def _text(content: str | list[Part] | None, field: str) -> str:
+_TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text")
+
+
+def _said(content: str | list[Part] | None, field: str) -> reading.Shown:
     if content is None or isinstance(content, str):
-        return content or ""
+        return reading.Shown(content or "")
+    parts: list[str | Mapping[str, Any]] = []
     for index, part in enumerate(content):
-        if part.type not in ("input_text", "output_text", "text", "refusal", "summary_text"):
-            refuse(f"{field}[{index}].type", f"{part.type!r}: only text is served")
-    return "\n".join(part.text or part.refusal or "" for part in content)
+        if part.type in _TEXTS:
+            parts.append(part.text or part.refusal or "")
+        else:
+            parts.append(reading.image_part(part.type, part.image_url, f"{field}[{index}]"))
+    return reading.shown(parts)

@@ -79,9 +79,9 @@ class RolloutExecutor(AgentExecutorBase):
             ConfigError, PromptError: An argument is none of what it may be; nothing has run.
             RolloutError: The group's first call ended before.
         """
-        _refuse(self._settings, max_length, images)
-        made = prompt_of_arguments(prompt, label, sampling_params, self._settings.prompt_of)
-        key = (prompt, repr(label), max_length, id(sampling_params))
+        _refuse(self._settings, max_length)
+        made = prompt_of_arguments(prompt, label, sampling_params, self._settings.prompt_of, images)
+        key = (prompt, repr(label), max_length, id(sampling_params), repr(images))
         group = self._groups.get(key)
         if group is not None:
             member, group.size = group.size, group.size + 1
@@ -97,7 +97,12 @@ class RolloutExecutor(AgentExecutorBase):
         row = group.rows[member]
         has_log_probs = sampling_params.logprobs is not None
         return response_of(
-            row, prompt=prompt, label=label, images=images, has_log_probs=has_log_probs
+            row,
+            prompt=prompt,
+            label=label,
+            images=images,
+            has_log_probs=has_log_probs,
+            processor=self._adapter.runtime.template.processor if self._adapter else None,
         )
 
     def close(self) -> None:
@@ -160,14 +165,12 @@ def agent_executor(settings: Any) -> type[RolloutExecutor]:
     return AgentExecutor
 
 
-def _refuse(settings: TrainerSettings, max_length: int, images: Any) -> None:
+def _refuse(settings: TrainerSettings, max_length: int) -> None:
     """Refuse what would be cut or lost.
 
     Raises:
         ConfigError: It is asked for.
     """
-    if images:
-        raise ConfigError("execute: images: agents here read text; expected none")
     lengths = settings.config.lengths
     if lengths.prompt + lengths.response > max_length:
         raise ConfigError(

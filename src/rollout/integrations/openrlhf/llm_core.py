@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, FinishReason, unpack_ids
+from rollout.integrations.row_media import images_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from rollout.bridge import AsyncioThread
     from rollout.engine.core import GenerationRequest
+    from rollout.medium import Media
 
 #: Requests under way at once; vLLM queues them itself.
 MAX_REQUESTS = 4096
@@ -53,6 +55,8 @@ class LlmCore:
             core="openrlhf",
             no_sleep="OpenRLHF's own engine keeps its memory",
             max_top_log_probs=0,
+            modalities=("image",),
+            no_media="OpenRLHF's engines take images",
         )
 
     async def start(self) -> None:
@@ -86,7 +90,7 @@ class LlmCore:
         try:
             with anyio.CancelScope() as scope:
                 self._open[rid] = scope
-                answer = await self._loop.run("llm_engine", self._asked, ids, params)
+                answer = await self._loop.run("llm_engine", self._asked, ids, params, request.media)
         except Exception as error:  # of foreign code, whatever it is
             text = f"llm_engine.generate: {type(error).__name__}: {error}"
             return Chunk(request_id=rid, finish_reason="error", error=text)
@@ -96,8 +100,11 @@ class LlmCore:
             return Chunk(request_id=rid, finish_reason="abort")
         return self._answer(rid, answer.outputs[0])
 
-    async def _asked(self, ids: list[int], params: Any) -> Any:
-        return await self._llm_engine.generate(ids, params)
+    async def _asked(self, ids: list[int], params: Any, media: Sequence[Media]) -> Any:
+        if not media:
+            return await self._llm_engine.generate(ids, params)
+        shown = {"image": images_of(media)}
+        return await self._llm_engine.generate(ids, params, multi_modal_data=shown)
 
     def _sampling(self, request: GenerationRequest, room: int) -> Any:
         """vLLM's settings for one request."""

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from rollout.integrations.prompt_media import with_media
 from rollout.integrations.repeated_prompts import prompt_of_columns, sampling_of_trainer
+from rollout.integrations.row_media import features_of
 from rollout.integrations.row_values import runs_of, versions_of
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
+    from rollout.chat.processors import MediaProcessor
     from rollout.integrations.repeated_prompts import PromptOf
     from rollout.integrations.row_policy import RowPolicy
     from rollout.integrations.trainer_row import TrainerRow
@@ -44,24 +47,36 @@ def policy_for(policy: RowPolicy) -> RowPolicy:
 
 
 def prompt_of_arguments(
-    prompt: str, label: Any, sampling_params: Any, prompt_of: PromptOf | None
+    prompt: str,
+    label: Any,
+    sampling_params: Any,
+    prompt_of: PromptOf | None,
+    images: Any = None,
 ) -> Prompt:
     """What `execute` was called with, as a prompt.
 
     The columns are ``prompt``, a text that a user says or messages as JSON, and ``ground_truth``,
-    the label.
+    the label. Images stand in the prompt where it has places for them, or before it.
 
     Raises:
         PromptError, ConfigError: A column or a sampling setting is none of what it may be.
     """
     given = {name: getattr(sampling_params, name, None) for name in SAMPLING}
     sampling = sampling_of_trainer(given, "sampling_params")
-    columns = {"prompt": _messages(prompt) or prompt, "ground_truth": label}
+    shown = images if isinstance(images, list | tuple) else [images]
+    said = with_media(_messages(prompt) or prompt, [each for each in shown if each is not None])
+    columns = {"prompt": said, "ground_truth": label}
     return prompt_of_columns(columns, prompt_of, sampling)
 
 
 def response_of(
-    row: TrainerRow, *, prompt: str, label: Any, images: Any, has_log_probs: bool
+    row: TrainerRow,
+    *,
+    prompt: str,
+    label: Any,
+    images: Any,
+    has_log_probs: bool,
+    processor: MediaProcessor | None = None,
 ) -> dict[str, Any]:
     """The keys that OpenRLHF reads, over the whole sequence: prompt and response.
 
@@ -72,13 +87,14 @@ def response_of(
         row: The row of the trajectory.
         prompt, label, images: As `execute` got them.
         has_log_probs: Whether `sampling_params.logprobs` asked for log-probs.
+        processor: The model's, for `mm_train_inputs`: what its images and videos become.
     """
     begin = len(row.prompt_ids)
     return {
         "prompt": prompt,
         "label": label,
         "images": images,
-        "mm_train_inputs": None,
+        "mm_train_inputs": features_of(row, processor),
         "observation_tokens": [*row.prompt_ids.tolist(), *row.response_ids.tolist()],
         "action_ranges": [
             (begin + start, begin + stop) for start, stop, flag in runs_of(row.mask) if flag

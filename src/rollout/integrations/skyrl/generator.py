@@ -79,7 +79,12 @@ class RolloutGenerator(GeneratorInterface):
         )
         identities = given.get("trajectory_ids")
         output = generator_output(
-            placed.rows, identities, placed.places, placed.metrics, **self._options
+            placed.rows,
+            identities,
+            placed.places,
+            placed.metrics,
+            processor=self._adapter.runtime.template.processor,
+            **self._options,
         )
         output["rollout_metrics"] |= get_rollout_metrics(
             output["response_ids"],

@@ -19,11 +19,13 @@ from rollout.integrations.repeated_prompts import (
     prompt_of_columns,
     sampling_of_trainer,
 )
+from rollout.integrations.row_media import features_of, refuse_others
 from rollout.integrations.row_values import facts_of, known_experts, versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from rollout.chat.processors import MediaProcessor
     from rollout.integrations.repeated_prompts import PromptOf
     from rollout.integrations.row_policy import RowPolicy
     from rollout.integrations.trainer_row import TrainerRow
@@ -60,6 +62,10 @@ def prompts_of(given: Mapping[str, Any], prompt_of: PromptOf | None = None) -> R
     return grouped(keys, prompt_at, names)
 
 
+#: What SkyRL has fields for.
+_OF_IMAGES = ("pixel_values", "image_grid_thw")
+
+
 def generator_output(
     rows: Sequence[TrainerRow],
     identities: Sequence[Any] | None,
@@ -69,6 +75,7 @@ def generator_output(
     step_wise: bool = False,
     zero_reward_on_non_stop: bool = False,
     apply_overlong_filtering: bool = False,
+    processor: MediaProcessor | None = None,
 ) -> dict[str, Any]:
     """The keys of a `GeneratorOutput`, one entry a row.
 
@@ -79,7 +86,13 @@ def generator_output(
         metrics: Becomes `rollout_metrics`, below ``rollout/``.
         step_wise: Whether a trajectory may have several rows.
         zero_reward_on_non_stop, apply_overlong_filtering: As SkyRL's settings of these names.
+        processor: The model's, for `pixel_values` and `image_grid_thw` of rows with images.
+
+    Raises:
+        RolloutError: A row has media that SkyRL has no field for.
     """
+    features = [_features(row, processor) for row in rows]
+    has_images = any(features)
     experts = [known_experts(row) for row in rows]
     is_cut = [row.stop_reason != "stop" for row in rows]
     rewards = [row.reward for row in rows]
@@ -104,9 +117,17 @@ def generator_output(
         else [[] if each is None else each.astype(np.int32).tolist() for each in experts],
         "is_last_step": [row.is_last for row in rows] if step_wise else None,
         "env_metrics": [_env_metrics(row) for row in rows],
-        "pixel_values": None,
-        "image_grid_thw": None,
+        **{
+            name: [each.get(name) for each in features] if has_images else None
+            for name in _OF_IMAGES
+        },
     }
+
+
+def _features(row: TrainerRow, processor: MediaProcessor | None) -> dict[str, Any]:
+    features = features_of(row, processor)
+    refuse_others(features, _OF_IMAGES, row, "SkyRL")
+    return features or {}
 
 
 def _env_metrics(row: TrainerRow) -> dict[str, Any]:

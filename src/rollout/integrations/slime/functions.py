@@ -82,8 +82,10 @@ async def generate(
     repeated = repeated.renamed([f"sample-{sample.index}"])
     placed = await adapter.rows(repeated, step=None, validate=evaluation)
     keeps = _keeps_reward(args, adapter.settings)
-    decode = adapter.runtime.template.decode
-    rows: list[Any] = samples_of([sample], placed, decode, keeps_reward=keeps)[0]
+    template = adapter.runtime.template
+    rows: list[Any] = samples_of(
+        [sample], placed, template.decode, keeps_reward=keeps, processor=template.processor
+    )[0]
     # slime's model judges what can be learned from; the rest must not be None.
     _fill_rewards(args, [each for each in rows if each.remove_sample])
     if adapter.settings.policy.segments == "rows" and not evaluation:
@@ -138,7 +140,11 @@ async def _run_groups(
     repeated = prompts_of(flat, _sampling(args), settings.prompt_of)
     placed = await adapter.rows(repeated, step=rollout_id, validate=False)
     keeps = _keeps_reward(args, settings)
-    rows = iter(samples_of(flat, placed, adapter.runtime.template.decode, keeps_reward=keeps))
+    template = adapter.runtime.template
+    filled = samples_of(
+        flat, placed, template.decode, keeps_reward=keeps, processor=template.processor
+    )
+    rows = iter(filled)
     made = [(group, [next(rows) for _ in group]) for group in groups]
     for _, found in made:
         await _judge(args, [sample for each in found for sample in each])

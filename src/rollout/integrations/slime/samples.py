@@ -12,16 +12,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from rollout.errors import PromptError
+from rollout.integrations.prompt_media import with_media
 from rollout.integrations.repeated_prompts import (
     Repeated,
     grouped,
     prompt_of_columns,
     sampling_of_trainer,
 )
+from rollout.integrations.row_media import features_of, images_of, media_of, videos_of
 from rollout.integrations.row_values import facts_of, known_experts, runs_of, versions_of
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
+    from rollout.chat.processors import MediaProcessor
     from rollout.integrations.adapter import PlacedRows
     from rollout.integrations.repeated_prompts import PromptOf
     from rollout.integrations.trainer_row import TrainerRow
@@ -71,7 +75,14 @@ def prompts_of(
     return grouped(keys, prompt_at, {key: f"{key[0]}-{key[1]}" for key in keys})
 
 
-def fill(sample: Any, row: TrainerRow, decode: Decode, *, keeps_reward: bool = True) -> Any:
+def fill(
+    sample: Any,
+    row: TrainerRow,
+    decode: Decode,
+    *,
+    keeps_reward: bool = True,
+    processor: MediaProcessor | None = None,
+) -> Any:
     """A copy of `sample` with the tokens of a row; its log-probs, mask, versions and reward.
 
     Tokens that nothing may be learned from have mask 0, and where none is left `remove_sample`
@@ -83,8 +94,16 @@ def fill(sample: Any, row: TrainerRow, decode: Decode, *, keeps_reward: bool = T
         decode: Ids to text.
         keeps_reward: Whether a row without a reward of its own has the policy's; else it has None,
             since slime gives rewards.
+        processor: The model's, for `multimodal_train_inputs` of rows with images or videos.
     """
-    filled = copy.deepcopy(sample)
+    filled = copy.copy(sample)
+    media_of_sample = ("multimodal_inputs", "multimodal_train_inputs")
+    shown = {name: getattr(sample, name, None) for name in media_of_sample}
+    for name in shown:  # of pictures no copies
+        setattr(filled, name, None)
+    filled = copy.deepcopy(filled)
+    for name, value in shown.items():
+        setattr(filled, name, value)
     filled.tokens = row.prompt_ids.tolist()
     filled.response, filled.response_length = "", 0
     filled.loss_mask, filled.rollout_log_probs = None, None
@@ -99,6 +118,10 @@ def fill(sample: Any, row: TrainerRow, decode: Decode, *, keeps_reward: bool = T
     filled.remove_sample = not row.mask.any()
     filled.weight_versions = [str(version) for version in versions_of(row)]
     filled.rollout_routed_experts = _experts(row)
+    if row.media:
+        media = media_of(row)
+        filled.multimodal_inputs = {"images": images_of(media), "videos": videos_of(media)}
+        filled.multimodal_train_inputs = features_of(row, processor)
     is_given = row.is_rewarded or keeps_reward
     filled.reward = float(row.reward) if is_given else None
     filled.status = type(sample).Status[STATUS[row.trajectory.outcome]]
@@ -108,12 +131,18 @@ def fill(sample: Any, row: TrainerRow, decode: Decode, *, keeps_reward: bool = T
 
 
 def samples_of(
-    samples: Sequence[Any], placed: PlacedRows, decode: Decode, *, keeps_reward: bool = True
+    samples: Sequence[Any],
+    placed: PlacedRows,
+    decode: Decode,
+    *,
+    keeps_reward: bool = True,
+    processor: MediaProcessor | None = None,
 ) -> list[list[Any]]:
     """Of each sample its rows, in the order of the samples; those of one share a `rollout_id`."""
     found: list[list[Any]] = [[] for _ in samples]
     for row, place in zip(placed.rows, placed.places, strict=True):
-        found[place].append(fill(samples[place], row, decode, keeps_reward=keeps_reward))
+        filled = fill(samples[place], row, decode, keeps_reward=keeps_reward, processor=processor)
+        found[place].append(filled)
     for sample, rows in zip(samples, found, strict=True):
         for each in rows:
             each.rollout_id = sample.index if sample.rollout_id is None else sample.rollout_id
@@ -154,4 +183,13 @@ def _columns(sample: Any) -> dict[str, Any]:
         columns["tool_schemas"] = columns.pop("tools")
     if sample.label is not None:
         columns.setdefault("ground_truth", sample.label)
-    return {**columns, "prompt": sample.prompt}
+    return {**columns, "prompt": _shown(sample)}
+
+
+def _shown(sample: Any) -> Any:
+    """A sample's prompt with its images and videos where they stand, or before its text."""
+    held = getattr(sample, "multimodal_inputs", None) or {}
+    given = {kind: list(held.get(f"{kind}s") or ()) for kind in ("image", "video")}
+    if held.get("audio") or held.get("audios"):
+        raise PromptError("multimodal_inputs: audio is not supported; images and videos are")
+    return with_media(sample.prompt, given["image"], given["video"])

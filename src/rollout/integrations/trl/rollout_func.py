@@ -19,6 +19,7 @@ from rollout.integrations.trl.prompt_groups import (
     prompt_of,
     refuse_columns,
 )
+from rollout.integrations.trl.prompt_images import refuse_other_media
 from rollout.integrations.trl.trainer_rewards import IS_TRAINED, REWARD, TRAJECTORY
 from rollout.integrations.trl.trainer_setup import (
     check,
@@ -158,6 +159,8 @@ class TrlRollout:
         mode = "train" if trainer.model.training else "eval"
         for name, value in {**metrics, **made.metrics}.items():
             trainer._metrics[mode][f"rollout/{name}"].append(value)
+        for row, prompt in zip(made.rows, prompts, strict=True):
+            refuse_other_media(row, prompt)
         return _output(made.rows)
 
     def _opened(self, trainer: Any) -> BlockingRollout:

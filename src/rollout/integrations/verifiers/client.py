@@ -85,12 +85,17 @@ class RolloutClient(Client):
 
         Raises:
             NotImplementedError: The request is none of chat completions, which alone tell
-                log-probs in verifiers' terms.
+                log-probs in verifiers' terms; or it shows images.
             ProviderError: The gateway refuses it, or does not answer.
         """
         if not isinstance(dialect, ChatDialect):
             raise NotImplementedError(
                 f"{type(dialect).__name__}: the rollout client speaks chat completions only"
+            )
+        if _shows_images(body.get("messages") or ()):
+            raise NotImplementedError(
+                "images: the tokens that verifiers takes of a client have no pixel values; run the "
+                "environment's agent on the gateway, and train on the rows of its trajectories"
             )
         name = session_id or f"call-{secrets.token_hex(8)}"
         trajectory = self._sessions.get(name) or await self._open(name, body)
@@ -145,6 +150,12 @@ class RolloutClient(Client):
             raise model_error(f"gateway: {answer.text}", status_code=answer.status_code)
         told: dict[str, Any] = answer.json()
         return told
+
+
+def _shows_images(messages: Any) -> bool:
+    contents = [m.get("content") for m in messages if isinstance(m, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and part.get("type") == "image_url" for part in parts)
 
 
 def tokens_of(answer: Mapping[str, Any]) -> TurnTokens:

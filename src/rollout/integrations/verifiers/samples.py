@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rollout.integrations.row_media import features_of
 from rollout.integrations.row_values import known_experts
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
+    from rollout.chat.processors import MediaProcessor
     from rollout.integrations.trainer_row import TrainerRow
 
 _TYPES = "prime_rl.transports.rollouts.types"
@@ -30,6 +32,7 @@ def training_samples(
     temperature: float = 1.0,
     advantages: Sequence[float] | None = None,
     types: Any = None,
+    processor: MediaProcessor | None = None,
 ) -> list[Any]:
     """One `TrainingSample` a row that something can be learned from, in their order.
 
@@ -43,17 +46,25 @@ def training_samples(
         temperature: Of the sampling.
         advantages: One for each row; None: its reward less the mean of its group's trajectories.
         types: The module with `TrainingSample` and `RoutedExperts`; None imports prime-rl's.
+        processor: The model's, for `mm_kwargs` and `mm_token_type_ids` of rows with media.
     """
     home = importlib.import_module(_TYPES) if types is None else types
     given = _group_advantages(rows) if advantages is None else advantages
     return [
-        _sample(home, row, env_name, temperature, advantage)
+        _sample(home, row, env_name, temperature, advantage, processor)
         for row, advantage in zip(rows, given, strict=True)
         if row.mask.any()
     ]
 
 
-def _sample(home: Any, row: TrainerRow, env_name: str, temperature: float, advantage: float) -> Any:
+def _sample(
+    home: Any,
+    row: TrainerRow,
+    env_name: str,
+    temperature: float,
+    advantage: float,
+    processor: MediaProcessor | None,
+) -> Any:
     begin = len(row.prompt_ids)
     count = begin + len(row.response_ids)
     off = np.zeros(begin)
@@ -65,7 +76,26 @@ def _sample(home: Any, row: TrainerRow, env_name: str, temperature: float, advan
         env_name=env_name,
         advantages=[*off.tolist(), *(row.mask * float(advantage)).tolist()],
         routed_experts=_experts(home, row),
+        **_multi_modal(home, row, processor),
     )
+
+
+def _multi_modal(home: Any, row: TrainerRow, processor: MediaProcessor | None) -> dict[str, Any]:
+    """The tensors of a row's media, and which ids are their placeholders: 1 images, 2 videos."""
+    features = features_of(row, processor)
+    if features is None or processor is None:
+        return {}
+    arrays = {name: np.ascontiguousarray(value) for name, value in features.items()}
+    ids = np.concatenate([row.prompt_ids, row.response_ids])
+    return {
+        "mm_kwargs": {
+            name: home.EncodedTensor(
+                data=value.tobytes(), shape=list(value.shape), dtype=str(value.dtype)
+            )
+            for name, value in arrays.items()
+        },
+        "mm_token_type_ids": processor.kinds_of_ids(ids, row.media).tolist(),
+    }
 
 
 def _experts(home: Any, row: TrainerRow) -> Any:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.bridge import AsyncioThread, cancel_scope
 from rollout.engine.core import CORE_CLOSE_S, Chunk, EngineInfo, EngineLoad
+from rollout.integrations.row_media import images_of, videos_of
 from rollout.integrations.verl.servers import Placed, placing
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from rollout.engine.core import FinishReason, GenerationRequest, SamplingParams
     from rollout.integrations.verl.sessions import Sessions
+    from rollout.medium import Media
 
 logger = logging.getLogger("rollout.integrations")
 
@@ -57,6 +59,7 @@ class ClientCore:
             core="verl",
             no_sleep="verl puts its servers to sleep by itself",
             max_top_log_probs=0,
+            modalities=("image", "video"),
         )
         self._log_probs = log_probs
         self._scopes: dict[str, tuple[anyio.CancelScope, Placed]] = {}
@@ -124,7 +127,7 @@ class ClientCore:
             request_id=asked.request_id,
             prompt_ids=ids,
             sampling_params={**params, "max_tokens": request.sampling.max_new_tokens},
-            **asked.options,
+            **{**media_data(request.media), **asked.options},
         )
 
     def _chunk(self, request: GenerationRequest, output: Any) -> Chunk:
@@ -169,6 +172,12 @@ class ClientCore:
         ends = (*self.info.eos_ids, *sampling.stop_token_ids)
         is_whole = len(ids) == len(output.token_ids) and ids[-1] in ends
         return "stop" if is_whole else "length"
+
+
+def media_data(media: Sequence[Media]) -> dict[str, Any]:
+    """What verl's client is told of a prompt's media, as its own agent loops tell it."""
+    shown = {"image_data": images_of(media), "video_data": videos_of(media)}
+    return {name: each for name, each in shown.items() if each}
 
 
 def sampling_params_of(sampling: SamplingParams, *, log_probs: bool) -> dict[str, Any]:

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from rollout.errors import RolloutError
+from rollout.integrations.row_media import named
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -99,6 +102,11 @@ def _padded(worker: Any, row: TrainerRow, output: Any, tensors: Mapping[str, tor
 
     inputs: dict[str, Any] = {}
     position_ids = tensors["position_ids"]
+    if output.multi_modal_data and worker.processor is None:
+        raise RolloutError(
+            f"{named(row)} has images or videos, and verl found no processor of the model "
+            "(actor_rollout_ref.model.path)"
+        )
     if worker.processor is not None:
         inputs = worker._compute_multi_modal_inputs(output, tensors["input_ids"])
         position_ids = worker._compute_position_ids(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rollout.integrations.row_media import images_of, media_of, videos_of
 from rollout.integrations.trainer_row import row_of as trainer_row_of
 from rollout.integrations.verl.rows import ROWS
 
 if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
+    from rollout.integrations.trainer_row import TrainerRow
     from rollout.integrations.verl.rows import VerlRow
     from rollout.integrations.verl.sessions import Told
 
@@ -27,13 +29,20 @@ def output_of(trajectory: Trajectory, row: VerlRow, told: Told, *, log_probs: bo
             response_mask=found.sampled.astype(int).tolist(),
             response_logprobs=found.log_probs.tolist() if log_probs else None,
             routed_experts=_experts(told, found),
-            multi_modal_data={},
+            multi_modal_data=_multi_modal_data(found),
             num_turns=trajectory.num_turns,
             metrics=AgentLoopMetrics(**_metrics(trajectory, told)),
             extra_fields=_extra_fields(trajectory, row, told, found),
         )
     output.extra_fields["raw_prompt"] = row.kwargs["raw_prompt"]
     return output
+
+
+def _multi_modal_data(found: TrainerRow) -> dict[str, Any]:
+    """The media of a row as verl's loops give them; its worker makes their inputs of it."""
+    media = media_of(found)
+    shown = {"images": images_of(media), "videos": videos_of(media)}
+    return {name: each for name, each in shown.items() if each}
 
 
 def _metrics(trajectory: Trajectory, told: Told) -> dict[str, Any]:

@@ -264,8 +264,13 @@ class TrajectoryLog:
         await self._journal.room(self._latest)
 
     def end(self, trajectory: Trajectory) -> None:
-        """It has its outcome. One that holds what cannot be written fails by that."""
+        """It has its outcome. One that holds what cannot be written fails by that.
+
+        Images and videos are not written: what has some is run again from its recorded turns.
+        """
         if trajectory.outcome is Outcome.CANCELLED and trajectory.reason in UNFINISHED:
+            return
+        if any(transcript.media for transcript in trajectory.transcripts):
             return
         self._say_departure()
         self._ticket = self._journal.put(EndEntry(self.key, self._packed(trajectory)))

@@ -188,8 +188,8 @@ class _McpSession(ToolSession):
 
 
 def _result(name: str, answer: Any) -> ToolResult:
-    """The observation for a server's answer; media are refused until transcripts can hold them."""
-    texts = []
+    """The observation for a server's answer: its texts, and its images."""
+    texts, images = [], []
     for block in answer.content:
         if block.type == "text":
             texts.append(block.text)
@@ -197,11 +197,24 @@ def _result(name: str, answer: Any) -> ToolResult:
             texts.append(block.resource.text)
         elif block.type == "resource_link":
             texts.append(f"{block.name}: {block.uri}")
+        elif block.type == "image" or _is_picture(block):
+            held = block.resource if block.type == "resource" else block
+            content = held.blob if block.type == "resource" else held.data
+            images.append({"type": "image", "data": content, "mimeType": held.mime_type})
         else:
             return error_result(
-                f"{name}: the server answered with {block.type} content; only text can be observed"
+                f"{name}: the server answered with {block.type} content; only text and images can "
+                f"be observed"
             )
     data = answer.structured_content
     if not texts and data is not None:
         texts.append(json.dumps(data, ensure_ascii=False))
-    return ToolResult("\n".join(texts), data=data, is_error=bool(answer.is_error))
+    shown: dict[str, Any] = {"images": images} if images else {}
+    return ToolResult("\n".join(texts), data=data, is_error=bool(answer.is_error), **shown)
+
+
+def _is_picture(block: Any) -> bool:
+    """Whether an embedded resource is an image."""
+    resource = getattr(block, "resource", None)
+    is_image = str(getattr(resource, "mime_type", None)).startswith("image/")
+    return is_image and hasattr(resource, "blob")

@@ -8,7 +8,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -106,6 +106,10 @@ class SandboxAnswer(msgspec.Struct, frozen=True):
     left_out: list[str] = []
 
 
+#: Bytes of the files that are collected after a call, together.
+COLLECTED_BYTES = 16 * 1024 * 1024
+
+
 class SandboxProcess:
     """A running sandbox; its starter closes it.
 
@@ -145,7 +149,9 @@ class SandboxProcess:
             raise
         return sandbox
 
-    async def call(self, language: Language, code: str, *, is_fresh: bool) -> SandboxAnswer:
+    async def call(
+        self, language: Language, code: str, *, is_fresh: bool, collect: Sequence[str] = ()
+    ) -> SandboxAnswer:
         """Run one piece of code; one call at a time.
 
         After a cancellation the sandbox is of no use, for the call runs on until `close`.
@@ -155,8 +161,12 @@ class SandboxProcess:
             code: The program.
             is_fresh: Python runs in a new process and an empty directory, not in the one that
                 keeps its variables. A shell is always a new process; its files stay.
+            collect: Which files are read after it, if it has written them: as of a program.
         """
-        return await self._exchange({"language": language, "code": code, "is_fresh": is_fresh})
+        most = COLLECTED_BYTES if collect else 0
+        message = {"language": language, "code": code, "is_fresh": is_fresh}
+        files = {"collect": list(collect), "collected_bytes": most}
+        return await self._exchange(message | files, 2 * most)
 
     async def run_program(self, program: SandboxProgram) -> SandboxAnswer:
         """Run a command to its end; the only call of its sandbox."""

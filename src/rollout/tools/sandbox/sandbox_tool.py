@@ -39,6 +39,11 @@ class SandboxOptions(TypedDict, total=False):
     limits: SandboxLimits | None
     python: str | None
     readable: Sequence[str | os.PathLike[str]]
+    max_pictures: int
+
+
+#: Added to the description of a tool that shows pictures.
+PICTURES_SHOWN = "Pictures that it saves as .png or .jpg in its directory are shown to you."
 
 
 class SandboxTool(Tool):
@@ -55,6 +60,8 @@ class SandboxTool(Tool):
             takes this one.
         readable: Further paths that programs may read, if every user may: where the driver is
             root, they run as a user of their own.
+        max_pictures: Pictures (PNG, JPEG, WEBP) that a call writes to its directory, such as plots,
+            of which the model is shown so many. More than 0 needs a model that reads images.
 
     Raises:
         ToolError: The isolation has no such name, or a path does not exist.
@@ -74,7 +81,13 @@ class SandboxTool(Tool):
         limits: SandboxLimits | None = None,
         python: str | None = None,
         readable: Sequence[str | os.PathLike[str]] = (),
+        max_pictures: int = 0,
     ) -> None:
+        if type(max_pictures) is not int or max_pictures < 0:
+            raise ToolError(f"max_pictures = {max_pictures!r}: expected an integer ≥ 0")
+        if max_pictures:
+            description += " " + PICTURES_SHOWN
+        self.max_pictures = max_pictures
         self.name = name
         self.isolation = check_isolation_name(isolation)
         self.is_fresh = is_fresh
@@ -131,7 +144,12 @@ class _SandboxSession(ToolSession):
         code = call.arguments.get(self._tool.parameter)
         if not isinstance(code, str) or len(call.arguments) != 1:
             return error_result(f"expected one argument: {self._tool.parameter}, a text")
-        return await self._sandbox.run(self._tool.language, code, is_fresh=self._tool.is_fresh)
+        return await self._sandbox.run(
+            self._tool.language,
+            code,
+            is_fresh=self._tool.is_fresh,
+            max_pictures=self._tool.max_pictures,
+        )
 
     async def close(self) -> None:
         """End the trajectory's sandbox, unless another of its tools still uses it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import msgspec
 
 from rollout.tools.results import NO_OUTPUT, ToolResult, error_result
 from rollout.tools.sandbox.process import SandboxProcess
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 
 #: Where a trajectory's sandboxes are in `ToolContext.state`.
 STATE_KEY = "rollout.sandboxes"
+
+
+#: Names of files that are pictures.
+PICTURES = ("*.png", "*.jpg", "*.jpeg", "*.webp")
 
 
 class TrajectorySandbox:
@@ -40,8 +45,12 @@ class TrajectorySandbox:
         if self._users == 0:
             await self._discard()
 
-    async def run(self, language: Language, code: str, *, is_fresh: bool) -> ToolResult:
+    async def run(
+        self, language: Language, code: str, *, is_fresh: bool, max_pictures: int = 0
+    ) -> ToolResult:
         """What the model reads of one call; calls wait for one another.
+
+        Of the pictures that the call has written the model is shown the first `max_pictures`.
 
         A call that is cancelled, or that passes a bound, takes the sandbox with it, and all that
         earlier calls had left in it.
@@ -54,11 +63,21 @@ class TrajectorySandbox:
                 self._process = await SandboxProcess.start(self._spec)
             answer: SandboxAnswer | None = None
             try:
-                answer = await self._process.call(language, encodable(code), is_fresh=is_fresh)
+                answer = await self._process.call(
+                    language,
+                    encodable(code),
+                    is_fresh=is_fresh,
+                    collect=PICTURES if max_pictures else (),
+                )
             finally:
                 if answer is None or answer.status == "stopped":
                     await self._discard()
-        return self._result(answer, is_fresh=is_fresh)
+        result = self._result(answer, is_fresh=is_fresh)
+        pictures = list(answer.files.values())[:max_pictures]
+        if not pictures or result.is_error:
+            return result
+        text = "" if result.text == NO_OUTPUT else result.text
+        return msgspec.structs.replace(result, text=text, images=pictures)
 
     def _result(self, answer: SandboxAnswer, *, is_fresh: bool) -> ToolResult:
         if answer.status == "ok":

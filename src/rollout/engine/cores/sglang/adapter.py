@@ -14,10 +14,15 @@ import signal
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import anyio
+import anyio.to_thread
+import msgspec
+
 from rollout.engine.core import EngineInfo
 from rollout.engine.cores.devices import gpu_of
 from rollout.engine.cores.sglang import plugin
 from rollout.engine.cores.sglang.maintenance import SGLangMaintenance, fields_of
+from rollout.engine.cores.sglang.media_inputs import open_media_inputs
 from rollout.engine.cores.sglang.server_arguments import SGLangOptions, engine_arguments
 from rollout.engine.cores.sglang.stream_hook import STREAM_VARIABLE
 from rollout.engine.guardian import mapped_files, remove, remove_at_end, shared_files
@@ -88,7 +93,15 @@ class SGLang:
             return
         self._request_type = GenerateReqInput
         self._request_fields = fields_of(GenerateReqInput)
-        self.info = self._describe(options, model_path)
+        self.media, kinds, no_media = open_media_inputs(
+            self._tokens.model_config.hf_config.model_type,
+            model_path,
+            revision=options.revision,
+            trust_remote_code=options.trust_remote_code,
+        )
+        self.info = msgspec.structs.replace(
+            self._describe(options, model_path), modalities=kinds, no_media=no_media
+        )
         self.model_path = model_path
         self.maintenance = SGLangMaintenance(self._tokens)
 
@@ -115,6 +128,16 @@ class SGLang:
         request = self._request_type(stream=True, **known)
         answers: AsyncGenerator[Mapping[str, Any], None] = self._tokens.generate_request(request)
         return answers
+
+    async def media_fields(self, request: GenerationRequest) -> dict[str, Any]:
+        """What carries the media of a request, beside its other fields.
+
+        Raises:
+            MediaError, TemplateError: See `MediaInputs.fields`.
+        """
+        if not request.media or self.media is None:  # no kind of media is taken without it
+            return {}
+        return await anyio.to_thread.run_sync(self.media.fields, request)
 
     def unwanted_experts(self, request: GenerationRequest) -> int:
         """Bytes of routed experts that come before those asked for.

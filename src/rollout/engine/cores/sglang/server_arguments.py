@@ -26,7 +26,13 @@ CPU_ARGUMENTS: dict[str, Any] = {
 }
 #: Arguments that not every supported version of SGLang has, and that it can do without.
 OPTIONAL = frozenset(
-    {"max_queued_requests", "disable_priority_preemption", "sleep_on_idle", "disable_cuda_graph"}
+    {
+        "max_queued_requests",
+        "disable_priority_preemption",
+        "sleep_on_idle",
+        "disable_cuda_graph",
+        "enable_precise_embedding_interpolation",
+    }
 )
 
 
@@ -113,6 +119,7 @@ def engine_arguments(
         "skip_tokenizer_init": True,
         "enable_priority_scheduling": True,
         "disable_priority_preemption": True,
+        "enable_precise_embedding_interpolation": True,  # of Qwen3-VL's images, as transformers
     }
     chosen = {
         "revision": options.revision,

@@ -21,7 +21,7 @@ from rollout.engine.cores.sglang.generate_requests import refusal_of, request_fi
 from rollout.engine.cores.sglang.server_arguments import SGLangOptions
 from rollout.engine.cores.sglang.server_thread import ServerThread
 from rollout.engine.wire.operations import TAGS_OF_LEVEL
-from rollout.errors import EngineError
+from rollout.errors import EngineError, RolloutError
 from rollout.limits import cleanup_scope
 
 if TYPE_CHECKING:
@@ -148,8 +148,11 @@ class SGLangCore:
         reader = AnswerReader(request.request_id, self._sglang.unwanted_experts(request))
         reader.is_buffering = self._is_loading
         entry = self._open[request.request_id] = OpenRequest(reader)
-        fields = request_fields(request, self._options, self.info, salt_of(self._updates))
         try:
+            fields = await self._fields_of(request, entry)
+            if fields is None:
+                yield entry.last_chunk()
+                return
             async with aclosing(self._sglang.generate(**fields)) as answers:
                 while not entry.is_over:
                     for chunk in await self._next_chunks(answers, entry):
@@ -315,6 +318,22 @@ class SGLangCore:
             open_requests=len(self._open),
             is_draining=self._is_draining,
         )
+
+    async def _fields_of(
+        self, request: GenerationRequest, entry: OpenRequest
+    ) -> dict[str, Any] | None:
+        """What SGLang is asked; None where the request has been given up."""
+        assert self._sglang is not None
+        try:
+            seen = await self._sglang.media_fields(request)
+        except RolloutError as error:
+            entry.give_up("error", f"media of the prompt: {error}")
+            return None
+        if seen and (entry.is_aborted or self._failure):
+            entry.give_up("abort", self._failure)
+            return None
+        fields = request_fields(request, self._options, self.info, salt_of(self._updates))
+        return fields | seen
 
     async def _next_chunks(
         self, answers: AsyncGenerator[Mapping[str, Any], None], entry: OpenRequest

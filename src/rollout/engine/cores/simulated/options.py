@@ -167,6 +167,7 @@ class ScenarioOptions(_Section, frozen=True, kw_only=True):
             made-up words and the end token.
         stream_interval: Tokens of a chunk.
         weight_version: What the engine stamps on its tokens until other weights are loaded.
+        modalities: Media that prompts may hold: "image", "video". Their pixels say nothing to it.
     """
 
     seed: int = 0
@@ -178,6 +179,7 @@ class ScenarioOptions(_Section, frozen=True, kw_only=True):
     experts: Experts = Experts()
     stream_interval: AtLeastOne = 16
     weight_version: Count = 0
+    modalities: tuple[Literal["image", "video"], ...] = ("image", "video")
 
 
 def parse_scenario(data: Mapping[str, Any], path: str = "engine.scenario") -> ScenarioOptions:

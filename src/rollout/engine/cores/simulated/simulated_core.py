@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from rollout.engine.core import Chunk, EngineInfo, EngineLoad, FinishReason, GenerationRequest
+from rollout.engine.core import (
+    Chunk,
+    EngineInfo,
+    EngineLoad,
+    FinishReason,
+    GenerationRequest,
+)
 from rollout.engine.cores.simulated.batching import Batcher
 from rollout.engine.cores.simulated.jobs import Job
 from rollout.engine.cores.simulated.kv_cache import KvCache
@@ -121,6 +127,7 @@ class SimulatedCore:
             core="simulated",
             max_top_log_probs=VOCAB_SIZE,
             expert_shape=None if experts is None else (experts.layers, experts.top_k),
+            modalities=options.modalities,
         )
 
     async def start(self) -> None:
@@ -227,6 +234,9 @@ class SimulatedCore:
             return "routed_experts: expected engine.routed_experts = true"
         if count >= context:
             return f"a prompt of {count} tokens leaves no room in a context of {context}"
+        fault = self.info.media_fault(each.medium.kind for each in request.media)
+        if fault:
+            return fault
         bad = first_bad_position(request.prompt_ids)
         if bad is not None:
             return f"the id at position {bad} is outside the vocabulary of {VOCAB_SIZE} ids"

@@ -19,6 +19,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from rollout.media.torchvision_operators import declare_missing_operators
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -43,6 +45,7 @@ def import_libraries(*, leave_out_compiler: bool) -> None:
     with _without_collections(), _names_read_quickly():
         import torch  # noqa: F401
 
+        declare_missing_operators()  # transformers imports torchvision where it is installed
         if is_first and leave_out_compiler:
             _leave_out_compiler()
         from rollout.engine.cores.transformers import slot_model, stepping  # noqa: F401

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from rollout.engine.core import Chunk, FinishReason, GenerationRequest
-from rollout.engine.cores.transformers.slots import Ids, Slot, SlotChoice, SlotTable
+from rollout.engine.cores.transformers.slots import Ids, Keys, Slot, SlotChoice, SlotTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from rollout.engine.cores.transformers.vision import VisionPrompt
 
 #: Prompt tokens computed in one step beside the decoded ones: a long prompt delays the running
 #: requests by some 0.2 s a step on one CPU core with a small model, and no more.
@@ -34,10 +36,18 @@ class Sequence:
         limit: Length at which it ends: max_new_tokens or the context is used up.
         stop_ids: Ids that end it.
         seed: Of every draw; see `SamplingParams.seed`.
+        vision: The media of its prompt; None where there are none.
+        keys: As `ids`, with what stands for its medium at each placeholder.
     """
 
     def __init__(
-        self, request: GenerationRequest, *, context_length: int, eos_ids: Iterable[int], seed: int
+        self,
+        request: GenerationRequest,
+        *,
+        context_length: int,
+        eos_ids: Iterable[int],
+        seed: int,
+        vision: VisionPrompt | None = None,
     ) -> None:
         prompt = np.frombuffer(request.prompt_ids, dtype="<i4")
         self.request = request
@@ -47,6 +57,11 @@ class Sequence:
         self.limit = min(len(prompt) + self.sampling.max_new_tokens, context_length)
         self.ids: Ids = np.empty(self.limit, dtype=np.int32)
         self.ids[: len(prompt)] = prompt
+        self.vision = vision
+        self.keys: Keys = self.ids
+        if vision is not None:
+            self.keys = np.empty(self.limit, dtype=np.int64)
+            self.keys[: len(prompt)] = vision.keys
         ends = () if self.sampling.ignore_eos else tuple(eos_ids)
         self.stop_ids = frozenset((*ends, *self.sampling.stop_token_ids))
         self.slot: Slot | None = None
@@ -64,7 +79,7 @@ class Sequence:
         self, token: int, log_prob: float, top_ids: bytes, top_log_probs: bytes
     ) -> FinishReason | None:
         """Add a sampled token; says whether that ends the request."""
-        self.ids[self.length] = token
+        self.ids[self.length] = self.keys[self.length] = token
         self.length += 1
         self.log_probs.append(log_prob)
         self._top_ids += top_ids
@@ -148,6 +163,17 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         """Queue a request: after those of its priority, before those of a lower one."""
         insort(self._waiting, sequence, key=lambda queued: -queued.request.priority)
+
+    def answer(self, request_id: str, reason: FinishReason, error: str = "") -> None:
+        """End a request that was never queued."""
+        self._chunks.append(
+            Chunk(
+                request_id=request_id,
+                weight_version=self.weight_version,
+                finish_reason=reason,
+                error=error,
+            )
+        )
 
     def abort(self, request_id: str) -> None:
         """End a request with the tokens it has; unknown ids are ignored."""
@@ -248,13 +274,13 @@ class Scheduler:
         return sum(slot.computed for slot in self.table.slots if slot.is_taken)
 
     def _place(self, sequence: Sequence) -> SlotChoice | None:
-        prompt = sequence.ids[: sequence.prompt_length]
+        prompt = sequence.keys[: sequence.prompt_length]
         session_id = sequence.request.session_id
         placement = self.table.place(prompt, session_id)
         if placement is None:
             return None
         self.table.take(
-            placement.slot, sequence.ids, sequence.prompt_length, placement.reused, session_id
+            placement.slot, sequence.keys, sequence.prompt_length, placement.reused, session_id
         )
         sequence.slot, sequence.cached_tokens = placement.slot, placement.reused
         self._running[sequence.request.request_id] = sequence

@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 from rollout.engine.core import EngineInfo
 from rollout.engine.cores.devices import gpu_of
@@ -28,13 +33,24 @@ from rollout.engine.cores.transformers.attention import (
     register_backend,
 )
 from rollout.engine.cores.transformers.kv import KeyValueCache
+from rollout.engine.cores.transformers.vision import (
+    FAMILIES,
+    MediaReader,
+    StepMedia,
+    Unit,
+    VisionPrompt,
+    joined,
+)
 from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import INCIDENTAL
 from rollout.engine.quiet import quiet_transformers
-from rollout.errors import EngineError
+from rollout.errors import EngineError, MediaError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -48,9 +64,24 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 class SlotModel:
-    """A model and the KV cache of its slots, computed one step at a time by one thread."""
+    """A model and the KV cache of its slots, computed one step at a time by one thread.
 
-    def __init__(self, model: PreTrainedModel, *, slots: int, context_length: int) -> None:
+    Args:
+        reader: Of images and videos; None where the model gets none.
+
+    Attributes:
+        reader: As given.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        slots: int,
+        context_length: int,
+        reader: MediaReader | None = None,
+    ) -> None:
+        self.reader = reader
         self._model: Any = model
         self._configs = {"config": model.config, "generation_config": model.generation_config}
         self._cache = KeyValueCache(slots=slots, context_length=context_length)
@@ -87,31 +118,80 @@ class SlotModel:
     def release(self, *, weights: bool) -> None:
         """Let go of all keys and values, and of the weights until `replace`."""
         self._cache.release()
+        if self.reader is not None:
+            self.reader.forget()
         if weights:
             self._model = None
 
     def replace(self, model: PreTrainedModel) -> None:
         """Compute with another model of the same shapes from now on."""
         self._model = model
+        if self.reader is not None:
+            self.reader.forget()
 
-    def step(self, ids: Tensor, spans: Sequence[StepSpan], sampled: Sequence[int]) -> Tensor:
+    def read(self, unit: Unit) -> None:
+        """Look at images or videos; what they become is kept for the steps that need it.
+
+        Raises:
+            MediaError: One cannot be read.
+        """
+        assert self.reader is not None  # the engine says that it takes such media
+        self.reader.rows_of(self._model, unit)
+
+    def step_media(
+        self, prompt: VisionPrompt, start: int, stop: int, offset: int
+    ) -> StepMedia | None:
+        """See `MediaReader.step_media`."""
+        assert self.reader is not None
+        return self.reader.step_media(self._model, prompt, start, stop, offset)
+
+    def step(
+        self,
+        ids: Tensor,
+        spans: Sequence[StepSpan],
+        sampled: Sequence[int],
+        *,
+        positions: npt.NDArray[np.int64] | None = None,
+        media: Sequence[StepMedia] = (),
+    ) -> Tensor:
         """Logits (R, V) of those spans whose indices are in `sampled`; all spans enter the cache.
 
         Args:
             ids: (N,) int64, the tokens of all spans in order.
             spans: Single tokens first, in the order of their slots; then parts of prompts.
             sampled: R indices of spans whose last token's logits are wanted.
+            positions: (rows, N) where they are not those of text.
+            media: What stands for the placeholders among the tokens.
         """
         layout = StepLayout(spans, self._cache, self._model.device, self._model.dtype)
+        device = self._model.device
         ends = torch.tensor([span.stop - span.start for span in spans]).cumsum(0) - 1
-        outputs = self._model(
-            input_ids=ids.unsqueeze(0).to(self._model.device),
-            position_ids=layout.position_ids,
-            use_cache=False,
-            logits_to_keep=ends[list(sampled)].to(self._model.device),
-            slot_layout=layout,
-        )
+        wanted = ends[list(sampled)].to(device)
+        where = layout.position_ids
+        if positions is not None:
+            where = torch.from_numpy(positions).unsqueeze(1).to(device)
+        options = {"position_ids": where, "use_cache": False, "slot_layout": layout}
+        ids = ids.unsqueeze(0).to(device)
+        if media:
+            return self._logits_with_media(ids, joined(media), wanted, options)
+        outputs = self._model(input_ids=ids, logits_to_keep=wanted, **options)
         logits: Tensor = outputs.logits[0]
+        return logits
+
+    def _logits_with_media(
+        self, ids: Tensor, media: StepMedia, wanted: Tensor, options: dict[str, Any]
+    ) -> Tensor:
+        """The language model over embeddings, as the whole model's own forward runs it."""
+        embeddings = self._model.get_input_embeddings()(ids)
+        at = torch.from_numpy(media.at).to(ids.device)
+        embeddings[0, at] = media.rows
+        if media.deep:
+            options["visual_pos_masks"] = torch.zeros_like(ids, dtype=torch.bool)
+            options["visual_pos_masks"][0, at] = True
+            options["deepstack_visual_embeds"] = list(media.deep)
+        decoder = self._model.get_decoder()
+        hidden = decoder(inputs_embeds=embeddings, **options).last_hidden_state[0, wanted]
+        logits: Tensor = self._model.get_output_embeddings()(hidden)
         return logits
 
     def copy_prefix(self, source: int, target: int, start: int, stop: int) -> None:
@@ -149,7 +229,8 @@ def load_model(
     register_backend()
     try:
         with quiet_transformers():
-            found: Any = AutoModelForCausalLM.from_pretrained(
+            kind = _kind_of(directory, revision, trust_remote_code, configs)
+            found: Any = kind.from_pretrained(
                 directory,
                 revision=revision or "main",
                 trust_remote_code=trust_remote_code,
@@ -160,7 +241,8 @@ def load_model(
             model, report = found
             fault = _architecture_fault(model)
             if fault is None:
-                model.set_attn_implementation(BACKEND)
+                text = model.get_decoder() if is_vision(model) else model
+                text.set_attn_implementation(BACKEND)
                 model = model.eval().requires_grad_(False).to(device)
     except Exception as error:
         raise EngineError(f"model.path = {path!r} cannot be loaded: {error}") from error
@@ -175,8 +257,56 @@ def load_model(
     return loaded
 
 
+def _kind_of(
+    directory: str,
+    revision: str | None,
+    trust_remote_code: bool,
+    configs: Mapping[str, Any] | None,
+) -> Any:
+    """How transformers loads this model."""
+    config = (configs or {}).get("config") or AutoConfig.from_pretrained(
+        directory, revision=revision or "main", trust_remote_code=trust_remote_code
+    )
+    is_ours = config.model_type in FAMILIES
+    return AutoModelForImageTextToText if is_ours else AutoModelForCausalLM
+
+
+def is_vision(model: PreTrainedModel) -> bool:
+    """Whether it is a vision-language model that takes media here."""
+    return model.config.model_type in FAMILIES
+
+
+def open_reader(
+    model: PreTrainedModel, path: str, *, revision: str | None, trust_remote_code: bool
+) -> tuple[MediaReader | None, tuple[str, ...], str]:
+    """What reads the model's media, their kinds, and why a kind is missing."""
+    if not is_vision(model):
+        return None, (), "the model reads text only"
+    from rollout.chat.processors import load_media_processor
+
+    try:
+        processor = load_media_processor(
+            path, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except MediaError as error:
+        return None, (), str(error)
+    if processor is None:
+        return None, (), f"{path} has no processor beside the model"
+    family = model.config.model_type
+    kinds = tuple(kind for kind in FAMILIES[family] if kind in processor.kinds)
+    lacking = sorted({"image", "video"} - set(kinds))
+    why = f"{family} is run with {' and '.join(kinds)} alone" if lacking else ""
+    return MediaReader(processor), kinds, why
+
+
 def describe(
-    model: PreTrainedModel, *, fingerprint: str, context_length: int | None, max_requests: int
+    model: PreTrainedModel,
+    *,
+    fingerprint: str,
+    context_length: int | None,
+    max_requests: int,
+    modalities: tuple[str, ...] = (),
+    no_media: str = "",
 ) -> EngineInfo:
     """The facts about a loaded model that clients must agree with."""
     config = model.config.get_text_config()
@@ -195,6 +325,8 @@ def describe(
         device=str(model.device),
         gpu=gpu_of(str(model.device)),
         max_top_log_probs=embeddings.num_embeddings,
+        modalities=modalities,
+        no_media=no_media,
     )
 
 
@@ -204,6 +336,9 @@ def architecture_of(model: PreTrainedModel) -> str:
     named = {name: value for name, value in facts.items() if name not in INCIDENTAL}
     embeddings: Any = model.get_input_embeddings()
     told = [named, embeddings.num_embeddings, _eos_ids(model)]
+    if is_vision(model):
+        vision = model.config.vision_config.to_dict()
+        told.append({name: value for name, value in vision.items() if name not in INCIDENTAL})
     text = json.dumps(told, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

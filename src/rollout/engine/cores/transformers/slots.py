@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 Ids = npt.NDArray[np.int32]
+#: What tells tokens apart: their ids, and of placeholders of media what stands there.
+Keys = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 #: Fewer common tokens than this are cheaper to compute again than to copy or to wait for.
 MIN_SHARED = 32
@@ -24,7 +26,7 @@ class Slot:
 
     Attributes:
         index: Row of the KV tensors.
-        ids: Tokens of the request that took the slot last; the cache holds the first `computed`.
+        keys: Tokens of the request that took the slot last; the cache holds the first `computed`.
         computed: How many tokens have their keys and values in the cache.
         coming: How many will, once the running request's prompt is through; 0 for an idle slot.
         session_id: Session of that request.
@@ -36,17 +38,17 @@ class Slot:
     __slots__ = (
         "coming",
         "computed",
-        "ids",
         "index",
         "is_stale",
         "is_taken",
+        "keys",
         "last_used",
         "session_id",
     )
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.ids: Ids = np.empty(0, dtype=np.int32)
+        self.keys: Keys = np.empty(0, dtype=np.int32)
         self.computed = 0
         self.coming = 0
         self.session_id = ""
@@ -54,9 +56,9 @@ class Slot:
         self.last_used = 0
         self.is_stale = False
 
-    def common(self, prompt: Ids) -> int:
+    def common(self, prompt: Keys) -> int:
         """How many tokens at the beginning of `prompt` the cache holds."""
-        return common_prefix(prompt, self.ids[: self.computed])
+        return common_prefix(prompt, self.keys[: self.computed])
 
 
 class SlotChoice(NamedTuple):
@@ -68,7 +70,7 @@ class SlotChoice(NamedTuple):
     source: Slot | None
 
 
-def common_prefix(a: Ids, b: Ids) -> int:
+def common_prefix(a: Keys, b: Keys) -> int:
     """Length of the longest common beginning of two sequences."""
     n = min(len(a), len(b))
     if n > FIRST_LOOK and not np.array_equal(a[:FIRST_LOOK], b[:FIRST_LOOK]):
@@ -90,7 +92,7 @@ class SlotTable:
         """Whether a request can be placed now."""
         return any(not slot.is_taken for slot in self.slots)
 
-    def place(self, prompt: Ids, session_id: str) -> SlotChoice | None:
+    def place(self, prompt: Keys, session_id: str) -> SlotChoice | None:
         """Where `prompt` should go; None where waiting a moment saves computing it.
 
         At least the prompt's last token is always left to compute, because its logits are needed.
@@ -110,9 +112,11 @@ class SlotTable:
             return SlotChoice(slot, kept, kept, None)
         return SlotChoice(slot, kept, best, source)
 
-    def take(self, slot: Slot, ids: Ids, prompt_length: int, reused: int, session_id: str) -> None:
-        """Give `slot` to a request; `ids` is its buffer, of which `reused` tokens are computed."""
-        slot.ids, slot.computed, slot.coming = ids, reused, prompt_length
+    def take(
+        self, slot: Slot, keys: Keys, prompt_length: int, reused: int, session_id: str
+    ) -> None:
+        """Give `slot` to a request; `keys` is its buffer, of which `reused` tokens are computed."""
+        slot.keys, slot.computed, slot.coming = keys, reused, prompt_length
         slot.session_id, slot.is_taken, slot.is_stale = session_id, True, False
 
     def release(self, slot: Slot) -> None:
@@ -129,11 +133,11 @@ class SlotTable:
             if not slot.is_taken:
                 slot.computed = 0
 
-    def _coming(self, prompt: Ids) -> int:
+    def _coming(self, prompt: Keys) -> int:
         """The longest beginning of `prompt` that a request is about to compute."""
         return max(
             (
-                common_prefix(prompt, slot.ids[: slot.coming])
+                common_prefix(prompt, slot.keys[: slot.coming])
                 for slot in self.slots
                 if slot.computed < slot.coming and not slot.is_stale
             ),

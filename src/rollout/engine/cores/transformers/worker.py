@@ -28,6 +28,8 @@ from rollout.errors import EngineError
 
 if TYPE_CHECKING:
     from rollout.bridge import Post
+    from rollout.engine.cores.transformers.unread_media import UnreadRequests
+    from rollout.engine.cores.transformers.vision import VisionPrompt
 
 logger = logging.getLogger("rollout.engine")
 
@@ -103,6 +105,7 @@ class Worker:
         self._pacer = StreamPacer(options.stream_interval_s)
         self._handed_over_at = 0.0
         self._architecture = ""
+        self._unread: UnreadRequests | None = None  # until torch is there
         self._source: tuple[str, str | None] = (options.model, options.revision)
         #: Requests running in slots, tokens sampled, share of the cache: replaced after each step.
         self.load = EngineLoad()
@@ -146,21 +149,34 @@ class Worker:
             SlotModel,
             architecture_of,
             describe,
+            open_reader,
         )
 
         torch.set_num_threads(options.threads)
         with torch.inference_mode():
             loaded = self._load(options.model, options.revision)
             self._architecture = architecture_of(loaded)
+            resolved = resolve_model(options.model, options.revision)
+            reader, modalities, no_media = open_reader(
+                loaded,
+                resolved,
+                revision=options.revision,
+                trust_remote_code=options.trust_remote_code,
+            )
             info = describe(
                 loaded,
-                fingerprint=model_fingerprint(
-                    resolve_model(options.model, options.revision), options.revision
-                ),
+                fingerprint=model_fingerprint(resolved, options.revision),
                 context_length=options.context_length,
                 max_requests=options.max_running + options.max_queued,
+                modalities=modalities,
+                no_media=no_media,
             )
-            model = SlotModel(loaded, slots=options.max_running, context_length=info.context_length)
+            model = SlotModel(
+                loaded,
+                slots=options.max_running,
+                context_length=info.context_length,
+                reader=reader,
+            )
             model.warm_up()
             self._tell(self._listener.started, info)
             self._step_forever(model, info)
@@ -172,15 +188,20 @@ class Worker:
         scheduler = Scheduler(
             max_running=options.max_running, stream_interval=options.stream_interval
         )
+        unread = self._unread = _unread_requests(scheduler, info)
         while True:
             self._read_inbox(scheduler, model, info)
             if self._is_closing:
                 scheduler.end_all("abort")
-            elif not scheduler.is_idle:
+                for request in unread.clear():
+                    scheduler.answer(request.request_id, "abort")
+            elif unread or not scheduler.is_idle:
                 self._hand_over(scheduler)
                 begun = monotonic()
                 try:
-                    step(scheduler, model)
+                    unread.read_some(model)
+                    if not scheduler.is_idle:
+                        step(scheduler, model)
                 except Exception as error:
                     scheduler.end_all("error", stop_text(error), is_fatal=True)
                     self._report(scheduler, info)
@@ -204,13 +225,20 @@ class Worker:
 
     def _read_inbox(self, scheduler: Scheduler, model: Any, info: EngineInfo) -> None:
         """Take every message; wait for one only where there is nothing to do."""
-        must_wait = scheduler.is_idle
+        assert self._unread is not None
+        must_wait = scheduler.is_idle and not self._unread
         while must_wait or not self._inbox.empty():
             match self._inbox.get():
                 case WorkerSubmit(request):
-                    scheduler.submit(_sequence(request, info))
+                    if request.media:
+                        self._unread.add(request)
+                    else:
+                        scheduler.submit(_sequence(request, info))
                 case WorkerAbort(request_id):
-                    scheduler.abort(request_id)
+                    if self._unread.pop(request_id) is None:
+                        scheduler.abort(request_id)
+                    else:
+                        scheduler.answer(request_id, "abort")
                 case WorkerCommand(work, done):
                     self._hand_over(scheduler, everything=True)
                     self._tell(done, _failure_of(lambda: work(scheduler, model, info)))
@@ -242,7 +270,7 @@ class Worker:
 
     def sleep(self, level: int, scheduler: Scheduler, model: Any, info: EngineInfo) -> None:
         """Release the KV cache, and at level 2 the weights; no request may run."""
-        if not scheduler.is_idle:
+        if self._unread or not scheduler.is_idle:
             raise EngineError("requests run: an engine that sleeps has none")
         scheduler.table.forget()
         model.release(weights=level > 1)
@@ -296,11 +324,23 @@ def _failure_of(work: Callable[[], None]) -> Exception | None:
     return None
 
 
-def _sequence(request: GenerationRequest, info: EngineInfo) -> Request:
+def _unread_requests(scheduler: Scheduler, info: EngineInfo) -> UnreadRequests:
+    from rollout.engine.cores.transformers.unread_media import UnreadRequests
+
+    return UnreadRequests(
+        lambda request, vision: scheduler.submit(_sequence(request, info, vision)),
+        lambda request, error: scheduler.answer(request.request_id, "error", error),
+    )
+
+
+def _sequence(
+    request: GenerationRequest, info: EngineInfo, vision: VisionPrompt | None = None
+) -> Request:
     seed = request.sampling.seed
     return Request(
         request,
         context_length=info.context_length,
         eos_ids=info.eos_ids,
         seed=secrets.randbits(64) if seed is None else seed,
+        vision=vision,
     )

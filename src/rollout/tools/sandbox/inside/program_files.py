@@ -29,7 +29,10 @@ def put_files(directory: str, files: Mapping[str, str]) -> None:
 
 
 def collect_files(
-    directory: str, patterns: Sequence[str], most: int
+    directory: str,
+    patterns: Sequence[str],
+    most: int,
+    before: Mapping[str, tuple[int, ...]] | None = None,
 ) -> tuple[dict[str, str], list[str]]:
     """Files in base64 by their paths, in order, and the paths of those that are too much.
 
@@ -38,11 +41,14 @@ def collect_files(
         patterns: Paths of files, of directories, which mean all that is in them, or patterns of
             paths, in which ``*`` stands for any text.
         most: Bytes of all files together.
+        before: Those that were there already, which are left out as long as they are the same.
     """
     found: dict[str, str] = {}
     left_out: list[str] = []
     for path in _paths(directory) if patterns else ():
         if not any(_matches(path, pattern) for pattern in patterns):
+            continue
+        if before and before.get(path, ()) == _stamp(os.path.join(directory, path)):
             continue
         content = _read(os.path.join(directory, path), most)
         if content is None:
@@ -51,6 +57,19 @@ def collect_files(
             found[path] = base64.b64encode(content).decode()
             most -= len(content)
     return found, left_out
+
+
+def stamps_of(directory: str) -> dict[str, tuple[int, ...]]:
+    """What tells whether files were written since, by their paths in a directory."""
+    return {path: _stamp(os.path.join(directory, path)) for path in _paths(directory)}
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    try:
+        facts = os.lstat(path)
+    except OSError:
+        return ()
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
 
 
 def _matches(path: str, pattern: str) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from .call_output import CallOutput, OutputTail
 from .interpreter import serve
-from .program_files import collect_files, put_files
+from .program_files import collect_files, put_files, stamps_of
 from .settings import (
     Settings,
     describe_error,
@@ -101,18 +101,32 @@ class ProgramHost:
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if request["language"] == "program":
             return self._run_program(request)
+        before = stamps_of(self._directory) if request["collect"] else {}
         if request["language"] == "shell":
-            return self._run_shell(request["code"])
+            return self._with_files(self._run_shell(request["code"]), request, before)
         if not request["is_fresh"]:
             if self._interpreter is None:
                 self._interpreter = _Interpreter(self._directory, self._fork)
-            return self._run_python(self._interpreter, request["code"])
+            answer = self._run_python(self._interpreter, request["code"])
+            return self._with_files(answer, request, before)
         interpreter = _Interpreter(self._directory, self._fork)
         try:
-            return self._run_python(interpreter, request["code"])
+            answer = self._run_python(interpreter, request["code"])
+            return self._with_files(answer, request, before)
         finally:
             interpreter.close()
             _empty(self._directory)
+
+    def _with_files(
+        self, answer: dict[str, Any], request: dict[str, Any], before: dict[str, tuple[int, ...]]
+    ) -> dict[str, Any]:
+        """An answer with the files asked for that its call has written."""
+        if not request["collect"]:
+            return answer
+        files, left_out = collect_files(
+            self._directory, request["collect"], request["collected_bytes"], before
+        )
+        return {**answer, "files": files, "left_out": left_out}
 
     def _run_python(self, interpreter: _Interpreter, code: str) -> dict[str, Any]:
         interpreter.send(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from rollout.errors import MediaError
 from rollout.lazy import derives_from
@@ -29,7 +30,7 @@ _HEAD = 1024
 #: Values of an answer that are looked at; the text of more is cut in any case.
 _LOOKED_AT = 10_000
 
-NOT_YET = "transcripts cannot hold images, videos or audio yet"
+TEXT_ONLY = "here the model reads text only"
 
 
 def kind_of_media(value: object) -> str | None:
@@ -47,6 +48,12 @@ def is_media_file(content: bytes | bytearray) -> bool:
     return is_one and b"\0" in content[:_HEAD]
 
 
+def is_media_part(item: Mapping[Any, Any]) -> bool:
+    """Whether it is a part of a content that holds an image, a video, audio or a file."""
+    named = item.get("type")
+    return isinstance(named, str) and named in PART_TYPES and bool(_CONTENTS & item.keys())
+
+
 def check_answer(where: str, value: object) -> None:
     """Look for media in lists and mappings, at whatever depth.
 
@@ -60,11 +67,12 @@ def check_answer(where: str, value: object) -> None:
         item = waiting.pop()
         kind = kind_of_media(item)
         if isinstance(item, Mapping):
-            named = item.get("type")
-            if isinstance(named, str) and named in PART_TYPES and _CONTENTS & item.keys():
-                kind = f"a part of type {named!r}"
+            if is_media_part(item):
+                kind = f"a part of type {item['type']!r}"
             waiting += item.values()
         elif isinstance(item, list | tuple):
             waiting += item
         if kind is not None:
-            raise MediaError(f"{where} holds {kind}: {NOT_YET}; return text")
+            raise MediaError(
+                f"{where} holds {kind}; return text, or ToolResult(images=…, videos=…)"
+            )

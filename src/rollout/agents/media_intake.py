@@ -1,0 +1,273 @@
+"""Images and videos that messages and tools bring: read beside the event loop, once for a group."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import anyio
+import attrs
+import msgspec
+
+from rollout.bridge import has_virtual_clock
+from rollout.chat.media_parts import MediaSource, media_part
+from rollout.chat.media_reading import read_media, url_of
+from rollout.errors import MediaError
+from rollout.media import Media
+from rollout.tools.results import ToolResult, error_result
+from rollout.types import Message
+from rollout.worker_threads import WorkerThreads
+
+if TYPE_CHECKING:
+    from rollout.chat.processors import MediaProcessor
+    from rollout.config import MediaConfig
+
+Given = Sequence[Message | Mapping[str, Any]]
+#: ``await fetcher(url) -> bytes``; sync ones run in a thread.
+MediaFetcher = Callable[[str], Any]
+
+#: Lists of messages whose media are remembered: members of a group begin after one another.
+_MOST_LISTS = 32
+#: By what threads that were left behind are counted.
+_NAME = "rollout.media"
+
+
+@attrs.define(eq=False)
+class _Reading:
+    """Messages that several trajectories begin with, and what came of reading their media."""
+
+    messages: Given
+    lock: anyio.Lock = attrs.field(factory=anyio.Lock)
+    result: Given | None = None
+    error: MediaError | None = None
+
+
+class MediaIntake:
+    """Reads what is given; `close` ends its threads.
+
+    Args:
+        limits: What is taken.
+        processor: The model's; None where it reads text only.
+        fetcher: Gets what http(s) addresses name; None: nothing is fetched.
+        engines_fault: Why the engines cannot be asked about a kind of media; empty where they can.
+    """
+
+    def __init__(
+        self,
+        limits: MediaConfig,
+        processor: MediaProcessor | None = None,
+        fetcher: MediaFetcher | None = None,
+        engines_fault: Callable[[str], str] = lambda _: "",
+    ) -> None:
+        self._engines_fault = engines_fault
+        self._limits = limits
+        self.processor = processor
+        self._fetcher = fetcher
+        self._threads = WorkerThreads(max_threads=limits.max_threads, max_abandoned=sys.maxsize)
+        self._readings: OrderedDict[int, _Reading] = OrderedDict()
+        #: The same content is held once, whoever brings it.
+        self._known: WeakValueDictionary[str, Media] = WeakValueDictionary()
+
+    @property
+    def abandoned(self) -> dict[str, int]:
+        """Threads that were left behind at a deadline and still work, by what they do."""
+        return self._threads.abandoned
+
+    async def run(self, function: Callable[..., Any], *args: object) -> Any:
+        """``function(*args)`` in one of its threads; in virtual time at once."""
+        if has_virtual_clock():
+            return function(*args)
+        return await self._threads.run(_NAME, function, *args)
+
+    async def prepared(self, messages: Given, before: int = 0, *, is_shared: bool = False) -> Given:
+        """`messages` with their images and videos read; they themselves where they have none.
+
+        Args:
+            messages: As agents and prompts have them.
+            before: How many images and videos the conversation has already.
+            is_shared: Other trajectories begin with the same list, which is then read once.
+
+        Raises:
+            MediaError: One cannot be taken; names its message and part, and the field of a limit.
+        """
+        if self.processor is None or isinstance(messages, str) or not may_show(messages):
+            return messages  # what is no text is refused where the text is made
+        if not is_shared:
+            return self._counted(await self._prepared(messages), before)
+        reading = self._readings.get(id(messages))
+        if reading is None or reading.messages is not messages:
+            reading = self._readings[id(messages)] = _Reading(messages)
+            if len(self._readings) > _MOST_LISTS:
+                self._readings.popitem(last=False)
+        async with reading.lock:
+            if reading.result is None and reading.error is None:
+                try:
+                    reading.result = await self._prepared(messages)
+                except MediaError as error:
+                    reading.error = error
+        if reading.error is not None:
+            raise MediaError(str(reading.error)) from None
+        assert reading.result is not None
+        return self._counted(reading.result, before)
+
+    def _counted(self, messages: Given, before: int) -> Given:
+        self._check_count(before + count_media(messages))
+        return messages
+
+    async def seen(self, name: str, result: ToolResult, before: int) -> ToolResult:
+        """A tool's answer with its images and videos read; an error where one cannot be taken.
+
+        Args:
+            name: The tool's.
+            result: What it answered.
+            before: How many images and videos the conversation has already.
+        """
+        if not result.has_media:
+            return result
+        try:
+            return await self._seen(name, result, before)
+        except MediaError as error:
+            return error_result(str(error))
+
+    async def _seen(self, name: str, result: ToolResult, before: int) -> ToolResult:
+        if self.processor is None:
+            raise MediaError(f"{name} answered with images or videos; the model reads text only")
+        self._check_count(before + len(result.images) + len(result.videos))
+        read: dict[str, list[Media]] = {}
+        for kind in ("image", "video"):
+            given = getattr(result, f"{kind}s")
+            places = [f"{name}: {kind}s[{at}]" for at in range(len(given))]
+            sources = [_source(w, kind, each) for w, each in zip(places, given, strict=True)]
+            read[f"{kind}s"] = [await self._medium(source) for source in sources]
+        return msgspec.structs.replace(result, **read)
+
+    def close(self) -> None:
+        """End the threads; one that works ends by itself."""
+        self._readings.clear()
+        self._threads.close()
+
+    def _check_count(self, count: int) -> None:
+        most = self._limits.max_count
+        if most is not None and count > most:
+            raise MediaError(f"media.max_count = {most}: the conversation has {count}")
+
+    async def _prepared(self, messages: Given) -> Given:
+        own: list[Message | Mapping[str, Any]] = []
+        for at, message in enumerate(messages):
+            content = content_of(message)
+            if isinstance(content, str) or content is None or not isinstance(message, _MESSAGES):
+                own.append(message)
+                continue
+            parts = await self._parts(f"messages[{at}]", content)
+            own.append(message if parts is None else _with_content(message, parts))
+        return own
+
+    async def _parts(self, where: str, content: Any) -> list[Any] | None:
+        """A content with its media read; None where it has none."""
+        given = [content] if is_one(content) else list(content)
+        found = [media_part(f"{where}: content[{at}]", part) for at, part in enumerate(given)]
+        self._check_count(sum(each is not None for each in found))
+        if not any(each is not None for each in found):
+            return None
+        return [
+            part if source is None else await self._medium(source)
+            for part, source in zip(given, found, strict=True)
+        ]
+
+    async def _medium(self, source: MediaSource | Media) -> Media:
+        fault = self._engines_fault(source.kind)
+        if fault:
+            place = "" if isinstance(source, Media) else f"{source.where}: "
+            raise MediaError(f"{place}{fault}")
+        if isinstance(source, Media):
+            return self._known.setdefault(source.digest, source)
+        assert self.processor is not None
+        if source.kind not in self.processor.kinds:
+            reads = ", ".join(("text", *sorted(f"{kind}s" for kind in self.processor.kinds)))
+            raise MediaError(f"{source.where}: a {source.kind}; the model reads {reads}")
+        url = url_of(source)
+        if url is not None and self._fetcher is not None:
+            source = msgspec.structs.replace(source, value=await self._fetched(source, url))
+        medium = await self.run(self._read, source)
+        return self._known.setdefault(medium.digest, medium)
+
+    def _read(self, source: MediaSource) -> Media:
+        medium = read_media(source, self._limits)
+        return medium if self.processor is None else self.processor.sampled(medium)
+
+    async def _fetched(self, source: MediaSource, url: str) -> bytes:
+        assert self._fetcher is not None
+        try:
+            with anyio.fail_after(self._limits.fetch_s):
+                content = await _called(self._threads, self._fetcher, url)
+        except TimeoutError:
+            limit = f"media.fetch_s = {self._limits.fetch_s}"
+            raise MediaError(f"{source.where}: {limit}: {url:.200} was not fetched") from None
+        except Exception as error:
+            raise MediaError(f"{source.where}: {url:.200} was not fetched: {error}") from None
+        if not isinstance(content, bytes | bytearray):
+            kind = type(content).__name__
+            raise MediaError(f"{source.where}: the media_fetcher returned {kind}; expected bytes")
+        return bytes(content)
+
+
+_MESSAGES = (Message, Mapping)
+
+
+def _source(where: str, kind: Any, value: Any) -> MediaSource | Media:
+    """What a tool gave as an image or a video: a part, or what one holds."""
+    if isinstance(value, MediaSource):
+        return msgspec.structs.replace(value, where=where)
+    source = media_part(where, value) if isinstance(value, Mapping | Media) else None
+    return source or MediaSource(kind, value, where=where)
+
+
+async def _called(threads: WorkerThreads, fetcher: MediaFetcher, url: str) -> Any:
+    from rollout.worker_threads import is_async
+
+    if is_async(fetcher):
+        return await fetcher(url)
+    answer = await threads.run(_NAME, partial(fetcher, url))
+    return await answer if isinstance(answer, Awaitable) else answer
+
+
+def content_of(message: object) -> Any:
+    """A message's content; its parts where it has any."""
+    if isinstance(message, Message):
+        return message.parts or message.content
+    return message.get("content") if isinstance(message, Mapping) else None
+
+
+def is_one(content: object) -> bool:
+    """Whether a content is itself what a part of one is."""
+    is_list = isinstance(content, list | tuple) or _is_objects(content)
+    return not is_list
+
+
+def _is_objects(value: object) -> bool:
+    return getattr(getattr(value, "dtype", None), "kind", "") == "O"
+
+
+def may_show(messages: object) -> bool:
+    """Whether one of them is more than text."""
+    if not isinstance(messages, Sequence) and not _is_objects(messages):
+        return False
+    contents = [content_of(message) for message in messages]  # type: ignore[attr-defined]
+    return any(not isinstance(each, str | None) for each in contents)
+
+
+def count_media(messages: Given) -> int:
+    """The images and videos of prepared messages."""
+    contents = [content_of(message) for message in messages]
+    lists = (each for each in contents if isinstance(each, list | tuple))
+    return sum(media_part("", part) is not None for each in lists for part in each)
+
+
+def _with_content(message: Message | Mapping[str, Any], parts: list[Any]) -> Any:
+    if isinstance(message, Message):
+        return msgspec.structs.replace(message, content=parts, parts=())
+    return {**message, "content": parts}

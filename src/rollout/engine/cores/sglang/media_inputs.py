@@ -1,0 +1,135 @@
+"""Images and videos of a request as SGLang takes them beside token ids. No SGLang here.
+
+SGLang reads media that come as files itself, and for that turns ids into text and back. What has
+gone through the model's processor already it takes as it is, with ids that hold all placeholders:
+the prompt stays token for token, and the pixels are those of the training row. SGLang then puts a
+hash of the features in the place of the placeholders, so that its prefix cache tells images apart.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rollout.errors import MediaError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rollout.chat.processors import MediaProcessor
+    from rollout.engine.core import GenerationRequest
+    from rollout.medium import Media
+
+#: Models by the type in their configuration, with media that SGLang takes in this way.
+FAMILIES: Mapping[str, tuple[str, ...]] = {
+    "qwen2_vl": ("image", "video"),
+    "qwen2_5_vl": ("image",),
+    "qwen3_vl": ("image", "video"),
+    "qwen3_vl_moe": ("image", "video"),
+}
+#: Why a family lacks a kind.
+LACKING: Mapping[str, str] = {
+    "qwen2_5_vl": "SGLang's encoder of Qwen2.5-VL attends across the frames of a video, and "
+    "transformers' within each: its log-probs would not be the trainer's",
+}
+#: Of the features that are kept for the next turns of their trajectories.
+KEPT_BYTES = 512 * 1024 * 1024
+
+
+class MediaInputs:
+    """Reads media by the model's processor; called in threads.
+
+    Args:
+        kept_bytes: Of features that are kept.
+    """
+
+    def __init__(self, processor: MediaProcessor, kept_bytes: int = KEPT_BYTES) -> None:
+        self._processor = processor
+        self._kept_bytes = kept_bytes
+        self._kept: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def fields(self, request: GenerationRequest) -> dict[str, Any]:
+        """Those of SGLang's `GenerateReqInput` that carry the media of a request.
+
+        Raises:
+            MediaError: One cannot be decoded.
+            TemplateError: The placeholders in the prompt are not those of the media.
+        """
+        import torch
+
+        ids = np.frombuffer(request.prompt_ids, dtype="<i4")
+        media = [each.medium for each in request.media]
+        placed = self._processor.places(ids, media)
+        features = self._features(media)
+        positions = self._processor.position_ids(ids, placed, features)
+        delta = int(positions.max()) + 1 - len(ids)
+        item = {
+            "format": "processor_output",
+            **features,
+            "mrope_positions": torch.from_numpy(positions),
+            "mrope_position_delta": torch.tensor([[delta]]),
+        }
+        has_image = any(medium.kind == "image" for medium in media)
+        return {"image_data" if has_image else "video_data": [item]}
+
+    def _features(self, media: Sequence[Media]) -> dict[str, Any]:
+        import torch
+
+        parts: dict[str, list[Any]] = {}
+        for medium in media:
+            for name, value in self._of(medium).items():
+                parts.setdefault(name, []).append(torch.as_tensor(value))
+        return {name: torch.cat(values) for name, values in parts.items()}
+
+    def _of(self, medium: Media) -> dict[str, Any]:
+        with self._lock:
+            known = self._kept.get(medium.digest)
+            if known is not None:
+                self._kept.move_to_end(medium.digest)
+                return known
+        read = {
+            name: value
+            for name, value in self._processor.features([medium]).items()
+            if "metadata" not in name
+        }
+        with self._lock:
+            if medium.digest not in self._kept:
+                self._kept[medium.digest] = read
+                self._bytes += _bytes_of(read)
+            while self._bytes > self._kept_bytes and len(self._kept) > 1:
+                self._bytes -= _bytes_of(self._kept.popitem(last=False)[1])
+        return read
+
+
+def open_media_inputs(
+    family: str, path: str, *, revision: str | None, trust_remote_code: bool
+) -> tuple[MediaInputs | None, tuple[str, ...], str]:
+    """What reads a model's media, their kinds, and why a kind is missing; blocks.
+
+    Args:
+        family: The type in the model's configuration.
+        path: Where the model lies.
+    """
+    if family not in FAMILIES:
+        return None, (), f"SGLang is given media of {', '.join(FAMILIES)} only, not of {family}"
+    from rollout.chat.processors import load_media_processor
+
+    try:
+        processor = load_media_processor(
+            path, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except MediaError as error:
+        return None, (), str(error)
+    if processor is None:
+        return None, (), f"{path} has no processor beside the model"
+    kinds = tuple(kind for kind in FAMILIES[family] if kind in processor.kinds)
+    return MediaInputs(processor), kinds, LACKING.get(family, "")
+
+
+def _bytes_of(features: Mapping[str, Any]) -> int:
+    return sum(getattr(value, "nbytes", 0) for value in features.values())

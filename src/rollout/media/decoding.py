@@ -1,0 +1,171 @@
+"""From the bytes of a medium to its pixels: the same on the driver's side and on the engine's."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from typing import TYPE_CHECKING, Any
+
+from rollout.errors import MediaError
+from rollout.lazy import importing
+from rollout.medium import FRAMES_MIME
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from rollout.medium import Media
+
+    Pixels = npt.NDArray[np.uint8]
+
+#: Formats of pictures that are read, as pillow calls them, and their MIME types.
+IMAGE_FORMATS = {
+    "PNG": "image/png",
+    "JPEG": "image/jpeg",
+    "WEBP": "image/webp",
+    "GIF": "image/gif",
+    "BMP": "image/bmp",
+    "TIFF": "image/tiff",
+}
+#: Frames, height and width of packed frames.
+_FRAMES_HEAD = struct.Struct("<III")
+
+
+def decode(media: Media) -> Pixels:
+    """The pixels, RGB: (H, W, 3) uint8 of an image, (T, H, W, 3) of the frames of a video.
+
+    Work of milliseconds: call it in a thread.
+
+    Raises:
+        MediaError: It cannot be decoded, or what is needed for that is not installed.
+    """
+    import numpy as np
+
+    if media.kind == "image":
+        return np.asarray(rgb_of(open_image(media.content)))
+    if media.mime == FRAMES_MIME:
+        return _unpacked(media)
+    return _frames_of(media.content, media.indices, media.total_frames)
+
+
+def open_image(content: bytes) -> Any:
+    """A PIL image whose header is read and whose pixels are not.
+
+    Raises:
+        MediaError: It is no picture of a known format.
+    """
+    pillow = _pillow()
+    try:
+        return pillow.open(io.BytesIO(content), formats=tuple(IMAGE_FORMATS))
+    except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
+        raise MediaError(f"{error}; media.max_pixels bounds images") from None
+    except Exception as error:  # a broken header ends in whatever the format's reader raises
+        formats = ", ".join(IMAGE_FORMATS)
+        raise MediaError(f"expected a picture ({formats}): {_shown(error)}") from None
+
+
+def rgb_of(image: Any) -> Any:
+    """A PIL image in RGB, upright.
+
+    Raises:
+        MediaError: Its pixels cannot be decoded.
+    """
+    pillow = _pillow()
+    from PIL import ImageOps
+
+    try:
+        image.load()
+        upright = ImageOps.exif_transpose(image)
+        return upright if upright.mode == "RGB" else upright.convert("RGB")
+    except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
+        raise MediaError(f"{error}; media.max_pixels bounds images") from None
+    except Exception as error:
+        raise MediaError(f"a picture that cannot be decoded: {_shown(error)}") from None
+
+
+def pack_frames(frames: Pixels) -> bytes:
+    """(T, H, W, 3) uint8 as bytes, without loss."""
+    head = _FRAMES_HEAD.pack(*frames.shape[:3])
+    return head + zlib.compress(frames.tobytes(), 1)
+
+
+def frames_size(content: bytes) -> tuple[int, int, int]:
+    """Frames, height and width of packed frames."""
+    count, height, width = _FRAMES_HEAD.unpack_from(content)
+    return count, height, width
+
+
+def _unpacked(media: Media) -> Pixels:
+    import numpy as np
+
+    try:
+        shape = (*frames_size(media.content), 3)
+        size = shape[0] * shape[1] * shape[2] * 3
+        if shape[1:3] != (media.height, media.width):
+            raise ValueError(f"frames of {shape[2]}x{shape[1]}")
+        reader = zlib.decompressobj()
+        packed = reader.decompress(media.content[_FRAMES_HEAD.size :], size)
+        every = np.frombuffer(packed, np.uint8).reshape(shape)
+        return every[list(media.indices)]
+    except (ValueError, IndexError, struct.error, zlib.error) as error:
+        raise MediaError(f"packed frames that cannot be read: {_shown(error)}") from None
+
+
+def _frames_of(content: bytes, indices: Sequence[int], total: int) -> Pixels:
+    """Those frames of a video file; of the others nothing is kept."""
+    import numpy as np
+
+    wanted = set(indices)
+    kept: dict[int, Pixels] = {}
+    try:
+        with open_video(content) as container:
+            for at, frame in enumerate(container.decode(video=0)):
+                if at in wanted:
+                    kept[at] = frame.to_ndarray(format="rgb24")
+                if len(kept) == len(wanted):
+                    break
+    except MediaError:
+        raise
+    except Exception as error:  # av raises an error of its own for each fault of a file
+        raise MediaError(f"a video that cannot be decoded: {_shown(error)}") from None
+    if len(kept) < len(wanted):
+        raise MediaError(f"a video of fewer frames than the {total} that were counted")
+    return np.stack([kept[at] for at in indices])
+
+
+def open_video(content: bytes) -> Any:
+    """An av container.
+
+    Raises:
+        MediaError: It is no video of a known format, or av is not installed.
+    """
+    with importing:
+        try:
+            import av
+        except ImportError:
+            raise MediaError("videos need av: pip install 'rollout-rl[media]'") from None
+    try:
+        container = av.open(io.BytesIO(content), metadata_errors="ignore")
+    except Exception as error:
+        raise MediaError(f"expected a video: {_shown(error)}") from None
+    if not container.streams.video:
+        container.close()
+        raise MediaError("expected a video; the file has no picture in it")
+    container.streams.video[0].thread_count = 1  # our threads are bounded; its own are not
+    return container
+
+
+def _pillow() -> Any:
+    with importing:
+        try:
+            from PIL import Image
+        except ImportError:
+            raise MediaError("images need pillow: pip install 'rollout-rl[media]'") from None
+    return Image
+
+
+def _shown(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:300]

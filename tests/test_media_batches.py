@@ -1,0 +1,144 @@
+"""Batches of rows with images and videos: their tensors, positions, and files."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+import rollout
+from media_material import frames, picture, write_model
+from rollout import Prompt, RolloutBatch, RolloutError, ToolResult, function_tool
+from rollout.batch import collate
+from rollout.chat import load_media_processor
+from rollout.config import MediaConfig
+from test_media_trajectories import CALL, config_of, image
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(not find_spec("torchvision"), reason="torchvision is not installed"),
+]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """The machine's own clock: media are read in threads."""
+    return "trio"
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(request.param, tmp_path_factory.mktemp("vl"))
+
+
+@function_tool
+async def show() -> Any:
+    """Show."""
+    return ToolResult("see", images=[picture(33, 81)], videos=[frames(4)])
+
+
+async def made(folder: Path, samples: int = 2, **media: Any) -> RolloutBatch:
+    config = attrs.evolve(config_of(folder, (CALL, "I see")), media=MediaConfig(**media))
+    contents: list[Any] = [image(picture()), "words alone"]
+    prompts = [Prompt(messages=[{"role": "user", "content": each}]) for each in contents]
+    async with rollout.open_rollout(config, tools=[show]) as runtime:
+        return await runtime.generate(prompts, samples=samples)
+
+
+async def test_row_has_the_inputs_of_its_media(folder: Path) -> None:
+    batch = await made(folder)
+    processor = load_media_processor(str(folder))
+    assert processor is not None
+    assert len(batch.multi_modal_inputs) == len(batch) == 4
+    for row, trajectory in enumerate(batch.trajectories):
+        media = [each.medium for each in trajectory.transcript.media]
+        assert [medium.kind for medium in media] == ["image"] * (2 if row < 2 else 1) + ["video"]
+        inputs = batch.multi_modal_inputs[row]
+        expected = processor.features(media)
+        assert inputs.keys() == expected.keys() >= {"pixel_values", "video_grid_thw"}
+        for name, value in expected.items():
+            assert np.array_equal(np.asarray(value), np.asarray(inputs[name]))
+    first, second = batch.multi_modal_inputs[:2]
+    assert first is second  # members that saw the same share it
+
+
+@pytest.mark.parametrize("count", [3, 4])
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+async def test_positions_are_those_of_the_model(folder: Path, count: Any, layout: Any) -> None:
+    batch = await made(folder, position_rows=count)
+    if layout == "packed":
+        config = config_of(folder)
+        batch = collate(
+            batch.trajectories,
+            config.lengths,
+            0,
+            layout,
+            processor=load_media_processor(str(folder)),
+            position_rows=count,
+        )
+    processor = load_media_processor(str(folder))
+    assert processor is not None
+    positions, ids = batch.tensors["position_ids"], batch.tensors["input_ids"]
+    if layout == "padded":
+        assert positions.shape == (4, count, 512 + 512)
+    for row, trajectory in enumerate(batch.trajectories):
+        transcript = trajectory.transcript
+        own = processor.position_ids(transcript.ids(), transcript.media)
+        if layout == "packed":
+            found = positions[row].numpy().T
+            assert ids[row].tolist() == transcript.ids().tolist()
+        else:
+            is_token = batch.tensors["attention_mask"][row].bool()
+            found = positions[row][:, is_token].numpy()
+            assert not positions[row][:, ~is_token].any()
+        assert np.array_equal(found[-3:], own)
+        if count == 4:
+            assert found[0].tolist() == list(range(len(transcript)))
+
+
+async def test_saved_batch_has_each_medium_once_and_is_loaded_whole(
+    folder: Path, tmp_path: Path
+) -> None:
+    batch = await made(folder)
+    batch.save(tmp_path)
+    contents = {
+        each.medium.digest: each.medium.content
+        for trajectory in batch.trajectories
+        for each in trajectory.transcript.media
+    }
+    size = sum(map(len, contents.values()))
+    saved = (tmp_path / "media.safetensors").stat().st_size
+    assert size < saved < size + 2000
+    assert (tmp_path / "trajectories.jsonl").stat().st_size < 60_000
+    processor = load_media_processor(str(folder))
+    loaded = RolloutBatch.load(tmp_path, processor=processor)
+    for row, (one, other) in enumerate(zip(batch.trajectories, loaded.trajectories, strict=True)):
+        assert one.transcript.media == other.transcript.media
+        assert [tuple(m.parts) for m in one.messages] == [tuple(m.parts) for m in other.messages]
+        assert [each.medium.content for each in other.transcript.media] == [
+            contents[each.medium.digest] for each in one.transcript.media
+        ]
+        inputs = loaded.multi_modal_inputs[row]
+        assert all(
+            torch.equal(torch.as_tensor(inputs[n]), torch.as_tensor(v))
+            for n, v in batch.multi_modal_inputs[row].items()
+        )
+    with pytest.raises(RolloutError, match="no processor is known; give collate or RolloutBatch"):
+        RolloutBatch.load(tmp_path).multi_modal_inputs[0]
+
+
+async def test_saved_media_that_were_changed_are_refused(folder: Path, tmp_path: Path) -> None:
+    (await made(folder, samples=1)).save(tmp_path)
+    path = tmp_path / "media.safetensors"
+    changed = bytearray(path.read_bytes())
+    changed[-1] ^= 1
+    path.write_bytes(changed)
+    with pytest.raises(RolloutError, match=r"media\.safetensors is not the file that meta.json"):
+        RolloutBatch.load(tmp_path)

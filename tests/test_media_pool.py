@@ -1,0 +1,171 @@
+"""Images and videos in a pool of engines: after deaths, other weights, where none takes them."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import msgspec
+import pytest
+
+import faulty_cores
+from faulty_cores import UpdatableCore
+from rollout.engine.core import SamplingParams, pack_ids
+from rollout.engine.driver.generation import Generation
+from rollout.engine.driver.pool import EnginePool, open_pool
+from rollout.engine.placement.in_process import InProcess
+from rollout.engine.placement.placement import CoreSpec
+from rollout.engine.routing import Router
+from rollout.engine.weights import DiskWeights
+from rollout.errors import EngineError
+from rollout.medium import Media, PlacedMedia
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from rollout.engine.core import Chunk, GenerationRequest
+
+pytestmark = [pytest.mark.anyio, pytest.mark.rollout(ceiling_s=3000)]
+
+
+def medium(number: int, kind: Any = "image") -> Media:
+    content = sha256(b"%d" % number).digest() * 10_000
+    return Media(kind=kind, content=content, mime="image/png", width=8, height=8, fps=1.0)
+
+
+def placed(*media: Media) -> tuple[PlacedMedia, ...]:
+    """Each with a place of its own."""
+    return tuple(PlacedMedia(each, at, 1) for at, each in enumerate(media))
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every core that a test starts, in order; each notes the media of its requests."""
+    made: list[Any] = []
+
+    class SeeingCore(UpdatableCore):
+        def __init__(self, *, modalities: list[str], no_media: str = "", **options: Any) -> None:
+            super().__init__(**options)
+            self.info = msgspec.structs.replace(
+                self.info, modalities=tuple(modalities), no_media=no_media
+            )
+            self.seen: list[tuple[Media, ...]] = []
+            made.append(self)
+
+        def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+            self.seen.append(tuple(each.medium for each in request.media))
+            return super().generate(request)
+
+    monkeypatch.setattr(faulty_cores, "SeeingCore", SeeingCore, raising=False)
+    return made
+
+
+def pool_of(*modalities: list[str], no_media: str = "", **options: Any) -> EnginePool:
+    return EnginePool(
+        placement=InProcess(),
+        specs=[
+            CoreSpec(
+                "faulty_cores:SeeingCore",
+                {
+                    "token_s": 1.0,
+                    "index": index,
+                    "modalities": each,
+                    "no_media": no_media,
+                    **options,
+                },
+            )
+            for index, each in enumerate(modalities)
+        ],
+        router=Router(),
+        start_timeout_s=5,
+        backoff_s=0.1,
+    )
+
+
+async def ask(pool: EnginePool, *media: Media, session: str = "s", count: int = 4) -> Generation:
+    generation = Generation()
+    await pool.generate(
+        generation,
+        session_id=session,
+        prompt_ids=pack_ids([1, 2, 3]),
+        sampling=SamplingParams(max_new_tokens=count),
+        media=placed(*media),
+    )
+    return generation
+
+
+async def test_pool_eight_turns_send_each_medium_once(cores: list[Any]) -> None:
+    a, *others = (medium(number) for number in range(8))
+    async with open_pool(pool_of(["image"])) as pool:
+        for turn in range(8):
+            await ask(pool, a, *others[:turn])
+        (replica,) = pool.statistics()
+    assert replica.media_bytes == 8 * len(a.content)
+    assert [len(media) for media in cores[0].seen] == list(range(1, 9))
+
+
+async def test_pool_replica_dies_request_resumes_elsewhere_with_its_media(
+    cores: list[Any],
+) -> None:
+    a, b = medium(1), medium(2)
+    async with open_pool(pool_of(["image"], ["image"])) as pool:
+        answers: list[Generation] = []
+
+        async def one() -> None:
+            answers.append(await ask(pool, a, b, count=6))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(one)
+            await anyio.sleep(2.5)
+            (core,) = [core for core in cores if core.seen]
+            core.on_death()
+        sent = sum(replica.media_bytes for replica in pool.statistics())
+    assert list(answers[0].ids) == [4, 5, 6, 7, 8, 9]
+    assert answers[0].resumes == 1
+    assert [core.seen for core in cores if core.seen] == [[(a, b)]] * 2
+    assert sent == 2 * (len(a.content) + len(b.content))
+
+
+async def test_pool_weights_change_request_resumes_with_media_that_are_there(
+    cores: list[Any],
+) -> None:
+    a = medium(1)
+    async with open_pool(pool_of(["image"])) as pool, anyio.create_task_group() as tasks:
+        generation = Generation()
+
+        async def one() -> None:
+            await pool.generate(
+                generation,
+                session_id="s",
+                prompt_ids=pack_ids([1]),
+                sampling=SamplingParams(max_new_tokens=6),
+                media=placed(a),
+            )
+
+        tasks.start_soon(one)
+        await anyio.sleep(2.5)
+        await pool.update_weights(9, DiskWeights("/other"), "abort_and_resume")
+        while generation.finish_reason != "length":
+            await anyio.sleep(0.5)
+        (replica,) = pool.statistics()
+    assert len(cores[0].seen) == 2
+    assert replica.media_bytes == len(a.content)
+
+
+async def test_pool_kind_that_no_engine_takes_is_refused_by_name(cores: list[Any]) -> None:
+    async with open_pool(pool_of(["image"], no_media="no video processor")) as pool:
+        said = "counting takes no videos; it takes images: no video processor"
+        assert pool.media_fault("image") == ""
+        assert pool.media_fault("video") == said
+        with pytest.raises(EngineError, match=said):
+            await ask(pool, medium(1), medium(2, "video"))
+    assert cores[0].seen == []
+
+
+async def test_pool_engines_that_take_other_media_are_not_mixed(cores: list[Any]) -> None:
+    with pytest.raises(EngineError) as caught:
+        async with open_pool(pool_of(["image"], [])):
+            pass
+    assert "the other engines" in str(caught.value)
+    assert "expected the same of all" in str(caught.value)

@@ -1,0 +1,431 @@
+"""Trajectories with images and videos: limits, bad media, groups, and what tools show."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import struct
+import tracemalloc
+import zlib
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import attrs
+import numpy as np
+import pytest
+
+import rollout
+from media_material import encoded, frames, picture, video_file, write_model
+from rollout import Outcome, Prompt, function_tool
+from rollout.chat import ChatTemplate, load_chat_template
+from rollout.config import (
+    AgentConfig,
+    CustomEngine,
+    InProcessPlacement,
+    LengthsConfig,
+    MediaConfig,
+    ModelConfig,
+    RewardsConfig,
+    RolloutConfig,
+)
+from rollout.media import Media, decode
+from rollout.tools import PythonTool, ToolResult
+from rollout.tools.verl_functions import verl_result
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from rollout import RolloutBatch
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(not find_spec("torchvision"), reason="torchvision is not installed"),
+]
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    """The machine's own clock: media are read in threads."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model("qwen2_5_vl", tmp_path_factory.mktemp("vl"))
+
+
+CALL = '<tool_call>\n{"name": "show", "arguments": {}}\n</tool_call>'
+
+
+def config_of(folder: Path, replies: Sequence[str] = ("ok",), **media: Any) -> RolloutConfig:
+    template = load_chat_template(str(folder))
+    ids = [template.encoder.encode(said + "<|im_end|>") for said in replies]
+    return RolloutConfig(
+        model=ModelConfig(path=str(folder)),
+        engine=CustomEngine(
+            core="media_core:ScriptedCore",
+            options={"replies": ids, "vocab_size": template.vocab_size},
+        ),
+        placement=InProcessPlacement(),
+        lengths=LengthsConfig(prompt=512, response=512),
+        agent=AgentConfig(tool_format="hermes"),
+        media=MediaConfig(**media),
+    )
+
+
+async def play(
+    config: RolloutConfig, *contents: Any, samples: int = 1, **options: Any
+) -> RolloutBatch:
+    prompts = [
+        Prompt(messages=[{"role": "user", "content": content}], uid=str(at))
+        for at, content in enumerate(contents)
+    ]
+    async with rollout.open_rollout(config, **options) as runtime:
+        return await runtime.generate(prompts, samples=samples)
+
+
+def data_url(content: bytes, mime: str = "image/png") -> str:
+    return f"data:{mime};base64,{base64.b64encode(content).decode()}"
+
+
+def header_of(width: int, height: int) -> bytes:
+    """The beginning of a PNG that says it has so many pixels."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    packed = zlib.compress(b"\0" * 100_000)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
+    )
+
+
+def animated_gif(count: int) -> bytes:
+    """A GIF of so many frames of one pixel, written out by hand."""
+    frame = (
+        b"\x21\xf9\x04\x04\x01\x00\x00\x00" + b"\x2c\0\0\0\0\1\0\1\0\0" + b"\x02\x02\x4c\x01\x00"
+    )
+    head = b"GIF89a\x01\x00\x01\x00\x80\x00\x00\x00\x00\x00\xff\xff\xff"
+    return head + frame * count + b"\x3b"
+
+
+def image(value: Any, **more: Any) -> list[Any]:
+    return [{"type": "text", "text": "Look:"}, {"type": "image", "image": value, **more}]
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "truncated": (image(encoded(picture())[:2000]), "a picture that cannot be decoded: "),
+    "bomb": (image(header_of(30_000, 30_000)), "media.max_pixels"),
+    "bomb below pillow's own limit": (
+        image(header_of(9_000, 9_000)),
+        "media.max_pixels = 33554432: 9000 x 9000 are 81000000",
+    ),
+    "svg": (image(b"<?xml version='1.0'?><svg xmlns='http://www.w3.org/2000/svg'/>"), "an SVG"),
+    "svg url": (image(data_url(b"<svg/>", "image/svg+xml")), "an SVG"),
+    "path": (image("/etc/hostname"), "media.roots names no directory; none is opened"),
+    "file url": (image("file:///etc/hostname"), "media.roots names no directory"),
+    "url": (image("https://host/a.png"), "no media_fetcher was given to open_rollout"),
+    "wrong mime": (
+        image(data_url(encoded(picture()), "image/jpeg")),
+        "said to be image/jpeg, and is image/png",
+    ),
+    "other mime": (image(data_url(encoded(picture()), "text/html")), "said to be text/html"),
+    "no base64": (image("data:image/png,abc"), "a data URL that is not of the form"),
+    "broken base64": (image("data:image/png;base64,@@@"), "not valid base64"),
+    "gif": (image(animated_gif(10_000)), "media.max_frames = 4096"),
+    "gif as video": (
+        [{"type": "video", "video": animated_gif(10_000)}],
+        "media.max_frames = 4096: it has 10000",
+    ),
+    "no video": ([{"type": "video", "video": encoded(picture())[:300]}], "a video"),
+    "floats": (image(np.zeros((4, 4, 3))), "an array of float64 (4, 4, 3); expected uint8"),
+    "empty": (image(np.zeros((0, 4, 3), np.uint8)), "a picture of 4 x 0 pixels"),
+    "thin": (image(np.zeros((1, 900, 3), np.uint8)), "Qwen2_5_VLProcessor refuses media of 900x1"),
+    "audio": ([{"type": "input_audio", "input_audio": {"data": "AA"}}], "audio is not supported"),
+    "nothing": ([{"type": "image"}], "is a part of type 'image' that holds nothing"),
+    "a number": (image(3), "int: expected a PIL image"),
+}
+
+
+async def test_prompt_with_bad_media_is_rejected_by_name(folder: Path) -> None:
+    batch = await play(config_of(folder), *(content for content, _ in BAD.values()))
+    for (name, (_, said)), trajectory in zip(BAD.items(), batch.trajectories, strict=True):
+        assert (trajectory.outcome, trajectory.reason) == (Outcome.REJECTED, "bad_message"), name
+        assert trajectory.cause is not None
+        assert said in trajectory.cause.message, (name, trajectory.cause.message)
+        assert trajectory.cause.message.startswith("messages[0]: content[") or name == "thin", name
+
+
+async def test_tool_that_shows_bad_media_answers_with_the_error(folder: Path) -> None:
+    shown = {name: parts[-1] for name, (parts, _) in BAD.items() if name not in ("audio", "thin")}
+    for name, part in shown.items():
+
+        @function_tool
+        async def show() -> Any:
+            """Show."""
+            held = part.get(part["type"], part)  # noqa: B023  (it is called in this round)
+            return ToolResult("see", **{f"{part['type']}s": [held]})  # noqa: B023
+
+        batch = await play(config_of(folder, (CALL, "ok")), "go", tools=[show])
+        (trajectory,) = batch.trajectories
+        assert trajectory.outcome is Outcome.COMPLETED
+        answer = trajectory.messages[2]
+        assert BAD[name][1] in str(answer.content), (name, answer)
+        assert not answer.parts
+
+
+LIMITS: dict[str, tuple[dict[str, Any], Any]] = {
+    "media.max_count = 1: the conversation has 2": (
+        {"max_count": 1},
+        [*image(picture()), *image(picture(28, 28))],
+    ),
+    "media.max_bytes = 1000: it has": ({"max_bytes": 1000}, image(encoded(picture()))),
+    "media.max_pixels = 100: 60 x 44 are 2640": ({"max_pixels": 100}, image(picture())),
+    "media.max_frames = 3: it has 4": (
+        {"max_frames": 3},
+        [{"type": "video", "video": frames(4)}],
+    ),
+    "media.max_frames = 5: it has 12": (
+        {"max_frames": 5},
+        [{"type": "video", "video": video_file(12)}],
+    ),
+    "media.max_seconds = 1.0: it takes 2.0 s": (
+        {"max_seconds": 1.0},
+        [{"type": "video", "video": video_file(12)}],
+    ),
+    "media.max_seconds = 0.1: it takes 2.0 s": (
+        {"max_seconds": 0.1},
+        [{"type": "video", "video": frames(4), "fps": 2}],
+    ),
+}
+
+
+@pytest.mark.parametrize(("said", "case"), LIMITS.items(), ids=LIMITS)
+async def test_media_past_a_limit_are_rejected_by_its_field(
+    folder: Path, said: str, case: tuple[dict[str, Any], Any]
+) -> None:
+    limits, content = case
+    (trajectory,) = (await play(config_of(folder, **limits), content)).trajectories
+    assert trajectory.outcome is Outcome.REJECTED
+    assert trajectory.cause is not None
+    assert said in trajectory.cause.message
+
+
+async def test_gigabyte_in_a_data_url_is_refused_without_another_copy(folder: Path) -> None:
+    url = "data:image/png;base64," + "A" * (1 << 30)
+    tracemalloc.start()
+    try:
+        (trajectory,) = (await play(config_of(folder), image(url))).trajectories
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert trajectory.outcome is Outcome.REJECTED
+    assert trajectory.cause is not None
+    assert "media.max_bytes = 67108864: it has about 805306368 bytes" in trajectory.cause.message
+    assert peak < 200 * 1024 * 1024
+
+
+async def test_path_is_opened_below_a_root_only(folder: Path, tmp_path: Path) -> None:
+    inside, outside = tmp_path / "in", tmp_path / "out"
+    for each in (inside, outside):
+        each.mkdir()
+        (each / "a.png").write_bytes(encoded(picture()))
+    os.symlink(outside / "a.png", inside / "link.png")
+    os.symlink(inside / "a.png", inside / "good.png")
+    os.mkfifo(inside / "pipe")
+    names = ["a.png", "good.png", "link.png", "../out/a.png", "none.png", ".", "pipe"]
+    paths = [str(inside / name) for name in names]
+    batch = await play(config_of(folder, roots=(str(inside),)), *map(image, paths))
+    ended = [trajectory.outcome for trajectory in batch.trajectories]
+    assert ended == [Outcome.COMPLETED] * 2 + [Outcome.REJECTED] * 5
+    said = [t.cause.message for t in batch.trajectories if t.cause is not None]
+    for text, expected in zip(
+        said,
+        ("not below one of media.roots", "not below", "cannot be opened", "is no file", "no file"),
+        strict=True,
+    ):
+        assert expected in text
+
+
+async def test_path_in_a_text_is_never_opened(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(encoded(picture()))
+    path = str(tmp_path / "a.png")
+    said = [path, [{"type": "text", "text": path}], [path], f"file://{path}"]
+    batch = await play(config_of(folder, roots=(str(tmp_path),)), *said)
+    assert all(not trajectory.transcript.media for trajectory in batch.trajectories)
+    assert all(t.outcome is Outcome.COMPLETED for t in batch.trajectories)
+
+
+async def test_url_is_fetched_by_the_given_function_alone(folder: Path) -> None:
+    asked: list[str] = []
+
+    async def fetch(url: str) -> bytes:
+        asked.append(url)
+        if url.endswith("late"):
+            await anyio.sleep_forever()
+        return b"text" if url.endswith("text") else encoded(picture())
+
+    urls = [f"https://host/{name}" for name in ("a.png", "text", "late")]
+    batch = await play(config_of(folder, fetch_s=0.05), *map(image, urls), media_fetcher=fetch)
+    assert sorted(asked) == sorted(urls)
+    good, text, late = batch.trajectories
+    assert good.outcome is Outcome.COMPLETED
+    assert len(good.transcript.media) == 1
+    assert text.cause is not None
+    assert "expected a picture" in text.cause.message
+    assert late.cause is not None
+    assert "media.fetch_s = 0.05: https://host/late was not fetched" in late.cause.message
+    batch = await play(
+        config_of(folder), image(urls[0]), media_fetcher=lambda _: encoded(picture())
+    )
+    assert batch.trajectories[0].outcome is Outcome.COMPLETED
+
+
+async def test_members_of_a_group_share_their_media(folder: Path) -> None:
+    content = image(picture())
+    batch = await play(config_of(folder), content, [*content, *content], samples=4)
+    seen = [each.medium for t in batch.trajectories for each in t.transcript.media]
+    assert len(seen) == 4 + 8
+    assert len({id(medium) for medium in seen}) == 1
+
+
+async def test_model_without_a_modality_rejects_it_by_name(tmp_path: Path, folder: Path) -> None:
+    import shutil
+
+    shutil.copytree(folder, tmp_path / "text")
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        (tmp_path / "text" / name).unlink(missing_ok=True)
+    (trajectory,) = (await play(config_of(tmp_path / "text"), image(picture()))).trajectories
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.REJECTED, "bad_message")
+    assert trajectory.cause is not None
+    assert trajectory.cause.message == (
+        "messages[0] (user): content[1]: only parts of type 'text' are understood, not 'image': "
+        "here the model reads text only"
+    )
+
+
+class Response:
+    """As verl's `ToolResponse`."""
+
+    def __init__(self, text: str | None, image: Any = None, video: Any = None) -> None:
+        self.text, self.image, self.video = text, image, video
+
+
+ANSWERS: dict[str, Any] = {
+    "images": lambda: ToolResult("see", images=[picture(), encoded(picture(28, 28))]),
+    "video": lambda: ToolResult("see", videos=[frames(4)]),
+    "a picture": picture,
+    "its bytes": lambda: encoded(picture()),
+    "with a reward": lambda: (picture(), 1.0, {"n": 1}),
+    "parts": lambda: [
+        {"type": "text", "text": "see"},
+        {"type": "image_url", "image_url": {"url": data_url(encoded(picture()))}},
+    ],
+    "verl": lambda: verl_result((Response("see", [picture()], [frames(4)]), 0.5, {})),
+    "verl without text": lambda: verl_result(Response(None, [picture()])),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+async def test_tool_that_shows_media_is_seen_by_the_model(folder: Path, answer: Any) -> None:
+    @function_tool
+    async def show() -> Any:
+        """Show."""
+        return answer()
+
+    batch = await play(config_of(folder, (CALL, "I see")), image(picture(33, 81)), tools=[show])
+    (trajectory,) = batch.trajectories
+    assert trajectory.outcome is Outcome.COMPLETED, trajectory.cause
+    transcript = trajectory.transcript
+    first, *others = transcript.media
+    assert first.start < transcript.prompt_length
+    assert others
+    template = template_of(folder)
+    assert template.processor is not None
+    shown = [each for each in trajectory.messages[2].parts if not isinstance(each, str)]
+    assert [each.medium for each in others] == shown
+    assert np.array_equal(
+        template.places_of(transcript.ids().tolist(), [each.medium for each in transcript.media]),
+        transcript.media,
+    )
+    assert not transcript.mask()[others[0].start : others[0].start + others[0].count].any()
+    assert decode(shown[0]).shape[-1] == 3
+
+
+DRAW = """from PIL import Image
+Image.new("RGB", (50, 40), "red").save("plot.png")
+print("drawn")"""
+
+
+@pytest.mark.parametrize("is_fresh", [False, True])
+async def test_sandbox_shows_the_plots_of_a_call(folder: Path, is_fresh: bool) -> None:
+    again = json.dumps({"name": "python", "arguments": {"code": "print('again')"}})
+    drawn = json.dumps({"name": "python", "arguments": {"code": DRAW}})
+    calls = [f"<tool_call>\n{each}\n</tool_call>" for each in (drawn, again)]
+    config = config_of(folder, (*calls, "I see"))
+    tool = PythonTool(is_stateful=not is_fresh, max_pictures=1)
+    (trajectory,) = (await play(config, "plot it", tools=[tool])).trajectories
+    assert trajectory.outcome is Outcome.COMPLETED, trajectory.cause
+    shown, words = trajectory.messages[2], trajectory.messages[4]
+    assert isinstance(shown.parts[0], Media), shown
+    assert shown.parts[1] == "drawn\n"
+    assert decode(shown.parts[0])[0, 0].tolist() == [255, 0, 0]
+    assert (words.content, words.parts) == ("again\n", ())
+
+
+async def test_tool_that_shows_too_much_answers_with_the_limit(folder: Path) -> None:
+    @function_tool
+    async def show() -> Any:
+        """Show."""
+        return picture()
+
+    config = config_of(folder, (CALL, CALL, "I see"), max_count=2)
+    (trajectory,) = (await play(config, image(picture()), tools=[show])).trajectories
+    assert trajectory.outcome is Outcome.COMPLETED
+    assert len(trajectory.transcript.media) == 2
+    assert trajectory.messages[4].content == "media.max_count = 2: the conversation has 3"
+
+
+async def test_transcript_of_a_trajectory_is_its_conversation_rendered_again(folder: Path) -> None:
+    @function_tool
+    async def show() -> Any:
+        """Show."""
+        return ToolResult("see", images=[picture()], videos=[video_file()])
+
+    config = config_of(folder, (CALL, "I see"))
+    config = attrs.evolve(
+        config, agent=AgentConfig(tool_format="hermes", tokenization_check="strict")
+    )
+    (trajectory,) = (await play(config, image(picture()), tools=[show])).trajectories
+    assert trajectory.outcome is Outcome.COMPLETED, trajectory.cause
+    assert trajectory.metrics["tokenization/identical"] == 1
+
+
+async def test_reward_process_sees_the_images(folder: Path) -> None:
+    config = attrs.evolve(config_of(folder, (CALL, "I see")), rewards=RewardsConfig(processes=1))
+    batch = await play(
+        config, image(picture()), tools=[show_two], reward="isolated_rewards:pixels_seen"
+    )
+    (trajectory,) = batch.trajectories
+    assert trajectory.reward == 60 * 44 + 60 * 44 + 28 * 28, trajectory.cause
+
+
+@function_tool
+async def show_two() -> Any:
+    """Show."""
+    return ToolResult("see", images=[picture(28, 28)])
+
+
+show_two.schema["function"]["name"] = show_two.name = "show"
+
+
+def template_of(folder: Path) -> ChatTemplate:
+    from rollout.chat.processors import load_media_processor
+
+    return load_chat_template(str(folder), processor=load_media_processor(str(folder)))
