@@ -1,4 +1,4 @@
-"""Weave's client, on a server that is a record of what it is asked, receives the traces of a run."""
+"""Weave's own client receives the traces of a run, and hands them to a transport of ours."""
 
 from __future__ import annotations
 
@@ -33,11 +33,14 @@ class Server:
         self.ended[end["id"]] = end
         return SimpleNamespace()
 
+    #: There are none: each call comes at once.
+    call_processor = feedback_processor = None
+
     def get_call_processor(self) -> None:
-        """There is none: each call comes at once."""
+        """None, as above."""
 
     def get_feedback_processor(self) -> None:
-        """Nor here."""
+        """None, as above."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -76,7 +76,7 @@ class _Lane:
         """In each row a piece is within another one or beside it."""
         rows: list[list[_Piece]] = []
         open_pieces: list[list[_Piece]] = []
-        for piece in sorted(self.pieces, key=lambda each: (each.began, -each.ended)):
+        for piece in sorted(self.pieces, key=_outer_first):
             places = (at for at, outer in enumerate(open_pieces) if _has_room(outer, piece))
             at = next(places, len(rows))
             if at == len(rows):
@@ -85,6 +85,10 @@ class _Lane:
             rows[at].append(piece)
             open_pieces[at].append(piece)
         return rows
+
+
+def _outer_first(piece: _Piece) -> tuple[float, float, int]:
+    return piece.began, -piece.ended, _RANKS.get(piece.category, 0)
 
 
 def _has_room(outer: list[_Piece], piece: _Piece) -> bool:
