@@ -105,6 +105,8 @@ WITH_PROCESSES = (
 )
 
 
+#: Directories of tests that need environments of their own.
+OWN_PACKAGES = ("sglang", "clients", "trainers", "trace_backends")
 #: Files whose tests take seconds each: they start processes, clusters and models, or try many
 #: examples. One test in three is run by `make test`, as the seed says; all by `make test-full`.
 SHARED = frozenset(
@@ -147,7 +149,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
             item.add_marker(pytest.mark.xdist_group(name=group))
         if is_left_to_full_counts(item):
             item.add_marker("full")
-        has_own_packages = item.path.parent.name in ("sglang", "clients", "trainers")  # all of them
+        has_own_packages = item.path.parent.name in OWN_PACKAGES  # all of them
         if has_own_packages or item.path.stem.removeprefix("test_") in WITH_PROCESSES:
             item.add_marker("processes")
 

@@ -120,8 +120,9 @@ class Conversation(ListeningConversation):
             if self._unsettled:
                 await self._settle()
             state, stop, is_over, bounded_by = self._state, options.stop, False, ""
-            log, place, events, turn = state.log, None, state.services.events, self.assistant_turns
+            log, place = state.log, None
             started, recalled_s = state.clock(), None
+            events, turn = state.services.events, self.assistant_turns
             if events.is_on:
                 tell_turn_started(events, self._identity, turn, started)
             deadline = state.deadline_of_generation(started)
@@ -176,10 +177,8 @@ class Conversation(ListeningConversation):
                 stays_open = is_over or (is_cut and options.stays_open)
                 seconds = now - started - generation.held_s + (recalled_s or 0.0)
                 if events.is_on:
-                    had = len(self.transcript)
-                    tell_turn_ended(
-                        events, self._identity, turn, (started, now), had, generation, end
-                    )
+                    had, times = len(self.transcript), (started, now)
+                    tell_turn_ended(events, self._identity, turn, times, had, generation, end)
                 self._arrived(generation, seed, end, seconds, stays_open=stays_open)
             return self._say()
         finally:
@@ -282,22 +281,16 @@ class Conversation(ListeningConversation):
         self._check_idle("run_tools")
         await self._settle()
         state = self._state
-        events, told = state.services.events, None
-        if events.is_on:
-            who = self._identity
-            told = CallEvents(events, who.number, self.assistant_turns - 1, who.path)
         with self._settling_limits:
             state.count_calls(len(calls))
-            results = await self._answers_to(calls, told)
+            results = await self._answers_to(calls)
             if any(result.has_media for result in results):
                 results = await self._seen(calls, results)
             state.tool_rewards += [r.reward for r in results if r.reward is not None]
             self._errors_in_a_row = state.count_errors(results, self._errors_in_a_row)
         return results
 
-    async def _answers_to(
-        self, calls: Sequence[ToolCall | InvalidToolCall], told: CallEvents | None
-    ) -> list[ToolResult]:
+    async def _answers_to(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
         """What the tools answer, or have answered when the trajectory came here before."""
         state, log, offered = self._state, self._state.log, self._offered
         place = None if log is None else log.place_of_calls(self.transcript.prefix, calls)
@@ -305,7 +298,10 @@ class Conversation(ListeningConversation):
             known = await log.recall_answers(place)
             if known is not None:
                 return state.tools.recall(calls, known, self._turn_deadline, offered)
-        before = state.tools.seconds
+        before, events, told = state.tools.seconds, state.services.events, None
+        if events.is_on:
+            who = self._identity
+            told = CallEvents(events, who.number, self.assistant_turns - 1, who.path)
         results = await state.tools.run(
             calls, turn_deadline=self._turn_deadline, offered=offered, told=told
         )

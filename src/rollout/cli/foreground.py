@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 GRACE_S = 1.5
 #: Reason of trajectories that a signal has cancelled.
 INTERRUPTED = "interrupted"
+#: Where the events of an earlier run wait until this one has results.
+ASIDE = "events.jsonl.before"
 
 
 @attrs.frozen(kw_only=True)
@@ -67,6 +69,24 @@ class ForegroundJob:
             return config
         observe = attrs.evolve(config.observe, path=str(self.directory))
         return attrs.evolve(config, observe=observe)
+
+    def set_events_aside(self) -> None:
+        """Those of an earlier run are continued where that is resumed only."""
+        path = self.directory / EVENTS
+        if self.config.observe.path is None and path.exists() and not self.resume:
+            path.replace(self.directory / ASIDE)
+
+    def settle_events(self, *, is_saved: bool) -> None:
+        """Keep the events of what there are results of: of this run, or of the earlier one."""
+        path, aside = self.directory / EVENTS, self.directory / ASIDE
+        if self.config.observe.path is not None or self.resume:
+            return
+        if is_saved:
+            aside.unlink(missing_ok=True)
+            return
+        path.unlink(missing_ok=True)
+        if aside.exists():
+            aside.replace(path)
 
 
 class JobResult(NamedTuple):
@@ -105,8 +125,17 @@ async def run_job(job: ForegroundJob, console: Console) -> JobResult:
     """
     threads = WorkerThreads(max_threads=2, max_abandoned=1)
     run = _Run(job, threads)
+    job.set_events_aside()
+    try:
+        await _perform(job, run, console)
+    finally:
+        job.settle_events(is_saved=run.batch is not None and run.fault is None)
+    return run.result()
+
+
+async def _perform(job: ForegroundJob, run: _Run, console: Console) -> None:
     with (
-        closing(threads),
+        closing(run.threads),
         ProgressDisplay(console) as display,
         run.without_lag_warnings(),
         explaining_at_signal(run.explain),
@@ -119,8 +148,6 @@ async def run_job(job: ForegroundJob, console: Console) -> JobResult:
             tasks.start_soon(run.load)
             with run.starting:
                 forget_journal(job.config, resume=job.resume)
-                if job.config.observe.path is None and not job.resume:
-                    (job.directory / EVENTS).unlink(missing_ok=True)  # one of the results
                 async with open_rollout(
                     job.observed_config,
                     job.tools,
@@ -133,7 +160,6 @@ async def run_job(job: ForegroundJob, console: Console) -> JobResult:
                     await run.leave.wait()
             if run.runtime is not None:
                 await run.saved.wait()
-    return run.result()
 
 
 def _starting(config: RolloutConfig) -> str:
@@ -146,7 +172,7 @@ class _Run:
 
     def __init__(self, job: ForegroundJob, threads: WorkerThreads) -> None:
         self._job = job
-        self._threads = threads
+        self.threads = threads
         self._loaded = anyio.Event()
         self._has_begun = False
         self.starting = anyio.CancelScope()
@@ -195,7 +221,7 @@ class _Run:
 
     async def load(self) -> None:
         """Import what collates, while the engines start; on the loop it would delay signals."""
-        await self._threads.run("import", importlib.import_module, "rollout.batch")
+        await self.threads.run("import", importlib.import_module, "rollout.batch")
         self._loaded.set()
 
     async def generate(self) -> None:
@@ -217,7 +243,7 @@ class _Run:
         self.seconds = anyio.current_time() - began
         with anyio.CancelScope(shield=True):
             try:
-                await self._threads.run("save", self.batch.save, job.directory)
+                await self.threads.run("save", self.batch.save, job.directory)
             except RolloutError as error:
                 self.fault = error
         self.saved.set()

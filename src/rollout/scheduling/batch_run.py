@@ -179,6 +179,8 @@ class BatchRun:
                 return member
             await self._runs.take_wake(UNSTARTED)
             self._finish(member, recorded, is_recorded=True)
+            if self._events.is_on:
+                self._tell([Ended(member.row, member, recorded)])
             await self._hand_over(member.row, member, recorded)
         return None
 

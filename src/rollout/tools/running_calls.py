@@ -203,6 +203,11 @@ class RunningCalls:
                 told.ended(position, call, turn.results[position], now, now, is_refused=True)
         return turn
 
+    def _note(self, call: ToolCall, result: ToolResult | None, seconds: float) -> None:
+        """Count a call that a tool was to answer."""
+        self._counts = self._counts or {}
+        add_call(self._counts, call.name, result, seconds)
+
     def _admit(self, turn: CallTurn, position: int, call: ToolCall | InvalidToolCall) -> None:
         """Let a call run, or answer it; an invalid one counts, one too many does not."""
         limit = self._kit.limits.max_parallel_calls
@@ -307,8 +312,7 @@ class RunningCalls:
             self.idle_since = now = self._clock()
             del self.under_way[turn, position]
             self.seconds += now - started
-            self._counts = self._counts or {}
-            add_call(self._counts, call.name, turn.results[position], now - started)
+            self._note(call, turn.results[position], now - started)
             if turn.told is not None:
                 turn.told.ended(position, call, turn.results[position], started, now)
 

@@ -60,6 +60,8 @@ class TrajectoryTools(RunningCalls):
         turn = self._turn(calls, turn_deadline, offered)
         self.calls += len(turn.pending)
         self.seconds += answers.seconds
+        for position, call in turn.pending:
+            self._note(call, answers.results[position], answers.seconds / len(turn.pending))
         self.sessions.recall([call.name for _, call in turn.pending], answers.snapshots)
         return self._count(calls, list(answers.results))
 
