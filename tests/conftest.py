@@ -97,11 +97,8 @@ WITH_PROCESSES = (
     "testing_plugin",
     "tls",
     "transformers_core",
-<<<<<<< HEAD
-    "vision_rows",
-=======
     "unauthenticated",
->>>>>>> media
+    "vision_rows",
     "wrapping",
 )
 

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Images and videos in a pool of engines: after deaths, with other weights, and refused."""
-=======
-"""Images and videos in a pool of engines: after deaths, other weights, where none takes them."""
->>>>>>> media
 
 from __future__ import annotations
 
