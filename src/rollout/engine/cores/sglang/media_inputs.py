@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 #: Models by the type in their configuration, with media that SGLang takes in this way.
 FAMILIES: Mapping[str, tuple[str, ...]] = {
-    "qwen2_vl": ("image",),
     "qwen2_5_vl": ("image",),
     "qwen3_vl": ("image", "video"),
     "qwen3_vl_moe": ("image", "video"),
@@ -34,7 +33,6 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
 LACKING: Mapping[str, str] = {
     "qwen2_5_vl": "SGLang's encoder of Qwen2.5-VL attends across the frames of a video, and "
     "transformers' within each: its log-probs would not be the trainer's",
-    "qwen2_vl": "videos of Qwen2-VL have not been tried on SGLang",
 }
 #: Of the features that are kept for the next turns of their trajectories.
 KEPT_BYTES = 512 * 1024 * 1024
