@@ -98,6 +98,7 @@ WITH_PROCESSES = (
     "tls",
     "transformers_core",
     "unauthenticated",
+    "vision_rows",
     "wrapping",
 )
 

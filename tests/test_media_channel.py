@@ -14,7 +14,7 @@ from fake_core import CountingCore
 from rollout.engine.core import SamplingParams
 from rollout.engine.driver.generation import Generation
 from rollout.engine.wire.protocol import Abort, MediaPart, Submit
-from rollout.media import Media
+from rollout.medium import Media, PlacedMedia
 from wires import TERMS, Asker, Wire, messages_of, packed
 
 if TYPE_CHECKING:
@@ -31,6 +31,11 @@ def medium(number: int, size: int = 1000) -> Media:
     return Media(kind="image", content=content, mime="image/png", width=8, height=8)
 
 
+def placed(*media: Media) -> tuple[PlacedMedia, ...]:
+    """Each with a place of its own."""
+    return tuple(PlacedMedia(each, at, 1) for at, each in enumerate(media))
+
+
 class SeeingCore(CountingCore):
     """Takes images and videos, and notes what it was given."""
 
@@ -41,7 +46,8 @@ class SeeingCore(CountingCore):
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """Note the media, then count."""
-        self.seen[request.request_id] = request.media
+        assert [each.start for each in request.media] == list(range(len(request.media)))
+        self.seen[request.request_id] = tuple(each.medium for each in request.media)
         return super().generate(request)
 
 
@@ -56,7 +62,7 @@ class Seer(Asker):
             Submit(request_id, packed([1, 2, 3]), SamplingParams(max_new_tokens=count), "s"),
             generation,
             lambda gone: self.gone.append(gone.request_id),
-            media=media,
+            media=placed(*media),
         )
         return generation, pending
 
@@ -200,7 +206,7 @@ async def test_channel_deadline_passes_while_media_come_ends_the_request() -> No
             Submit("f" * 32, packed([1]), SamplingParams(max_new_tokens=2), "s"),
             Generation(),
             lambda gone: None,
-            media=(medium(1),),
+            media=placed(medium(1)),
             deadline=anyio.current_time() + 0.2,
         )
         await pending.done

@@ -1,4 +1,4 @@
-"""Images and videos in a pool of engines: after deaths, other weights, where none takes them."""
+"""Images and videos in a pool of engines: after deaths, with other weights, and refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.routing import Router
 from rollout.engine.weights import DiskWeights
 from rollout.errors import EngineError
-from rollout.medium import Media
+from rollout.medium import Media, PlacedMedia
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -32,6 +32,11 @@ pytestmark = [pytest.mark.anyio, pytest.mark.rollout(ceiling_s=3000)]
 def medium(number: int, kind: Any = "image") -> Media:
     content = sha256(b"%d" % number).digest() * 10_000
     return Media(kind=kind, content=content, mime="image/png", width=8, height=8, fps=1.0)
+
+
+def placed(*media: Media) -> tuple[PlacedMedia, ...]:
+    """Each with a place of its own."""
+    return tuple(PlacedMedia(each, at, 1) for at, each in enumerate(media))
 
 
 @pytest.fixture
@@ -49,7 +54,7 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             made.append(self)
 
         def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
-            self.seen.append(request.media)
+            self.seen.append(tuple(each.medium for each in request.media))
             return super().generate(request)
 
     monkeypatch.setattr(faulty_cores, "SeeingCore", SeeingCore, raising=False)
@@ -85,7 +90,7 @@ async def ask(pool: EnginePool, *media: Media, session: str = "s", count: int = 
         session_id=session,
         prompt_ids=pack_ids([1, 2, 3]),
         sampling=SamplingParams(max_new_tokens=count),
-        media=media,
+        media=placed(*media),
     )
     return generation
 
@@ -135,7 +140,7 @@ async def test_pool_weights_change_request_resumes_with_media_that_are_there(
                 session_id="s",
                 prompt_ids=pack_ids([1]),
                 sampling=SamplingParams(max_new_tokens=6),
-                media=(a,),
+                media=placed(a),
             )
 
         tasks.start_soon(one)

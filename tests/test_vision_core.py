@@ -14,13 +14,14 @@ import vision_models
 from vision_models import picture, png
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rollout.chat.processors import MediaProcessor
-from rollout.media import Media, decode
+from rollout.media import Media, PlacedMedia, decode
 from test_transformers_core import asked, collect, collect_all, opened
 
 pytest.importorskip("torchvision", reason="processors of transformers for videos need it")
@@ -146,11 +147,17 @@ class Reference:
         return np.exp(np.array(answer.log_probs[: len(ids)]) - wanted)
 
 
-def ask(inputs: dict[str, torch.Tensor], *media: Media, count: int = 16, **options: Any) -> Any:
-    request = asked(
-        inputs["input_ids"][0].tolist(), max_new_tokens=count, ignore_eos=True, **options
-    )
-    request.media = media
+def ask(
+    reference: Reference,
+    inputs: dict[str, torch.Tensor],
+    *media: Media,
+    count: int = 16,
+    said: Sequence[int] = (),
+) -> Any:
+    """A request about a prompt with media, and what was said after it."""
+    ids = inputs["input_ids"][0].tolist()
+    request = asked([*ids, *said], max_new_tokens=count, ignore_eos=True)
+    request.media = MediaProcessor(reference.processor).places(ids, media)
     return request
 
 
@@ -161,7 +168,7 @@ async def test_core_images_greedy_gives_tokens_of_generate(models: Any, family: 
     inputs = reference.inputs("Look: ", a, " and ", b, " Which?")
     async with opened(models(family)) as core:
         assert "image" in core.info.modalities
-        answer = await collect(core, ask(inputs, a, b))
+        answer = await collect(core, ask(reference, inputs, a, b))
     assert answer.ids == reference.greedy(inputs, 16)
     ratios = reference.ratios(inputs, (a, b), answer)
     assert abs(ratios.mean() - 1) < 1e-4
@@ -177,7 +184,7 @@ async def test_core_video_and_image_greedy_gives_tokens_of_generate(
     inputs = reference.inputs("First ", a, " then ", b, "?")
     async with opened(models(family)) as core:
         assert core.info.modalities == ("image", "video")
-        answer = await collect(core, ask(inputs, a, b))
+        answer = await collect(core, ask(reference, inputs, a, b))
     assert answer.ids == reference.greedy(inputs, 16)
     assert np.abs(reference.ratios(inputs, (a, b), answer) - 1).max() < 1e-3
 
@@ -198,7 +205,9 @@ async def test_core_many_prompts_at_once_each_gives_its_own_tokens(
     ]
     prompts = [(reference.inputs(*parts), media) for parts, media in cases]
     async with opened(models(family), max_running=3) as core:
-        answers = await collect_all(core, [ask(inputs, *media) for inputs, media in prompts])
+        answers = await collect_all(
+            core, [ask(reference, inputs, *media) for inputs, media in prompts]
+        )
     for (inputs, _), answer in zip(prompts, answers, strict=True):
         assert answer.ids == reference.greedy(inputs, 16)
 
@@ -214,28 +223,23 @@ async def test_core_next_turn_reuses_prefix_and_another_image_does_not(
     of_b = reference.inputs("words before it, long enough to share: ", b, " What?")
     assert torch.equal(of_a["input_ids"], of_b["input_ids"])
     async with opened(models(family)) as core:
-        first = await collect(core, ask(of_a, a))
-        other = await collect(core, ask(of_b, b))
-        again = await collect(core, ask(of_a, a))
-        turn = dict(of_a)
-        said = [token for token in first.ids if token != placeholder_of(reference)]
-        grown = [*of_a["input_ids"][0].tolist(), *said, 40, 41, 42]
-        turn["input_ids"] = torch.tensor([grown])
-        later = await collect(core, ask(turn, a))
+        first = await collect(core, ask(reference, of_a, a))
+        other = await collect(core, ask(reference, of_b, b))
+        again = await collect(core, ask(reference, of_a, a))
+        placeholder = MediaProcessor(reference.processor).placeholder_ids["image"]
+        said = [*first.ids, placeholder, 40, 41, 42]  # the model sampled one, which shows nothing
+        later = await collect(core, ask(reference, of_a, a, said=said))
     assert first.ids == again.ids == reference.greedy(of_a, 16)
     assert other.ids == reference.greedy(of_b, 16)
     assert other.log_probs != first.log_probs
     for inputs, medium, answer in ((of_a, a, again), (of_b, b, other)):
         assert np.abs(reference.ratios(inputs, (medium,), answer) - 1).max() < 1e-3
     length = of_a["input_ids"].shape[1]
-    placeholder = int(np.flatnonzero(of_a["input_ids"][0] == placeholder_of(reference))[0])
-    assert other.last.cached_tokens <= placeholder
+    at = int(np.flatnonzero(of_a["input_ids"][0] == placeholder)[0])
+    assert other.last.cached_tokens <= at
     assert again.last.cached_tokens == length - 1
     assert later.last.cached_tokens >= length - 1
-
-
-def placeholder_of(reference: Reference) -> int:
-    return MediaProcessor(reference.processor).placeholder_ids["image"]
+    assert later.last.finish_reason == "length"
 
 
 async def test_core_bad_media_end_their_own_request_only(models: Any) -> None:
@@ -246,29 +250,34 @@ async def test_core_bad_media_end_their_own_request_only(models: Any) -> None:
         kind="image", content=png(1)[:200], mime="image/png", width=80, height=60, digest="b" * 64
     )
     async with opened(models("qwen2_5_vl")) as core:
-        good, cut, few, many = await collect_all(
+        good, cut, few, none = await collect_all(
             core,
             [
-                ask(inputs, a),
-                ask(inputs, broken),
-                ask(inputs),
-                ask(inputs, a, image(2)),
+                ask(reference, inputs, a),
+                ask(reference, inputs, broken),
+                short(ask(reference, inputs, a)),
+                asked(inputs["input_ids"][0].tolist(), ignore_eos=True),
             ],
         )
     assert good.ids == reference.greedy(inputs, 16)
     assert cut.last.finish_reason == "error"
     assert "media of the prompt: a picture that cannot be decoded" in cut.last.error
-    assert many.last.finish_reason == "error"
-    assert "media of the prompt" in many.last.error
-    assert (
-        few.last.finish_reason == "length"
-    )  # placeholders are ids like others, as in transformers
+    assert few.last.finish_reason == "error"
+    assert "media of the prompt: 3 placeholders in the prompt for" in few.last.error
+    assert none.last.finish_reason == "length"  # placeholders are ids like others, where none is
+
+
+def short(request: Any) -> Any:
+    """With a place that is too small for its medium."""
+    (placed,) = request.media
+    request.media = (PlacedMedia(placed.medium, placed.start, 3),)
+    return request
 
 
 async def test_core_aborted_before_its_media_are_read_says_so(models: Any) -> None:
     reference = Reference(models("qwen2_5_vl"))
     pictures = [image(n, 300, 200) for n in range(10, 20)]
-    requests = [ask(reference.inputs(each, "?"), each, count=500) for each in pictures]
+    requests = [ask(reference, reference.inputs(each, "?"), each, count=500) for each in pictures]
     async with opened(models("qwen2_5_vl"), stream_interval=1) as core:
         import anyio
 
@@ -292,11 +301,12 @@ async def test_core_other_weights_read_media_again(models: Any, tmp_path: Path) 
 
     other = vision_models.save("qwen2_5_vl", tmp_path / "other", seed=5)
     a = image(1)
-    inputs = Reference(models("qwen2_5_vl")).inputs(a, "What?")
+    reference = Reference(models("qwen2_5_vl"))
+    inputs = reference.inputs(a, "What?")
     async with opened(models("qwen2_5_vl")) as core:
-        before = await collect(core, ask(inputs, a))
+        before = await collect(core, ask(reference, inputs, a))
         await core.update_weights(7, DiskWeights(other))
-        after = await collect(core, ask(inputs, a))
+        after = await collect(core, ask(reference, inputs, a))
     assert after.ids == Reference(other).greedy(inputs, 16) != before.ids
     assert after.last.weight_version == 7
 
@@ -310,7 +320,7 @@ async def test_core_text_model_says_that_it_takes_no_images(tmp_path: Path) -> N
     async with opened(directory) as core:
         assert core.info.modalities == ()
         request = asked([5, 6, 7])
-        request.media = (image(1),)
+        request.media = (PlacedMedia(image(1), 0, 1),)
         answer = await collect(core, request)
     assert answer.last.finish_reason == "error"
     assert answer.last.error == (

@@ -15,6 +15,7 @@ from asking import asked, collect
 from test_engine_core import has_sglang, opened
 
 import vision_models
+from rollout.chat.processors import MediaProcessor
 from test_vision_core import Reference, image, video
 
 if TYPE_CHECKING:
@@ -47,9 +48,12 @@ async def core(model: str) -> AsyncIterator[SGLangCore]:
         yield core
 
 
-def ask(inputs: dict[str, torch.Tensor], *media: Media, count: int = 16) -> Any:
+def ask(
+    reference: Reference, inputs: dict[str, torch.Tensor], *media: Media, count: int = 16
+) -> Any:
     ids = inputs["input_ids"][0].tolist()
-    return asked(ids, request={"media": media}, max_new_tokens=count, ignore_eos=True)
+    placed = MediaProcessor(reference.processor).places(ids, media)
+    return asked(ids, request={"media": placed}, max_new_tokens=count, ignore_eos=True)
 
 
 async def test_core_images_greedy_gives_tokens_of_generate(
@@ -64,7 +68,7 @@ async def test_core_images_greedy_gives_tokens_of_generate(
         (many, many),
     ):
         inputs = reference.inputs(*parts)
-        answer = await collect(core, ask(inputs, *media))
+        answer = await collect(core, ask(reference, inputs, *media))
         assert answer.ids == reference.greedy(inputs, 16)
         assert np.abs(reference.ratios(inputs, media, answer) - 1).max() < 1e-3
 
@@ -75,7 +79,7 @@ async def test_core_video_beside_image_greedy_gives_tokens_of_generate(
     """SGLang's encoder of Qwen2.5-VL is another one for videos, and the core says so."""
     a, b = video(1), image(3)
     inputs = reference.inputs("First ", a, " then ", b, "?")
-    answer = await collect(core, ask(inputs, a, b))
+    answer = await collect(core, ask(reference, inputs, a, b))
     if family == "qwen2_5_vl":
         assert core.info.modalities == ("image",)
         assert answer.last.error.startswith(
@@ -92,18 +96,22 @@ async def test_core_same_placeholders_of_another_image_share_no_prefix(
 ) -> None:
     a, b = image(21), image(22)
     of_a, of_b = (reference.inputs("words that come before: ", each, "?") for each in (a, b))
-    first = await collect(core, ask(of_a, a))
-    other = await collect(core, ask(of_b, b))
-    again = await collect(core, ask(of_a, a))
+    first = await collect(core, ask(reference, of_a, a))
+    other = await collect(core, ask(reference, of_b, b))
+    again = await collect(core, ask(reference, of_a, a))
     assert first.ids == again.ids == reference.greedy(of_a, 16)
     assert other.ids == reference.greedy(of_b, 16) != first.ids
     assert again.last.cached_tokens > other.last.cached_tokens
 
 
-async def test_core_placeholders_without_their_media_end_their_request_only(
+async def test_core_placeholder_that_stands_for_nothing_ends_its_request_only(
     core: SGLangCore, reference: Reference
 ) -> None:
     inputs = reference.inputs(image(1), "?")
-    answer = await collect(core, ask(inputs, image(1), image(2)))
+    request = ask(reference, inputs, image(1))
+    sampled = MediaProcessor(reference.processor).placeholder_ids["image"]
+    ids = [*inputs["input_ids"][0].tolist(), sampled, 5]
+    more = asked(ids, request={"media": request.media})
+    answer = await collect(core, more)
     assert answer.last.finish_reason == "error"
-    assert "media of the prompt" in answer.last.error
+    assert "media of the prompt: placeholders that stand for nothing" in answer.last.error

@@ -139,7 +139,7 @@ class Conversation(ListeningConversation):
                         group_id=self._group_id,
                         deadline=deadline,
                         hold=state.hold,
-                        media=[placed.medium for placed in self.transcript.media],
+                        media=self.transcript.media,
                     )
                     if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
                         raise state.abort_error(self._session_id, deadline.now)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
 
     from rollout.engine.weights import DiskWeights
-    from rollout.medium import Media
+    from rollout.medium import PlacedMedia
 
 FinishReason = Literal["stop", "length", "abort", "error", "rejected"]
 #: Of answers that were not cut short, whose counts are those of the whole request.
@@ -76,8 +76,9 @@ class GenerationRequest:
         routed_experts: Whether the experts that each token was routed to are wanted; only engines
             with an `EngineInfo.expert_shape` are asked.
         routed_experts_start: Position in the prompt from which they are wanted.
-        media: The images and videos whose placeholders stand in the prompt, in their order; the
-            prompt has as many placeholder ids of each as the model's processor makes of it.
+        media: The images and videos in the prompt, in their order, each with its place there: the
+            prompt has as many placeholder ids of it as the model's processor makes of it. The same
+            ids elsewhere stand for nothing: the model sampled them.
     """
 
     __slots__ = (
@@ -101,7 +102,7 @@ class GenerationRequest:
         priority: int = 0,
         routed_experts: bool = False,
         routed_experts_start: int = 0,
-        media: tuple[Media, ...] = (),
+        media: tuple[PlacedMedia, ...] = (),
     ) -> None:
         self.request_id = request_id
         self.sampling = sampling

@@ -16,7 +16,7 @@ def request_fault(request: GenerationRequest, info: EngineInfo) -> str | None:
     return (
         _experts_fault(request, info)
         or _prompt_fault(request.prompt_ids, info)
-        or info.media_fault(medium.kind for medium in request.media)
+        or info.media_fault(each.medium.kind for each in request.media)
         or _sampling_fault(request.sampling, info)
     )
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from rollout.engine.routing import Dispatch
     from rollout.engine.wire.greeting import Greeter
     from rollout.engine.wire.operations import Operation
-    from rollout.medium import Media
+    from rollout.medium import PlacedMedia
     from rollout.token_prefix import TokenPrefix
     from rollout.wake_budget import WakeBudget
 
@@ -129,7 +129,7 @@ class Channel:
         prefix: TokenPrefix | None = None,
         deadline: float = math.inf,
         dispatch: Dispatch | None = None,
-        media: tuple[Media, ...] = (),
+        media: tuple[PlacedMedia, ...] = (),
     ) -> PendingRequest:
         """Send a request, at once; `generation` fills as chunks arrive.
 
@@ -155,7 +155,7 @@ class Channel:
         if prefix is not None:
             request.has_prefix, length = True, len(prefix)
         if media:
-            request.media = tuple(medium.digest for medium in media)
+            request.media = tuple((m.medium.digest, m.start, m.count) for m in media)
         pending = PendingRequest(
             request,
             prefix,

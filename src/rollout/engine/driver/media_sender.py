@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from rollout.engine.wire.frames import FrameStream
-    from rollout.medium import Media
+    from rollout.medium import Media, PlacedMedia
 
 #: Of the content, in one frame: what a request waits for at most that comes meanwhile.
 PART_BYTES = 256 * 1024
@@ -43,7 +43,7 @@ class MediaSender:
         self._queue: deque[tuple[Media, int]] = deque()
         self._wake = anyio.Event()
 
-    def answer(self, media: Iterable[Media], digests: Iterable[str]) -> None:
+    def answer(self, media: Iterable[PlacedMedia], digests: Iterable[str]) -> None:
         """Queue what the engine lacks of the media of a request.
 
         A request's media are here until the engine has said its last about it.
@@ -51,7 +51,7 @@ class MediaSender:
         Raises:
             FrameError: It asks for something else.
         """
-        held = {medium.digest: medium for medium in media}
+        held = {placed.medium.digest: placed.medium for placed in media}
         if any(digest not in held for digest in digests):
             raise FrameError("the engine asks for media that its request does not have")
         self._queue.extend((held[digest], 0) for digest in digests)

@@ -12,7 +12,7 @@ from rollout.engine.driver.token_ids import outside
 from rollout.engine.routing import Dispatch
 from rollout.engine.wire.protocol import Submit
 from rollout.latches import Latch
-from rollout.medium import Media
+from rollout.medium import PlacedMedia
 from rollout.token_prefix import TokenPrefix
 
 
@@ -49,7 +49,7 @@ class PendingRequest(msgspec.Struct, eq=False, gc=False):
     is_lost: bool = False
     is_garbled: bool = False
     given_up_at: float | None = None
-    media: tuple[Media, ...] = ()
+    media: tuple[PlacedMedia, ...] = ()
 
     def take(self, chunk: Chunk, vocab_size: int, counts: TokenCounts) -> None:
         """Append the tokens of a chunk to the generation, and count them.

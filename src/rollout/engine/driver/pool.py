@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rollout.engine.wire.protocol import Terms
     from rollout.holds import Hold
     from rollout.limits import PausableDeadline
-    from rollout.medium import Media
+    from rollout.medium import PlacedMedia
     from rollout.token_prefix import TokenPrefix
 
 
@@ -319,7 +319,7 @@ class EnginePool:
         group_id: str = "",
         deadline: PausableDeadline | None = None,
         hold: Hold | None = None,
-        media: Sequence[Media] = (),
+        media: Sequence[PlacedMedia] = (),
     ) -> Coroutine[Any, Any, None]:
         """Run one request to its end, awaited; `generation` fills as tokens come.
 
@@ -344,7 +344,7 @@ class EnginePool:
         """
         info = self.info
         check_ids(prompt_ids, info.vocab_size)
-        fault = info.media_fault(medium.kind for medium in media) if media else ""
+        fault = info.media_fault(each.medium.kind for each in media) if media else ""
         if fault:
             raise EngineError(fault)
         generation.top_count = sampling.top_log_probs

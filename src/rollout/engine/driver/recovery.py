@@ -20,7 +20,7 @@ from rollout.engine.driver.generation import Generation
 from rollout.errors import EngineError, LimitExceeded
 from rollout.holds import Hold
 from rollout.limits import Deadline, PausableDeadline
-from rollout.medium import Media
+from rollout.medium import PlacedMedia
 from rollout.token_prefix import TokenPrefix
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Attempt:
     _known_experts: int = 0
     _deadline: PausableDeadline | None = None
     hold: Hold | None = None
-    media: tuple[Media, ...] = ()
+    media: tuple[PlacedMedia, ...] = ()
     deaths: tuple[str, ...] = attrs.field(init=False, default=())
     refusals: int = attrs.field(init=False, default=0)
     isolation: Isolation | None = attrs.field(init=False, default=None)

@@ -11,7 +11,7 @@ import msgspec
 
 from rollout.engine.process.running import Running
 from rollout.engine.wire.protocol import FrameError, MediaPart
-from rollout.medium import Media
+from rollout.medium import Media, PlacedMedia
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,11 +19,15 @@ if TYPE_CHECKING:
     from rollout.engine.process.media_store import MediaStore
 
 
+#: Digest, start and count; see `Submit`.
+MediaPlace = tuple[str, int, int]
+
+
 class _Waiting(msgspec.Struct, eq=False):
     """A request whose media are not all here; what is, it holds."""
 
     running: Running
-    digests: tuple[str, ...]
+    places: tuple[MediaPlace, ...]
     found: dict[str, Media]
 
 
@@ -48,11 +52,11 @@ class SessionMedia:
         self._waiting: dict[str, _Waiting] = {}
         self._wanted: dict[str, _Arriving | None] = {}  # None: asked for, and nothing has come
 
-    def is_ready(self, running: Running, digests: tuple[str, ...]) -> bool:
+    def is_ready(self, running: Running, places: tuple[MediaPlace, ...]) -> bool:
         """Whether the request has its media; else `take` gives it back once it has."""
-        found = {digest: self._store.get(digest) for digest in digests}
+        found = {digest: self._store.get(digest) for digest, _, _ in places}
         here = {digest: medium for digest, medium in found.items() if medium is not None}
-        waiting = _Waiting(running, digests, here)
+        waiting = _Waiting(running, places, here)
         if _is_complete(waiting):
             return True
         self._waiting[running.request.request_id] = waiting
@@ -99,7 +103,7 @@ class SessionMedia:
         self._store.put(medium)
         ready = []
         for request_id, waiting in list(self._waiting.items()):
-            if medium.digest in waiting.digests:
+            if any(medium.digest == digest for digest, _, _ in waiting.places):
                 waiting.found[medium.digest] = medium
                 if _is_complete(waiting):
                     del self._waiting[request_id]
@@ -109,7 +113,9 @@ class SessionMedia:
 
 def _is_complete(waiting: _Waiting) -> bool:
     """Give a request its media, where all are there."""
-    if len(waiting.found) < len(set(waiting.digests)):
+    if len(waiting.found) < len({digest for digest, _, _ in waiting.places}):
         return False
-    waiting.running.request.media = tuple(waiting.found[digest] for digest in waiting.digests)
+    waiting.running.request.media = tuple(
+        PlacedMedia(waiting.found[digest], start, count) for digest, start, count in waiting.places
+    )
     return True

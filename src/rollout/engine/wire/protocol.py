@@ -111,8 +111,8 @@ class Submit(msgspec.Struct, array_like=True, tag=10, gc=False):
         kept_sum: CRC-32 of those.
         has_prefix: The prompt is the beginning of the next one: worth keeping.
         remaining_s: Until its deadline, from its arrival: clocks differ.
-        media: Digests of the images and videos in the prompt, in order; the server asks for those
-            that it does not have.
+        media: Of the images and videos in the prompt, in order: digest, position of the first
+            placeholder, and ids up to the last one. The server asks for those that it lacks.
     """
 
     request_id: str
@@ -126,7 +126,7 @@ class Submit(msgspec.Struct, array_like=True, tag=10, gc=False):
     remaining_s: Seconds | None = None
     routed_experts: bool = False
     routed_experts_start: Natural = 0
-    media: tuple[str, ...] = ()
+    media: tuple[tuple[str, Natural, Natural], ...] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=12):

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 #: Models by the type in their configuration, with media that SGLang takes in this way.
 FAMILIES: Mapping[str, tuple[str, ...]] = {
-    "qwen2_vl": ("image", "video"),
     "qwen2_5_vl": ("image",),
     "qwen3_vl": ("image", "video"),
     "qwen3_vl_moe": ("image", "video"),
@@ -63,8 +62,9 @@ class MediaInputs:
         import torch
 
         ids = np.frombuffer(request.prompt_ids, dtype="<i4")
-        placed = self._processor.places(ids, request.media)
-        features = self._features(request.media)
+        media = [each.medium for each in request.media]
+        placed = self._processor.places(ids, media)
+        features = self._features(media)
         positions = self._processor.position_ids(ids, placed, features)
         delta = int(positions.max()) + 1 - len(ids)
         item = {
@@ -73,7 +73,7 @@ class MediaInputs:
             "mrope_positions": torch.from_numpy(positions),
             "mrope_position_delta": torch.tensor([[delta]]),
         }
-        has_image = any(medium.kind == "image" for medium in request.media)
+        has_image = any(medium.kind == "image" for medium in media)
         return {"image_data" if has_image else "video_data": [item]}
 
     def _features(self, media: Sequence[Media]) -> dict[str, Any]:

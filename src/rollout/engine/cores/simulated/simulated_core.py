@@ -234,7 +234,7 @@ class SimulatedCore:
             return "routed_experts: expected engine.routed_experts = true"
         if count >= context:
             return f"a prompt of {count} tokens leaves no room in a context of {context}"
-        fault = self.info.media_fault(medium.kind for medium in request.media)
+        fault = self.info.media_fault(each.medium.kind for each in request.media)
         if fault:
             return fault
         bad = first_bad_position(request.prompt_ids)

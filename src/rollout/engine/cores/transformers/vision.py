@@ -18,6 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rollout.errors import TemplateError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -91,6 +93,18 @@ class VisionPrompt(NamedTuple):
         return np.concatenate([self.positions[:, start:length], later], axis=1)
 
 
+class _Grid(NamedTuple):
+    """What stays known of a unit.
+
+    Attributes:
+        placeholders: As many as it has rows.
+        features: What positions depend on.
+    """
+
+    placeholders: int
+    features: dict[str, Tensor]
+
+
 class StepMedia(NamedTuple):
     """Rows of media for one step.
 
@@ -115,15 +129,16 @@ class MediaReader:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._rows: OrderedDict[str, MediaRows] = OrderedDict()
-        self._grids: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
+        self._grids: OrderedDict[str, _Grid] = OrderedDict()
 
     def forget(self) -> None:
         """Keep no rows: they are of other weights, or their memory is wanted."""
         self._rows.clear()
         self._bytes = 0
 
-    def units_of(self, media: tuple[Media, ...]) -> tuple[Unit, ...]:
+    def units_of(self, placed: tuple[PlacedMedia, ...]) -> tuple[Unit, ...]:
         """Which media of a prompt are read together."""
+        media = tuple(each.medium for each in placed)
         if self._processor.is_independent:
             return tuple((medium,) for medium in media)
         return (media,)
@@ -144,29 +159,34 @@ class MediaReader:
             self._rows.move_to_end(key)
             return known
         features = self._processor.features(unit)
-        self._grids[key] = {name: each for name, each in features.items() if "pixel" not in name}
+        found = self._rows[key] = _encoded(model, unit[0].kind, features)
+        small = {name: each for name, each in features.items() if "pixel" not in name}
+        self._grids[key] = _Grid(len(found.rows), small)
         if len(self._grids) > MAX_GRIDS:
             self._grids.popitem(last=False)
-        found = self._rows[key] = _encoded(model, unit[0].kind, features)
         self._bytes += found.bytes
         while self._bytes > self._max_bytes and len(self._rows) > 1:
             _, oldest = self._rows.popitem(last=False)
             self._bytes -= oldest.bytes
         return found
 
-    def lay_out(self, prompt: Ids, media: tuple[Media, ...]) -> VisionPrompt:
+    def lay_out(self, prompt: Ids, placed: tuple[PlacedMedia, ...]) -> VisionPrompt:
         """Where the media of a prompt stand, once each unit `is_read`.
 
         Raises:
             TemplateError: The placeholders in the prompt are not those of its media.
         """
-        processor, units = self._processor, self.units_of(media)
-        placed = processor.places(prompt, media)
+        processor, units = self._processor, self.units_of(placed)
         of_each = iter(placed)
         places = []
         keys = prompt.astype(np.int64)
         for unit in units:
             own = np.concatenate([self._places_of(prompt, next(of_each)) for _ in unit])
+            expected = self._grids[_key(unit)].placeholders
+            if len(own) != expected:
+                raise TemplateError(
+                    f"{len(own)} placeholders in the prompt for {unit}; expected {expected}"
+                )
             keys[own] = -1 - int(_key(unit)[:15], 16)
             places.append(own)
         positions = None
@@ -182,7 +202,7 @@ class MediaReader:
     def _grids_of(self, units: Sequence[Unit]) -> dict[str, Tensor]:
         parts: dict[str, list[Tensor]] = {}
         for unit in units:
-            for name, value in self._grids[_key(unit)].items():
+            for name, value in self._grids[_key(unit)].features.items():
                 parts.setdefault(name, []).append(torch.as_tensor(value))
         return {name: torch.cat(values) for name, values in parts.items()}
 
