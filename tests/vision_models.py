@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-for _name in ("nms", "qnms"):  # transformers imports torchvision, whose wheel may want CUDA
-    if not hasattr(torch.ops.torchvision, _name):
-        torch.library.define(
-            f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        )
+from rollout.media.torchvision_operators import declare_missing_operators
+
+declare_missing_operators()  # transformers imports torchvision
 
 import transformers  # noqa: E402
 from PIL import Image  # noqa: E402

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import msgspec
 
 from rollout.agents.agent_loop import AgentLoop, register_agent
-from rollout.agents.identity import RejectedPrompt
+from rollout.agents.openai_messages import openai_messages
 from rollout.bridge import runs_on_trio
-from rollout.chat.messages import template_messages, with_arguments_as_text
-from rollout.errors import AgentError, TemplateError
+from rollout.errors import AgentError
 from rollout.reward_values import as_reward
 from rollout.supervision import Duty, in_own_task
 from rollout.types import Prompt
@@ -59,16 +58,13 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
     member: int
 
     @classmethod
-    def of(cls, context: AgentContext, address: GatewayAddress) -> AgentTask:
+    async def of(cls, context: AgentContext, address: GatewayAddress) -> AgentTask:
         """The task of a trajectory that is served at `address`.
 
         Raises:
             RejectedPrompt: The prompt's messages are malformed.
         """
-        try:
-            messages = with_arguments_as_text(template_messages(context.prompt.messages))
-        except TemplateError as error:
-            raise RejectedPrompt("bad_message", str(error)) from error
+        messages = await openai_messages(context)
         return cls(
             base_url=address.base_url,
             root_url=address.root_url,
@@ -99,7 +95,7 @@ class FunctionAgent(AgentLoop):
     async def run(self, context: AgentContext) -> None:
         """Serve the trajectory while the function runs; what it returns is its reward."""
         async with context.door.open(context) as address:
-            value = await self._call(context, AgentTask.of(context, address))
+            value = await self._call(context, await AgentTask.of(context, address))
         if value is not None:
             context.reward = as_reward(value, f"the agent {self.name!r}")
 

@@ -140,7 +140,7 @@ class ProgramAgent(AgentLoop):
         spec = await self._walled()
         async with context.door.open(context) as address:
             spec, inside = _through_door(spec, address)
-            task = AgentTask.of(context, inside)
+            task = await AgentTask.of(context, inside)
             program = await context.services.threads.run("files of a program", self._program, task)
             sandbox = await SandboxProcess.start(spec)
             try:

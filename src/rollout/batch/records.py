@@ -14,13 +14,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rollout.batch.media_records import (
+from rollout.batch.sample import Sample
+from rollout.chat.media_records import (
     message_record,
     placed_records,
     prompt_messages,
     shows_more_than_text,
 )
-from rollout.batch.sample import Sample
 from rollout.chat.spans import SpanKind
 from rollout.chat.trajectory import COMPACTION, MAIN, Parent, Segment, Trajectory
 from rollout.chat.transcript import NO_ID, Transcript, common_length

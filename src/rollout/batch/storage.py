@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from tensordict import TensorDict
 
 from rollout.batch.disk import NewFiles
-from rollout.batch.media_records import KnownContents, content_tensors, contents_of
 from rollout.batch.records import (
     Number,
     number,
@@ -25,11 +24,12 @@ from rollout.batch.records import (
     trajectory_from_line,
     trajectory_line,
 )
+from rollout.chat.media_records import KnownContents, contents_of
 from rollout.disk_room import unwritable
 from rollout.errors import RolloutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from rollout.batch.sample import Sample
     from rollout.chat.trajectory import Trajectory
@@ -141,7 +141,7 @@ def _write_files(files: NewFiles, batch: Parts) -> None:
     files.write(METRICS, [_formatted(metrics)])
     names: tuple[str, ...] = FILES
     if contents := contents_of(batch.trajectories):
-        files.write_tensors(MEDIA, content_tensors(contents))
+        files.write_tensors(MEDIA, _content_tensors(contents))
         names = (*FILES, MEDIA)
     if files.failure is None:
         listed = {name: _file(files.aside(name)) for name in names}
@@ -149,6 +149,14 @@ def _write_files(files: NewFiles, batch: Parts) -> None:
         files.write(META, [_formatted(meta)])
     if files.failure is None:
         files.put_in_place((*names, META))
+
+
+def _content_tensors(contents: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
+    """(bytes,) uint8 of each."""
+    return {
+        digest: torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        for digest, content in contents.items()
+    }
 
 
 def _formatted(value: object) -> bytes:

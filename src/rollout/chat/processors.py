@@ -341,6 +341,11 @@ class _Listening:
         return getattr(self._tokenizer, name)
 
 
+def has_processor(model: str) -> bool:
+    """Whether a model directory says how it reads media."""
+    return any((Path(model) / name).exists() for name in PROCESSOR_FILES)
+
+
 def load_media_processor(
     model: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> MediaProcessor | None:
@@ -350,7 +355,7 @@ def load_media_processor(
         MediaError: It cannot be loaded: the message says what is missing.
     """
     folder = Path(model)
-    if not any((folder / name).exists() for name in PROCESSOR_FILES):
+    if not has_processor(model):
         return None
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollout.batch.media_records import (
+from rollout.chat.group import Group
+from rollout.chat.media_records import (
     KnownContents,
     contents_of,
     message_record,
@@ -17,7 +18,6 @@ from rollout.batch.media_records import (
     prompt_messages,
     shows_more_than_text,
 )
-from rollout.chat.group import Group
 from rollout.chat.spans import SpanKind
 from rollout.chat.trajectory import Parent, Segment, Trajectory
 from rollout.chat.transcript import Transcript

@@ -8,10 +8,9 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from rollout.agents.agent_loop import AgentLoop
-from rollout.agents.identity import RejectedPrompt
+from rollout.agents.openai_messages import openai_messages
 from rollout.bridge import runs_on_trio
-from rollout.chat.messages import template_messages, with_arguments_as_text
-from rollout.errors import AgentError, TemplateError
+from rollout.errors import AgentError
 from rollout.gateway.runtime_loop import open_runtime_loop
 from rollout.gateway.sessions import Sessions
 from rollout.gateway.settings import GatewaySettings
@@ -80,10 +79,7 @@ class GraphAgent(AgentLoop):
 
     async def run(self, context: AgentContext) -> None:
         """Run one graph to its end."""
-        try:
-            messages = with_arguments_as_text(template_messages(context.prompt.messages))
-        except TemplateError as error:
-            raise RejectedPrompt("bad_message", str(error)) from error
+        messages = await openai_messages(context)
         async with open_chat_model(context) as model:
 
             async def play() -> Any:

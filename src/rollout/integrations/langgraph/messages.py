@@ -15,11 +15,12 @@ from langchain_core.messages import (
     ToolMessage,
 )
 
+from rollout.gateway.apis.reading import image_part
 from rollout.gateway.calls import GivenCall, GivenMessage, told_text
 from rollout.types import ToolCall as OwnCall
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rollout.gateway.calls import Answer, Completion
 
@@ -76,15 +77,36 @@ def _given(message: BaseMessage) -> GivenMessage:
             ),
             ids=() if message.id is None else (message.id,),
         )
+    parts = _shown(message.content)
     if isinstance(message, ToolMessage):
         return GivenMessage(
             role="tool",
             text=text,
+            parts=parts,
             call_id=message.tool_call_id,
             name=message.name,
             is_error=message.status == "error",
         )
-    return GivenMessage(role=_role(message), text=text, name=message.name)
+    return GivenMessage(role=_role(message), text=text, name=message.name, parts=parts)
+
+
+def _shown(content: Any) -> tuple[str | Mapping[str, Any], ...]:
+    """Texts and images of a content in their order; empty where there are no images."""
+    blocks = content if isinstance(content, list) else []
+    is_shown = [isinstance(b, dict) and b.get("type") not in ("text", None) for b in blocks]
+    if not any(is_shown):
+        return ()
+    return tuple(
+        _image(block) if shown else block if isinstance(block, str) else str(block.get("text", ""))
+        for block, shown in zip(blocks, is_shown, strict=True)
+    )
+
+
+def _image(block: Mapping[str, Any]) -> Mapping[str, Any]:
+    kind, value = str(block["type"]), block.get(str(block["type"]), block.get("url"))
+    if isinstance(block.get("base64"), str):
+        value = {"type": "base64", "media_type": block.get("mime_type"), "data": block["base64"]}
+    return image_part(kind, value, f"a block of type {kind!r}")
 
 
 def _role(message: BaseMessage) -> str:

@@ -90,7 +90,8 @@ class LlmCore:
         try:
             with anyio.CancelScope() as scope:
                 self._open[rid] = scope
-                answer = await self._loop.run("llm_engine", self._asked, ids, params, request.media)
+                media = [each.medium for each in request.media]
+                answer = await self._loop.run("llm_engine", self._asked, ids, params, media)
         except Exception as error:  # of foreign code, whatever it is
             text = f"llm_engine.generate: {type(error).__name__}: {error}"
             return Chunk(request_id=rid, finish_reason="error", error=text)

@@ -127,7 +127,7 @@ class ClientCore:
             request_id=asked.request_id,
             prompt_ids=ids,
             sampling_params={**params, "max_tokens": request.sampling.max_new_tokens},
-            **{**media_data(request.media), **asked.options},
+            **{**media_data([each.medium for each in request.media]), **asked.options},
         )
 
     def _chunk(self, request: GenerationRequest, output: Any) -> Chunk:

@@ -191,6 +191,7 @@ class HttpCore:
             core=f"http: {self._api_name}",
             no_sleep="servers that somebody else runs keep their memory",
             max_top_log_probs=0,
+            no_media=self._api.no_media,
         )
 
     async def _until_it_answers(self, client: HttpClient) -> tuple[int | None, int]:

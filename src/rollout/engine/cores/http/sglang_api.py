@@ -33,11 +33,16 @@ class SGLangApi:
         path: Where requests go.
         has_abort: An abort is a message of its own, and the last answer confirms it.
         is_gathering: A request says how many tokens an event has.
+        no_media: Why it is sent no images and videos.
     """
 
     path = "/generate"
     has_abort = True
     is_gathering = True
+    no_media = (
+        "SGLang's HTTP server turns the ids of a prompt with media into text and back; expected "
+        "engine.kind = 'sglang'"
+    )
 
     def __init__(self) -> None:
         self._is_incremental = False

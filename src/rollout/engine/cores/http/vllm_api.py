@@ -28,11 +28,13 @@ class VllmApi:
         has_abort: Nothing but the end of the connection aborts a request.
         is_gathering: An event has as many tokens as the server was started with, one as a
             rule; the engine's server gathers.
+        no_media: Why it is sent no images and videos.
     """
 
     path = "/v1/completions"
     has_abort = False
     is_gathering = False
+    no_media = "vLLM's /v1/completions takes none with token ids"
 
     def __init__(self) -> None:
         self._model = ""

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 #: Models by the type in their configuration, with media that SGLang takes in this way.
 FAMILIES: Mapping[str, tuple[str, ...]] = {
-    "qwen2_vl": ("image", "video"),
     "qwen2_5_vl": ("image",),
     "qwen3_vl": ("image", "video"),
     "qwen3_vl_moe": ("image", "video"),

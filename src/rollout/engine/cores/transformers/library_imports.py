@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -31,7 +31,7 @@ COMPILER = "torch._dynamo"
 STANDALONE = (f"{COMPILER}._trace_wrapped_higher_order_op",)
 
 
-def import_libraries(*, leave_out_compiler: bool) -> None:
+def import_libraries(*, leave_out_compiler: bool, reads_media: bool = False) -> None:
     """Import what a `SlotModel` needs.
 
     In a process that collects no garbage yet, what is loaded is left out of collections for good.
@@ -40,15 +40,20 @@ def import_libraries(*, leave_out_compiler: bool) -> None:
         leave_out_compiler: Do not load torch's compiler unless somebody uses it, and have
             transformers take torch to be not distributed; for a process that runs models of
             transformers' own, one in each process.
+        reads_media: Whether the model takes images or videos. Where it takes none, and the compiler
+            is left out, so is torchvision, which transformers imports wherever it is installed, and
+            which takes a second and the compiler with it.
     """
     is_first = "transformers" not in sys.modules
     with _without_collections(), _names_read_quickly():
         import torch  # noqa: F401
 
         declare_missing_operators()  # transformers imports torchvision where it is installed
-        if is_first and leave_out_compiler:
-            _leave_out_compiler()
-        from rollout.engine.cores.transformers import slot_model, stepping  # noqa: F401
+        is_lean = is_first and leave_out_compiler
+        with nullcontext() if reads_media or not is_lean else _without_torchvision():
+            if is_lean:
+                _leave_out_compiler()
+            from rollout.engine.cores.transformers import slot_model, stepping  # noqa: F401
 
 
 @contextmanager
@@ -62,6 +67,20 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
         else:
             gc.freeze()
+
+
+@contextmanager
+def _without_torchvision() -> Iterator[None]:
+    """Have it not be found in the block; transformers remembers what it found."""
+    name = "torchvision"
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]  # so that a search finds nothing
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 def _leave_out_compiler() -> None:

@@ -97,11 +97,11 @@ class _Grid(NamedTuple):
     """What stays known of a unit.
 
     Attributes:
-        count: Of its rows.
+        placeholders: As many as it has rows.
         features: What positions depend on.
     """
 
-    count: int
+    placeholders: int
     features: dict[str, Tensor]
 
 
@@ -182,7 +182,7 @@ class MediaReader:
         keys = prompt.astype(np.int64)
         for unit in units:
             own = np.concatenate([self._places_of(prompt, next(of_each)) for _ in unit])
-            expected = self._grids[_key(unit)].count
+            expected = self._grids[_key(unit)].placeholders
             if len(own) != expected:
                 raise TemplateError(
                     f"{len(own)} placeholders in the prompt for {unit}; expected {expected}"

@@ -59,6 +59,16 @@ class Listener(msgspec.Struct, frozen=True, kw_only=True):
     stopped: Callable[[Exception | None], object]
 
 
+def _reads_media(options: Any) -> bool:
+    """Whether the model's directory says so; of one that is not there `_load` says that."""
+    from rollout.chat.processors import has_processor
+
+    try:
+        return has_processor(resolve_model(options.model, options.revision))
+    except Exception:
+        return False
+
+
 def stop_text(error: Exception) -> str:
     """What requests are answered when the engine has stopped because of `error`."""
     return f"the engine stopped: {type(error).__name__}: {error}"
@@ -142,7 +152,10 @@ class Worker:
         from rollout.engine.cores.transformers.library_imports import import_libraries
 
         options = self._options
-        import_libraries(leave_out_compiler=not options.trust_remote_code)
+        import_libraries(
+            leave_out_compiler=not options.trust_remote_code,
+            reads_media=_reads_media(options),
+        )
         import torch
 
         from rollout.engine.cores.transformers.slot_model import (

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-import torch
 
 from rollout.errors import RolloutError
 from rollout.medium import Media, PlacedMedia
@@ -28,14 +26,6 @@ def contents_of(trajectories: Iterable[Trajectory]) -> dict[str, bytes]:
     """The content of each medium in them, by its digest."""
     media = {medium.digest: medium.content for medium in _all_media(trajectories)}
     return {digest: content for digest, content in media.items() if content}
-
-
-def content_tensors(contents: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
-    """(bytes,) uint8 of each, for a file of tensors."""
-    return {
-        digest: torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy())
-        for digest, content in contents.items()
-    }
 
 
 def _all_media(trajectories: Iterable[Trajectory]) -> Iterable[Media]:
