@@ -170,6 +170,12 @@ def _serve_gateway(arguments: argparse.Namespace, output: Console, errors: Conso
     return OK
 
 
+def _replay(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
+    from rollout.cli.replay import replay_command
+
+    return replay_command(arguments, output)
+
+
 def _check_template(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
     from rollout.cli.check_template import check_template
 
@@ -189,6 +195,7 @@ _COMMANDS = {
     "check": _check,
     "check-template": _check_template,
     "serve-gateway": _serve_gateway,
+    "replay": _replay,
 }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from rollout.config import dump_config
 from rollout.errors import ConfigError
 from rollout.scheduling.journal.entries import Header
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from rollout.config import RolloutConfig
+    from rollout.engine.core import EngineInfo
     from rollout.scheduling.journal.journal_reading import Contents
 
 #: Keys that say where and how fast a run is worked on, and not what comes of it.
@@ -34,7 +37,10 @@ _NAMED = 5
 
 
 def header_of(
-    config: RolloutConfig, fingerprint: str, schemas: Sequence[Mapping[str, Any]]
+    config: RolloutConfig,
+    fingerprint: str,
+    schemas: Sequence[Mapping[str, Any]],
+    engine: EngineInfo | None = None,
 ) -> Header:
     """What a new journal begins with.
 
@@ -42,6 +48,7 @@ def header_of(
         config: Of the run.
         fingerprint: Names the model; "" where nobody knows.
         schemas: Of all tools.
+        engine: What the engines say of themselves.
     """
     seed = fresh_seed() if config.seed is None else config.seed
     dumped = dump_config(config)
@@ -53,6 +60,7 @@ def header_of(
         prompts=config.journal.prompts or "",
         schemas=[dict(schema) for schema in schemas],
         all_config=dumped,
+        engine={} if engine is None else msgspec.to_builtins(engine),
     )
 
 

@@ -163,16 +163,7 @@ class TrajectoryLog:
         if known is None:
             return None
         self._count()
-        generation.cached_tokens, generation.resumes = known.cached_tokens, known.resumes
-        if known.top is not None:
-            generation.top_count, generation.top_ids, generation.top_log_probs = known.top
-        if known.experts is not None:
-            layers, top_k, generation.expert_room, generation.routed_experts = known.experts
-            generation.expert_shape = (layers, top_k)
-        finish: Any = known.finish_reason
-        generation.recall(known.ids, known.log_probs, known.versions, finish)
-        seconds: float = known.seconds
-        return seconds
+        return recall_into(generation, known)
 
     def note_turn(
         self,
@@ -213,12 +204,7 @@ class TrajectoryLog:
         self, prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
     ) -> Place | None:
         """Where these calls are made; None where they cannot be remembered."""
-        try:
-            asked = _encode(calls)
-        except (TypeError, ValueError, OverflowError):
-            return None
-        length, digest = prefix.digested()
-        return length, digest, zlib.crc32(asked)
+        return place_of_calls(prefix, calls)
 
     async def recall_answers(self, place: Place) -> Answers | None:
         """What was answered then; None where nothing is known."""
@@ -227,8 +213,7 @@ class TrajectoryLog:
         if known is None:
             return None
         self._count()
-        results = [_result(each) for each in known.results]
-        return Answers(results, known.seconds, known.stateful, known.snapshots)
+        return answers_of(known)
 
     def note_answers(self, place: Place, segment: str, turn: int, answers: Answers) -> bool:
         """Calls have been answered; whether to wait for `room`.
@@ -329,6 +314,37 @@ class TrajectoryLog:
     def _count(self) -> None:
         self.recalled += 1
         self._journal.counts.recalled += 1
+
+
+def recall_into(generation: Generation, known: TurnEntry) -> float:
+    """Fill a generation as it was; the seconds that it took."""
+    generation.cached_tokens, generation.resumes = known.cached_tokens, known.resumes
+    if known.top is not None:
+        generation.top_count, generation.top_ids, generation.top_log_probs = known.top
+    if known.experts is not None:
+        layers, top_k, generation.expert_room, generation.routed_experts = known.experts
+        generation.expert_shape = (layers, top_k)
+    finish: Any = known.finish_reason
+    generation.recall(known.ids, known.log_probs, known.versions, finish)
+    return known.seconds
+
+
+def answers_of(known: AnswersEntry) -> Answers:
+    """What was answered."""
+    results = [_result(each) for each in known.results]
+    return Answers(results, known.seconds, known.stateful, known.snapshots)
+
+
+def place_of_calls(
+    prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
+) -> Place | None:
+    """Where these calls are made; None where they cannot be remembered."""
+    try:
+        asked = _encode(calls)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    length, digest = prefix.digested()
+    return length, digest, zlib.crc32(asked)
 
 
 def _next(known: dict[Place, deque[Any]] | None, place: Place) -> Any:
