@@ -13,7 +13,7 @@ import anyio.lowlevel
 from rollout.chat.transcript import common_length
 from rollout.errors import RolloutError
 from rollout.scheduling.journal.entries import AnswersEntry, TurnEntry
-from rollout.scheduling.journal.trajectory_log import answers_of, place_of_calls, recall_into
+from rollout.scheduling.journal.given_again import answers_of, place_of_calls, recall_into
 from rollout.types import Outcome
 
 if TYPE_CHECKING:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import logging
-import zlib
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.lowlevel
-import msgspec
 
 from rollout.errors import JournalError
 from rollout.scheduling.journal.entries import AnswersEntry, EndEntry, Key, TurnEntry
+from rollout.scheduling.journal.given_again import (
+    answers_of,
+    fields_of,
+    place_of_calls,
+    plain_states,
+    recall_into,
+)
 from rollout.scheduling.journal.journal_reading import Recorded, turn_reader
 from rollout.scheduling.journal.packed_trajectory import packed_trajectory, trajectory_of
 from rollout.scheduling.journal.plain_data import plain
-from rollout.tools import ToolResult
-from rollout.tools.answers import Answers
 from rollout.types import Cause, Outcome, said
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from rollout.agents.turn_log import Place
     from rollout.chat.trajectory import Trajectory
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from rollout.engine.driver.generation import Generation
     from rollout.scheduling.journal.open_journal import OpenJournal
     from rollout.token_prefix import TokenPrefix
+    from rollout.tools.answers import Answers
     from rollout.types import InvalidToolCall, Prompt, ToolCall
 
 logger = logging.getLogger("rollout.journal")
@@ -39,7 +43,7 @@ UNFINISHED = frozenset(("closed", "interrupted", "surplus"))
 #: Reason of a trajectory that holds what cannot be written.
 UNWRITABLE = "journal"
 
-_encode = msgspec.msgpack.Encoder().encode
+
 _NOTHING = Recorded()
 
 
@@ -221,8 +225,8 @@ class TrajectoryLog:
         What holds no plain data is not written, and asked again.
         """
         try:
-            results = [_fields(each, at) for at, each in enumerate(answers.results)]
-            snapshots = _plain_states(answers.snapshots) if answers.snapshots else {}
+            results = [fields_of(each, at) for at, each in enumerate(answers.results)]
+            snapshots = plain_states(answers.snapshots) if answers.snapshots else {}
             return self._put(
                 AnswersEntry(
                     self.key,
@@ -316,37 +320,6 @@ class TrajectoryLog:
         self._journal.counts.recalled += 1
 
 
-def recall_into(generation: Generation, known: TurnEntry) -> float:
-    """Fill a generation as it was; the seconds that it took."""
-    generation.cached_tokens, generation.resumes = known.cached_tokens, known.resumes
-    if known.top is not None:
-        generation.top_count, generation.top_ids, generation.top_log_probs = known.top
-    if known.experts is not None:
-        layers, top_k, generation.expert_room, generation.routed_experts = known.experts
-        generation.expert_shape = (layers, top_k)
-    finish: Any = known.finish_reason
-    generation.recall(known.ids, known.log_probs, known.versions, finish)
-    return known.seconds
-
-
-def answers_of(known: AnswersEntry) -> Answers:
-    """What was answered."""
-    results = [_result(each) for each in known.results]
-    return Answers(results, known.seconds, known.stateful, known.snapshots)
-
-
-def place_of_calls(
-    prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
-) -> Place | None:
-    """Where these calls are made; None where they cannot be remembered."""
-    try:
-        asked = _encode(calls)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    length, digest = prefix.digested()
-    return length, digest, zlib.crc32(asked)
-
-
 def _next(known: dict[Place, deque[Any]] | None, place: Place) -> Any:
     """The next answer there; each is given once."""
     found = known.get(place) if known else None
@@ -356,27 +329,6 @@ def _next(known: dict[Place, deque[Any]] | None, place: Place) -> Any:
     if not found:
         del known[place]
     return entry
-
-
-def _plain_states(states: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: plain(each, f"the snapshot of tool {name!r}") for name, each in states.items()}
-
-
-_RESULT_FIELDS = ("text", "data", "reward", "metrics", "is_error", "end_trajectory", "extra")
-
-
-def _fields(result: ToolResult, at: int) -> str | list[Any]:
-    """Of most results their text is all."""
-    says_more = result.metrics or result.extra or result.is_error or result.end_trajectory
-    if result.data is None and result.reward is None and not says_more:
-        return result.text
-    return [plain(getattr(result, name), f"answers[{at}].{name}") for name in _RESULT_FIELDS]
-
-
-def _result(fields: str | list[Any]) -> ToolResult:
-    if isinstance(fields, str):
-        return ToolResult(fields)
-    return ToolResult(**dict(zip(_RESULT_FIELDS, fields, strict=True)))
 
 
 def _fail(trajectory: Trajectory, fault: JournalError) -> None:
