@@ -62,8 +62,6 @@ def _told(replayed: Replayed, output: Console) -> int:
     if replayed.departure:
         where = f"at step {replayed.steps + 1}"
         print_line(output, f"{'departs':<12}{where}, from the record: {replayed.departure}")
-        if trajectory.cause is not None and trajectory.cause.type != "Departed":
-            print_line(output, f"{'cause':<12}{trajectory.cause.type}: {trajectory.cause.message}")
         return SOME_FAILED
     if replayed.is_beyond or ended is None:
         why = "it was not finished" if ended is None else ending(ended)
