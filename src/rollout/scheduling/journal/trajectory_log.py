@@ -24,7 +24,7 @@ from rollout.scheduling.journal.plain_data import plain
 from rollout.types import Cause, Outcome, said
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from rollout.agents.turn_log import Place
     from rollout.chat.trajectory import Trajectory
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rollout.scheduling.journal.open_journal import OpenJournal
     from rollout.token_prefix import TokenPrefix
     from rollout.tools.answers import Answers
-    from rollout.types import InvalidToolCall, Prompt, ToolCall
+    from rollout.types import Prompt
 
 logger = logging.getLogger("rollout.journal")
 
@@ -58,6 +58,7 @@ class TrajectoryLog:
     Attributes:
         key: Which trajectory it is.
         recalled: Answers that were given again.
+        has_answers: Whether there were any to give.
     """
 
     __slots__ = (
@@ -70,6 +71,7 @@ class TrajectoryLog:
         "_start",
         "_ticket",
         "_turns",
+        "has_answers",
         "key",
         "recalled",
     )
@@ -77,6 +79,7 @@ class TrajectoryLog:
     def __init__(self, journal: OpenJournal, key: Key, recorded: Recorded | None) -> None:
         self.key = key
         self.recalled = 0
+        self.has_answers = False
         self._journal = journal
         self._recorded = recorded or _NOTHING
         self._start = self._recorded.start
@@ -86,11 +89,6 @@ class TrajectoryLog:
         self._noted: list[tuple[bytes, bytes]] = []
         self._turns: dict[Place, deque[TurnEntry]] | None = None
         self._answers: dict[Place, deque[AnswersEntry]] | None = None
-
-    @property
-    def has_answers(self) -> bool:
-        """Whether there are any to give again."""
-        return bool(self._turns or self._answers)
 
     @property
     def is_finished(self) -> bool:
@@ -126,7 +124,7 @@ class TrajectoryLog:
             if not self._begun:
                 self._say_restart()
             self._begun, self._turns, self._answers = True, None, None
-            self._noted = []
+            self._noted, self.has_answers = [], False
             self._start += 1
             return
         self._begun = True
@@ -145,7 +143,7 @@ class TrajectoryLog:
         for entry in map(self._journal.read, recorded.answers):
             assert isinstance(entry, AnswersEntry)
             answers.setdefault(entry.place, deque()).append(entry)
-        self._turns, self._answers = turns, answers
+        self._turns, self._answers, self.has_answers = turns, answers, True
 
     def _say_restart(self) -> None:
         self._journal.counts.restarted += 1
@@ -204,11 +202,8 @@ class TrajectoryLog:
             )
         )
 
-    def place_of_calls(
-        self, prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
-    ) -> Place | None:
-        """Where these calls are made; None where they cannot be remembered."""
-        return place_of_calls(prefix, calls)
+    #: As in `TurnLog`.
+    place_of_calls = staticmethod(place_of_calls)
 
     async def recall_answers(self, place: Place) -> Answers | None:
         """What was answered then; None where nothing is known."""
