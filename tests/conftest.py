@@ -89,6 +89,7 @@ WITH_PROCESSES = (
     "program_agent",
     "ray_placement",
     "real_processes",
+    "replay",
     "reward_processes",
     "router",
     "sandbox_attacks",

@@ -1,5 +1,5 @@
 """The command line: ``rollout run``, ``demo``, ``report``, ``timeline``, ``check``,
-``check-template`` and ``serve-gateway``.
+``check-template``, ``serve-gateway`` and ``replay``.
 
 Commands are imported when they run, so that ``rollout --help`` answers at once.
 """
@@ -47,6 +47,7 @@ examples:
   rollout report results
   rollout run config.toml --prompts train.parquet --out results --samples 8 \\
       --tools my_tools.py --reward my_rewards.py:score --set sampling.temperature=0.7
+  rollout replay results --trajectory prompt-3/0 --tools my_tools.py
 """
 
 PROMPTS_HELP = """\
@@ -148,6 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_check_template(commands)
     _add_serve_gateway(commands)
     _add_timeline(commands)
+    _add_replay(commands)
     return parser
 
 
@@ -290,6 +292,36 @@ def _add_timeline(commands: Commands) -> None:
     parser.add_argument("directory", metavar="DIR", help="results of `rollout run`")
     parser.add_argument(
         "--out", metavar="FILE", help="the Chrome trace to write (DIR/timeline.json)"
+    )
+    _add_verbose(parser)
+
+
+def _add_replay(commands: Commands) -> None:
+    parser = _add_command(
+        commands,
+        "replay",
+        "run a recorded trajectory again through its agent, and say where it departs",
+        "The model's tokens and the answers of tools come from the journal: no engine starts, no\n"
+        "tool runs, and no limit of time holds, so that the agent's code may stop in a debugger\n"
+        "(breakpoint() in it, or python -m pdb -m rollout replay …).\n\n"
+        "exit codes:\n  0    it did as recorded\n"
+        "  1    it departed from the record, at the step that is named\n"
+        "  2    bad usage, or there is no such record\n",
+    )
+    parser.add_argument("directory", metavar="DIR", help="--out of the run, or its journal")
+    parser.add_argument("--trajectory", required=True, metavar="UID/MEMBER", help="which one")
+    parser.add_argument("--step", type=_step, metavar="N", help="where it is in several steps")
+    parser.add_argument(
+        "--tools",
+        metavar="FILE.py",
+        help="Python file that registers the agent, and defines simulated users; its tools do "
+        "not run",
+    )
+    parser.add_argument(
+        "--config", metavar="CONFIG", help="of the run, where that registers the agent"
+    )
+    parser.add_argument(
+        "--backend", choices=("trio", "asyncio"), default="trio", help="event loop (trio)"
     )
     _add_verbose(parser)
 

@@ -171,6 +171,12 @@ def _serve_gateway(arguments: argparse.Namespace, output: Console, errors: Conso
     return OK
 
 
+def _replay(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
+    from rollout.cli.replay import replay_command
+
+    return replay_command(arguments, output)
+
+
 def _check_template(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
     from rollout.cli.check_template import check_template
 
@@ -216,6 +222,7 @@ _COMMANDS = {
     "check-template": _check_template,
     "serve-gateway": _serve_gateway,
     "timeline": _timeline,
+    "replay": _replay,
 }
 
 

@@ -50,6 +50,15 @@ class UserCode:
             )
         return found
 
+    def agents(self, path: str) -> None:
+        """Have the agents known that a file registers.
+
+        Raises:
+            ConfigError: It cannot be read or run.
+        """
+        if not is_shipped(path):
+            self._file(path, f"--tools {path}")
+
     def interactions(self, path: str) -> list[type[Interaction]]:
         """The named `Interaction` classes that a file defines, for `open_rollout`."""
         if is_shipped(path):

@@ -49,6 +49,7 @@ class Header(msgspec.Struct, array_like=True, tag=0):
         prompts: Digest of the file of prompts; "" where the prompts come from elsewhere.
         schemas: Of the tools, for readers of messages.
         all_config: As `dump_config`.
+        engine: The `EngineInfo` of the engines that began it, by field.
     """
 
     run: str
@@ -58,6 +59,7 @@ class Header(msgspec.Struct, array_like=True, tag=0):
     prompts: str
     schemas: list[dict[str, Any]]
     all_config: dict[str, Any]
+    engine: dict[str, Any] = {}
 
 
 class PromptEntry(msgspec.Struct, array_like=True, tag=1):

@@ -224,7 +224,8 @@ async def open_journal(
     if contents is None or config.journal.path is None:
         yield None
         return
-    header = header_of(config, fingerprint, services.tools.schemas(), run_seed)
+    schemas, info = services.tools.schemas(), services.engines.info
+    header = header_of(config, fingerprint, schemas, run_seed, info)
     check_same(config.journal.path, contents, header)
     path = Path(config.journal.path)
     descriptor = _opened(path, contents)

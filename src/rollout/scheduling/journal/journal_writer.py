@@ -30,8 +30,9 @@ GATHER_S = 0.03
 RETRY_S = 1.0
 #: Records that wait to be written before trajectories wait for them.
 MAX_WAITING = 1 << 16
-#: Bytes after which a frame is closed.
-_FRAME = 256 << 10
+#: Bytes after which a frame is closed. Larger ones would come from the system, page by page, and go
+#: back to it: their records take three times as long.
+_FRAME = 64 << 10
 
 
 class JournalWriter:

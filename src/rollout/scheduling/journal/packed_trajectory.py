@@ -245,7 +245,11 @@ def packed_prompt(prompt: Prompt, where: str) -> bytes:
     """
     fields = {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
     fields["messages"] = [_plain_message(each) for each in prompt.messages]
-    return _encode({name: plain(value, f"{where}.{name}") for name, value in fields.items()})
+    for name, value in fields.items():
+        is_given = value is not None and (type(value) is not dict or len(value) > 0)
+        if is_given:  # most are not
+            fields[name] = plain(value, f"{where}.{name}")
+    return _encode(fields)
 
 
 def _plain_message(message: Any) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from rollout.config import dump_config
 from rollout.errors import ConfigError
 from rollout.scheduling.journal.entries import Header
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from rollout.config import RolloutConfig
+    from rollout.engine.core import EngineInfo
     from rollout.scheduling.journal.journal_reading import Contents
 
 #: Keys that say where and how fast a run is worked on, and not what comes of it.
@@ -41,7 +44,11 @@ def seed_of_run(config: RolloutConfig, before: Contents | None) -> int:
 
 
 def header_of(
-    config: RolloutConfig, fingerprint: str, schemas: Sequence[Mapping[str, Any]], run_seed: int
+    config: RolloutConfig,
+    fingerprint: str,
+    schemas: Sequence[Mapping[str, Any]],
+    run_seed: int,
+    engine: EngineInfo | None = None,
 ) -> Header:
     """What a new journal begins with.
 
@@ -50,6 +57,7 @@ def header_of(
         fingerprint: Names the model; "" where nobody knows.
         schemas: Of all tools.
         run_seed: What all seeds derive from.
+        engine: What the engines say of themselves.
     """
     dumped = dump_config(config)
     return Header(
@@ -60,6 +68,7 @@ def header_of(
         prompts=config.journal.prompts or "",
         schemas=[dict(schema) for schema in schemas],
         all_config=dumped,
+        engine={} if engine is None else msgspec.to_builtins(engine),
     )
 
 

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import logging
-import zlib
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.lowlevel
-import msgspec
 
 from rollout.errors import JournalError
 from rollout.scheduling.journal.entries import AnswersEntry, EndEntry, Key, TurnEntry
+from rollout.scheduling.journal.given_again import (
+    answers_of,
+    fields_of,
+    place_of_calls,
+    plain_states,
+    recall_into,
+)
 from rollout.scheduling.journal.journal_reading import Recorded, turn_reader
 from rollout.scheduling.journal.packed_trajectory import packed_trajectory, trajectory_of
 from rollout.scheduling.journal.plain_data import plain
-from rollout.tools import ToolResult
-from rollout.tools.answers import Answers
 from rollout.types import Cause, Outcome, said
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
 
     from rollout.agents.turn_log import Place
     from rollout.chat.trajectory import Trajectory
@@ -29,7 +32,8 @@ if TYPE_CHECKING:
     from rollout.engine.driver.generation import Generation
     from rollout.scheduling.journal.open_journal import OpenJournal
     from rollout.token_prefix import TokenPrefix
-    from rollout.types import InvalidToolCall, Prompt, ToolCall
+    from rollout.tools.answers import Answers
+    from rollout.types import Prompt
 
 logger = logging.getLogger("rollout.journal")
 
@@ -39,7 +43,7 @@ UNFINISHED = frozenset(("closed", "interrupted", "surplus"))
 #: Reason of a trajectory that holds what cannot be written.
 UNWRITABLE = "journal"
 
-_encode = msgspec.msgpack.Encoder().encode
+
 _NOTHING = Recorded()
 
 
@@ -54,6 +58,7 @@ class TrajectoryLog:
     Attributes:
         key: Which trajectory it is.
         recalled: Answers that were given again.
+        has_answers: Whether there were any to give.
     """
 
     __slots__ = (
@@ -66,6 +71,7 @@ class TrajectoryLog:
         "_start",
         "_ticket",
         "_turns",
+        "has_answers",
         "key",
         "recalled",
     )
@@ -73,6 +79,7 @@ class TrajectoryLog:
     def __init__(self, journal: OpenJournal, key: Key, recorded: Recorded | None) -> None:
         self.key = key
         self.recalled = 0
+        self.has_answers = False
         self._journal = journal
         self._recorded = recorded or _NOTHING
         self._start = self._recorded.start
@@ -82,11 +89,6 @@ class TrajectoryLog:
         self._noted: list[tuple[bytes, bytes]] = []
         self._turns: dict[Place, deque[TurnEntry]] | None = None
         self._answers: dict[Place, deque[AnswersEntry]] | None = None
-
-    @property
-    def has_answers(self) -> bool:
-        """Whether there are any to give again."""
-        return bool(self._turns or self._answers)
 
     @property
     def is_finished(self) -> bool:
@@ -122,7 +124,7 @@ class TrajectoryLog:
             if not self._begun:
                 self._say_restart()
             self._begun, self._turns, self._answers = True, None, None
-            self._noted = []
+            self._noted, self.has_answers = [], False
             self._start += 1
             return
         self._begun = True
@@ -141,7 +143,7 @@ class TrajectoryLog:
         for entry in map(self._journal.read, recorded.answers):
             assert isinstance(entry, AnswersEntry)
             answers.setdefault(entry.place, deque()).append(entry)
-        self._turns, self._answers = turns, answers
+        self._turns, self._answers, self.has_answers = turns, answers, True
 
     def _say_restart(self) -> None:
         self._journal.counts.restarted += 1
@@ -163,16 +165,7 @@ class TrajectoryLog:
         if known is None:
             return None
         self._count()
-        generation.cached_tokens, generation.resumes = known.cached_tokens, known.resumes
-        if known.top is not None:
-            generation.top_count, generation.top_ids, generation.top_log_probs = known.top
-        if known.experts is not None:
-            layers, top_k, generation.expert_room, generation.routed_experts = known.experts
-            generation.expert_shape = (layers, top_k)
-        finish: Any = known.finish_reason
-        generation.recall(known.ids, known.log_probs, known.versions, finish)
-        seconds: float = known.seconds
-        return seconds
+        return recall_into(generation, known)
 
     def note_turn(
         self,
@@ -209,16 +202,8 @@ class TrajectoryLog:
             )
         )
 
-    def place_of_calls(
-        self, prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
-    ) -> Place | None:
-        """Where these calls are made; None where they cannot be remembered."""
-        try:
-            asked = _encode(calls)
-        except (TypeError, ValueError, OverflowError):
-            return None
-        length, digest = prefix.digested()
-        return length, digest, zlib.crc32(asked)
+    #: As in `TurnLog`.
+    place_of_calls = staticmethod(place_of_calls)
 
     async def recall_answers(self, place: Place) -> Answers | None:
         """What was answered then; None where nothing is known."""
@@ -227,8 +212,7 @@ class TrajectoryLog:
         if known is None:
             return None
         self._count()
-        results = [_result(each) for each in known.results]
-        return Answers(results, known.seconds, known.stateful, known.snapshots)
+        return answers_of(known)
 
     def note_answers(self, place: Place, segment: str, turn: int, answers: Answers) -> bool:
         """Calls have been answered; whether to wait for `room`.
@@ -236,8 +220,8 @@ class TrajectoryLog:
         What holds no plain data is not written, and asked again.
         """
         try:
-            results = [_fields(each, at) for at, each in enumerate(answers.results)]
-            snapshots = _plain_states(answers.snapshots) if answers.snapshots else {}
+            results = [fields_of(each, at) for at, each in enumerate(answers.results)]
+            snapshots = plain_states(answers.snapshots) if answers.snapshots else {}
             return self._put(
                 AnswersEntry(
                     self.key,
@@ -345,27 +329,6 @@ def _next(known: dict[Place, deque[Any]] | None, place: Place) -> Any:
     if not found:
         del known[place]
     return entry
-
-
-def _plain_states(states: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: plain(each, f"the snapshot of tool {name!r}") for name, each in states.items()}
-
-
-_RESULT_FIELDS = ("text", "data", "reward", "metrics", "is_error", "end_trajectory", "extra")
-
-
-def _fields(result: ToolResult, at: int) -> str | list[Any]:
-    """Of most results their text is all."""
-    says_more = result.metrics or result.extra or result.is_error or result.end_trajectory
-    if result.data is None and result.reward is None and not says_more:
-        return result.text
-    return [plain(getattr(result, name), f"answers[{at}].{name}") for name in _RESULT_FIELDS]
-
-
-def _result(fields: str | list[Any]) -> ToolResult:
-    if isinstance(fields, str):
-        return ToolResult(fields)
-    return ToolResult(**dict(zip(_RESULT_FIELDS, fields, strict=True)))
 
 
 def _fail(trajectory: Trajectory, fault: JournalError) -> None:

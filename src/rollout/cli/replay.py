@@ -1,0 +1,78 @@
+"""``rollout replay``: a recorded trajectory runs again through its agent, step by step."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+
+from rollout.cli.exit_codes import OK, SOME_FAILED
+from rollout.cli.run_journal import JOURNAL
+from rollout.cli.user_code import UserCode
+from rollout.cli.wrapping import print_line
+from rollout.config import load_config
+from rollout.errors import ConfigError
+from rollout.plurals import count
+
+if TYPE_CHECKING:
+    import argparse
+
+    from rich.console import Console
+
+    from rollout.runtime.replaying import Replayed
+    from rollout.scheduling.journal.replay_log import ReplayStep
+
+
+def replay_command(arguments: argparse.Namespace, output: Console) -> int:
+    """Replay, say each step, and where it departs from the record; the exit code.
+
+    Raises:
+        ConfigError, JournalError: There is no such record, or its agent is not known.
+    """
+    from rollout.runtime.replaying import find_record, replay
+
+    uid, member = _named(arguments.trajectory)
+    path = Path(arguments.directory)
+    path = path / JOURNAL if path.is_dir() else path
+    if arguments.config is not None:
+        load_config(arguments.config)  # what it registers is known from now on
+    interactions = []
+    if arguments.tools is not None:
+        code = UserCode()
+        code.agents(arguments.tools)
+        interactions = list(code.interactions(arguments.tools))
+    record = find_record(path, uid, member, arguments.step)
+    print_line(output, f"{'replay':<12}{uid}/{member} of step {record.key.step}, from {path}")
+
+    def tell(step: ReplayStep) -> None:
+        print_line(output, f"{f'step {step.number}':<12}{step.what}")
+
+    run = partial(replay, record, interactions, tell)
+    replayed = anyio.run(run, backend=arguments.backend)
+    return _told(replayed, output)
+
+
+def _told(replayed: Replayed, output: Console) -> int:
+    from rollout.scheduling.journal.replay_log import ending
+
+    trajectory, ended = replayed.trajectory, replayed.record.ended
+    steps = count(replayed.steps, "step")
+    if replayed.departure:
+        where = f"at step {replayed.steps + 1}"
+        print_line(output, f"{'departs':<12}{where}, from the record: {replayed.departure}")
+        return SOME_FAILED
+    if replayed.is_beyond or ended is None:
+        why = "it was not finished" if ended is None else ending(ended)
+        print_line(output, f"{'as recorded':<12}{steps}, to the end of the record: {why}")
+        return OK
+    print_line(output, f"{'as recorded':<12}{steps}, {ending(trajectory)}")
+    return OK
+
+
+def _named(text: str) -> tuple[str, int]:
+    uid, _, member = text.rpartition("/")
+    if not uid or not member.isdecimal():
+        raise ConfigError(f"--trajectory {text}: expected UID/MEMBER, such as prompt-3/0")
+    return uid, int(member)

@@ -1,0 +1,315 @@
+"""Runs a recorded trajectory again, on its journal alone: no engine, no tool, no limit of time."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import anyio
+import attrs
+import msgspec
+
+from rollout.agents import get_agent
+from rollout.agents.identity import Identity
+from rollout.agents.kept_messages import TurnReader
+from rollout.agents.long_texts import LongTexts
+from rollout.agents.services import Services
+from rollout.chat import get_tool_parser
+from rollout.chat.parsers import stop_token_ids
+from rollout.config import LimitsConfig, RolloutConfig, config_from_dict
+from rollout.engine.core import EngineInfo
+from rollout.errors import AgentError, ConfigError, EngineError, ToolError
+from rollout.holds import NEVER
+from rollout.interactions import InteractionRegistry
+from rollout.observe.tally import Tally
+from rollout.runtime.driver_model import template_of
+from rollout.runtime.gateway_opening import gateway_of
+from rollout.runtime.journal_loading import ended_trajectories
+from rollout.runtime.opening import tool_executor
+from rollout.runtime.reward_opening import RewardFunctions, rewarding_of
+from rollout.scheduling.finished import unstarted
+from rollout.scheduling.journal.journal_reading import read_journal, reader_of
+from rollout.scheduling.journal.packed_trajectory import prompt_of
+from rollout.scheduling.journal.replay_log import ReplayLog, ReplayStep, said_calls
+from rollout.scheduling.member_runs import MemberRuns
+from rollout.scheduling.prompts import Member
+from rollout.scheduling.tokenization import TokenizationCheck
+from rollout.scheduling.trajectory_runner import TrajectoryRunner
+from rollout.tools import Tool, ToolContext, ToolSession
+from rollout.wake_budget import WakeBudget
+from rollout.worker_threads import WorkerThreads
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from rollout.chat import ChatTemplate
+    from rollout.chat.trajectory import Trajectory
+    from rollout.scheduling.agent_run import AgentRun
+    from rollout.scheduling.journal.entries import AnswersEntry, Header, Key, PromptEntry, TurnEntry
+    from rollout.scheduling.journal.journal_reading import Contents, Recorded
+    from rollout.types import Prompt, ToolCall
+
+#: Reason of a replayed trajectory that has departed from its record.
+DEPARTED = "departed"
+
+
+class Record(NamedTuple):
+    """One trajectory of a journal.
+
+    Attributes:
+        ended: As it ended; None where it had not.
+    """
+
+    key: Key
+    header: Header
+    prompt: Prompt
+    entries: list[TurnEntry | AnswersEntry]
+    ended: Trajectory | None
+
+
+class Replayed(NamedTuple):
+    """What became of it.
+
+    Attributes:
+        trajectory: As it is now.
+        steps: Turns, and calls of a turn, that the record answered.
+        departure: At the step after these, how it departs from the record; "" where it does not.
+        is_beyond: It wanted to continue where the record ends: no agent had ended it there.
+    """
+
+    record: Record
+    trajectory: Trajectory
+    steps: int
+    departure: str
+    is_beyond: bool
+
+
+def find_record(path: Path, uid: str, member: int, step: int | None = None) -> Record:
+    """A trajectory of a journal.
+
+    Raises:
+        JournalError: It cannot be read.
+        ConfigError: It has no such trajectory, or several.
+    """
+    contents = read_journal(path)
+    keys = [
+        key
+        for key in contents.trajectories
+        if (key.uid, key.member) == (uid, member) and step in (None, key.step)
+    ]
+    if not keys or contents.header is None:
+        known = ", ".join(f"{key.uid}/{key.member}" for key in list(contents.trajectories)[:8])
+        raise ConfigError(
+            f"--trajectory {uid}/{member}: is not in {path}; it has {known or 'none'}"
+            f"{', …' if len(contents.trajectories) > 8 else ''}"
+        )
+    steps = sorted({key.step for key in keys})
+    if len(steps) > 1:
+        raise ConfigError(
+            f"--trajectory {uid}/{member}: is in {path} in steps "
+            f"{', '.join(map(str, steps))}; expected one of them with --step"
+        )
+    return _record_of(path, contents, keys[-1])
+
+
+def _record_of(path: Path, contents: Contents, key: Key) -> Record:
+    assert contents.header is not None
+    read, recorded = reader_of(path), contents.trajectories[key]
+    payload = contents.prompts[(key.step, key.uid, key.validate, key.call)]
+    prompt = prompt_of(cast("PromptEntry", read(payload)).fields)
+    entries = [read(each) for each in sorted((*recorded.turns, *recorded.answers))]
+    return Record(
+        key,
+        contents.header,
+        prompt,
+        cast("list[TurnEntry | AnswersEntry]", entries),
+        _ended(path, contents, recorded),
+    )
+
+
+def _ended(path: Path, contents: Contents, recorded: Recorded) -> Trajectory | None:
+    if recorded.end is None:
+        return None
+    ended = [each for each in contents.trajectories.values() if each.end is not None]
+    return ended_trajectories(path)[ended.index(recorded)]
+
+
+async def replay(
+    record: Record,
+    interactions: Sequence[Any] = (),
+    on_step: Callable[[ReplayStep], object] = lambda _: None,
+) -> Replayed:
+    """Run a recorded trajectory again through its agent, until it ends or departs.
+
+    In this process and on this loop, which a debugger may hold as long as it likes: no limit of
+    time holds. Nothing is written.
+
+    Args:
+        record: From `find_record`.
+        interactions: Factories of simulated users, as for `open_rollout`.
+        on_step: Called with each step.
+
+    Raises:
+        ConfigError: The agent is not registered.
+    """
+    config = _config_of(record.header)
+    name = record.prompt.agent_name or config.agent.name
+    try:
+        get_agent(name)
+    except AgentError as error:
+        raise ConfigError(
+            f"agent {name!r}: {error}; expected --tools to name the file that registers it"
+        ) from None
+    threads = WorkerThreads(max_threads=config.tools.max_threads, max_abandoned=1)
+    template = template_of(config)
+    with closing(threads):
+        services = _services(config, record.header, template, threads, interactions)
+        with closing(services.texts):
+            async with gateway_of(services):
+                return await _run(record, services, on_step)
+
+
+async def _run(
+    record: Record, services: Services, on_step: Callable[[ReplayStep], object]
+) -> Replayed:
+    template, key = services.template, record.key
+    reader = TurnReader(template, services.parser, record.header.schemas)
+
+    def calls_in(ids: array[int]) -> str:
+        return said_calls(reader.turn(ids, None, in_reasoning=False).calls)
+
+    log = ReplayLog(
+        record.entries,
+        record.ended,
+        decode=template.decode,
+        calls_in=calls_in,
+        on_step=on_step,
+        on_departure=lambda: runs.cancel([member], DEPARTED),
+    )
+    identity = Identity(
+        uid=key.uid,
+        group=0,
+        member=key.member,
+        step=key.step,
+        run_seed=record.header.run_seed,
+        validate=key.validate,
+    )
+    member = Member(record.prompt, identity, log=cast("Any", log))
+    config, tally, threads = services.config, services.tally, services.threads
+    runner = TrajectoryRunner(
+        services=services,
+        rewarding=rewarding_of(config, RewardFunctions(None, None), None, None, threads, tally),
+        tokens=TokenizationCheck(config.agent.tokenization_check, config.agent.tokenization_ignore),
+    )
+    runs = MemberRuns(runner, anyio.CapacityLimiter(1), tally, WakeBudget())
+    alone = _Alone(member, runs)
+    await runs.run(partial(runs.admit, alone))
+    assert alone.trajectory is not None
+    log.compare(alone.trajectory)
+    return Replayed(record, alone.trajectory, log.steps, log.departure, log.is_beyond)
+
+
+def _config_of(header: Header) -> RolloutConfig:
+    """That of the run, without limits of time and without tools that would have to be prepared."""
+    config = config_from_dict(header.all_config)
+    names = [each.name for each in attrs.fields(LimitsConfig) if each.name != "cleanup_s"]
+    return attrs.evolve(
+        config,
+        limits=LimitsConfig(**dict.fromkeys(names), cleanup_s=config.limits.cleanup_s),
+        tools=attrs.evolve(config.tools, builtin=()),
+        journal=attrs.evolve(config.journal, path=None),
+        scheduling=attrs.evolve(config.scheduling, max_retries=0),
+        seed=header.run_seed,
+    )
+
+
+def _services(
+    config: RolloutConfig,
+    header: Header,
+    template: ChatTemplate,
+    threads: WorkerThreads,
+    interactions: Sequence[Any],
+) -> Services:
+    parser = get_tool_parser(config.agent.tool_format)
+    executor = tool_executor(config, [_RecordedTool(each) for each in header.schemas], threads)
+    return Services(
+        config=config,
+        engines=cast("Any", _RecordedEngines(header)),
+        template=template,
+        parser=parser,
+        stop_token_ids=(
+            *template.stop_token_ids,
+            *stop_token_ids(parser, template.tokenizer),
+        ),
+        tools=executor,
+        interactions=InteractionRegistry(interactions),
+        tally=Tally(),
+        threads=threads,
+        texts=LongTexts(template.encoder, executor.schemas()),
+    )
+
+
+class _RecordedEngines:
+    """What is known of the engines that there were."""
+
+    def __init__(self, header: Header) -> None:
+        self.info = msgspec.convert(header.engine, EngineInfo)
+        self.weight_version = self.info.weight_version
+
+    async def generate(self, *_: object, **__: object) -> None:
+        """There are none."""
+        raise EngineError("a replay has no engine")
+
+    def forget(self, session_id: str) -> None:
+        """Nothing is known of it."""
+
+
+class _RecordedTool(Tool):
+    """A tool of whom only the answers are there."""
+
+    stateful = False
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self.schema, self.name = schema, schema["function"]["name"]
+
+    async def open(self, context: ToolContext) -> ToolSession:
+        """It answers nothing, and has no reward."""
+        return _SilentSession()
+
+
+class _SilentSession(ToolSession):
+    async def execute(self, call: ToolCall) -> str:
+        raise ToolError(f"{call.name}: no tool runs in a replay")
+
+
+class _Alone:
+    """The source and the home of one member."""
+
+    def __init__(self, member: Member, runs: MemberRuns) -> None:
+        self._member: Member | None = member
+        self._runs = runs
+        self.trajectory: Trajectory | None = None
+
+    async def next_member(self) -> Member | None:
+        """See `MemberSource`."""
+        member, self._member = self._member, None
+        return member
+
+    def waits_until(self, member: Member) -> float:
+        """See `MemberSource`."""
+        return NEVER.at
+
+    def begin(self, member: Member) -> AgentRun:
+        """See `MemberSource`."""
+        return self._runs.new_run(member, self, NEVER)
+
+    async def end_unstarted(self, member: Member) -> None:
+        """See `MemberSource`."""
+        self.trajectory = unstarted(member, NEVER)
+
+    async def end(self, run: AgentRun, trajectory: Trajectory) -> None:
+        """See `MemberHome`."""
+        self.trajectory = trajectory

@@ -1,0 +1,216 @@
+"""`rollout replay`: a recorded trajectory again, on its record alone, and where it departs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout.cli import main
+
+CONFIG = """
+from rollout.config import *
+from rollout.testing import Scenario, tool_call
+
+scenario = (
+    Scenario(seed=1)
+    .reply("sum", tool_call("add", a=1, b=1), filler=8)
+    .then("unused")
+    .then(tool_call("add", a=2, b=2))
+    .then("unused")
+    .then("the end")
+)
+config = scenario.config(
+    placement=InProcessPlacement(), agent=AgentConfig(name="NAME"), seed=3,
+    scheduling=SchedulingConfig(samples_per_prompt=2),
+)
+"""
+
+TOOLS = """
+from pathlib import Path
+import rollout
+from rollout.agents import register_agent
+
+SAYS = "go on"
+
+
+@rollout.function_tool
+async def add(a: int, b: int) -> int:
+    '''Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    '''
+    with Path("called").open("a") as file:
+        file.write(f"{a} {b}\\n")
+    return a + b
+
+
+@register_agent("NAME")
+class Adding(rollout.AgentLoop):
+    async def run(self, context):
+        for number in range(TURNS):
+            turn = await context.generate()
+            calls = [*turn.calls]
+            HOOK
+            if not calls:
+                return
+            await context.call_tools(calls)
+            context.observe([{"role": "user", "content": SAYS}])
+"""
+
+RUN = ["run", "config.py", "--prompts", "prompts.jsonl", "--out", "out", "--tools", "tools.py"]
+
+
+def write(folder: Path, name: str, *, says: str = "go on", turns: int = 5, hook: str = "") -> None:
+    """The user's files; the agent of each test has a name of its own."""
+    (folder / "config.py").write_text(CONFIG.replace("NAME", name))
+    tools = TOOLS.replace("NAME", name).replace("go on", says).replace("TURNS", str(turns))
+    (folder / "tools.py").write_text(tools.replace("HOOK", hook or "pass"))
+    lines = [json.dumps({"prompt": f"sum {at}"}) for at in range(2)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+def replayed(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, list[str]]:
+    capsys.readouterr()
+    code = main(["replay", "out", "--trajectory", "prompt-1/1", "--tools", "tools.py", *options])
+    output, errors = capsys.readouterr()
+    return code, f"{output}{errors}".splitlines()
+
+
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+def test_replay_of_an_unchanged_agent_does_as_recorded_and_calls_no_tool(
+    folder: Path, capsys: pytest.CaptureFixture[str], backend: str
+) -> None:
+    write(folder, f"unchanged_{backend}")
+    assert main(RUN) == 0
+    called = (folder / "called").read_text()
+    journal = (folder / "out" / "trajectories.journal").read_bytes()
+    for _ in range(2):
+        code, lines = replayed(capsys, "--backend", backend)
+        assert code == 0
+        assert lines[0].startswith("replay      prompt-1/1 of step 0, from out/")
+        said = [line.split(":")[0] for line in lines[1:-1]]
+        assert said == [
+            "step 1      turn 1 of 0/prompt-1/1",
+            "step 2      calls after turn 1 of 0/prompt-1/1",
+            "step 3      turn 2 of 0/prompt-1/1",
+            "step 4      calls after turn 2 of 0/prompt-1/1",
+            "step 5      turn 3 of 0/prompt-1/1",
+        ]
+        assert "add({'a': 1, 'b': 1})" in lines[2]
+        assert lines[-1].startswith("as recorded 5 steps, completed")
+    assert (folder / "called").read_text() == called
+    assert (folder / "out" / "trajectories.journal").read_bytes() == journal
+
+
+def test_replay_of_an_agent_that_says_something_else_names_step_and_tokens(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder, "saying")
+    assert main(RUN) == 0
+    write(folder, "saying", says="go away")
+    code, lines = replayed(capsys)
+    assert code == 1
+    assert lines[-1].startswith(
+        "departs     at step 3, from the record: asks the model for turn 2 of 0/prompt-1/1 after "
+        "other tokens:"
+    )
+    assert "go away" in lines[-1]
+    assert "recorded" in lines[-1]
+    assert "go on" in lines[-1]
+
+
+def test_replay_of_an_agent_that_calls_otherwise_names_both_calls(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder, "calling")
+    assert main(RUN) == 0
+    other = "calls = [type(c)(name=c.name, arguments={'a': 9, 'b': 9}) for c in calls]"
+    write(folder, "calling", hook=other)
+    code, lines = replayed(capsys)
+    assert code == 1
+    assert lines[-1] == (
+        "departs     at step 2, from the record: makes other calls: add({'a': 9, 'b': 9}); "
+        "recorded: add({'a': 1, 'b': 1})"
+    )
+
+
+def test_replay_of_an_agent_that_ends_early_or_late_says_what_the_record_has(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder, "ending")
+    assert main(RUN) == 0
+    write(folder, "ending", turns=1)
+    code, lines = replayed(capsys)
+    assert code == 1
+    assert lines[-1].startswith("departs     at step 3, from the record: the agent ends here")
+    assert lines[-1].endswith("the record goes on with turn 2 of 0/prompt-1/1")
+    write(folder, "ending", hook="await context.generate() if not calls else None")
+    code, lines = replayed(capsys)
+    assert code == 1
+    assert "departs     at step 6, from the record: asks the model after" in lines[-1]
+    assert "the record has ended: completed" in lines[-1]
+
+
+def test_replay_of_an_agent_that_raises_says_what(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder, "raising")
+    assert main(RUN) == 0
+    write(folder, "raising", hook="assert calls, 'no calls'")
+    code, lines = replayed(capsys)
+    assert code == 1
+    assert lines[-1] == (
+        "departs     at step 6, from the record: ends as failed (agent, AssertionError: no calls); "
+        "recorded was completed"
+    )
+
+
+def test_replay_of_what_is_not_there_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder, "missing")
+    assert main(RUN) == 0
+    assert main(["replay", "out", "--trajectory", "prompt-7/0", "--tools", "tools.py"]) == 2
+    assert main(["replay", "out", "--trajectory", "prompt-1"]) == 2
+    assert main(["replay", "no", "--trajectory", "prompt-1/0"]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[-3:][0].startswith(
+        "error: --trajectory prompt-7/0: is not in out/trajectories.journal; it has prompt-"
+    )
+    assert errors[-2] == ("error: --trajectory prompt-1: expected UID/MEMBER, such as prompt-3/0")
+
+
+def test_replay_stops_in_a_debugger_on_the_terminal_that_it_was_started_from(
+    folder: Path,
+) -> None:
+    write(folder, "debugged")
+    assert main(RUN) == 0
+    write(folder, "debugged", hook="breakpoint()")
+    code = "from rollout.cli import main; raise SystemExit(main())"
+    options = ["replay", "out", "--trajectory", "prompt-1/1", "--tools", "tools.py"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *options],
+        input="p context.identity.member\np calls\nc\nc\nc\n",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "(Pdb) 1\n" in done.stdout
+    assert "name='add'" in done.stdout
+    assert "as recorded 5 steps, completed" in done.stdout
+    assert "blocked" not in done.stderr
