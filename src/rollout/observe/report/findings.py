@@ -48,10 +48,15 @@ def looked_for(run: Run) -> str:
             "Nothing stands out in outcomes, lengths, rewards and tokens. No events were recorded, "
             "so that single tools, replicas and the event loop could not be looked at."
         )
+    texts = (
+        "texts and tokens agree"
+        if any(row.drift for row in run.rows)
+        else "texts and tokens were not compared (agent.tokenization_check is off)"
+    )
     return (
         "Nothing stands out: no tool or replica is slow, starved or lost, the event loop was not "
-        "blocked, texts and tokens agree where they were compared, and lengths, failures and the "
-        "rewards within groups are as they should be."
+        f"blocked, {texts}, and lengths, failures and the rewards within groups are as they should "
+        "be."
     )
 
 
