@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from browser import Browser
 
-WIDTH, HEIGHT = 1280, 900
+WIDTH, HEIGHT = 1280, 1040
 
 
 def main(page: str, prefix: str, trajectory: str = "", colouring: str = "mask") -> None:

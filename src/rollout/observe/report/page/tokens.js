@@ -6,7 +6,7 @@ const COLOURINGS = [
   { key: "version", title: "weight version" },
 ];
 // A block of tokens that is drawn at once, and how much of a long prompt is shown before it is asked for.
-const AT_ONCE = 1500, PROMPT_SHOWN = 140;
+const AT_ONCE = 1500, PROMPT_SHOWN = 60;
 
 let colouring = "mask";
 
