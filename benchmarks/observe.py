@@ -8,11 +8,12 @@ is compared with its neighbours:
 * silent: the code of every function that tells something is swapped for the same without that;
 * off: as it is, with no reader attached;
 * sampled: 1 % of the trajectories traced, to OpenTelemetry's SDK;
-* full: all of them traced, and all events written to disk and counted for Prometheus.
+* full: all of them traced, and all events written to disk;
+* prometheus: all events counted for Prometheus.
 
 The last line is the result as JSON: `off_ratio` (off ÷ silent, A/B/A), `aa_ratio` (silent ÷ silent,
-of the same rounds), `sampled_ratio` and `full_ratio` (÷ off), medians over the cycles; `turn_us`:
-CPU of a turn with no reader; `told`: functions that tell something.
+of the same rounds), `sampled_ratio`, `full_ratio` and `prometheus_ratio` (÷ off), medians over the
+cycles; `turn_us`: CPU of a turn with no reader; `told`: functions that tell something.
 
     python benchmarks/observe.py [--quick] [--cycles 12] [--n 256]
 """
@@ -45,14 +46,13 @@ from rollout.observe.traces import Tracer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rollout import RolloutRuntime
     from rollout.observe.event_stream import EventStream
 
 WORKLOAD = Path(__file__).parents[1] / "build" / "driver" / "workload"
 #: What is promised.
 PROMISED = {"off_ratio": 1.02, "sampled_ratio": 1.03, "full_ratio": 1.3}
 #: One cycle: each round is compared with those beside it.
-CYCLE = ("silent", "off", "silent", "off", "sampled", "off", "full", "off")
+CYCLE = ("silent", "off", "silent", "off", "sampled", "off", "full", "off", "prometheus", "off")
 
 
 @attrs.define
@@ -63,7 +63,7 @@ class Rounds:
         silence: What takes the telling out.
     """
 
-    runtime: RolloutRuntime
+    runtime: rollout.RolloutRuntime
     plan: Plan
     silence: Silence = attrs.field(factory=Silence)
 
@@ -107,11 +107,13 @@ def readers_of(kind: str, directory: str, events: EventStream) -> list[Any]:
     """Those of one kind of round."""
     if kind == "off":
         return []
+    if kind == "prometheus":
+        return list(PROMETHEUS)
     from rollout.observe.backends.otel import Backend
 
     if kind == "sampled":
         return [Tracer(Backend("benchmark"), 0.01, events)]
-    return [Tracer(Backend("benchmark"), 1.0, events), EventFile(directory), PROMETHEUS[0]]
+    return [Tracer(Backend("benchmark"), 1.0, events), EventFile(directory)]
 
 
 PROMETHEUS: list[Any] = []
@@ -171,6 +173,7 @@ def ratios(found: list[dict[str, list[float]]]) -> dict[str, float]:
             "aa_ratio": each["silent"][1] / each["silent"][0],
             "sampled_ratio": beside(each["sampled"][0], each["off"][1], each["off"][2]),
             "full_ratio": beside(each["full"][0], each["off"][2], each["off"][3]),
+            "prometheus_ratio": beside(each["prometheus"][0], each["off"][3], each["off"][4]),
             "turn_us": statistics.median(each["off"]),
         }
         for each in found

@@ -101,6 +101,10 @@ WITH_PROCESSES = (
 )
 
 
+#: Directories of tests that need environments of their own.
+OWN_PACKAGES = ("sglang", "clients", "trainers", "trace_backends")
+
+
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist's own reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     """Tests that share a fixture of their file, or what `ALONE` says, run in one process."""
@@ -113,7 +117,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
             group = item.path.name
         if group is not None and is_parallel:
             item.add_marker(pytest.mark.xdist_group(name=group))
-        has_own_packages = item.path.parent.name in ("sglang", "clients", "trainers")  # all of them
+        has_own_packages = item.path.parent.name in OWN_PACKAGES  # all of them
         if has_own_packages or item.path.stem.removeprefix("test_") in WITH_PROCESSES:
             item.add_marker("processes")
 

@@ -66,20 +66,36 @@ class PrometheusEndpoint:
         self._thread.join()
 
 
+class _Labelled(dict[Any, Any]):
+    """A metric's children by their labels, which the client library looks up slowly."""
+
+    def __init__(self, metric: Any) -> None:
+        super().__init__()
+        self._metric = metric
+
+    def __missing__(self, labels: Any) -> Any:
+        child = self._metric.labels(*(labels if isinstance(labels, tuple) else (labels,)))
+        self[labels] = child
+        return child
+
+
 class _Figures:
     """The metrics, and what each kind of event does to them."""
 
     def __init__(self, client: Any, registry: Any) -> None:
         def counter(name: str, text: str, *labels: str) -> Any:
-            return client.Counter(f"rollout_{name}", text, labels, registry=registry)
+            made = client.Counter(f"rollout_{name}", text, labels, registry=registry)
+            return _Labelled(made) if labels else made
 
         def gauge(name: str, text: str, *labels: str) -> Any:
-            return client.Gauge(f"rollout_{name}", text, labels, registry=registry)
+            made = client.Gauge(f"rollout_{name}", text, labels, registry=registry)
+            return _Labelled(made) if labels else made
 
         def histogram(name: str, text: str, *labels: str, buckets: Any = BUCKETS) -> Any:
-            return client.Histogram(
+            made = client.Histogram(
                 f"rollout_{name}", text, labels, registry=registry, buckets=buckets
             )
+            return _Labelled(made) if labels else made
 
         self._outcomes = counter(
             "trajectories", "Trajectories that have ended", "outcome", "reason"
@@ -120,33 +136,33 @@ class _Figures:
         }
 
     def _trajectory_ended(self, event: told.TrajectoryEnded) -> None:
-        self._outcomes.labels(event.outcome, event.reason).inc()
+        self._outcomes[event.outcome, event.reason].inc()
         self._trajectory_s.observe(event.at - event.began)
         if event.reward is not None:
             self._rewards.observe(event.reward)
-        self._tokens.labels("prompt").inc(event.prompt_tokens)
-        self._tokens.labels("generated").inc(event.generated_tokens)
-        self._tokens.labels("observation").inc(event.observation_tokens)
-        self._tokens.labels("discarded").inc(event.discarded_tokens)
+        self._tokens["prompt"].inc(event.prompt_tokens)
+        self._tokens["generated"].inc(event.generated_tokens)
+        self._tokens["observation"].inc(event.observation_tokens)
+        self._tokens["discarded"].inc(event.discarded_tokens)
         if event.versions:
             self._newest = max(self._newest, event.versions[-1])
             self._staleness.set(self._newest - event.versions[0])
 
     def _request_ended(self, event: told.RequestEnded) -> None:
-        self._requests.labels(event.replica, event.finish_reason).inc()
-        self._phase_s.labels("queue").observe(event.queue_s)
-        self._phase_s.labels("prefill").observe(event.prefill_s)
-        self._phase_s.labels("decode").observe(event.decode_s)
-        self._prompt.labels(event.replica).inc(event.prompt_tokens)
-        self._cached.labels(event.replica).inc(event.cached_tokens)
+        self._requests[event.replica, event.finish_reason].inc()
+        self._phase_s["queue"].observe(event.queue_s)
+        self._phase_s["prefill"].observe(event.prefill_s)
+        self._phase_s["decode"].observe(event.decode_s)
+        self._prompt[event.replica].inc(event.prompt_tokens)
+        self._cached[event.replica].inc(event.cached_tokens)
 
     def _tool_ended(self, event: told.ToolEnded) -> None:
         if event.is_refused:  # whatever name the model made up
             self._refused.inc()
             return
-        self._tool_s.labels(event.tool).observe(event.at - event.began)
+        self._tool_s[event.tool].observe(event.at - event.began)
         if event.is_error:
-            self._tool_errors.labels(event.tool).inc()
+            self._tool_errors[event.tool].inc()
 
     def _replica_sampled(self, event: told.ReplicaSampled) -> None:
         shares = {
@@ -159,10 +175,10 @@ class _Figures:
             "utilisation": event.in_flight / event.capacity if event.capacity else 0.0,
         }
         for what, value in shares.items():
-            self._replica.labels(event.replica, what).set(value)
+            self._replica[event.replica, what].set(value)
 
     def _replica_changed(self, event: told.ReplicaChanged) -> None:
-        self._serving.labels(event.replica).set(event.state == "serving")
+        self._serving[event.replica].set(event.state == "serving")
 
     def _weights_updated(self, event: told.WeightsUpdated) -> None:
         if not event.error:
@@ -172,7 +188,7 @@ class _Figures:
     def _runtime_sampled(self, event: told.RuntimeSampled) -> None:
         self._lag.set(event.lag_s)
         for what in ("admitted", "running", "finished", "waiting_requests"):
-            self._runtime.labels(what).set(getattr(event, what))
+            self._runtime[what].set(getattr(event, what))
 
     def _loop_blocked(self, event: told.LoopBlocked) -> None:
         self._blocked.inc(event.seconds)

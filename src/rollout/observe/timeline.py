@@ -27,7 +27,17 @@ Slice = dict[str, Any]
 DRIVER, TRAJECTORIES, FIRST_REPLICA = 1, 2, 3
 LOOP, CALLS, CHANGES = "event loop", "calls", "weights and memory"
 #: What may be a part of what: of a smaller rank. Requests, calls and updates are parts of nothing.
-_RANKS = {"trajectory": 1, "turn": 2, "tool": 2, "user": 2, "reward": 2, "phase": 3, "function": 4}
+_RANKS = {
+    "run": 1,
+    "loop": 2,
+    "trajectory": 1,
+    "turn": 2,
+    "tool": 2,
+    "user": 2,
+    "reward": 2,
+    "phase": 3,
+    "function": 4,
+}
 #: Seconds by which a part may stand over its whole, from rounding, and is in it all the same.
 SLACK_S = 1e-9
 
@@ -76,7 +86,7 @@ class _Lane:
         """In each row a piece is within another one or beside it."""
         rows: list[list[_Piece]] = []
         open_pieces: list[list[_Piece]] = []
-        for piece in sorted(self.pieces, key=lambda each: (each.began, -each.ended)):
+        for piece in sorted(self.pieces, key=_outer_first):
             places = (at for at, outer in enumerate(open_pieces) if _has_room(outer, piece))
             at = next(places, len(rows))
             if at == len(rows):
@@ -85,6 +95,10 @@ class _Lane:
             rows[at].append(piece)
             open_pieces[at].append(piece)
         return rows
+
+
+def _outer_first(piece: _Piece) -> tuple[float, float, int]:
+    return piece.began, -piece.ended, _RANKS.get(piece.category, 0)
 
 
 def _has_room(outer: list[_Piece], piece: _Piece) -> bool:
@@ -195,11 +209,20 @@ class Timeline:
                 self._add(self._trajectory(event), event.name, "function", event, facts)
 
     def _end_running(self) -> None:
-        """What had not ended when the run did, or when it was last heard of."""
+        """A run is over, or was last heard of; so are trajectories that had not ended."""
+        if self._last_at > 0:
+            run = _Piece(
+                name="running",
+                began=self._offset_s,
+                ended=self._offset_s + self._last_at,
+                category="run",
+            )
+            self._driver(LOOP).pieces.append(run)
         for event in self._running.values():
             name, times = f"{event.uid}/{event.member} not ended", (event.at, self._last_at)
             self._add(self._trajectory(event), name, "trajectory", event, {}, times=times)
         self._running.clear()
+        self._last_at = 0.0
 
     def _take_request(self, event: told.RequestEnded) -> None:
         """In its replica's lane, and its phases in its trajectory's."""

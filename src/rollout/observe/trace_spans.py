@@ -120,8 +120,12 @@ def trace_of(
             parents.append((span, event.parent))
         else:
             root.children.append(span)
+    calls = [each for each in root.children if each.kind in (TOOL, REWARD)]
     for span, parent in parents:
-        functions.get(parent, root).children.append(span)
+        around = [c for c in calls if c.began <= span.began and span.ended <= c.ended]
+        # Called by a tool, unless several were called at that time.
+        home = functions.get(parent) or (around[0] if len(around) == 1 else root)
+        home.children.append(span)
     root.children.sort(key=lambda each: each.began)
     return root
 
@@ -201,7 +205,6 @@ def _turn(event: told.TurnEnded, run: RunFacts, texts: _Texts) -> Span:
             "rollout.turn": event.turn,
             "rollout.conversation": event.path,
             "rollout.cut_by": event.cut_by,
-            "rollout.requests": list(event.requests),
             **texts.phases(event),
         }
     )

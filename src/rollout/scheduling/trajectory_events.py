@@ -47,6 +47,10 @@ def tell_started(events: EventStream, run: AgentRun) -> None:
 
 def tell_ended(events: EventStream, member: Member, trajectory: Trajectory) -> None:
     """A member has its outcome."""
+    is_wanted = events.tells_all or member.identity.number in events.chosen
+    if not is_wanted and trajectory.outcome is not Outcome.FAILED:  # no trace is made of it
+        _tell_end(events, member, trajectory.outcome, trajectory.reason)
+        return
     if member.began is None:
         _number(events, member)
     identity, now, metrics = member.identity, events.now(), trajectory.metrics
@@ -93,24 +97,29 @@ def tell_ended(events: EventStream, member: Member, trajectory: Trajectory) -> N
 def tell_lost(events: EventStream, members: Iterable[Member], reason: str) -> None:
     """Members of a call whose caller was cancelled: nobody takes their trajectories."""
     for member in members:
-        if member.began is None:
-            _number(events, member)
-        identity, now = member.identity, events.now()
-        events.emit(
-            TrajectoryEnded(
-                at=now,
-                trajectory=identity.number,
-                batch=member.batch,
-                step=identity.step,
-                uid=identity.uid,
-                group=identity.group,
-                member=identity.member,
-                validate=identity.validate,
-                began=now if member.began is None else events.since_start(member.began),
-                outcome=Outcome.CANCELLED.value,
-                reason=reason,
-            )
+        _tell_end(events, member, Outcome.CANCELLED, reason)
+
+
+def _tell_end(events: EventStream, member: Member, outcome: Outcome, reason: str) -> None:
+    """That it ended, and no more."""
+    if member.began is None:
+        _number(events, member)
+    identity, now = member.identity, events.now()
+    events.emit(
+        TrajectoryEnded(
+            at=now,
+            trajectory=identity.number,
+            batch=member.batch,
+            step=identity.step,
+            uid=identity.uid,
+            group=identity.group,
+            member=identity.member,
+            validate=identity.validate,
+            began=now if member.began is None else events.since_start(member.began),
+            outcome=outcome.value,
+            reason=reason,
         )
+    )
 
 
 def tell_group_ended(events: EventStream, ended: Sequence[Ended], verdict: str = "") -> None:

@@ -1,0 +1,151 @@
+"""The timeline: lanes of replicas, trajectories and the loop, in the Chrome trace format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import observed
+from observed import TOOL_S, prompts
+from rollout import RolloutBatch
+from rollout.cli import main
+from rollout.config import ObserveConfig
+from rollout.observe import read_events
+from rollout.observe.events import (
+    LoopBlocked,
+    RequestEnded,
+    RunStarted,
+    ToolEnded,
+    TrajectoryEnded,
+    TrajectoryStarted,
+)
+from rollout.observe.timeline import write_timeline
+
+
+def read(path: Path) -> tuple[list[dict[str, Any]], dict[tuple[int, int], str]]:
+    """What is in a file, and the name of each lane: process, then thread."""
+    slices = json.loads(path.read_text())["traceEvents"]
+    named = [each for each in slices if each["ph"] == "M"]
+    groups = {e["pid"]: e["args"]["name"] for e in named if e["name"] == "process_name"}
+    lanes = {
+        (each["pid"], each["tid"]): f"{groups[each['pid']]} / {each['args']['name']}"
+        for each in named
+        if each["name"] == "thread_name"
+    }
+    return slices, lanes
+
+
+def pieces(slices: list[dict[str, Any]], lanes: dict[tuple[int, int], str], lane: str) -> Any:
+    """(name, begin, duration in seconds) of what lasts in a lane."""
+    return [
+        (each["name"], each["ts"] / 1e6, each["dur"] / 1e6)
+        for each in slices
+        if each["ph"] == "X" and lanes[each["pid"], each["tid"]] == lane
+    ]
+
+
+def test_batch_timeline_has_a_lane_for_each_replica_trajectory_and_the_loop(tmp_path: Path) -> None:
+    observe = ObserveConfig(path=str(tmp_path))
+    batch, events = observed.run(prompts("add please sum"), observe, samples=2)
+    batch.timeline(tmp_path / "batch.json")
+    slices, lanes = read(tmp_path / "batch.json")
+    assert {
+        "driver / event loop",
+        "driver / calls",
+        "trajectories / add/0",
+        "trajectories / add/1",
+        "replica engine-0 / engine-0",
+    } <= set(lanes.values())
+    lane = pieces(slices, lanes, "trajectories / add/0")
+    times = {name: (began, seconds) for name, began, seconds in lane}
+    assert times["add"][1] == pytest.approx(TOOL_S)
+    whole = times["add/0 completed"]
+    assert whole[1] == pytest.approx(batch.trajectories[0].metrics["total_s"])
+    for began, seconds in times.values():
+        assert whole[0] - 1e-6 <= began
+        assert began + seconds <= sum(whole) + 1e-6
+    sent = [e for e in events if isinstance(e, RequestEnded)]
+    requests = [
+        piece
+        for lane in set(lanes.values())
+        if lane.startswith("replica engine-0")
+        for piece in pieces(slices, lanes, lane)
+    ]
+    assert sorted(requests, key=lambda each: each[1:]) == sorted(
+        [
+            (e.session, pytest.approx(e.began + e.queue_s), pytest.approx(e.prefill_s + e.decode_s))
+            for e in sent
+        ],
+        key=lambda each: (each[1].expected, each[2].expected),
+    )
+    begun = {each["id"]: each for each in slices if each["ph"] == "s"}
+    ended = {each["id"]: each for each in slices if each["ph"] == "f"}
+    assert begun.keys() == ended.keys() == {each.request for each in sent}
+    for request, flow in begun.items():
+        assert lanes[flow["pid"], flow["tid"]].startswith("trajectories / add/")
+        other = ended[request]
+        assert lanes[other["pid"], other["tid"]].startswith("replica engine-0 / engine-0")
+
+
+def test_timeline_pieces_of_a_lane_are_within_each_other_or_apart(tmp_path: Path) -> None:
+    who: dict[str, Any] = {"batch": 0, "step": 0, "uid": "p", "group": 0, "member": 0}
+    calls = [(0.0, 3.0), (1.0, 2.0), (2.5, 4.0)]
+    write_timeline(
+        [
+            RunStarted(at=0.0, wall_s=0.0),
+            TrajectoryStarted(at=0.0, trajectory=1, **who),
+            *(
+                ToolEnded(at=end, trajectory=1, tool=f"t{number}", turn=0, began=begin)
+                for number, (begin, end) in enumerate(calls)
+            ),
+            LoopBlocked(at=2.0, seconds=1.5, cause="train.py:3"),
+            TrajectoryEnded(at=5.0, trajectory=1, began=0.0, outcome="completed", **who),
+        ],
+        tmp_path / "t.json",
+    )
+    slices, lanes = read(tmp_path / "t.json")
+    first = pieces(slices, lanes, "trajectories / p/0")
+    assert [name for name, _, _ in first] == ["p/0 completed", "t0"]
+    assert [name for name, _, _ in pieces(slices, lanes, "trajectories / p/0 (2)")] == ["t1", "t2"]
+    loop = pieces(slices, lanes, "driver / event loop")
+    assert loop == [("running", 0.0, 5.0), ("blocked", 0.5, 1.5)]
+
+
+def test_timeline_trajectory_of_a_killed_run_lasts_until_it_was_last_heard_of(
+    tmp_path: Path,
+) -> None:
+    who: dict[str, Any] = {"batch": 0, "step": 0, "uid": "p", "group": 0, "member": 0}
+    write_timeline(
+        [
+            RunStarted(at=0.0, wall_s=0.0),
+            TrajectoryStarted(at=1.0, trajectory=1, **who),
+            ToolEnded(at=3.0, trajectory=1, tool="t", turn=0, began=2.0),
+        ],
+        tmp_path / "t.json",
+    )
+    slices, lanes = read(tmp_path / "t.json")
+    lane = pieces(slices, lanes, "trajectories / p/0")
+    assert lane == [("p/0 not ended", 1.0, 2.0), ("t", 2.0, 1.0)]
+
+
+def test_cli_timeline_of_a_run_is_written_and_a_missing_one_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    observed.run(prompts("add please sum"), ObserveConfig(path=str(tmp_path)))
+    assert main(["timeline", str(tmp_path)]) == 0
+    assert "timeline.json" in capsys.readouterr().out
+    slices, lanes = read(tmp_path / "timeline.json")
+    assert "trajectories / add/0" in lanes.values()
+    assert len(slices) > len(list(read_events(tmp_path)))
+    assert main(["timeline", str(tmp_path / "nothing")]) == 1
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_batch_load_timeline_is_that_of_the_saved_run(tmp_path: Path) -> None:
+    batch, _ = observed.run(prompts("add please sum"), ObserveConfig(path=str(tmp_path)))
+    batch.save(tmp_path)
+    RolloutBatch.load(tmp_path).timeline(tmp_path / "loaded.json")
+    assert "trajectories / add/0" in read(tmp_path / "loaded.json")[1].values()
