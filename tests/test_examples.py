@@ -16,7 +16,9 @@ OF_CLIENTS = {"anthropic_sdk", "langgraph_agent", "openai_agents", "openai_sdk",
 #: Examples of trainers: tests/trainers runs them.
 OF_TRAINERS = {"trl_grpo"}
 ALL = sorted(path.parent.name for path in ROOT.glob("examples/*/run.py"))
-EXAMPLES = sorted({*ALL} - OF_CLIENTS - OF_TRAINERS)
+#: That of loggers: tests/trace_backends runs it.
+OF_LOGGERS = {"loggers"}
+EXAMPLES = sorted({*ALL} - OF_CLIENTS - OF_TRAINERS - OF_LOGGERS)
 #: A line that a run prints, where it is known beforehand.
 SAYS = {
     "code_interpreter": r"computed 571, said 'There are \\boxed{571}.': 1",

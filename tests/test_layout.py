@@ -17,6 +17,9 @@ FLOORS = (
     "ground",
     "config",
     # Events and figures, which everything emits; what is made of them is above scheduling.
+    "observe.event_base",
+    "observe.trajectory_event_types",
+    "observe.engine_event_types",
     "observe.events",
     "observe.explanation",
     "observe.event_stream",

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 GRACE_S = 1.5
 #: Reason of trajectories that a signal has cancelled.
 INTERRUPTED = "interrupted"
+#: Where the events of an earlier run wait until this one has results.
+ASIDE = "events.jsonl.before"
 
 
 @attrs.frozen(kw_only=True)
@@ -67,6 +69,24 @@ class ForegroundJob:
             return config
         observe = attrs.evolve(config.observe, path=str(self.directory))
         return attrs.evolve(config, observe=observe)
+
+    def set_events_aside(self) -> None:
+        """Those of an earlier run are not to be continued."""
+        path = self.directory / EVENTS
+        if self.config.observe.path is None and path.exists():
+            path.replace(self.directory / ASIDE)
+
+    def settle_events(self, *, is_saved: bool) -> None:
+        """Keep the events of what there are results of: of this run, or of the earlier one."""
+        path, aside = self.directory / EVENTS, self.directory / ASIDE
+        if self.config.observe.path is not None:
+            return
+        if is_saved:
+            aside.unlink(missing_ok=True)
+            return
+        path.unlink(missing_ok=True)
+        if aside.exists():
+            aside.replace(path)
 
 
 class JobResult(NamedTuple):
@@ -104,8 +124,17 @@ async def run_job(job: ForegroundJob, console: Console) -> JobResult:
     """
     threads = WorkerThreads(max_threads=2, max_abandoned=1)
     run = _Run(job, threads)
+    job.set_events_aside()
+    try:
+        await _perform(job, run, console)
+    finally:
+        job.settle_events(is_saved=run.batch is not None)
+    return run.result()
+
+
+async def _perform(job: ForegroundJob, run: _Run, console: Console) -> None:
     with (
-        closing(threads),
+        closing(run.threads),
         ProgressDisplay(console) as display,
         run.without_lag_warnings(),
         explaining_at_signal(run.explain),
@@ -117,8 +146,6 @@ async def run_job(job: ForegroundJob, console: Console) -> JobResult:
             )
             tasks.start_soon(run.load)
             with run.starting:
-                if job.config.observe.path is None:  # else it is not one of the results
-                    (job.directory / EVENTS).unlink(missing_ok=True)
                 async with open_rollout(
                     job.observed_config,
                     job.tools,
@@ -130,7 +157,6 @@ async def run_job(job: ForegroundJob, console: Console) -> JobResult:
                     await run.leave.wait()
             if run.runtime is not None:
                 await run.saved.wait()
-    return run.result()
 
 
 def _starting(config: RolloutConfig) -> str:
@@ -143,7 +169,7 @@ class _Run:
 
     def __init__(self, job: ForegroundJob, threads: WorkerThreads) -> None:
         self._job = job
-        self._threads = threads
+        self.threads = threads
         self._loaded = anyio.Event()
         self._has_begun = False
         self.starting = anyio.CancelScope()
@@ -193,7 +219,7 @@ class _Run:
 
     async def load(self) -> None:
         """Import what collates, while the engines start; on the loop it would delay signals."""
-        await self._threads.run("import", importlib.import_module, "rollout.batch")
+        await self.threads.run("import", importlib.import_module, "rollout.batch")
         self._loaded.set()
 
     async def generate(self) -> None:
@@ -203,7 +229,7 @@ class _Run:
         self._has_begun = True
         job = self._job
         began = anyio.current_time()
-        async with appending(self.runtime, job.directory, self._threads) as self.file:
+        async with appending(self.runtime, job.directory, self.threads) as self.file:
             try:
                 self.batch = await self.runtime.generate(
                     job.prompts, samples=job.samples, step=job.step, validate=job.validate
@@ -215,7 +241,7 @@ class _Run:
             self.seconds = anyio.current_time() - began
         with anyio.CancelScope(shield=True):
             try:
-                await self._threads.run("save", self.batch.save, job.directory)
+                await self.threads.run("save", self.batch.save, job.directory)
             except RolloutError as error:
                 self.fault = error
         self.saved.set()

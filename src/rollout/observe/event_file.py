@@ -36,7 +36,7 @@ READ_AGAIN = 8
 CLOSE_S = 5.0
 
 _ENCODER = msgspec.json.Encoder(enc_hook=repr)
-_DECODER = msgspec.json.Decoder(AnyEvent)
+_DECODER: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 
 
 class EventFile:

@@ -313,7 +313,7 @@ class Timeline:
             )
         )
 
-    def _count(self, process: int, name: str, at: float, values: dict[str, float]) -> None:
+    def _count(self, process: int, name: str, at: float, values: Mapping[str, float]) -> None:
         ts = (self._offset_s + at) * 1e6
         self._counters.append(
             {"ph": "C", "name": name, "pid": process, "tid": 0, "ts": ts, "args": values}

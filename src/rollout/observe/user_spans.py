@@ -91,7 +91,7 @@ def trace(function: Any = None, /, *, name: str | None = None) -> Any:
 def _traced(function: Any, *, name: str | None) -> Any:
     if not callable(function):
         raise TypeError(f"rollout.trace: {function!r:.80}; expected a function")
-    label = name or getattr(function, "__qualname__", type(function).__name__)
+    label = str(name or getattr(function, "__qualname__", type(function).__name__))
     signature = _signature_of(function)
 
     if inspect.iscoroutinefunction(function):

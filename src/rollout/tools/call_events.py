@@ -53,18 +53,19 @@ class CallEvents:
         is_refused: bool = False,
     ) -> None:
         """It has its result; None: it was cancelled."""
-        events, is_call = self._events, isinstance(call, ToolCall)
+        events = self._events
+        name, call_id = (call.name, call.id or "") if isinstance(call, ToolCall) else ("", "")
         is_error, text = (True, NO_RESULT) if result is None else (result.is_error, result.text)
         events.emit(
             ToolEnded(
                 at=events.since_start(now),
                 trajectory=self._trajectory,
-                tool=call.name if is_call else "",
+                tool=name,
                 turn=self._turn,
                 began=events.since_start(began),
                 position=position,
                 path=self._path,
-                call_id=(call.id or "") if is_call else "",
+                call_id=call_id,
                 is_refused=is_refused,
                 is_error=is_error,
                 error=text[:SHOWN] if is_error else "",
