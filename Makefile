@@ -10,9 +10,12 @@ SPEEDSCOPE := speedscope@1.25.0
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-# Two processes of tests more than there are cores, since many tests wait for other processes; what
+# Tests start hundreds of processes: none should compile the library again.
+unexport PYTHONDONTWRITEBYTECODE
+
+# One process of tests more than there are cores, since many tests wait for other processes; what
 # shares a Ray cluster, a model or a clock shares a process.
-PARALLEL := --numprocesses $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 2))) --dist loadgroup
+PARALLEL := --numprocesses $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1))) --dist loadgroup
 
 # SGLang has an environment of its own: its versions of torch and transformers are its own too.
 SGLANG_VENV := .venv-sglang

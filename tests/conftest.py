@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import zlib
 from typing import TYPE_CHECKING
 
 import pytest
@@ -76,6 +77,7 @@ WITH_PROCESSES = (
     "gateway_hostile",
     "imports",
     "isolated_tools",
+    "journal_processes",
     "live_weights",
     "local_process",
     "long_text_attacks",
@@ -103,6 +105,32 @@ WITH_PROCESSES = (
 
 #: Directories of tests that need environments of their own.
 OWN_PACKAGES = ("sglang", "clients", "trainers", "trace_backends")
+#: Files whose tests take seconds each: they start processes, clusters and models, or try many
+#: examples. One test in three is run by `make test`, as the seed says; all by `make test-full`.
+SHARED = frozenset(
+    (
+        *("attacks", "blocking", "bridge", "cli", "engine_pairs", "examples", "fast_tokenizer"),
+        *("faults", "full_disk", "garbage", "gateway_clients", "gateway_hostile", "imports"),
+        *("local_process", "long_text_attacks", "mcp", "mcp_servers", "planted_bugs"),
+        *("ray_placement", "real_processes", "recorder", "sandbox_attacks", "serve_gateway"),
+        *("template_properties", "transformers_core", "unencodable_calls"),
+    )
+)
+_SHARE = 3
+# Workers inherit it: all collect the same tests.
+_SEED = os.environ.setdefault("ROLLOUT_TEST_SEED", str(int.from_bytes(os.urandom(2))))
+
+
+def pytest_report_header() -> str:
+    """How to run the same share again."""
+    return f"one in {_SHARE} of the tests that take long; the same ones: ROLLOUT_TEST_SEED={_SEED}"
+
+
+def is_left_to_full_counts(item: pytest.Item) -> bool:
+    """Whether this run has no part in a test that takes long."""
+    if item.path.stem.removeprefix("test_") not in SHARED:
+        return False
+    return zlib.crc32(f"{_SEED} {item.nodeid}".encode()) % _SHARE != 0
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist's own reads the groups
@@ -117,6 +145,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
             group = item.path.name
         if group is not None and is_parallel:
             item.add_marker(pytest.mark.xdist_group(name=group))
+        if is_left_to_full_counts(item):
+            item.add_marker("full")
         has_own_packages = item.path.parent.name in OWN_PACKAGES  # all of them
         if has_own_packages or item.path.stem.removeprefix("test_") in WITH_PROCESSES:
             item.add_marker("processes")

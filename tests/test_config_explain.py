@@ -46,12 +46,13 @@ def test_config_explained_says_what_runs_where_and_how_long() -> None:
         "rewards     in threads, async ones on the event loop",
         "samples     1 for each prompt, 1 in validation",
         "in flight   at most 1,024 trajectories",
+        "journal     none: a run that dies is not resumed",
         "seed        none: every run samples afresh",
         "not set     seed, model.revision, model.chat_template, engine.context_length, "
         "placement.python, channel.tls_certificate, channel.tls_key, channel.tls_authority, "
         "sampling.max_new_tokens, validation_sampling.max_new_tokens, lengths.turn, "
         "agent.interaction, gateway.public_url, observe.path, "
-        "observe.trace_backend, observe.prometheus_port",
+        "observe.trace_backend, observe.prometheus_port, journal.path, journal.prompts",
     ]
 
 

@@ -19,13 +19,13 @@ import pytest
 
 from rollout import Outcome, RolloutBatch, RolloutError, Trajectory
 from rollout.batch import collate, load_trajectories
-from rollout.batch.storage import FILES, META, TENSORS, TRAJECTORIES
-from rollout.batch.trajectory_file import TrajectoryFile
+from rollout.batch.storage import FILES, JOURNAL, META, TENSORS, TRAJECTORIES
 from rollout.chat import Transcript
 from rollout.cli import main
 from rollout.cli.exit_codes import NOT_SAVED
 from rollout.config import LengthsConfig
 from rollout.observe.event_file import EVENTS
+from rollout.scheduling.journal.journal_reading import read_journal
 
 LENGTHS = LengthsConfig(prompt=8, response=256)
 WHAT_THERE_IS = r"File too large; [\d,]+ bytes are needed and [\d,]+ are free there"
@@ -107,35 +107,12 @@ def test_batch_files_have_the_mode_of_other_files_of_the_user(tmp_path: Path) ->
     assert len(modes) == 1
 
 
-def test_trajectory_file_without_room_keeps_whole_lines_and_goes_on_once_there_is(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / TRAJECTORIES
-    path.write_text("of an earlier batch")
-    (tmp_path / META).write_text("{}")
-    file = TrajectoryFile(path, replaced=[tmp_path / META])
-    assert path.read_text() == "of an earlier batch"
-    file.append([spoken(0)])
-    assert not (tmp_path / META).exists()
-    with files_up_to(2 * path.stat().st_size - 1):
-        for group in (1, 2):
-            with pytest.raises(RolloutError, match=f"{TRAJECTORIES} cannot be written: File too"):
-                file.append([spoken(group)])
-        assert [row.uid for row in load_trajectories(path)] == ["p0"]
-    assert (file.count, [row.uid for row in file.waiting]) == (1, ["p1", "p2"])
-    file.append([spoken(3)])
-    file.close()
-    assert [row.uid for row in load_trajectories(path)] == ["p0", "p1", "p2", "p3"]
-    assert (file.count, len(file.waiting)) == (4, 0)
-
-
 def test_load_trajectories_leaves_out_a_line_that_was_cut_short(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    collate([spoken(0), spoken(1)], LENGTHS, 0).save(tmp_path)
+    (tmp_path / META).unlink()
     path = tmp_path / TRAJECTORIES
-    file = TrajectoryFile(path)
-    file.append([spoken(0), spoken(1)])
-    file.close()
     path.write_bytes(path.read_bytes()[:-40])
     with caplog.at_level(logging.WARNING, "rollout.batch"):
         assert [row.uid for row in load_trajectories(path)] == ["p0"]
@@ -183,31 +160,40 @@ def test_cli_run_on_a_full_disk_keeps_what_fits_and_exits_with_a_code_of_its_own
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(RUN) == 0
-    lines = (folder / "out" / TRAJECTORIES).read_bytes().splitlines(keepends=True)
+    size = (folder / "out" / JOURNAL).stat().st_size
     shutil.rmtree(folder / "out")
     capsys.readouterr()
-    with files_up_to(sum(map(len, lines)) - len(lines[0]) // 2):
+    with files_up_to(size - 1000):
         assert main(RUN) == NOT_SAVED
     output, errors = capsys.readouterr()
     assert "outcomes  4 completed\n" in output
-    assert "files     out: trajectories.jsonl\n" in output
+    assert f"files     out: {JOURNAL}\n" in output
     assert "Traceback" not in errors
-    warning, error, kept = [
+    assert errors.count("; events are missing there") <= 1
+    warning, lost, error, kept = [
         line
         for line in errors.splitlines()
-        if line.startswith(("WARNING", "error", "  ")) and EVENTS not in line
+        if line.startswith(("WARNING", "ERROR", "error", "  ")) and EVENTS not in line
     ]
-    assert len(re.findall(f"{EVENTS}: .*; events are missing there", errors)) <= 1
-    appended = f"out/{TRAJECTORIES} cannot be written: {WHAT_THERE_IS}"
-    assert re.search(f"{appended}; the run continues, and tries again$", warning)
-    assert re.fullmatch(f"error: out/{TENSORS} cannot be written: {WHAT_THERE_IS}", error)
-    assert kept == (
-        f"  kept is out/{TRAJECTORIES} with 3 of 4 trajectories, as they ended; "
-        "rollout.batch.load_trajectories reads it"
+    assert re.search(
+        f"out/{JOURNAL} cannot be written: {WHAT_THERE_IS}; it is tried again", warning
     )
-    assert sorted(path.name for path in (folder / "out").iterdir()) == [EVENTS, TRAJECTORIES]
-    rows = load_trajectories(folder / "out" / TRAJECTORIES)
-    assert [row.outcome for row in rows] == [Outcome.COMPLETED] * 3
+    assert re.search(f"out/{JOURNAL}; .* records are lost: a resumption works again on them", lost)
+    assert re.fullmatch(f"error: out/{TENSORS} cannot be written: {WHAT_THERE_IS}", error)
+    found = re.fullmatch(
+        rf"  kept is out/{JOURNAL} with (\d) of 4 trajectories, as they ended; --resume continues "
+        "from it, rollout.batch.load_trajectories reads it",
+        kept,
+    )
+    assert found is not None
+    assert 0 < int(found[1]) < 4
+    assert [path.name for path in (folder / "out").iterdir()] == [JOURNAL]
+    rows = load_trajectories(folder / "out" / JOURNAL)
+    assert [row.outcome for row in rows] == [Outcome.COMPLETED] * int(found[1])
+    assert [message.role for message in rows[0].messages] == ["user", "assistant"]
+    assert rows[0].prompt is not None
+    assert main([*RUN, "--resume"]) == 0
+    assert len(RolloutBatch.load(folder / "out")) == 4
 
 
 def test_cli_run_overwriting_leaves_the_earlier_batch_until_a_trajectory_has_ended(
@@ -244,15 +230,39 @@ def rollout_process(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[
 def test_cli_run_killed_has_on_disk_what_had_ended(folder: Path) -> None:
     write_config(folder, base_s=0.05)
     write_prompts(folder, ["slow", "quick", "slow", "quick"])
-    path = folder / "out" / TRAJECTORIES
+    out = folder / "out"
     with rollout_process(folder, *RUN) as process:
-        while process.poll() is None and not (path.exists() and path.read_text().count("\n") == 2):
+        while process.poll() is None and ended(out) < 2:
             pass
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=20)
-    rows = load_trajectories(path)
+    rows = load_trajectories(out / TRAJECTORIES)
     assert sorted(row.uid for row in rows) == ["prompt-1", "prompt-3"]
     assert {row.outcome for row in rows} == {Outcome.COMPLETED}
+    with pytest.raises(
+        RolloutError, match=f"rollout.batch.load_trajectories reads {out / JOURNAL}"
+    ):
+        RolloutBatch.load(out)
+    assert main(RUN) == 2  # is not empty
+    write_config(folder, base_s=0.01)
+    assert main([*RUN, "--resume"]) == 2  # another configuration
+    write_config(folder, base_s=0.05)
+    assert main([*RUN, "--resume"]) == 0
+    batch = RolloutBatch.load(out)
+    assert [row.uid for row in batch.samples] == [f"prompt-{at}" for at in range(4)]
+    for row in rows:
+        same = next(each for each in batch.trajectories if each.uid == row.uid)
+        assert same.transcript.ids_bytes() == row.transcript.ids_bytes()
+        assert same.transcript.log_probs_bytes() == row.transcript.log_probs_bytes()
+        assert same.metrics == row.metrics
+
+
+def ended(out: Path) -> int:
+    """Trajectories that the journal there has finished."""
+    path = out / JOURNAL
+    if not path.exists():
+        return 0
+    return sum(each.end is not None for each in read_journal(path).trajectories.values())
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -307,9 +317,7 @@ def test_cli_run_on_small_disks_loses_no_line_that_fits(folder: Path, kilobytes:
             return
         assert process.returncode == NOT_SAVED
         assert re.search(r"error: out/[a-z.]+ cannot be written: No space left on device; ", errors)
-        assert left in ([], [TRAJECTORIES])
-        rows = load_trajectories(out / TRAJECTORIES) if left else []
-        said = re.search(r"kept is out/trajectories.jsonl with (\d+) of 32 trajectories", errors)
+        assert left in ([], [JOURNAL])
+        rows = load_trajectories(out / JOURNAL) if left else []
+        said = re.search(r"kept is out/trajectories.journal with (\d+) of 32 trajectories", errors)
         assert len(rows) == (int(said[1]) if said else 0)
-        free = shutil.disk_usage(out).free
-        assert len(rows) == 32 or free < 4096 + 2 * (out / TRAJECTORIES).stat().st_size // len(rows)

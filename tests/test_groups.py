@@ -192,7 +192,7 @@ async def test_collect_accept_by_name_and_wrong_names() -> None:
     async with rollout.open_rollout(named, reward=reward) as runtime:
         batch = await runtime.collect(Counted(), 2)
         assert batch.metrics["selection/reward/accepted"] > 0
-        with pytest.raises(ConfigError, match="no function nothing in rollout"):
+        with pytest.raises(ConfigError, match="has no 'nothing'"):
             await runtime.collect(
                 Counted(), 2, policy=GroupPolicy(accept="rollout.scheduling:nothing")
             )

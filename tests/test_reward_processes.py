@@ -209,7 +209,10 @@ async def test_reward_process_cannot_be_handed_what_is_no_plain_data(
             "reward: rewards.processes = 2 needs a function that its process can import: move "
             "Judge to the top level of a module, or name it as 'package.module:name'",
         ),
-        ("isolated_rewards:nothing", "reward = 'isolated_rewards:nothing': no nothing in isol"),
+        (
+            "isolated_rewards:nothing",
+            "reward = 'isolated_rewards:nothing': isolated_rewards has no 'nothing'",
+        ),
         ("no.such:name", "reward = 'no.such:name': ModuleNotFoundError: No module named 'no"),
         ("a b:c", "reward = 'a b:c': expected a function, or 'package.module:name'"),
     ],

@@ -26,6 +26,7 @@ from driver_cases.workload import (
 from rollout.config import (
     AgentConfig,
     CustomEngine,
+    JournalConfig,
     LengthsConfig,
     LimitsConfig,
     LocalProcessPlacement,
@@ -61,6 +62,7 @@ class Plan:
             of the first, "none" no answer; "never" gives none.
         repeat: How many times over each answer says its ids.
         response: R of the tensors.
+        journal: Path of its journal; "" for none.
     """
 
     directory: str
@@ -69,6 +71,7 @@ class Plan:
     barrier: str = "rounds"
     repeat: int = 1
     response: int = RESPONSE_TOKENS
+    journal: str = ""
 
     @property
     def generations(self) -> int:
@@ -95,6 +98,7 @@ def config_of(plan: Plan) -> RolloutConfig:
         lengths=LengthsConfig(prompt=PROMPT_TOKENS, response=response),
         agent=AgentConfig(max_assistant_turns=turns, max_user_turns=turns),
         scheduling=SchedulingConfig(max_in_flight=plan.n),
+        journal=JournalConfig(path=plan.journal or None),
         seed=0,
     )
 

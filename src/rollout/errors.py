@@ -102,6 +102,10 @@ class AgentError(RolloutError):
     """An agent loop is unknown, registered twice or used in the wrong order."""
 
 
+class JournalError(RolloutError):
+    """A journal cannot be read, written or resumed from, or something cannot stand in it."""
+
+
 class LimitExceeded(RolloutError):
     """A trajectory reached one of its limits; the runtime makes it the trajectory's outcome.
 

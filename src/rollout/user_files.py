@@ -6,12 +6,14 @@ import importlib
 import logging
 import sys
 import traceback
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from rollout.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 logger = logging.getLogger("rollout")
 
@@ -36,6 +38,42 @@ def import_module(name: str) -> ModuleType:
         UserCodeError: There is none, or it raised.
     """
     return _loaded(name, lambda: importlib.import_module(name))
+
+
+def named_object(
+    reference: str, where: str, expected: str = "expected 'package.module:name' or 'file.py:name'"
+) -> Any:
+    """What a text in a configuration or an argument names; modules of the working directory too.
+
+    Args:
+        reference: As `expected` says.
+        where: The field or argument that it stands in, for the message.
+
+    Raises:
+        ConfigError: It is no such text, its module cannot be loaded, or has nothing of that name.
+    """
+    source, _, name = reference.rpartition(":")
+    if not source or not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(f"{where} = {reference!r:.200}: {expected}")
+    try:
+        found: Any = _module_of(source)
+    except (UserCodeError, OSError) as error:
+        raise ConfigError(f"{where} = {reference!r}: {error}") from error
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        raise ConfigError(f"{where} = {reference!r}: {source} has no {name!r}; {expected}")
+    return found
+
+
+def _module_of(source: str) -> ModuleType:
+    if not source.endswith(".py"):
+        make_importable(Path.cwd())
+        return import_module(source)
+    file = Path(source).resolve()
+    if not file.is_file():
+        raise FileNotFoundError(f"{source} is no file")
+    return run_file(file)
 
 
 def make_importable(directory: Path) -> None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rollout.agents.gateway_door import GatewayDoor
     from rollout.agents.services import Services
     from rollout.agents.turn import AssistantTurn, SampledTokens
+    from rollout.agents.turn_log import TurnLog
     from rollout.agents.wording import Given
     from rollout.chat.drift import Drift
     from rollout.config import AgentConfig
@@ -94,10 +95,11 @@ class AgentContext:
         extra: dict[str, Any],
         outermost: Deadline,
         hold: Hold | None = None,
+        log: TurnLog | None = None,
     ) -> None:
         self._services = services
         self._state = TrajectoryState(
-            services, prompt, identity, tools, deadline, extra, outermost, hold
+            services, prompt, identity, tools, deadline, extra, outermost, hold, log
         )
         self._main = Conversation(
             self._state,
@@ -108,6 +110,7 @@ class AgentContext:
             group_id=f"{identity.step}/{identity.uid}",
         )
         self._interaction: Interaction | None = None
+        self._interaction_name = interaction_name(prompt, self.config)
         self._is_whole = True
 
     def beside(self, conversation: Conversation) -> AgentContext:
@@ -416,7 +419,3 @@ class AgentContext:
         if interaction is not None:
             cleanup_s = self._services.config.limits.cleanup_s
             await finish(interaction, self.identity.session_id, cleanup_s)
-
-    @property
-    def _interaction_name(self) -> str | None:
-        return interaction_name(self.prompt, self.config)

@@ -19,6 +19,7 @@ from rollout.drives import UnresponsiveError
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.generation import Generation
 from rollout.errors import AgentError, LimitExceeded
+from rollout.tools.answers import Answers
 from rollout.tools.call_events import CallEvents
 
 if TYPE_CHECKING:
@@ -118,7 +119,9 @@ class Conversation(ListeningConversation):
             if self._unsettled:
                 await self._settle()
             state, stop, is_over, bounded_by = self._state, options.stop, False, ""
-            started, events, turn = state.clock(), state.services.events, self.assistant_turns
+            log, place = state.log, None
+            started, recalled_s = state.clock(), None
+            events, turn = state.services.events, self.assistant_turns
             if events.is_on:
                 tell_turn_started(events, self._identity, turn, started)
             deadline = state.deadline_of_generation(started)
@@ -131,22 +134,33 @@ class Conversation(ListeningConversation):
                             await self._render_again()
                     kept = self._wording.kept_tokens
                     budget, bounded_by = state.budget(self.transcript, sampling, kept)
-                    # Not in a coroutine of its own: every trajectory waits here.
-                    await state.services.engines.generate(
-                        generation,
-                        session_id=self._session_id,
-                        prompt_ids=self.transcript.prefix,
-                        sampling=state.sampling_of_turn(sampling, budget, seed),
-                        priority=state.prompt.priority,
-                        known_experts=self.transcript.routed_length,
-                        group_id=self._group_id,
-                        deadline=deadline,
-                        hold=state.hold,
-                        trajectory=self._identity.number,
-                    )
+                    drawn = state.sampling_of_turn(sampling, budget, seed)
+                    if log is not None:
+                        place = log.place_of_turn(self.transcript.prefix, drawn)
+                        if log.has_answers:
+                            recalled_s = await log.recall_turn(place, generation)
+                    if recalled_s is None:
+                        # Not in a coroutine of its own: every trajectory waits here.
+                        await state.services.engines.generate(
+                            generation,
+                            session_id=self._session_id,
+                            prompt_ids=self.transcript.prefix,
+                            sampling=drawn,
+                            priority=state.prompt.priority,
+                            known_experts=self.transcript.routed_length,
+                            group_id=self._group_id,
+                            deadline=deadline,
+                            hold=state.hold,
+                            trajectory=self._identity.number,
+                        )
                     if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
                         raise state.abort_error(self._session_id, deadline.now)
                 is_over = True
+                if log is not None and place is not None and recalled_s is None:
+                    turn, took_s = self.assistant_turns, state.clock() - started
+                    session = self._session_id
+                    if log.note_turn(place, session, turn, generation, took_s):
+                        await log.room()
             except (LimitExceeded, UnresponsiveError) as error:
                 self._settling_limits.settle(error)
                 raise
@@ -160,12 +174,10 @@ class Conversation(ListeningConversation):
                     end = TurnEnd("stop", None)
                 is_cut = end.finish_reason not in WHOLE_ANSWERS
                 stays_open = is_over or (is_cut and options.stays_open)
-                seconds = now - started - generation.held_s
+                seconds = now - started - generation.held_s + (recalled_s or 0.0)
                 if events.is_on:
-                    had = len(self.transcript)
-                    tell_turn_ended(
-                        events, self._identity, turn, (started, now), had, generation, end
-                    )
+                    had, times = len(self.transcript), (started, now)
+                    tell_turn_ended(events, self._identity, turn, times, had, generation, end)
                 self._arrived(generation, seed, end, seconds, stays_open=stays_open)
             return self._say()
         finally:
@@ -268,18 +280,36 @@ class Conversation(ListeningConversation):
         self._check_idle("run_tools")
         await self._settle()
         state = self._state
-        events, told = state.services.events, None
+        with self._settling_limits:
+            state.count_calls(len(calls))
+            results = await self._answers_to(calls)
+            state.tool_rewards += [r.reward for r in results if r.reward is not None]
+            self._errors_in_a_row = state.count_errors(results, self._errors_in_a_row)
+        return results
+
+    async def _answers_to(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
+        """What the tools answer, or have answered when the trajectory came here before."""
+        state, log, offered = self._state, self._state.log, self._offered
+        place = None if log is None else log.place_of_calls(self.transcript.prefix, calls)
+        if log is not None and place is not None and log.has_answers:
+            known = await log.recall_answers(place)
+            if known is not None:
+                return state.tools.recall(calls, known, self._turn_deadline, offered)
+        before, events, told = state.tools.seconds, state.services.events, None
         if events.is_on:
             who = self._identity
             told = CallEvents(events, who.number, self.assistant_turns - 1, who.path)
-        with self._settling_limits:
-            state.count_calls(len(calls))
-            results = await state.tools.run(
-                calls, turn_deadline=self._turn_deadline, offered=self._offered, told=told
-            )
-            state.tool_rewards += [r.reward for r in results if r.reward is not None]
-            state.services.tally.tool_calls += len(calls)
-            self._errors_in_a_row = state.count_errors(results, self._errors_in_a_row)
+        results = await state.tools.run(
+            calls, turn_deadline=self._turn_deadline, offered=offered, told=told
+        )
+        state.services.tally.tool_calls += len(calls)
+        if log is not None and place is not None:
+            answers = Answers(results, state.tools.seconds - before)
+            if state.tools.has_states:
+                stateful, snapshots = await state.tools.states_after(calls)
+                answers = answers._replace(stateful=stateful, snapshots=snapshots)
+            if log.note_answers(place, self._session_id, self.assistant_turns, answers):
+                await log.room()
         return results
 
     async def branch(

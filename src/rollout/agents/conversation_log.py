@@ -90,6 +90,7 @@ class ConversationLog:
             versions=[(version, count) for version, count in generation.versions],
             finish_reason=finish_reason,
             top=generation.top(),
+            packed=generation.packed(),
         )
         experts = generation.experts()
         if experts is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
@@ -67,6 +67,20 @@ class _Plain(NamedTuple):
 
     role: str
     content: str | None
+
+
+class PackedMessages(NamedTuple):
+    """Messages as plain data; see `KeptMessages.packed`.
+
+    Attributes:
+        entries: Of each what is not in its tokens.
+        places: Where those are.
+        rows: The numbers of the rows that the places speak of.
+    """
+
+    entries: list[Any]
+    places: bytes
+    rows: list[int]
 
 
 class KeptMessages(Sequence[Message]):
@@ -195,6 +209,43 @@ class KeptMessages(Sequence[Message]):
         forked._rows = self._rows
         return forked
 
+    def packed(
+        self, rows: Mapping[int, int], pack: Callable[[Message], Any]
+    ) -> PackedMessages | None:
+        """All of them, without what their tokens say; None where they are of other rows.
+
+        Args:
+            rows: Numbers of the rows by the identity of their `TokenPrefix`.
+            pack: Makes plain data of a message.
+        """
+        own = [rows.get(id(row)) for row in self._rows]
+        numbers = [each for each in own if each is not None]
+        if len(numbers) < len(own):
+            return None
+        entries = [pack(each) if type(each) is Message else each for each in self._entries]
+        return PackedMessages(entries, self._places, numbers)
+
+    @classmethod
+    def from_packed(
+        cls,
+        packed: PackedMessages,
+        rows: Sequence[TokenPrefix],
+        reader: TurnReader,
+        unpack: Callable[[Any], Message],
+    ) -> KeptMessages:
+        """Those that were `packed`, of these rows."""
+        made = cls(reader)
+        made._entries = [_entry(each, unpack) for each in packed.entries]
+        made._places = packed.places
+        made._rows = tuple(rows[number] for number in packed.rows)
+        made._is_settled = True
+        return made
+
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        """Of the tools that could be called."""
+        return self._reader.schemas
+
     def settle(self) -> None:
         """Nothing that can be made again is kept from now on, whoever reads."""
         self._read, self._is_settled = None, True
@@ -240,6 +291,19 @@ class KeptMessages(Sequence[Message]):
         """The last turn, where nobody reads."""
         if not self._is_read:
             self._read = None
+
+
+def pack_texts(entries: list[Any]) -> PackedMessages:
+    """Messages that stand in no tokens, each packed already."""
+    return PackedMessages(entries, _NOWHERE * len(entries), [])
+
+
+def _entry(packed: Any, unpack: Callable[[Any], Message]) -> Message | _Head | _Plain | None:
+    if packed is None:
+        return None
+    if len(packed) == len(_Plain._fields):
+        return _Plain(*packed)
+    return _Head(*packed) if len(packed) == len(_Head._fields) else unpack(packed)
 
 
 def find_texts(messages: Sequence[Message], text: str) -> list[int]:

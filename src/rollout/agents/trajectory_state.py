@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from rollout.agents.services import Services
+    from rollout.agents.turn_log import TurnLog
     from rollout.chat.transcript import Transcript
     from rollout.config import AgentConfig
     from rollout.engine.core import SamplingParams
@@ -74,6 +75,7 @@ class TrajectoryState:
         cut_prompt_tokens: Tokens that the prompt has lost, to fit.
         deadline: The trajectory's own.
         outermost: The deadline that nothing puts off.
+        log: Remembers its answers; None where nothing does.
         hold: Where it waits while it is carried to another call; None where it never is.
         idle_since: When its last generation, or its last user's answer, ended; 0 before.
     """
@@ -99,6 +101,7 @@ class TrajectoryState:
         "hold",
         "identity",
         "idle_since",
+        "log",
         "outermost",
         "prompt",
         "resumes",
@@ -118,8 +121,10 @@ class TrajectoryState:
         extra: dict[str, Any],
         outermost: Deadline,
         hold: Hold | None,
+        log: TurnLog | None = None,
     ) -> None:
         self.services = services
+        self.log = log
         self.config: AgentConfig = services.config.agent
         self.clock = loop_clock()
         self.wording = Wording(services, services.reader_of(tools))
@@ -236,6 +241,8 @@ class TrajectoryState:
     def count_tokens(self, generation: Generation, known_tokens: int) -> None:
         """Count what a generation brought, and how much of `known_tokens` its engine still had."""
         self.cached_tokens += generation.cached_tokens
+        if not generation.parts:
+            return  # none arrived, or all of it is remembered
         tally = self.services.tally
         tally.generated_tokens += len(generation.ids)
         if generation.finish_reason in WHOLE_ANSWERS:  # others need not say what was cached

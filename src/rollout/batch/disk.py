@@ -1,9 +1,7 @@
-"""Files that are written whole or not at all, and what a disk without room for them says."""
+"""Files that are written whole or not at all."""
 
 from __future__ import annotations
 
-import errno
-import re
 import shutil
 import stat
 import tempfile
@@ -13,18 +11,11 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from rollout.errors import RolloutError
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from types import TracebackType
 
     import torch
-
-#: Errors after which it helps to know how much room there is.
-_OF_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-#: How safetensors words what the system said.
-_IN_SAFETENSORS = re.compile(r"I/O error: (?P<text>.*) \(os error (?P<number>\d+)\)")
 
 
 class NewFiles:
@@ -105,23 +96,3 @@ class NewFiles:
         for piece in pieces:
             self.needed += len(piece)
             yield piece
-
-
-def unwritable(path: Path, error: Exception, needed: int) -> RolloutError:
-    """The error of a path that cannot be written: why, and where room lacks, how much.
-
-    Args:
-        needed: Bytes, of everything that is to be written there.
-    """
-    found = _IN_SAFETENSORS.search(str(error))
-    number = int(found["number"]) if found else getattr(error, "errno", None)
-    text = found["text"] if found else getattr(error, "strerror", None) or str(error)
-    room = ""
-    if number in _OF_ROOM:
-        room = f"; {needed:,} bytes are needed and {_free_bytes(path):,} are free there"
-    return RolloutError(f"{path} cannot be written: {text}{room}")
-
-
-def _free_bytes(path: Path) -> int:
-    there = next(place for place in (path, *path.absolute().parents) if place.exists())
-    return shutil.disk_usage(there).free

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import logging
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tensordict import TensorDict
 
-from rollout.batch.disk import NewFiles, unwritable
+from rollout.batch.disk import NewFiles
 from rollout.batch.records import (
     Number,
     number,
@@ -23,6 +24,7 @@ from rollout.batch.records import (
     trajectory_from_line,
     trajectory_line,
 )
+from rollout.disk_room import unwritable
 from rollout.errors import RolloutError
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ logger = logging.getLogger("rollout.batch")
 TENSORS = "tensors.safetensors"
 SAMPLES = "samples.jsonl"
 TRAJECTORIES = "trajectories.jsonl"
+#: What ``rollout run`` writes while it runs.
+JOURNAL, JOURNAL_MAGIC = "trajectories.journal", b"rollout journal "
 METRICS = "metrics.json"
 META = "meta.json"
 FILES = (TENSORS, SAMPLES, TRAJECTORIES, METRICS)
@@ -165,18 +169,38 @@ def _read_tensors(path: Path, meta: _Meta) -> TensorDict:
 
 
 def load_trajectories(path: Path | str) -> list[Trajectory]:
-    """The trajectories of a ``trajectories.jsonl``, also where no batch was saved in the end.
+    """The trajectories of a ``trajectories.jsonl``, or those that a journal has finished.
 
-    In the order of the file: that of the rows where `RolloutBatch.save` wrote it, that of their
-    ends where ``rollout run`` did not come to that. In the order of (group, member) `collate`
-    makes a batch of them. A last line that was cut short is left out, with a warning.
+    In the order of the file. In the order of (group, member) `collate` makes a batch of them. Where
+    ``rollout run`` did not come to save a batch, the journal is read that it left beside the path.
+    A last line or record that was cut short is left out, with a warning.
 
     Raises:
         RolloutError: The file cannot be read, or a line describes no trajectory; names it.
     """
     path = Path(path)
+    beside = path.with_name(JOURNAL)
+    if not path.exists() and path.name == TRAJECTORIES and beside.exists():
+        path = beside
+    if _is_journal(path):
+        return _ended_trajectories(path)
     with _reading(path):
         return _read_lines(path, trajectory_from_line, may_be_cut=True)
+
+
+def _is_journal(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(JOURNAL_MAGIC)) == JOURNAL_MAGIC
+    except OSError:
+        return False  # which reading it says better
+
+
+def _ended_trajectories(path: Path) -> list[Trajectory]:
+    """Those of a journal; what reads it is floors above, and found by its name."""
+    loading = importlib.import_module("rollout.runtime.journal_loading")
+    trajectories: list[Trajectory] = loading.ended_trajectories(path)
+    return trajectories
 
 
 def _read_lines(path: Path, read: Callable[[bytes], T], *, may_be_cut: bool = False) -> list[T]:
@@ -203,7 +227,9 @@ def _reading(path: Path) -> Iterator[None]:
 
 def _read_meta(path: Path) -> _Meta:
     if not path.is_file():
-        rest = path.with_name(TRAJECTORIES)
+        rest = next(
+            (each for each in map(path.with_name, (TRAJECTORIES, JOURNAL)) if each.is_file()), path
+        )
         hint = f"; rollout.batch.load_trajectories reads {rest}" if rest.is_file() else ""
         raise RolloutError(
             f"{path} does not exist; expected a directory that RolloutBatch.save wrote{hint}"

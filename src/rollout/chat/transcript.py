@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,29 @@ NO_VERSION = -1
 NO_ID = -1
 #: What stands in `Transcript.routed_experts` where nobody knows.
 NO_EXPERT = -1
+
+
+class PackedTranscript(NamedTuple):
+    """A transcript as bytes; `Transcript.from_packed` makes an equal one.
+
+    Attributes:
+        ids: int32 of each token, in the pieces in which they came; a piece that its reader has
+            already is a number.
+        spans: Of each its author and where it stops; see `SpanTable`.
+        runs, reasons: As in `SpanTable`.
+        log_probs: float32 of each generated span, or a number in the same manner.
+        top: By where their span starts, how many most likely ids each token has, their ids, int32,
+            and log-probs, float32.
+        experts: (layers, top_k) and int16 of the first tokens; None where nobody knows them.
+    """
+
+    ids: list[bytes | int]
+    spans: bytes
+    runs: bytes
+    reasons: tuple[str, ...]
+    log_probs: list[bytes | int]
+    top: dict[int, tuple[int, bytes, bytes]] | None
+    experts: tuple[int, int, bytes] | None
 
 
 class Transcript:
@@ -119,6 +142,7 @@ class Transcript:
         versions: Sequence[tuple[int, int]],
         finish_reason: str,
         top: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
+        packed: tuple[bytes, bytes] | None = None,
     ) -> None:
         """Append what an engine returned; an empty generation yields an empty span.
 
@@ -128,6 +152,7 @@ class Transcript:
             versions: Runs ``(weight version, number of ids)`` that add up to T.
             finish_reason: Why the engine stopped.
             top: (T, k) the most likely ids at the place of each, and (T, k) their log-probs.
+            packed: The same ids and log-probs, packed: held as they are.
 
         Raises:
             ValueError: The lengths do not agree; the transcript is unchanged.
@@ -143,17 +168,17 @@ class Transcript:
             raise ValueError(f"append_generated: a run of versions is negative: {list(versions)}")
         likely = None if top is None else _top_of(top, len(ids))
         # First what may fail, so that then nothing has changed.
-        packed = _packed("i", np.int32, ids)
-        packed_log_probs = _packed("f", np.float32, log_probs)
+        if packed is None:
+            packed = _packed("i", np.int32, ids), _packed("f", np.float32, log_probs)
         runs = array("i", chain.from_iterable((v, n) for v, n in versions if n)).tobytes()
         if likely is not None and len(ids):
             self._top = self._top or {}
             self._top[len(self)] = likely
-        self.prefix.extend(packed)
+        self.prefix.extend(packed[0])
         self._spans.append_generated(len(ids), finish_reason, runs)
         if self._log_probs is None:
             self._log_probs = []
-        self._log_probs.append(packed_log_probs)
+        self._log_probs.append(packed[1])
 
     def fork(self, position: int) -> Transcript:
         """A transcript that begins with the first `position` tokens of this one, as context.
@@ -201,6 +226,58 @@ class Transcript:
     def log_probs_bytes(self) -> bytes:
         """Those of the generated ids, in order, as packed float32."""
         return b"".join(self._log_probs or ())
+
+    def packed(self, known: Mapping[int, int]) -> PackedTranscript:
+        """All of it.
+
+        Args:
+            known: Numbers of what its reader has already, by the identity of its bytes.
+        """
+        spans, top, experts = self._spans, None, None
+        if self._top is not None:
+            top = {
+                start: (ids.shape[1], ids.tobytes(), values.tobytes())
+                for start, (ids, values) in self._top.items()
+            }
+        if self.expert_shape is not None and self._experts is not None:
+            experts = (*self.expert_shape, self._experts.tobytes())
+        return PackedTranscript(
+            [known.get(id(piece), piece) for piece in self.prefix.pieces],
+            spans.places,
+            spans.runs,
+            spans.reasons,
+            [known.get(id(own), own) for own in self._log_probs or ()],
+            top,
+            experts,
+        )
+
+    @classmethod
+    def from_packed(
+        cls, packed: PackedTranscript, known: Callable[[int], tuple[bytes, bytes]]
+    ) -> Transcript:
+        """The transcript of which this was `packed`.
+
+        Args:
+            known: Gives the ids and the log-probs that a number stands for.
+        """
+        made = cls()
+        for piece in packed.ids:
+            made.prefix.extend(known(piece)[0] if isinstance(piece, int) else piece)
+        made._spans = SpanTable(len(made.prefix), packed.spans, packed.runs, packed.reasons)
+        own = [known(each)[1] if isinstance(each, int) else each for each in packed.log_probs]
+        made._log_probs = own or None
+        if packed.top is not None:
+            made._top = {
+                start: (
+                    np.frombuffer(ids, np.int32).reshape(-1, width),
+                    np.frombuffer(values, np.float32).reshape(-1, width),
+                )
+                for start, (width, ids, values) in packed.top.items()
+            }
+        if packed.experts is not None:
+            made.expert_shape = packed.experts[:2]
+            made._experts = array("h", packed.experts[2])
+        return made
 
     def runs(self) -> Iterator[tuple[int, int | None]]:
         """What follows the prompt, in pieces: so many ids, and which weights sampled them.

@@ -35,7 +35,8 @@ exit codes:
   2    bad usage, configuration, prompts or tools; nothing was started
   3    an engine did not start or was lost
   4    the results could not be saved; what was written as trajectories ended is kept
-  130  interrupted (Ctrl-C); 143: terminated. What had been started is saved
+  130  interrupted (Ctrl-C); 143: terminated. What had been started is saved, and --resume
+       continues it
 """
 
 EXAMPLES = """\
@@ -162,7 +163,14 @@ def _add_run(commands: Commands) -> None:
     parser.add_argument(
         "--out", required=True, metavar="DIR", help="directory for the results; made if missing"
     )
-    parser.add_argument("--overwrite", action="store_true", help="DIR need not be empty")
+    kept = parser.add_mutually_exclusive_group()
+    kept.add_argument("--overwrite", action="store_true", help="DIR need not be empty")
+    kept.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run that left its journal in DIR: what it finished is kept, the rest "
+        "goes on from its last whole turn; begins one where DIR has none",
+    )
     parser.add_argument(
         "--samples", type=_positive, metavar="N", help="trajectories for each prompt"
     )

@@ -15,6 +15,7 @@ from rollout.cli.check import builtin_programs, config_faults, look_at_tools
 from rollout.cli.consoles import lasting_consoles
 from rollout.cli.exit_codes import BAD_INPUT, ENGINE_LOST, NOT_SAVED, OK, SOME_FAILED
 from rollout.cli.foreground import INTERRUPTED, ForegroundJob, JobResult, run_job
+from rollout.cli.run_journal import JOURNAL, with_journal
 from rollout.cli.sizing import sizing_lines
 from rollout.cli.user_code import UserCode
 from rollout.cli.wrapping import print_line
@@ -98,10 +99,13 @@ def _run(arguments: argparse.Namespace, output: Console, errors: Console) -> int
     prompts = read_prompts(arguments.prompts)
     known = [*config.tools.builtin, *(tool.name for tool in tools)]
     check_names(prompts, config.agent, known, InteractionRegistry(interactions))
+    directory = _directory(arguments.out, arguments.overwrite, may_resume=arguments.resume)
+    config = with_journal(config, directory, Path(arguments.prompts))
     job = ForegroundJob(
         config=config,
         prompts=prompts,
-        directory=_directory(arguments.out, arguments.overwrite),
+        directory=directory,
+        resume=arguments.resume,
         tools=tools,
         rewards=rewards,
         interactions=interactions,
@@ -124,10 +128,11 @@ def _demo(arguments: argparse.Namespace, output: Console, errors: Console) -> in
         raise _cannot_run("the demo", faults)
     tasks = demo.arithmetic_tasks(arguments.prompts, arguments.seed)
     may_overwrite = arguments.overwrite or arguments.out is None
+    directory = _directory(arguments.out or DEMO_DIRECTORY, may_overwrite)
     job = ForegroundJob(
-        config=config,
+        config=with_journal(config, directory),
         prompts=tasks.prompts,
-        directory=_directory(arguments.out or DEMO_DIRECTORY, may_overwrite),
+        directory=directory,
         tools=[calculator],
         rewards=GivenRewards(tasks.reward),
     )
@@ -231,13 +236,17 @@ def _cannot_run(what: str, faults: Sequence[str]) -> ConfigError:
     return ConfigError("\n  ".join((f"{what} cannot run here:", *faults)), tuple(faults))
 
 
-def _directory(path: str, may_overwrite: bool) -> Path:
+def _directory(path: str, may_overwrite: bool, *, may_resume: bool = False) -> Path:
     """The directory for the results, made and known to be writable before any work starts."""
     directory = Path(path)
     try:
-        if directory.exists() and not may_overwrite and any(directory.iterdir()):
+        may_have_files = may_overwrite or (may_resume and (directory / JOURNAL).is_file())
+        if directory.exists() and not may_have_files and any(directory.iterdir()):
+            options = "--overwrite"
+            if (directory / JOURNAL).is_file():
+                options = "--overwrite, or --resume to continue the run that left its journal there"
             raise ConfigError(
-                f"--out {path}: is not empty; expected an empty or new directory, or --overwrite"
+                f"--out {path}: is not empty; expected an empty or new directory, or {options}"
             )
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -268,16 +277,15 @@ def _print_demo(batch: RolloutBatch, output: Console) -> None:
 
 def _finished(result: JobResult, job: ForegroundJob, output: Console, errors: Console) -> int:
     """Say what became of a job; its exit code."""
-    from rollout.batch.storage import TRAJECTORIES
     from rollout.cli.summary import summary_lines
 
     if result.batch is not None:
-        kept = [TRAJECTORIES] if result.appended else []
+        kept = [JOURNAL] if result.written else []
         files = None if result.fault is None else kept
         for line in summary_lines(result.batch, result.seconds, job.directory, files):
             print_line(output, line)
     if result.fault is not None:
-        return _tell(errors, _loss(result, job.directory / TRAJECTORIES), NOT_SAVED)
+        return _tell(errors, _loss(result, job.directory / JOURNAL), NOT_SAVED)
     return _exit_code(result, errors)
 
 
@@ -285,9 +293,9 @@ def _loss(result: JobResult, path: Path) -> str:
     """What could not be saved, and what there is in its place."""
     assert result.batch is not None
     ended = count(len(result.batch.trajectories), "trajectory")
-    kept = f"kept is {path} with {result.appended:,} of {ended}, as they ended; "
-    hint = "rollout.batch.load_trajectories reads it"
-    return f"{result.fault}\n  {kept + hint if result.appended else f'none of {ended} is saved'}"
+    kept = f"kept is {path} with {result.written:,} of {ended}, as they ended; "
+    hint = "--resume continues from it, rollout.batch.load_trajectories reads it"
+    return f"{result.fault}\n  {kept + hint if result.written else f'none of {ended} is saved'}"
 
 
 def _exit_code(result: JobResult, errors: Console) -> int:

@@ -15,7 +15,7 @@ import attrs
 
 from rollout.cli.explain_signal import explaining_at_signal
 from rollout.cli.progress import ProgressDisplay, details_of, show_progress
-from rollout.cli.trajectory_saving import appending
+from rollout.cli.run_journal import ended_in, forget_journal, without_earlier_batch
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
 from rollout.observe.event_file import EVENTS
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from rollout.batch import RolloutBatch
-    from rollout.batch.trajectory_file import TrajectoryFile
     from rollout.cli.live_details import Detail
     from rollout.observe.explanation import Explanation
     from rollout.runtime.runtime import RolloutRuntime
@@ -60,6 +59,7 @@ class ForegroundJob:
     samples: int | None = None
     step: int | None = None
     validate: bool = False
+    resume: bool = False
 
     @property
     def observed_config(self) -> RolloutConfig:
@@ -71,15 +71,15 @@ class ForegroundJob:
         return attrs.evolve(config, observe=observe)
 
     def set_events_aside(self) -> None:
-        """Those of an earlier run are not to be continued."""
+        """Those of an earlier run are continued where that is resumed only."""
         path = self.directory / EVENTS
-        if self.config.observe.path is None and path.exists():
+        if self.config.observe.path is None and path.exists() and not self.resume:
             path.replace(self.directory / ASIDE)
 
     def settle_events(self, *, is_saved: bool) -> None:
         """Keep the events of what there are results of: of this run, or of the earlier one."""
         path, aside = self.directory / EVENTS, self.directory / ASIDE
-        if self.config.observe.path is not None:
+        if self.config.observe.path is not None or self.resume:
             return
         if is_saved:
             aside.unlink(missing_ok=True)
@@ -97,23 +97,24 @@ class JobResult(NamedTuple):
         lost: Trajectories that had not ended when there was no more time for them.
         seconds: From the call of `generate` to its end.
         signal: The signal that ended it.
-        appended: Lines in ``trajectories.jsonl``, written as trajectories ended.
-        fault: Why the batch could not be saved; those lines are all that is on disk then.
+        written: Trajectories in the journal, written as they ended; counted where there is a
+            fault.
+        fault: Why the batch could not be saved; the journal is all that is on disk then.
     """
 
     batch: RolloutBatch | None
     lost: int
     seconds: float
     signal: signal.Signals | None
-    appended: int
+    written: int
     fault: RolloutError | None
 
 
 async def run_job(job: ForegroundJob, console: Console) -> JobResult:
     """Run the job and save its batch; progress goes to `console`.
 
-    Each trajectory is appended to ``trajectories.jsonl`` as it ends, so that what has ended is on
-    disk whatever happens; saving the batch puts the rows of all files in the order of the prompts.
+    The journal has each trajectory as it ends, so that what has ended is on disk whatever happens,
+    and the run can be resumed.
 
     SIGINT and SIGTERM belong to it meanwhile. The first one cancels what has not ended and saves
     everything; where that takes longer than `GRACE_S`, or at a second signal, what has ended is
@@ -128,7 +129,7 @@ async def run_job(job: ForegroundJob, console: Console) -> JobResult:
     try:
         await _perform(job, run, console)
     finally:
-        job.settle_events(is_saved=run.batch is not None)
+        job.settle_events(is_saved=run.batch is not None and run.fault is None)
     return run.result()
 
 
@@ -146,12 +147,14 @@ async def _perform(job: ForegroundJob, run: _Run, console: Console) -> None:
             )
             tasks.start_soon(run.load)
             with run.starting:
+                forget_journal(job.config, resume=job.resume)
                 async with open_rollout(
                     job.observed_config,
                     job.tools,
                     job.rewards.single,
                     job.interactions,
                     group_reward=job.rewards.group,
+                    resume=job.resume,
                 ) as run.runtime:
                     tasks.start_soon(run.generate)
                     await run.leave.wait()
@@ -180,15 +183,14 @@ class _Run:
         self.seconds = 0.0
         self.signal: signal.Signals | None = None
         self.fault: RolloutError | None = None
-        self.file: TrajectoryFile | None = None
 
     def result(self) -> JobResult:
         """What became of the job, once its tasks have ended."""
         statistics = self.statistics()
         kept = 0 if self.batch is None else len(self.batch.trajectories)
         lost = 0 if statistics is None else statistics.admitted - kept
-        appended = 0 if self.file is None else self.file.count
-        return JobResult(self.batch, lost, self.seconds, self.signal, appended, self.fault)
+        written = 0 if self.fault is None else ended_in(self._job.config)
+        return JobResult(self.batch, lost, self.seconds, self.signal, written, self.fault)
 
     def statistics(self) -> RuntimeStatistics | None:
         """The runtime's, once it has something to do."""
@@ -229,16 +231,16 @@ class _Run:
         self._has_begun = True
         job = self._job
         began = anyio.current_time()
-        async with appending(self.runtime, job.directory, self.threads) as self.file:
-            try:
-                self.batch = await self.runtime.generate(
-                    job.prompts, samples=job.samples, step=job.step, validate=job.validate
-                )
-            except RolloutError as error:
-                if error.partial is None:
-                    raise
-                self.batch = cast("RolloutBatch", error.partial)
-            self.seconds = anyio.current_time() - began
+        self.runtime.on_trajectory = without_earlier_batch(job.directory)
+        try:
+            self.batch = await self.runtime.generate(
+                job.prompts, samples=job.samples, step=job.step, validate=job.validate
+            )
+        except RolloutError as error:
+            if error.partial is None:
+                raise
+            self.batch = cast("RolloutBatch", error.partial)
+        self.seconds = anyio.current_time() - began
         with anyio.CancelScope(shield=True):
             try:
                 await self.threads.run("save", self.batch.save, job.directory)

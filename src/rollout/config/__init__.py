@@ -14,6 +14,7 @@ from rollout.config.engines import (
 from rollout.config.explain import describe_config
 from rollout.config.gateway_section import GatewayConfig
 from rollout.config.group_policy import GroupPolicy
+from rollout.config.journal_section import JournalConfig
 from rollout.config.limits_section import LimitsConfig
 from rollout.config.observe_section import ObserveConfig
 from rollout.config.placements import (
@@ -46,6 +47,7 @@ __all__ = [
     "GroupPolicy",
     "HttpEngine",
     "InProcessPlacement",
+    "JournalConfig",
     "LengthsConfig",
     "LimitsConfig",
     "LocalProcessPlacement",

@@ -23,6 +23,7 @@ from rollout.config.sampling_section import SamplingConfig
 from rollout.config.sections import RolloutConfig
 
 if TYPE_CHECKING:
+    from rollout.config.journal_section import JournalConfig
     from rollout.config.limits_section import LimitsConfig
     from rollout.config.rewards_section import RewardsConfig
     from rollout.config.scheduling_section import SchedulingConfig
@@ -53,10 +54,19 @@ def describe_config(config: RolloutConfig) -> list[str]:
         ("tools", _tools(config)),
         ("rewards", _rewards(config.rewards)),
         *_scheduling(config.scheduling),
+        ("journal", _journal(config.journal)),
         ("seed", _seed(config.seed)),
         ("not set", ", ".join(unset_paths(config)) or "nothing"),
     ]
     return [f"{label:<{_LABEL_WIDTH}}{text}" for label, text in entries]
+
+
+def _journal(journal: JournalConfig) -> str:
+    if journal.path is None:
+        return "none: a run that dies is not resumed"
+    return (
+        f"{journal.path}, fsync {journal.fsync}; where it cannot be written: {journal.on_failure}"
+    )
 
 
 def row_bytes(lengths: LengthsConfig) -> int:

@@ -30,6 +30,7 @@ from rollout.config.checks import (
 from rollout.config.config_faults import Fault
 from rollout.config.engines import AnyEngine, TransformersEngine
 from rollout.config.gateway_section import GatewayConfig
+from rollout.config.journal_section import JournalConfig
 from rollout.config.limits_section import LimitsConfig
 from rollout.config.observe_section import ObserveConfig
 from rollout.config.placements import (
@@ -230,6 +231,7 @@ class RolloutConfig(Section):
     scheduling: SchedulingConfig = attrs.field(factory=SchedulingConfig)
     gateway: GatewayConfig = attrs.field(factory=GatewayConfig)
     observe: ObserveConfig = attrs.field(factory=ObserveConfig)
+    journal: JournalConfig = attrs.field(factory=JournalConfig)
     #: Seeds of all sampling derive from it; None samples afresh each run.
     seed: Natural | None = None
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import msgspec
 
+from rollout.batch.metrics import batch_metrics
 from rollout.errors import ConfigError, PromptError
 from rollout.scheduling.prompt_columns import prompt_of_row
 from rollout.scopes import open_task_group
@@ -77,7 +78,7 @@ class Repeated:
             As `RolloutRuntime.generate`.
         """
         found: dict[int, Trajectory] = {}
-        metrics: dict[str, float] = {}
+        batches: list[RolloutBatch] = []
         by_size: dict[int, list[int]] = {}
         for at, members in enumerate(self.places):
             by_size.setdefault(len(members), []).append(at)
@@ -87,7 +88,7 @@ class Repeated:
             batch: RolloutBatch = await runtime.agenerate(
                 prompts, samples=size, step=step, validate=validate, layout="packed"
             )
-            metrics.update(batch.metrics)
+            batches.append(batch)
             for each in batch.trajectories:
                 found[self.places[groups[each.group]][each.member]] = each
 
@@ -95,7 +96,20 @@ class Repeated:
             calls = [tasks.start_soon(run_those, *each) for each in by_size.items()]
             for call in calls:
                 await call.wait()
-        return [found[at] for at in sorted(found)], metrics
+        trajectories = [found[at] for at in sorted(found)]
+        return trajectories, _whole_metrics(trajectories, [batch.metrics for batch in batches])
+
+
+def _whole_metrics(
+    trajectories: Sequence[Trajectory], calls: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
+    """Figures of all trajectories; of what only their calls know, the loop's lag, the largest."""
+    if len(calls) == 1:
+        return dict(calls[0])
+    largest: dict[str, float] = {}
+    for name, value in (pair for call in calls for pair in call.items()):
+        largest[name] = max(value, largest.get(name, value))
+    return largest | batch_metrics(trajectories, {})
 
 
 def grouped(

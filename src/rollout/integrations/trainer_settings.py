@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
@@ -16,7 +15,7 @@ from rollout.runtime.blocking import BlockingRollout
 from rollout.runtime.opening import open_rollout_on
 from rollout.runtime.reward_opening import GivenRewards
 from rollout.types import Prompt
-from rollout.user_files import UserCodeError, import_module, make_importable, run_file
+from rollout.user_files import named_object
 
 if TYPE_CHECKING:
     from rollout.runtime.opening import EngineOpener
@@ -84,7 +83,7 @@ def settings_of(given: Any, where: str) -> TrainerSettings:
     Raises:
         ConfigError: There are none.
     """
-    found = _named(given, where) if isinstance(given, str) else given
+    found = named_object(given, where, _EXPECTED) if isinstance(given, str) else given
     made = found() if callable(found) else found
     if not isinstance(made, TrainerSettings):
         raise ConfigError(f"{where} = {given!r:.200}: {_EXPECTED}, got {type(made).__name__}")
@@ -103,28 +102,3 @@ def refuse_nan(settings: TrainerSettings, trainer: str) -> None:
             f"policy.unrewarded = {unrewarded!r}: {trainer} does not leave out such rows; expected "
             "'group_mean', 'zero' or 'error'"
         )
-
-
-def _named(reference: str, where: str) -> Any:
-    source, _, name = reference.rpartition(":")
-    if not source or not name:
-        raise ConfigError(f"{where} = {reference!r}: {_EXPECTED}")
-    try:
-        module = run_file(_file(source)) if source.endswith(".py") else _imported(source)
-    except (UserCodeError, OSError) as error:
-        raise ConfigError(f"{where} = {reference!r}: {error}") from error
-    if not hasattr(module, name):
-        raise ConfigError(f"{where} = {reference!r}: {source} has no {name!r}; {_EXPECTED}")
-    return getattr(module, name)
-
-
-def _file(path: str) -> Path:
-    file = Path(path).resolve()
-    if not file.is_file():
-        raise FileNotFoundError(f"{path} is no file")
-    return file
-
-
-def _imported(name: str) -> Any:
-    make_importable(Path.cwd())
-    return import_module(name)

@@ -388,17 +388,20 @@ def open_rollout_blocking(
     *,
     group_reward: GroupRewardFunction | str | None = None,
     backend: Literal["trio", "asyncio"] = "trio",
+    resume: bool = False,
 ) -> BlockingRollout:
     """A runtime for callers without a loop, or with one of their own; use it as a context manager.
 
     Args:
-        config, tools, reward, interactions, group_reward: As for `open_rollout`.
+        config, tools, reward, interactions, group_reward, resume: As for `open_rollout`.
         backend: The loop on which async tools, rewards and agents run.
 
     Raises:
         As `open_rollout`.
     """
     return BlockingRollout(
-        lambda: open_rollout(config, tools, reward, interactions, group_reward=group_reward),
+        lambda: open_rollout(
+            config, tools, reward, interactions, group_reward=group_reward, resume=resume
+        ),
         backend,
     )

@@ -57,7 +57,7 @@ async def load_driver_model(config: RolloutConfig, threads: WorkerThreads) -> Dr
 
 
 def _load(config: RolloutConfig) -> DriverModel:
-    template = _template(config)
+    template = template_of(config)
     model = DriverModel(template, _facts(template, config))
     _prepare(template)
     import_tensors()  # last: engines need what comes before
@@ -115,7 +115,12 @@ def warn_of_end_token(template: ChatTemplate, info: EngineInfo) -> None:
         )
 
 
-def _template(config: RolloutConfig) -> ChatTemplate:
+def template_of(config: RolloutConfig) -> ChatTemplate:
+    """The tokenizer and chat format of a configuration's model.
+
+    Raises:
+        TemplateError, EngineError: They cannot be loaded.
+    """
     model = config.model
     if model.path == SIMULATED_MODEL:
         is_plain = model.chat_template is None and not model.chat_template_kwargs

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rollout.engine.driver.pool import EnginePool
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.runtime.group_calls import GroupCalls
+    from rollout.scheduling.journal.journal import Journal
 
 
 class EngineControls:
@@ -20,6 +21,7 @@ class EngineControls:
 
     services: Services
     _groups: GroupCalls
+    _journal: Journal | None
     _refuse_when_closed: Callable[[], None]
 
     @property
@@ -43,6 +45,8 @@ class EngineControls:
         self._refuse_when_closed()
         await self.engines.update_weights(version, source, mode)
         self._groups.weights_changed()
+        if self._journal is not None:
+            self._journal.note_version(version)
 
     async def sleep(self, level: int = 1) -> None:
         """The engines have released memory afterwards; see `EnginePool.sleep`.

@@ -92,8 +92,10 @@ class GroupCalls:
 
         Raises:
             PromptError: An argument is wrong; nothing has been started.
-            ConfigError: What the policy names cannot be imported.
+            ConfigError: What the policy names cannot be imported, or the weights that a journal
+                resumes with were not announced.
         """
+        self._desk.log.check_announced()
         check_source(source)
         check_group_call(policy, groups, max_staleness, groups_per_step)
         base = self._config.scheduling.groups
@@ -180,6 +182,6 @@ class GroupCalls:
     def fault_of(self, run: GroupRun, groups: int, found: int) -> BaseException | None:
         """What a call of `collect` ends with that has less than it was to have, if anything."""
         fault = run.fault(groups, found)
-        if run.is_source_over and found < groups:
+        if run.source.is_over and found < groups:
             self._desk.forget(run.source)
         return fault

@@ -37,7 +37,9 @@ NEVER = 1_000_000_000
 #: Memory asks for a collection once a process has grown by this share of what was free before, but
 #: by neither less nor more than these bytes.
 SHARE, LEAST, MOST = 0.25, 256 << 20, 8 << 30
-#: What lives is swept before it is frozen where there is so many times what the last sweep left.
+#: What lives is swept before it is frozen where so many runtimes were opened since the last sweep,
+#: or the process has grown to so many times what it was then.
+OPENINGS = 32
 GROWN = 1.5
 #: Seconds between two looks at the process's memory.
 LOOK_S = 1.0
@@ -52,7 +54,8 @@ class _Heap:
         self._lock = threading.Lock()
         self._runtimes = 0
         self._is_ours = False
-        self._swept = 0  # objects that the last sweep left
+        self._openings = 0  # since the last sweep
+        self._swept_resident: int | None = None  # bytes after it
         self._batches = 0
         self._callers: tuple[int, int, int] | None = None  # thresholds, while ours stand
         self._resident = 0
@@ -65,14 +68,23 @@ class _Heap:
             is_disabled = not (gc.isenabled() or importing.is_pausing)
             if self._runtimes > 1 or is_disabled or gc.get_freeze_count():
                 return
-            # Each takes long and finds little, but for what runtimes before left in cycles.
+            self._sweep_if_due()
             gc.freeze()
-            if gc.get_freeze_count() > GROWN * self._swept:
-                gc.unfreeze()
-                gc.collect()
-                gc.freeze()
-                self._swept = gc.get_freeze_count()
             self._is_ours = True
+
+    def _sweep_if_due(self) -> None:
+        """Collect what runtimes before have left in cycles: once it is frozen, nobody finds it.
+
+        It takes long and finds little, so it is not done each time; to count what there is would
+        take as long.
+        """
+        self._openings += 1
+        resident = process_memory.resident_bytes()
+        if self._swept_resident is None:
+            self._swept_resident = resident
+        elif self._openings > OPENINGS or resident > GROWN * self._swept_resident:
+            gc.collect()
+            self._openings, self._swept_resident = 0, process_memory.resident_bytes()
 
     def freeze_more(self) -> None:
         with self._lock:

@@ -35,6 +35,7 @@ from rollout.runtime.reward_opening import (
     rewarding_of,
 )
 from rollout.runtime.runtime import RolloutRuntime
+from rollout.scheduling.journal.journal import open_journal, read_before
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory_runner import TrajectoryRunner
 from rollout.scopes import OneTask, open_task_group
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from rollout.config import ToolsConfig
     from rollout.engine.core import EngineInfo
     from rollout.engine.wire.protocol import DriverFacts
+    from rollout.scheduling.journal.journal_reading import Contents
     from rollout.scheduling.rewards import GroupRewardFunction, RewardFunction
     from rollout.tools import Tool
 
@@ -67,6 +69,7 @@ def open_rollout(
     interactions: Sequence[Any] = (),
     *,
     group_reward: GroupRewardFunction | str | None = None,
+    resume: bool = False,
 ) -> AbstractAsyncContextManager[RolloutRuntime]:
     """A runtime with its engines serving; nothing of it is left when the block has been left.
 
@@ -83,8 +86,12 @@ def open_rollout(
         group_reward: ``group_reward(group)`` with a `Group` whose members have all ended, after
             `reward`; it returns one ``float | Reward | None`` for each, in their order. As
             `reward` otherwise.
+        resume: Continue the run of `journal.path`, where there is one: what it has finished is
+            returned as it was, and what it has not goes on from there; see ``docs/journal.md``.
 
     Raises:
+        ConfigError: The journal is of another model, configuration or prompt file, or is there and
+            not to be resumed.
         ConfigError: The agent, the tool format or an interaction of the configuration is unknown,
             a reward function cannot be called like that, or not in `rewards.processes`, or the
             engines cannot do what `sampling` asks of them.
@@ -93,7 +100,12 @@ def open_rollout(
         RolloutError: It is left in another task than it was entered in; nothing has happened then.
     """
     return open_rollout_on(
-        open_engines, config, tools, GivenRewards(reward, group_reward), interactions
+        open_engines,
+        config,
+        tools,
+        GivenRewards(reward, group_reward),
+        interactions,
+        resume=resume,
     )
 
 
@@ -103,9 +115,12 @@ def open_rollout_on(
     tools: Sequence[Any],
     rewards: GivenRewards,
     interactions: Sequence[Any],
+    *,
+    resume: bool = False,
 ) -> AbstractAsyncContextManager[RolloutRuntime]:
     """`open_rollout` on the engines that `engines` opens."""
-    return OneTask("open_rollout", _open(engines, config, tools, rewards, interactions))
+    opening = _open(engines, config, tools, rewards, interactions, resume)
+    return OneTask("open_rollout", opening)
 
 
 @asynccontextmanager
@@ -115,17 +130,19 @@ async def _open(
     tools: Sequence[Any],
     rewards: GivenRewards,
     interactions: Sequence[Any],
+    resume: bool,
 ) -> AsyncIterator[RolloutRuntime]:
     if not isinstance(config, RolloutConfig):
         raise ConfigError(f"config: expected a RolloutConfig, got {type(config).__name__}")
     functions = checked(rewards, config.rewards.processes)
+    before = await read_before(config, resume=resume)
     registry = InteractionRegistry(interactions)
     parser = tool_parser(config, registry)
     builtin = await builtin_tools(config.tools)
     with frozen_heap() if config.scheduling.freeze_heap else nullcontext():
         async with (
             open_tools([*builtin, *tools]) as opened,
-            _open_runtime(engines, config, opened, functions, registry, parser) as runtime,
+            _open_runtime(engines, config, opened, functions, registry, parser, before) as runtime,
         ):
             freeze_loaded()
             yield runtime
@@ -139,6 +156,7 @@ async def _open_runtime(
     rewards: RewardFunctions,
     registry: InteractionRegistry,
     parser: ToolParser,
+    before: Contents | None,
 ) -> AsyncIterator[RolloutRuntime]:
     threads = WorkerThreads(
         max_threads=config.tools.max_threads, max_abandoned=config.tools.max_abandoned_threads
@@ -190,10 +208,12 @@ async def _open_runtime(
                         config.agent.tokenization_check, config.agent.tokenization_ignore
                     ),
                 )
-                runtime = RolloutRuntime(config, runner, threads, tally, run_seed)
+                fingerprint = loading.return_value.facts.fingerprint
                 with closing(services.texts):
-                    async with gateway_of(services), runtime.serving():
-                        yield runtime
+                    async with open_journal(services, before, fingerprint) as journal:
+                        runtime = RolloutRuntime(config, runner, threads, tally, run_seed, journal)
+                        async with gateway_of(services), runtime.serving():
+                            yield runtime
     finally:
         if processes is not None:
             await processes.close()

@@ -28,11 +28,12 @@ from rollout.scheduling.admission import Admission
 from rollout.scheduling.batch_run import BatchRun
 from rollout.scheduling.call_arguments import check_call, check_target
 from rollout.scheduling.group_desk import GroupDesk
+from rollout.scheduling.journal.group_log import GroupLog
 from rollout.scheduling.member_runs import MemberRuns
 from rollout.scheduling.pressure import Progress
 from rollout.scheduling.prompt_names import check_names
 from rollout.scheduling.prompts import check_prompts, members_of
-from rollout.scheduling.streamed_run import StreamedRun
+from rollout.scheduling.streamed_run import STREAM_DROPPED, StreamedRun
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from rollout.observe.tally import Tally
     from rollout.runtime.batch_watch import BatchWindow
     from rollout.scheduling.group_run import GroupRun
+    from rollout.scheduling.journal.entries import PromptEntry
+    from rollout.scheduling.journal.journal import Journal
     from rollout.scheduling.prompts import Member
     from rollout.scheduling.trajectory_runner import TrajectoryRunner
     from rollout.tensor_layout import Layout, Trim
@@ -56,11 +59,6 @@ if TYPE_CHECKING:
 
 #: More members than these are made in a thread: so many take a millisecond or two.
 MANY_MEMBERS = 500
-
-STREAM_DROPPED = (
-    "runtime.stream() was entered and never left: its trajectories were cancelled; use "
-    "`async with runtime.stream(...) as trajectories:`"
-)
 
 logger = logging.getLogger("rollout")
 
@@ -87,6 +85,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
         threads: WorkerThreads,
         tally: Tally,
         run_seed: int,
+        journal: Journal | None = None,
     ) -> None:
         self.config = config
         self._runner = runner
@@ -103,7 +102,8 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
         self._collation = Collation(
             config.lengths, runner.services.template, self._long_work, config.observe.path
         )
-        services, self._run_seed = runner.services, run_seed
+        services, self._journal = runner.services, journal
+        self._run_seed = run_seed if journal is None else journal.run_seed
         self._lag = LoopLag(services.events)
         self._watch = BatchWatch(services.events, services.engines, self._lag, tally)
         self._next_step, self._clock = 0, loop_clock()
@@ -156,7 +156,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
         run = await self._new_run(prompts, samples, step, validate, layout, trim)
         rows: list[Trajectory | None] = [None] * len(run.members)
 
-        async def keep(row: int, trajectory: Trajectory) -> None:
+        def keep(row: int, trajectory: Trajectory) -> None:
             rows[row] = trajectory
             self._tell(trajectory)
 
@@ -164,11 +164,16 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
             try:
                 async with self._sleep.awake():
                     with self._running(run, run):
-                        await run.run(keep)
+                        await run.run_keeping(keep)
             except Exception as error:
+                for row, trajectory in run.unwritten:
+                    rows[row] = trajectory
                 await self._collation.attach(error, rows, window, layout, trim)
                 raise
-            return await self._collation.batch(rows, window, layout, trim)
+            batch = await self._collation.batch(rows, window, layout, trim)
+        if self._journal is not None:
+            self._journal.delivered(each.log.key for each in run.members if each.log is not None)
+        return batch
 
     @contextmanager
     def _watched(self, call: str, run: BatchRun, validate: bool) -> Iterator[BatchWindow]:
@@ -253,6 +258,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
             self._lag.total,
             abandoned_threads=self._threads.abandoned | services.texts.abandoned,
             max_running=self.admission.allowed,
+            journal=None if self._journal is None else self._journal.statistics(),
         )
 
     async def _new_run(
@@ -265,6 +271,8 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
         trim: Trim = False,
     ) -> BatchRun:
         self._refuse_when_closed()
+        if self._journal is not None:
+            self._journal.check_announced()
         step, samples = check_call(step, validate, samples, layout, trim)
         scheduling = self.config.scheduling
         deadline = Deadline.after(self.config.limits.batch_s, "limits.batch_s")
@@ -272,8 +280,10 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
         is_long = isinstance(prompts, Sized) and len(prompts) * samples > MANY_MEMBERS
         with self._counted(step) as step:
             make = partial(self._members, prompts, samples, step, validate)
-            members = await self._long_work.run(is_long, make)
+            members, prompt_entries = await self._long_work.run(is_long, make)
         self._refuse_when_closed()
+        if self._journal is not None:
+            self._journal.put_all(prompt_entries)
         return BatchRun(
             members=members,
             runs=self._new_runs(),
@@ -282,6 +292,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
             config=scheduling,
             tally=self._tally,
             events=self.services.events,
+            journal=self._journal,
         )
 
     def _new_desk(self) -> GroupDesk:
@@ -294,6 +305,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
             self._run_seed,
             self._new_runs,
             self._start,
+            GroupLog(self._journal, has_group_reward=self._runner.rewarding.group is not None),
         )
 
     def _start(self, job: Callable[[], Coroutine[Any, Any, object]]) -> None:
@@ -305,17 +317,18 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
 
     def _members(
         self, prompts: Sequence[Prompt], samples: int, step: int, validate: bool
-    ) -> list[Member]:
-        """Those of a call, once its prompts are known to be good."""
+    ) -> tuple[list[Member], list[PromptEntry]]:
+        """Those of a call, once its prompts are known to be good; and what is written of them."""
         prompts, services = check_prompts(prompts), self.services
         check_names(prompts, self.config.agent, services.tools.names, services.interactions)
-        return members_of(
+        members = members_of(
             prompts,
             samples=samples,
             step=step,
             run_seed=self._run_seed,
             validate=validate,
         )
+        return members, [] if self._journal is None else self._journal.enrol(members)
 
     @contextmanager
     def _counted(self, step: int | None) -> Iterator[int]:

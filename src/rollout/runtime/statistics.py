@@ -8,6 +8,7 @@ import attrs
 
 from rollout.engine.driver.recovery import RecoveryCounts
 from rollout.engine.driver.replica_statistics import ReplicaStatistics
+from rollout.scheduling.journal.open_journal import JournalStatistics
 
 if TYPE_CHECKING:
     from rollout.engine.driver.pool import EnginePool
@@ -35,6 +36,7 @@ class RuntimeStatistics:
         abandoned_threads: Threads left behind at a deadline and still running, by the name of
             their tool, or ``rollout.chat`` where they work on a long text.
         max_running: Trajectories that may run at once now; 0 while admission is paused.
+        journal: What became of the journal and of what it held; None where there is none.
         loop_lag_s: Longest delay of the event loop by what this process did, since the start.
         loop_starved_s: Longest delay because the machine did not run the loop's thread.
     """
@@ -54,6 +56,7 @@ class RuntimeStatistics:
     max_running: int
     loop_lag_s: float
     loop_starved_s: float
+    journal: JournalStatistics | None = None
 
 
 def statistics_of(
@@ -63,6 +66,7 @@ def statistics_of(
     *,
     abandoned_threads: dict[str, int],
     max_running: int,
+    journal: JournalStatistics | None = None,
 ) -> RuntimeStatistics:
     """A snapshot of a runtime."""
     replicas = engines.statistics()
@@ -82,4 +86,5 @@ def statistics_of(
         max_running=max_running,
         loop_lag_s=lag.blocked_s or 0.0,
         loop_starved_s=lag.starved_s or 0.0,
+        journal=journal,
     )

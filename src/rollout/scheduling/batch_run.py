@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,13 @@ from rollout.errors import RolloutError
 from rollout.scheduling.ended_groups import Ended, EndedGroups
 from rollout.scheduling.endings import BadEndings
 from rollout.scheduling.finished import unstarted
+from rollout.scheduling.member_runs import UNSTARTED
 from rollout.scheduling.trajectory_events import LOST, tell_ended, tell_group_ended, tell_lost
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from rollout.chat.trajectory import Trajectory
     from rollout.config import SchedulingConfig
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
     from rollout.observe.event_stream import EventStream
     from rollout.observe.tally import Tally
     from rollout.scheduling.agent_run import AgentRun
+    from rollout.scheduling.journal.open_journal import OpenJournal
+    from rollout.scheduling.journal.trajectory_log import TrajectoryLog
     from rollout.scheduling.member_runs import MemberRuns
     from rollout.scheduling.prompts import Member
     from rollout.scheduling.rewarding import Rewarding
@@ -32,6 +37,8 @@ if TYPE_CHECKING:
 
     #: Takes a finished trajectory and its row; may wait, and holds the trajectory's place.
     Deliver = Callable[[int, Trajectory], Awaitable[None]]
+    #: Takes one at once.
+    Keep = Callable[[int, Trajectory], None]
 
 #: Reason of trajectories that were cancelled because the runtime was closed.
 CLOSED = "closed"
@@ -57,6 +64,7 @@ class BatchRun:
         config: SchedulingConfig,
         tally: Tally,
         events: EventStream,
+        journal: OpenJournal | None = None,
     ) -> None:
         self.batch = 0
         self.began = anyio.current_time()
@@ -69,27 +77,32 @@ class BatchRun:
         self._deadline = deadline
         self._config = config
         self._tally = tally
+        self._journal = journal
         self._deliver: Deliver
+        self._keep: Keep | None = None
+        #: What `_keep` gets once the journal has it, in the order of its records.
+        self._unkept: deque[tuple[Member, Trajectory]] = deque()
         self._waiting = iter(_by_priority(members))
         self._started = 0
         self._last_deadline = deadline
         self._bad = BadEndings()
         self._groups: EndedGroups | None = None
+        #: Groups whose members are run again, because their reward is not known yet.
+        self._unrewarded: set[int] = set()
         if rewarding.group is not None:
             self._groups = EndedGroups(Counter(m.identity.group for m in members))
+            self._unrewarded = {
+                m.identity.group for m in members if m.log is None or not m.log.is_finished
+            }
         self._met_deadline = False
         self._is_closed = False
+        #: Rows whose end could not be written to the journal; they are not delivered.
+        self.unwritten: list[tuple[int, Trajectory]] = []
+        self._unwritten_error: RolloutError | None = None
 
     def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
         """Cancel the members that match, also those not started yet; how many there were."""
-        chosen = [
-            m
-            for m in self.members
-            if uid in (None, m.identity.uid)
-            and member in (None, m.identity.member)
-            and not m.is_finished
-            and m.cancel_reason is None
-        ]
+        chosen = [m for m in self.members if m.is_meant(uid, member)]
         self._runs.cancel(chosen, reason)
         return len(chosen)
 
@@ -118,8 +131,23 @@ class BatchRun:
                 was over and `scheduling.on_deadline` is "raise"; every member has been delivered.
             RolloutError: `close` was called; every member has been delivered.
         """
-        self._tally.admitted += len(self.members)
         self._deliver = deliver
+        await self._run_all()
+        self._raise_final_error()
+
+    async def run_keeping(self, keep: Keep) -> None:
+        """As `run`, for a receiver that never waits: no place waits for the journal either."""
+        self._keep = keep
+        if self._journal is None:
+            await self._run_all()
+        else:
+            with self._journal.telling(self._keep_written):
+                await self._run_all()
+                await self._keep_all()
+        self._raise_final_error()
+
+    async def _run_all(self) -> None:
+        self._tally.admitted += len(self.members)
         for member in self.members:
             member.batch = self.batch
         if self._events.tells_all:
@@ -132,6 +160,8 @@ class BatchRun:
             if self._events.is_on:
                 tell_lost(self._events, lost, LOST)
             self._bad.log()
+
+    def _raise_final_error(self) -> None:
         error = self._final_error()
         if error is not None:
             try:
@@ -140,8 +170,19 @@ class BatchRun:
                 del error  # its traceback holds this frame, and only the collector would end that
 
     async def next_member(self) -> Member | None:
-        """See `MemberSource`."""
-        return next(self._waiting, None)
+        """See `MemberSource`; what the journal has whole is delivered, and takes no place."""
+        for member in self._waiting:
+            recorded = None
+            if member.log is not None and member.identity.group not in self._unrewarded:
+                recorded = member.log.finished(member.prompt, member.identity.group)
+            if recorded is None:
+                return member
+            await self._runs.take_wake(UNSTARTED)
+            self._finish(member, recorded, is_recorded=True)
+            if self._events.is_on:
+                self._tell([Ended(member.row, member, recorded)])
+            await self._hand_over(member.row, member, recorded)
+        return None
 
     def waits_until(self, member: Member) -> float:
         """See `MemberSource`."""
@@ -177,12 +218,20 @@ class BatchRun:
         """Reward a group that is whole, and deliver its members."""
         if whole and self._groups is not None:
             await self._rewarding.reward_group(whole, supervision, deadline)
-        for _, member, trajectory in whole:
-            self._finish(member, trajectory)
+        # Of a group whose reward was asked for once, all or nothing is in the journal.
+        with self._together():
+            for _, member, trajectory in whole:
+                self._finish(member, trajectory)
         if self._events.is_on:
             self._tell(whole)
-        for row, _, trajectory in whole:
-            await self._deliver(row, trajectory)
+        for row, member, trajectory in whole:
+            await self._hand_over(row, member, trajectory)
+
+    def _together(self) -> AbstractContextManager[None]:
+        """What ends in the block is in the journal as a whole, or not at all."""
+        if self._journal is None or self._groups is None:
+            return nullcontext()
+        return self._journal.together()
 
     def _next_deadline(self) -> Deadline:
         """The batch's, for one more member."""
@@ -193,14 +242,16 @@ class BatchRun:
             self._last_deadline = msgspec.structs.replace(self._deadline, late_s=late_s)
         return self._last_deadline
 
-    def _finish(self, member: Member, trajectory: Trajectory) -> None:
+    def _finish(self, member: Member, trajectory: Trajectory, *, is_recorded: bool = False) -> None:
         """Settle the member, so that nothing can end it twice."""
         member.is_finished = True
-        self._tally.outcomes[trajectory.outcome] += 1
         if trajectory.limit_source == self._deadline.source:
             self._met_deadline = True
             if self._config.on_deadline == "drop":
                 trajectory.trainable = False
+        if member.log is not None and not is_recorded:
+            member.log.end(trajectory)
+        self._tally.outcomes[trajectory.outcome] += 1
         self._bad.add(trajectory)
         if trajectory.outcome is Outcome.FAILED and self._is_over_budget():
             self.cancel(None, None, "failure_budget")
@@ -216,11 +267,47 @@ class BatchRun:
             if not self._left_of_group[group]:
                 tell_group_ended(self._events, sorted(self._of_group.pop(group)))
 
+    async def _hand_over(self, row: int, member: Member, trajectory: Trajectory) -> None:
+        """Deliver a trajectory, once the journal has it."""
+        if self._keep is not None:
+            self._unkept.append((member, trajectory))
+            self._keep_written()
+        elif member.log is None or await self._is_written(member.log):
+            await self._deliver(row, trajectory)
+        else:
+            self.unwritten.append((row, trajectory))
+
+    def _keep_written(self) -> None:
+        """Keep what is written."""
+        assert self._keep is not None
+        while self._unkept and ((log := self._unkept[0][0].log) is None or log.is_written):
+            member, trajectory = self._unkept.popleft()
+            self._keep(member.row, trajectory)
+
+    async def _keep_all(self) -> None:
+        """Keep what is left, as far as it can be written."""
+        while self._unkept:
+            member, trajectory = self._unkept[0]
+            if member.log is None or await self._is_written(member.log):
+                self._keep_written()
+            else:
+                self._unkept.popleft()
+                self.unwritten.append((member.row, trajectory))
+
+    async def _is_written(self, log: TrajectoryLog) -> bool:
+        """Whether the journal has it; waits for that until the batch's time is over."""
+        is_written = await log.until_written(self._deadline.at, lambda: self._is_closed)
+        if not is_written:
+            self._unwritten_error = log.failure
+        return is_written
+
     def _is_over_budget(self) -> bool:
         return self._bad.are_too_many(len(self.members), self._config)
 
     def _final_error(self) -> RolloutError | None:
         """The error that a finished batch ends with, if any."""
+        if self._unwritten_error is not None:
+            return self._unwritten_error
         if self._is_closed:
             return RolloutError("the runtime was closed while this call was running")
         if self._is_over_budget():

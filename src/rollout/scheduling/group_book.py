@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 
     from rollout.scheduling.ended_groups import Ended
 
+#: A consumer that waits for so long, and for itself, is told why.
+HINT_S = 60.0
+WAITS_FOR_VERSION = (
+    "stream_groups: %d groups were taken, and nothing has run for %g s: further ones would be "
+    "older than max_staleness allows; call update_weights, with a version that is one higher, "
+    "after each groups_per_step groups"
+)
 #: Groups that wait for a slow consumer of a stream before no further prompt is pulled.
 GROUP_BUFFER = 2
 

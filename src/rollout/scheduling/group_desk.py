@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rollout.engine.driver.pool import EnginePool
     from rollout.observe.tally import Tally
     from rollout.scheduling.agent_run import AgentRun
+    from rollout.scheduling.journal.group_log import GroupLog
     from rollout.scheduling.member_runs import MemberRuns
     from rollout.scheduling.rewarding import Rewarding
     from rollout.worker_threads import WorkerThreads
@@ -73,6 +74,7 @@ class GroupDesk:
         run_seed: int,
         new_runs: Callable[[], MemberRuns],
         start: Start,
+        log: GroupLog,
     ) -> None:
         self.runs: MemberRuns
         self.live: dict[GroupMember, None] = {}
@@ -85,7 +87,10 @@ class GroupDesk:
         #: Kept of sources that have given all that they have.
         self._orphans: list[PulledGroup] = []
         self._calls: dict[GroupCall, None] = {}
-        self._numbers = 0
+        self.log = log
+        self._numbers = log.pulled
+        #: What the journal says that the call which runs had before; it comes first of all.
+        self._due: list[PulledGroup] = []
         self._ready: anyio.Event | None = None
         self._is_over = anyio.Event()
         self._has_ended = anyio.Event()
@@ -111,8 +116,18 @@ class GroupDesk:
             self._has_ended = anyio.Event()
             self._start(self._run)
         await self._ready.wait()
+        self._restore(call.step)
         self._calls[call] = None
         self._start(serve)
+
+    def _restore(self, step: int) -> None:
+        """What the journal has for a call of this step is as if it had been pulled."""
+        for each in self.log.left_for(step):
+            source = PromptSource((), self._threads, self._pulled)
+            source.is_over = True
+            group = PulledGroup(each.number, each.prompt, source, before=each)
+            group.pulled = each.entry.pulled or ""
+            (self._orphans if each.step is None else self._due).append(group)
 
     def left(self, call: GroupCall) -> None:
         """It has ended."""
@@ -178,15 +193,19 @@ class GroupDesk:
             source.is_pulling = True
             self._start(source.pull)
 
-    def _pulled(self, given: Any, source: PromptSource) -> PulledGroup:
+    def _pulled(self, given: Any, source: PromptSource) -> PulledGroup | None:
         check_prompt(given, f"source: prompt {source.count - 1}")
+        if self.log.is_repeated(given, source, source.count - 1):
+            return None
         number, self._numbers = self._numbers, self._numbers + 1
         if given.uid is None:
             given = msgspec.structs.replace(given, uid=f"prompt-{number}")
-        return PulledGroup(number, given, source)
+        return PulledGroup(number, given, source, pulled=given.uid)
 
     def first_kept(self, source: PromptSource) -> PulledGroup | None:
         """What was pulled first of all that a call of this source comes to, taken away."""
+        if self._due:
+            return self._due.pop(0)
         stores = [store for store in (self._orphans, source.kept) if store]
         if not stores:
             return None
@@ -209,26 +228,30 @@ class GroupDesk:
         if group.is_begun or group.waiting:
             return
         uid, count = group.uid, 1
-        while group.uid in call.taken_names:
+        while group.before is None and group.uid in call.taken_names:
             count += 1
             group.prompt = msgspec.structs.replace(group.prompt, uid=f"{uid}@{count}")
         call.taken_names.add(group.uid)
+        step = call.step if group.before is None else group.before.entry.step
         for member in range(self._config.scheduling.samples_per_prompt):
             identity = Identity(
                 uid=group.uid,
                 group=group.number,
                 member=member,
-                step=call.step,
+                step=step,
                 run_seed=self._run_seed,
                 validate=False,
             )
             hold = Hold(self._config.limits)
             group.waiting.append(GroupMember(group.prompt, identity, hold=hold, group=group))
+        self.log.enrol(group)
 
     def member_like(self, member: GroupMember) -> GroupMember:
         """Another one in the place of one that failed."""
         hold = Hold(self._config.limits)
-        return GroupMember(member.prompt, member.identity, hold=hold, group=member.group)
+        return GroupMember(
+            member.prompt, member.identity, hold=hold, group=member.group, log=member.log
+        )
 
     def trajectory_deadline(self, group: PulledGroup) -> Deadline:
         """Of a member that starts, or continues, now."""
@@ -237,7 +260,7 @@ class GroupDesk:
 
     async def reward(self, group: PulledGroup, wanted: Sequence[Ended]) -> None:
         """Ask for the reward of a group, once."""
-        if self._rewarding.group is None or group.is_rewarded:
+        if self._rewarding.group is None or group.is_rewarded or self.log.is_rewarded(wanted):
             return
         group.is_rewarded = True
         await self._rewarding.reward_group(wanted, self.runs.supervision, NEVER)
@@ -254,6 +277,7 @@ class GroupDesk:
         self.live.pop(member, None)
         group.forget(member)
         group.ended.append(Ended(0, member, trajectory))
+        self.log.ended(member, trajectory)
         self._tally.outcomes[trajectory.outcome] += 1
         if self.events.is_on:
             tell_ended(self.events, member, trajectory)
@@ -282,6 +306,10 @@ class GroupDesk:
         carried = []
         for store in self._stores():
             carried += [m for group in store for m in group.waiting if m.is_held]
+            if reason == DISCARDED:
+                for group in store:
+                    if group.is_carried:
+                        self.log.unwanted(group)
             store[:] = [group for group in store if not group.is_carried]
         carried = [member for member in carried if not member.is_finished]
         if carried:

@@ -15,6 +15,7 @@ from rollout.limits import Deadline
 from rollout.scheduling.ended_groups import Ended
 from rollout.scheduling.endings import BadEndings
 from rollout.scheduling.finished import unstarted
+from rollout.scheduling.group_book import HINT_S, WAITS_FOR_VERSION
 from rollout.scheduling.pulled_group import GROUP_S, GroupMember, PulledGroup
 from rollout.scheduling.selection import Selection, judge
 from rollout.scheduling.trajectory_events import tell_ended, tell_group_ended
@@ -36,13 +37,6 @@ if TYPE_CHECKING:
 #: Reason of members that nobody wants any more.
 SURPLUS = "surplus"
 CLOSED = "closed"
-#: A consumer that waits for so long, and for itself, is told why.
-HINT_S = 60.0
-WAITS_FOR_VERSION = (
-    "stream_groups: %d groups were taken, and nothing has run for %g s: further ones would be "
-    "older than max_staleness allows; call update_weights, with a version that is one higher, "
-    "after each groups_per_step groups"
-)
 
 logger = logging.getLogger("rollout.scheduling")
 
@@ -124,11 +118,6 @@ class GroupRun:
         return [self._delivered(group) for group in self.book.take_all()]
 
     @property
-    def is_source_over(self) -> bool:
-        """Whether there is nothing more where its prompts came from."""
-        return self._source.is_over
-
-    @property
     def source(self) -> PromptSource:
         """Where its prompts come from."""
         return self._source
@@ -159,14 +148,7 @@ class GroupRun:
         if uid is None and member is None:
             self._is_cancelled = True
             self.book.stop()
-        chosen = [
-            m
-            for m in self._members()
-            if uid in (None, m.identity.uid)
-            and member in (None, m.identity.member)
-            and not m.is_finished
-            and m.cancel_reason is None
-        ]
+        chosen = [m for m in self._members() if m.is_meant(uid, member)]
         self._desk.runs.cancel(chosen, reason)
         self.change()
         return len(chosen)
@@ -203,6 +185,7 @@ class GroupRun:
 
     def _delivered(self, group: PulledGroup) -> Group:
         assert group.made is not None
+        self._desk.log.delivered(group.wanted(self.book.wanted.members), self.step)
         self.selection.accepted(group.made.trajectories)
         return group.made
 
@@ -267,7 +250,11 @@ class GroupRun:
         while True:
             self._at_door = self.book.next_member()
             if self._at_door is not None:
-                return self._at_door
+                recorded = self._desk.log.recorded(self._at_door)
+                if recorded is None:
+                    return self._at_door
+                await self._ended_before(self._at_door, recorded)
+                continue
             if self.book.wants_group and self._adopt_one():
                 continue
             self._look_at_source()
@@ -348,6 +335,13 @@ class GroupRun:
         """A member of this call has ended."""
         await self._ended(Ended(0, run.member, trajectory))
 
+    async def _ended_before(self, member: GroupMember, trajectory: Trajectory) -> None:
+        """The journal has it whole; it is what it is, and is not started."""
+        self._at_door = None
+        member.group.refills[member.identity.member] = self.book.wanted.refills
+        self._tally.admitted += 1
+        await self._ended(Ended(0, member, trajectory))
+
     async def _ended(self, ended: Ended) -> None:
         member, trajectory = ended.member, ended.trajectory
         assert isinstance(member, GroupMember)
@@ -364,7 +358,10 @@ class GroupRun:
         self.selection.ended(trajectory)
         if self._desk.events.is_on:
             tell_ended(self._desk.events, member, trajectory)
-        if not self.book.ended(group, ended):
+        is_counted = self.book.ended(group, ended)
+        if is_counted and not group.is_settled:
+            self._desk.log.ended(member, trajectory)
+        if not is_counted:
             self.selection.refilled += 1
             self.book.restart(self._desk.member_like(member))
         elif trajectory.outcome is Outcome.FAILED:
@@ -381,13 +378,21 @@ class GroupRun:
             surplus = self.book.settle(group)
             self._desk.runs.cancel([m for m in surplus if m.cancel_reason is None], SURPLUS)
             if self.book.is_to_drop(group):
+                self._desk.log.unwanted(group)
                 self.book.drop(group)
                 self._tell_judged(wanted, "dropped")
                 return
             await self._desk.reward(group, wanted)
+            self._desk.log.rewarded(group.ended)
+            over, is_leaving = self._deadline.at, self._is_leaving.is_set
+            failure = await self._desk.log.until_written(wanted, over, is_leaving)
+            if failure is not None:  # nothing is given out before the journal has it
+                self.fail(failure)
             group.made = Group.of(group.uid, group.prompt, [each.trajectory for each in wanted])
             is_accepted = self._accepts(group.made)
             self._tell_judged(wanted, "accepted" if is_accepted else "refused")
+            if not is_accepted:
+                self._desk.log.unwanted(group)
             self.book.judged(group, is_accepted=is_accepted)
             if self.book.has_refused_too_many:
                 self.fail(self.book.refused_error())

@@ -145,6 +145,10 @@ class MemberRuns:
         """The first attempt at a member; `deadline` is the outermost of its call."""
         return AgentRun(self.supervision, member, home, deadline, self._conclude_soon)
 
+    async def take_wake(self, share: float) -> None:
+        """Wait until this round of the loop has room for so much of what a wake-up sets off."""
+        await self._wakes.take(share)
+
     def give_back(self, member: Member) -> None:
         """It has its place no more."""
         self._tally.running -= 1

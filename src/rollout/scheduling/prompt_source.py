@@ -41,7 +41,8 @@ class PromptSource:
     Args:
         source: What the caller gave.
         threads: Where a source that may block is asked.
-        made: Makes a group of what it gave; raises `PromptError` where that is no prompt.
+        made: Makes a group of what it gave, or nothing of what is known already; raises
+            `PromptError` where that is no prompt.
 
     Attributes:
         given: What the caller gave; kept, so that nothing else gets its identity.
@@ -53,7 +54,10 @@ class PromptSource:
     """
 
     def __init__(
-        self, source: Any, threads: WorkerThreads, made: Callable[[Any, PromptSource], PulledGroup]
+        self,
+        source: Any,
+        threads: WorkerThreads,
+        made: Callable[[Any, PromptSource], PulledGroup | None],
     ) -> None:
         self.given = source
         self.kept: list[PulledGroup] = []
@@ -73,7 +77,9 @@ class PromptSource:
                 self.is_over = True
             else:
                 self._count += 1
-                self.kept.append(self._made(given, self))
+                group = self._made(given, self)
+                if group is not None:
+                    self.kept.append(group)
                 self._look_for_end()
         except Exception as error:
             self.failure = error

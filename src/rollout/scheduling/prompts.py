@@ -12,6 +12,7 @@ from rollout.agents.identity import Identity
 from rollout.errors import PromptError
 from rollout.holds import Hold
 from rollout.limits import Deadline
+from rollout.scheduling.journal.trajectory_log import TrajectoryLog
 from rollout.types import Prompt
 
 
@@ -39,6 +40,7 @@ class Member:
             group, on the loop's clock; None before.
         batch: Number of the call that admitted it, for events.
         began: When its first attempt did, for events; None where it has not.
+        log: Its journal; None where there is none.
     """
 
     prompt: Prompt
@@ -54,6 +56,13 @@ class Member:
     concluding_since: float | None = None
     batch: int = 0
     began: float | None = None
+    log: TrajectoryLog | None = None
+
+    def is_meant(self, uid: str | None, member: int | None) -> bool:
+        """Whether a cancellation of this prompt and member, None for all, is still to reach it."""
+        identity = self.identity
+        is_named = uid in (None, identity.uid) and member in (None, identity.member)
+        return is_named and not self.is_finished and self.cancel_reason is None
 
     def give_scope(self, scope: Cancellable) -> None:
         """This ends it from now on."""

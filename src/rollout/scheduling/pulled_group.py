@@ -10,6 +10,8 @@ import attrs
 from rollout.chat.group import Group
 from rollout.limits import Deadline
 from rollout.scheduling.ended_groups import Ended
+from rollout.scheduling.journal.entries import Key
+from rollout.scheduling.journal.pulled_before import PulledBefore
 from rollout.scheduling.prompts import Member
 from rollout.types import Outcome, Prompt
 
@@ -48,6 +50,9 @@ class PulledGroup:
         is_rewarded: Whether the reward of groups was asked for.
         is_settled: What it is to become is decided: nothing of it is wanted any more.
         made: What its consumer gets, once it is whole.
+        pulled: Its uid as its source gave it.
+        before: What the journal has of it from an earlier process.
+        key: Of one of its members in the journal; None while it is not there.
     """
 
     number: int
@@ -64,6 +69,9 @@ class PulledGroup:
     is_rewarded: bool = False
     is_settled: bool = False
     made: Group | None = None
+    pulled: str = ""
+    before: PulledBefore | None = None
+    key: Key | None = None
 
     @property
     def uid(self) -> str:
@@ -117,4 +125,4 @@ class PulledGroup:
 
     def fresh(self) -> PulledGroup:
         """The same prompt, as it was when it was pulled."""
-        return PulledGroup(self.number, self.prompt, self.source)
+        return PulledGroup(self.number, self.prompt, self.source, pulled=self.pulled, key=self.key)

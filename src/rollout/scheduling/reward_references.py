@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from rollout.errors import ConfigError
 from rollout.function_refs import FunctionRef, NotImportableError, function_ref
-from rollout.user_files import UserCodeError, import_module
+from rollout.user_files import named_object
 
+_EXPECTED = "expected a function, or 'package.module:name'"
 _REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -32,16 +33,9 @@ def named_reward(given: Any, what: str) -> NamedReward:
     if not isinstance(given, str) or ":" not in given:  # a text is refused like anything else
         return NamedReward(given, None)
     if not _REFERENCE.fullmatch(given):
-        raise ConfigError(f"{what} = {given!r:.200}: expected a function, or 'package.module:name'")
+        raise ConfigError(f"{what} = {given!r:.200}: {_EXPECTED}")
+    found = named_object(given, what, _EXPECTED)
     module, _, qualname = given.partition(":")
-    try:
-        found: Any = import_module(module)
-    except UserCodeError as error:
-        raise ConfigError(f"{what} = {given!r}: {error}") from error
-    for part in qualname.split("."):
-        found = getattr(found, part, None)
-    if found is None:
-        raise ConfigError(f"{what} = {given!r}: no {qualname} in {module}")
     return NamedReward(found, FunctionRef(module=module, file="", qualname=qualname))
 
 

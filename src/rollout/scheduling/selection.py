@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.chat.group import Group
 from rollout.errors import ConfigError, PromptError
 from rollout.types import Outcome
-from rollout.user_files import UserCodeError, import_module
+from rollout.user_files import named_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,15 +37,9 @@ def acceptance(accept: object) -> Accept | None:
     """
     if accept is None or not isinstance(accept, str):
         return accept  # type: ignore[return-value]  # the policy has checked that it is callable
-    module, _, name = accept.partition(":")
-    try:
-        found: Any = import_module(module)
-    except UserCodeError as error:
-        raise ConfigError(f"scheduling.groups.accept = {accept!r}: {error}") from error
-    for part in name.split("."):
-        found = getattr(found, part, None)
+    found: Any = named_object(accept, "scheduling.groups.accept")
     if not callable(found):
-        raise ConfigError(f"scheduling.groups.accept = {accept!r}: no function {name} in {module}")
+        raise ConfigError(f"scheduling.groups.accept = {accept!r}: it cannot be called")
     return found  # type: ignore[no-any-return]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import anyio
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
 
 #: Finished trajectories that wait for a slow receiver before members wait too.
 STREAM_BUFFER = 16
+#: What is said of one that nobody left.
+STREAM_DROPPED = (
+    "runtime.stream() was entered and never left: its trajectories were cancelled; use "
+    "`async with runtime.stream(...) as trajectories:`"
+)
 
 
 class StreamedRun:
@@ -48,8 +54,9 @@ class StreamedRun:
 
     def trajectories(self) -> list[Trajectory]:
         """Those that have ended and are still referenced, in the order of their rows."""
-        found = (self._finished[row]() for row in sorted(self._finished))
-        return [trajectory for trajectory in found if trajectory is not None]
+        found = [(row, finished()) for row, finished in self._finished.items()]
+        rows = sorted([*found, *self._run.unwritten], key=itemgetter(0))
+        return [trajectory for _, trajectory in rows if trajectory is not None]
 
     def close(self) -> None:
         """End every trajectory and deliver no more of them; `failure` says so in the end."""
@@ -69,5 +76,8 @@ class StreamedRun:
         self._finished[row] = weakref.ref(trajectory)
         try:
             await self._send.send(trajectory)
+            log = self._run.members[row].log
+            if log is not None:
+                log.delivered()
         except anyio.BrokenResourceError:  # the receiver has left
             self._kept.append(trajectory)

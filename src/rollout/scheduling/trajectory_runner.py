@@ -168,6 +168,9 @@ class TrajectoryRunner:
             )
         except ToolError as error:
             raise RejectedPrompt("unknown_tool", str(error)) from None
+        log = member.log
+        if log is not None:
+            log.begin()
         context = AgentContext(
             self.services,
             prompt,
@@ -178,6 +181,7 @@ class TrajectoryRunner:
             extra,
             batch_deadline,
             member.hold,
+            log,
         )
         return loop, context
 

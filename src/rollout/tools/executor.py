@@ -72,6 +72,7 @@ class ToolExecutor:
             ),
             threads=threads,
             processes=self._processes,
+            has_states=any(tool.stateful for tool in self._tools.values()),
         )
 
     @property

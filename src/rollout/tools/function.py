@@ -43,6 +43,7 @@ class FunctionTool(Tool, Generic[P, R]):
             kills with its group: for code that holds the interpreter, as only threads of their own
             interpreter can be stopped. The function must be importable; arguments and results
             cross as plain data.
+        stateful: See `Tool.stateful`; None: where it takes a `ToolContext`.
 
     Attributes:
         never_waits: Whether a call ends in the step of the event loop in which it begins.
@@ -62,6 +63,7 @@ class FunctionTool(Tool, Generic[P, R]):
         policy: ToolPolicy | None = None,
         backend: Literal["native", "asyncio"] = "native",
         isolation: Literal["none", "process"] = "none",
+        stateful: bool | None = None,
     ) -> None:
         functools.update_wrapper(self, _checked_function(function))
         if schema is not None:
@@ -72,6 +74,8 @@ class FunctionTool(Tool, Generic[P, R]):
         self._backend = _checked_choice(self.name, "backend", backend, ("native", "asyncio"))
         self.never_waits = self._backend == "native" and _never_waits(function)
         self.parameters = inspect_parameters(function, self.name, is_documented=schema is None)
+        takes_context = self.parameters.context_name is not None
+        self.stateful = takes_context if stateful is None else bool(stateful)
         self.function_ref: FunctionRef | None = None
         if _checked_choice(self.name, "isolation", isolation, ("none", "process")) == "process":
             self.never_waits = False
@@ -250,6 +254,7 @@ def function_tool(
     policy: ToolPolicy | None = None,
     backend: Literal["native", "asyncio"] = "native",
     isolation: Literal["none", "process"] = "none",
+    stateful: bool | None = None,
 ) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
 
 
@@ -261,6 +266,7 @@ def function_tool(
     policy: ToolPolicy | None = None,
     backend: Literal["native", "asyncio"] = "native",
     isolation: Literal["none", "process"] = "none",
+    stateful: bool | None = None,
 ) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
 
 

@@ -14,9 +14,11 @@ from rollout.tools.results import as_reward
 from rollout.tools.tool import Tool, ToolContext, ToolSession
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 logger = logging.getLogger("rollout")
+
+_NO_STATE = object()
 
 
 class OpenFailure(CallError):
@@ -40,6 +42,9 @@ class OpenSessions:
         self._cleanup_s = cleanup_s
         self._sessions: dict[str, ToolSession] = {}
         self.is_closed = False
+        #: Of tools that were used before a trajectory was resumed and are not open since: the state
+        #: that they had, where they have one.
+        self._recalled: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> ToolSession:
         return self._sessions[name]
@@ -66,6 +71,10 @@ class OpenSessions:
             session = await tool.open(context)
             if not isinstance(session, ToolSession):
                 raise ToolError(f"open returned {type(session).__name__}; expected a ToolSession")
+            if name in self._recalled:
+                state = self._recalled.pop(name)
+                if state is not _NO_STATE:
+                    await session.restore(state)
             self._sessions[name] = session
 
         try:
@@ -85,8 +94,46 @@ class OpenSessions:
         except Exception as error:
             raise OpenFailure(f"could not open {name!r}: {error}") from error
 
+    def recall(self, names: Iterable[str], snapshots: Mapping[str, Any]) -> None:
+        """Tools that were called before a trajectory was resumed, and their states after that."""
+        for name in names:
+            if name not in self._sessions and not isinstance(self._tools[name], FunctionTool):
+                self._recalled.setdefault(name, _NO_STATE)
+        self._recalled.update(snapshots)
+
+    async def states(self, names: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
+        """Those of the tools that have a state which cannot be held, and the states of others."""
+        lost, held = [], {}
+        able = dict(self._overriding("snapshot"))
+        for name in dict.fromkeys(names):
+            if not self._tools[name].stateful or name not in self._sessions:
+                continue
+            if name not in able:
+                lost.append(name)
+                continue
+            deadline = Deadline.after(self._tool_s, "limits.tool_s")
+            what = f"snapshot of tool {name!r}"
+            try:
+                held[name] = await attempt(
+                    able[name].snapshot, deadline=deadline, what=what, owns_task=True
+                )
+            except (CallError, LimitExceeded) as error:
+                logger.warning("tool %r: snapshot failed: %s", name, error)
+                lost.append(name)
+        return lost, held
+
+    async def _open_recalled(self) -> None:
+        """What was used before has its say about the trajectory too."""
+        for name in list(self._recalled):
+            deadline = Deadline.after(self._tool_s, "limits.tool_s")
+            try:
+                await self.open(name, deadline)
+            except (OpenFailure, LimitExceeded) as error:
+                logger.warning("tool %r: has no reward of a resumed trajectory: %s", name, error)
+
     async def calc_rewards(self) -> list[float]:
         """Rewards of the open tools, in the order of their first use; what fails is logged."""
+        await self._open_recalled()
         rewards: dict[str, float] = {}
         asked = self._overriding("calc_reward")
         if asked:

@@ -166,6 +166,8 @@ class SearchTool(Tool):
         ToolError: See `SearchIndex`.
     """
 
+    stateful = False
+
     def __init__(
         self,
         corpus: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],

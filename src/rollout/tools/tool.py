@@ -81,6 +81,18 @@ class ToolSession(ABC):
 
     serial: object | None = None
 
+    async def snapshot(self) -> Any:
+        """The state that later calls build on, as plain data; see `Tool.stateful`.
+
+        Asked after each turn that called it, within ``limits.tool_s``. What the tool put into the
+        context's `extra` and `state` belongs to it.
+        """
+        raise NotImplementedError
+
+    async def restore(self, state: Any) -> None:
+        """Have the state of a `snapshot` again; called once, right after the tool was opened."""
+        raise NotImplementedError
+
     @abstractmethod
     async def execute(self, call: ToolCall) -> Any:
         """Answer one call with anything that `normalise_result` takes.
@@ -109,11 +121,16 @@ class Tool(ABC):
         schema: The OpenAI-style ``{"type": "function", "function": {"name", "description",
             "parameters"}}``. Calls are checked against it before they run.
         policy: How its calls are run; read when a runtime opens.
+        stateful: Whether an answer depends on the calls before it in the same trajectory. A
+            trajectory that is resumed from a journal gets the answers that it had, and no call runs
+            twice; where a stateful tool was called it begins from its start instead, unless the
+            tool's sessions have `ToolSession.snapshot` and `ToolSession.restore`.
     """
 
     name: str
     schema: dict[str, Any]
     policy: ToolPolicy = ToolPolicy()
+    stateful: bool = True
 
     async def prepare(self) -> None:  # noqa: B027  (most tools need none)
         """Make sure that calls can be answered: once as a runtime opens, before any work.

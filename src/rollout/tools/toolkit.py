@@ -51,6 +51,7 @@ class Toolkit(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         checks, gates: By tool.
+        has_states: Whether any of them has a state; see `Tool.stateful`.
         threads, processes: Where sync and isolated code runs.
     """
 
@@ -59,3 +60,4 @@ class Toolkit(msgspec.Struct, frozen=True, kw_only=True):
     limits: CallLimits
     threads: WorkerThreads
     processes: ToolProcesses
+    has_states: bool = True

@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import logging
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import anyio
-
-from rollout.bridge import loop_clock, runs_on_trio
-from rollout.errors import LimitExceeded, ToolError
-from rollout.tools.argument_checks import ArgumentsError
-from rollout.tools.attempt import CallError, attempt, attempt_at_once, run_side_by_side
-from rollout.tools.call_turn import CallTurn, PlacedCall, acquire
-from rollout.tools.open_sessions import OpenFailure, OpenSessions, timed_out
-from rollout.tools.results import ToolResult, add_call, add_metrics, error_result, normalise_result
-from rollout.tools.tool import ToolContext, ToolContexts
+from rollout.tools.running_calls import RunningCalls
 from rollout.types import InvalidToolCall, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-    from contextlib import AbstractAsyncContextManager
+    from collections.abc import Collection, Sequence
 
     from rollout.limits import Deadline
-    from rollout.tools.call_events import CallEvents
-    from rollout.tools.gate import ToolGate
-    from rollout.tools.tool import Tool, ToolSession
-    from rollout.tools.toolkit import Toolkit
-
-logger = logging.getLogger("rollout")
-
-_AT_ONCE = contextlib.nullcontext()
+    from rollout.tools.answers import Answers
+    from rollout.tools.results import ToolResult
 
 
-class TrajectoryTools:
+class TrajectoryTools(RunningCalls):
     """The tools of one trajectory, used and closed in the trajectory's own task.
 
     Attributes:
@@ -49,90 +29,7 @@ class TrajectoryTools:
             unknown tool, or with wrong arguments.
     """
 
-    __slots__ = (
-        "_breaker_key",
-        "_clock",
-        "_contexts",
-        "_counts",
-        "_extra",
-        "_is_on_trio",
-        "_kit",
-        "_kwargs",
-        "_member",
-        "_metrics",
-        "_opening",
-        "_serial",
-        "_sessions",
-        "_tools",
-        "_uid",
-        "calls",
-        "errors",
-        "idle_since",
-        "invalid_in_a_row",
-        "is_closed",
-        "seconds",
-        "under_way",
-    )
-
-    def __init__(
-        self,
-        kit: Toolkit,
-        tools: Mapping[str, Tool],
-        *,
-        uid: str,
-        member: int,
-        kwargs: Mapping[str, Mapping[str, Any]],
-        extra: dict[str, Any],
-    ) -> None:
-        self.seconds, self.is_closed = 0.0, False
-        self.under_way: dict[object, tuple[str, float]] = {}
-        self.idle_since = 0.0
-        self.calls = self.errors = self.invalid_in_a_row = 0
-        self._clock, self._is_on_trio = loop_clock(), runs_on_trio()
-        self._kit, self._tools = kit, tools
-        self._uid, self._member, self._kwargs, self._extra = uid, member, kwargs, extra
-        # Made when they are needed: many trajectories wait long before their first call.
-        self._metrics: dict[str, float] | None = None
-        self._counts: dict[str, float] | None = None
-        self._breaker_key: object = None
-        self._opening: anyio.Lock | None = None
-        self._serial: dict[int, anyio.Lock] | None = None
-        self._contexts: ToolContexts | None = None
-        self._sessions: OpenSessions | None = None
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Sums of the numbers that tools measured, as ``tools/TOOL/NAME``."""
-        return self._metrics or {}
-
-    @property
-    def counts(self) -> dict[str, float]:
-        """Of each tool that was called, ``tool/TOOL/{calls,errors,seconds,seconds_max}``."""
-        return self._counts or {}
-
-    @property
-    def contexts(self) -> ToolContexts:
-        """What each tool is opened for."""
-        if self._contexts is None:
-            context = ToolContext(
-                uid=self._uid,
-                member=self._member,
-                threads=self._kit.threads,
-                processes=self._kit.processes,
-                extra=self._extra,
-            )
-            self._contexts = ToolContexts(context, self._kwargs)
-        return self._contexts
-
-    @property
-    def sessions(self) -> OpenSessions:
-        """The tools that are open."""
-        if self._sessions is None:
-            limits = self._kit.limits
-            self._sessions = OpenSessions(
-                self._tools, self.contexts, tool_s=limits.tool_s, cleanup_s=limits.cleanup_s
-            )
-        return self._sessions
+    __slots__ = ()
 
     def has_open_sessions(self) -> bool:
         """Whether a tool is open that may hold something: plain functions hold nothing."""
@@ -149,55 +46,41 @@ class TrajectoryTools:
         """Schemas of the tools offered to this trajectory."""
         return [tool.schema for tool in self._tools.values()]
 
-    async def run(
+    @property
+    def has_states(self) -> bool:
+        """Whether a tool has a state."""
+        return self._kit.has_states
+
+    def recall(
         self,
         calls: Sequence[ToolCall | InvalidToolCall],
-        *,
+        answers: Answers,
         turn_deadline: Deadline,
         offered: Collection[str] | None = None,
-        told: CallEvents | None = None,
     ) -> list[ToolResult]:
-        """The results of one turn's calls, which run at the same time: result i answers call i.
+        """As `run`, with the answers of before; no tool runs."""
+        turn = self._turn(calls, turn_deadline, offered)
+        self.calls += len(turn.pending)
+        self.seconds += answers.seconds
+        for position, call in turn.pending:
+            self._note(call, answers.results[position], answers.seconds / len(turn.pending))
+        self.sessions.recall([call.name for _, call in turn.pending], answers.snapshots)
+        return self._count(calls, list(answers.results))
 
-        Every fault is an error result: an invalid call, an unknown tool, wrong arguments, an
-        exception, a call past ``limits.tool_s`` or beyond ``agent.max_parallel_calls``. Texts are
-        truncated. Cancellation ends the calls and leaves the sessions open, for `close`.
+    async def states_after(
+        self, calls: Sequence[ToolCall | InvalidToolCall]
+    ) -> tuple[list[str], dict[str, Any]]:
+        """Of the tools called: those with a state that nobody can hold, and the states of others.
 
-        Args:
-            calls: In the order in which the model wrote them.
-            turn_deadline: By when all must have been answered.
-            offered: Names of the tools that could be called; None: all.
-            told: Tells of them; None where nobody reads.
-
-        Raises:
-            LimitExceeded: `turn_deadline` passed; every call was cancelled and has ended.
-            ToolError: The trajectory's tools are closed.
+        While other calls are under way no state is one that a trajectory could continue from.
         """
-        if self.is_closed:
-            raise ToolError("the tools of this trajectory are closed")
-        known = [name for name in self._tools if offered is None or name in offered]
-        turn = CallTurn(len(calls), turn_deadline, known, told)
-        for position, call in enumerate(calls):
-            self._admit(turn, position, call)
-            if told is not None and turn.results[position] is not None:
-                now = self._clock()
-                told.ended(position, call, turn.results[position], now, now, is_refused=True)
-        if self._unopened(turn):
-            await self._open_tools(turn)
-        if len(turn.pending) == 1 and self._is_on_trio:
-            await self._run_call(turn, *turn.pending[0])
-        elif turn.pending:
-            await self._run_lanes(turn)
-        if turn.limit is not None:
-            raise turn.limit
-        within = self._kit.limits.within
-        results = [within(result) for result in turn.results if result is not None]
-        self.errors += sum(result.is_error for result in results)
-        for call, result in zip(calls, results, strict=True):
-            if result.metrics and isinstance(call, ToolCall):
-                self._metrics = self._metrics or {}
-                add_metrics(self._metrics, call.name, result.metrics)
-        return results
+        named = [call.name for call in calls if isinstance(call, ToolCall)]
+        names = [name for name in named if name in self._tools and self._tools[name].stateful]
+        if not names or self._sessions is None:
+            return [], {}
+        if self._under_way:
+            return [name for name in names if name in self._sessions], {}
+        return await self._sessions.states(names)
 
     async def calc_rewards(self) -> list[float]:
         """Rewards of the tools that were used, in the order of their first use.
@@ -215,214 +98,3 @@ class TrajectoryTools:
         self.is_closed = True
         if self._sessions is not None:
             await self._sessions.close()
-
-    def _admit(self, turn: CallTurn, position: int, call: ToolCall | InvalidToolCall) -> None:
-        """Let a call run, or answer it; an invalid one counts, one too many does not."""
-        limit = self._kit.limits.max_parallel_calls
-        if isinstance(call, InvalidToolCall):
-            self._refuse(turn, position, f"invalid tool call: {call.reason}")
-        elif position >= limit:
-            turn.results[position] = error_result(
-                f"not executed: at most {limit} calls per turn (agent.max_parallel_calls); "
-                f"call it again"
-            )
-        elif (fault := self._fault(turn, call)) is not None:
-            self._refuse(turn, position, fault)
-        else:
-            self.invalid_in_a_row = 0
-            turn.pending.append((position, call))
-
-    def _refuse(self, turn: CallTurn, position: int, fault: str) -> None:
-        self.invalid_in_a_row += 1
-        turn.results[position] = error_result(fault)
-
-    def _fault(self, turn: CallTurn, call: ToolCall) -> str | None:
-        """Why this call cannot be run as it is."""
-        if call.name not in turn.known:
-            known = ", ".join(map(repr, turn.known)) or "none"
-            return f"unknown tool {call.name!r}; known tools: {known}"
-        try:
-            self._kit.checks[call.name](call.arguments, self.contexts[call.name].kwargs)
-        except ArgumentsError as error:
-            return str(error)
-        return None
-
-    def _unopened(self, turn: CallTurn) -> list[PlacedCall]:
-        return [placed for placed in turn.pending if placed[1].name not in self.sessions]
-
-    async def _open_tools(self, turn: CallTurn) -> None:
-        """Open the tools that are used for the first time; where one fails, so do its calls."""
-        self._opening = self._opening or anyio.Lock(fast_acquire=True)
-        await acquire(self._opening, turn.deadline)
-        try:
-            await self._open_unopened(turn)  # other conversations may have opened some meanwhile
-        finally:
-            self._opening.release()
-
-    async def _open_unopened(self, turn: CallTurn) -> None:
-        unopened = self._unopened(turn)
-        for name in dict.fromkeys(call.name for _, call in unopened):
-            breaker = self._kit.gates[name].breaker
-            failure = breaker.refusal(self._clock())
-            if failure is None:
-                try:
-                    await self.sessions.open(name, turn.deadline)
-                except OpenFailure as error:
-                    failure = str(error)
-                    breaker.fail(failure, error.root, self._breaker_identity(), self._clock())
-                finally:
-                    breaker.forget()
-            if failure is not None:
-                for position, call in unopened:
-                    if call.name == name:
-                        turn.answer(position, error_result(failure))
-
-    async def _run_lanes(self, turn: CallTurn) -> None:
-        lanes: dict[int, list[PlacedCall]] = {}
-        for placed in turn.pending:
-            position, call = placed
-            serial = self.sessions[call.name].serial
-            lanes.setdefault(-1 - position if serial is None else id(serial), []).append(placed)
-        if len(lanes) > 1:
-            await run_side_by_side([partial(self._run_lane, turn, lane) for lane in lanes.values()])
-        else:
-            await self._run_lane(turn, *lanes.values(), is_in_task=False)
-
-    async def _run_lane(
-        self, turn: CallTurn, lane: list[PlacedCall], *, is_in_task: bool = True
-    ) -> None:
-        """Run calls that must not run at once, until the turn's deadline passes.
-
-        A task more would cost as much as all the rest, so that on trio the calls share the
-        caller's. On asyncio each has its own: a cancel scope that it leaves open would otherwise
-        break the caller's. Trio mends that.
-        """
-        shares_task = self._is_on_trio or (is_in_task and len(lane) == 1)
-        for placed in lane:
-            if turn.limit is not None:
-                return
-            if shares_task:
-                await self._run_call(turn, *placed)
-            else:
-                await run_side_by_side([partial(self._run_call, turn, *placed)])
-
-    async def _run_call(self, turn: CallTurn, position: int, call: ToolCall) -> None:
-        started = self._clock()
-        owner = self.contexts[call.name]
-        activity = f"tool {call.name!r} of trajectory {owner.uid}/{owner.member}"  # noqa: F841
-        self.calls += 1
-        self.under_way[turn, position] = call.name, started
-        if turn.told is not None:
-            turn.told.started(position, call, started)
-        try:
-            turn.results[position] = await self._result_of(turn, call, owner.kwargs)
-        finally:
-            self.idle_since = now = self._clock()
-            del self.under_way[turn, position]
-            self.seconds += now - started
-            self._counts = self._counts or {}
-            add_call(self._counts, call.name, turn.results[position], now - started)
-            if turn.told is not None:
-                turn.told.ended(position, call, turn.results[position], started, now)
-
-    async def _result_of(
-        self, turn: CallTurn, call: ToolCall, kwargs: Mapping[str, Any]
-    ) -> ToolResult:
-        gate = self._kit.gates[call.name]
-        key = gate.key(call.arguments, kwargs) if gate.policy.cache_size else None
-        if key is not None and (result := gate.kept(key)) is not None:
-            return result
-        refusal = gate.breaker.refusal(self._clock())
-        if refusal is not None:
-            return error_result(refusal)
-        try:
-            result = await self._attempts(turn, call, gate)
-        except CallError as error:
-            logger.debug("tool %r failed: %s", call.name, error, exc_info=error.__cause__)
-            gate.breaker.fail(str(error), error.root, self._breaker_identity(), self._clock())
-            return error_result(str(error))
-        except LimitExceeded as limit:
-            turn.limit = limit
-            gate.breaker.forget()
-            return error_result(str(limit))
-        except BaseException:
-            gate.breaker.forget()
-            raise
-        gate.breaker.succeed()
-        if key is not None:
-            gate.keep(key, result)
-        return result
-
-    async def _attempts(self, turn: CallTurn, call: ToolCall, gate: ToolGate) -> ToolResult:
-        """The result of the first attempt that does not fail with a transient error."""
-        session, policy = self.sessions[call.name], gate.policy
-        deadline: Deadline | None = None
-        for tries in itertools.count(1):
-            try:
-                async with self._place(session, gate, turn.deadline):
-                    deadline = deadline or self._kit.limits.deadline(
-                        call.name, policy, turn.deadline, self._clock()
-                    )
-                    return await self._execute(session, call, deadline, turn, gate)
-            except CallError as error:
-                pause_s = policy.backoff_s * 2 ** (tries - 1)
-                is_last = tries > policy.retries or not policy.is_transient(error.root)
-                if is_last or deadline is None or self._clock() + pause_s >= deadline.at:
-                    raise error if tries == 1 else error.after(tries) from error.__cause__
-            await anyio.sleep(pause_s)
-        raise AssertionError("unreachable")
-
-    async def _execute(
-        self,
-        session: ToolSession,
-        call: ToolCall,
-        deadline: Deadline,
-        turn: CallTurn,
-        gate: ToolGate,
-    ) -> ToolResult:
-        if gate.never_waits:
-            return await attempt_at_once(_answer, session, call)
-        try:
-            return await attempt(
-                _answer,
-                session,
-                call,
-                deadline=deadline,
-                what=gate.what,
-                owns_task=not self._is_on_trio,
-            )
-        except LimitExceeded:
-            if deadline is turn.deadline:
-                raise
-            raise CallError(timed_out(deadline)) from None
-
-    def _place(
-        self, session: ToolSession, gate: ToolGate, deadline: Deadline
-    ) -> AbstractAsyncContextManager[object]:
-        """Where a call may run at last; most have nothing to wait for."""
-        if session.serial is None:
-            return gate.place(deadline) if gate.has_queue else _AT_ONCE
-        return self._place_in_line(session.serial, gate, deadline)
-
-    @contextlib.asynccontextmanager
-    async def _place_in_line(
-        self, serial: object, gate: ToolGate, deadline: Deadline
-    ) -> AsyncIterator[None]:
-        """Calls that must not run at once may come from several conversations."""
-        self._serial = self._serial or {}
-        lock = self._serial.setdefault(id(serial), anyio.Lock(fast_acquire=True))
-        await acquire(lock, deadline)
-        try:
-            async with gate.place(deadline):
-                yield
-        finally:
-            lock.release()
-
-    def _breaker_identity(self) -> object:
-        """Which trajectory it is, to breakers; they may remember it for longer than it lives."""
-        self._breaker_key = self._breaker_key or object()
-        return self._breaker_key
-
-
-async def _answer(session: ToolSession, call: ToolCall) -> ToolResult:
-    return normalise_result(await session.execute(call))

@@ -91,6 +91,7 @@ class Generation:
     __slots__ = (
         "_ids",
         "_log_probs",
+        "_packed",
         "_restarts",
         "_versions",
         "cached_tokens",
@@ -119,6 +120,7 @@ class Generation:
         self._ids: array[int] | None = None
         self._log_probs: array[float] | None = None
         self._versions: list[list[int]] | None = None
+        self._packed: tuple[bytes, bytes] | None = None
         self.finish_reason: FinishReason | None = None
         self.cached_tokens = 0
         self.resumes = 0
@@ -141,6 +143,12 @@ class Generation:
     def log_probs(self) -> array[float]:
         """One for each id."""
         return array("f") if self._log_probs is None else self._log_probs
+
+    def packed(self) -> tuple[bytes, bytes]:
+        """Ids, int32, and log-probs, float32; the same objects to all who ask once it is over."""
+        if self._packed is None:
+            self._packed = (self.ids.tobytes(), self.log_probs.tobytes())
+        return self._packed
 
     @property
     def versions(self) -> list[list[int]]:
@@ -181,7 +189,7 @@ class Generation:
         ]
         part = copy.copy(self)
         part._ids, part._log_probs = self.ids[:count], self.log_probs[:count]
-        part._versions = versions
+        part._versions, part._packed = versions, None
         part.top_ids, part.top_log_probs = self.top_ids[:width], self.top_log_probs[:width]
         if self.expert_shape is not None:
             size = self._bytes_of_experts * (self.expert_room + count)
@@ -226,7 +234,7 @@ class Generation:
         for part in self.parts:
             part.is_discarded = True
         self._restarts += (reason,)
-        self._ids = self._log_probs = self._versions = None
+        self._ids = self._log_probs = self._versions = self._packed = None
         self.finish_reason, self.cached_tokens = None, 0
         self.top_ids = self.top_log_probs = self.routed_experts = b""
 
@@ -264,7 +272,18 @@ class Generation:
             self._tell()
         return count
 
+    def recall(
+        self, ids: bytes, log_probs: bytes, versions: list[list[int]], finish: FinishReason | None
+    ) -> None:
+        """It is over, and was made before: tokens, as they came then."""
+        self._ids, self._log_probs = array("i", ids), array("f", log_probs)
+        self._packed = (ids, log_probs)
+        self._versions, self.finish_reason = versions, finish
+        if self.on_tokens:
+            self._tell()
+
     def _extend(self, ids: bytes, log_probs: bytes, version: int, count: int) -> None:
+        self._packed = None
         if self._ids is None or self._log_probs is None or self._versions is None:
             self._ids, self._log_probs = array("i", ids), array("f", log_probs)
             self._versions = [[version, count]]

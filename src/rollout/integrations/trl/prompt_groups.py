@@ -14,8 +14,7 @@ import attrs
 import msgspec
 
 from rollout.config.config_faults import Fault, config_error
-from rollout.errors import PromptError
-from rollout.scheduling.prompt_columns import prompt_of_row
+from rollout.integrations.repeated_prompts import prompt_of_columns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -110,16 +109,9 @@ def prompt_of(
     """
     row = {**columns, "prompt": _without_none(prompt)}
     named = row.pop(_UID, None)
-    made, faults = prompt_of_row(row)
-    if made is None:
-        lines = "\n  ".join(map(str, faults))
-        raise PromptError(f"a row of the dataset cannot be used:\n  {lines}")
-    return msgspec.structs.replace(
-        made,
-        uid=uid,
-        sampling={**sampling, **made.sampling},
-        extra=dict(made.extra) | ({} if named is None else {_UID: named}),
-    )
+    made = prompt_of_columns(row, None, sampling)
+    extra = dict(made.extra) | ({} if named is None else {_UID: named})
+    return msgspec.structs.replace(made, uid=uid, extra=extra)
 
 
 def _without_none(value: Any) -> Any:

@@ -1,0 +1,82 @@
+"""What a journal costs, and what it keeps when the driver is killed.
+
+    python benchmarks/journal.py [--quick] [--n 1024] [--rounds 7] [--kills 50] [--only cost|kills]
+
+Cost: rounds of `benchmarks/driver.py` on the instant engine, with a journal and without, in
+processes of their own that take turns; CPU of the driver for each turn, all threads, through
+`generate`. Kills: the driver of a batch on real embedded engines is killed (`kill -9`) at a random
+moment and resumed, until the batch is whole; what had been finished in the journal at a kill must
+come back bit for bit without being run again. The last line is JSON:
+
+* ``cpu_ratio``: CPU a turn with the journal over that without, the median of the pairs;
+* ``kills``: how many times a driver was killed; ``finished``: trajectories that were finished then;
+* ``lost``: of these those that a resumption ran again or did not return;
+* ``repeated``: tool calls answered twice though their answer was in the journal;
+* ``bit_equal``: whether ids, log-probs, masks, rewards and outcomes of all of them came back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from driver_cases.alternation import alternate, median, ratio, say
+from driver_cases.cases import Bench, Sizes
+from driver_cases.workload import save_workload
+from journal_cases.kills import kill_again_and_again
+
+WORKLOAD = Path(__file__).parents[1] / "build" / "driver" / "workload"
+
+
+def cost(n: int, rounds: int, place: Path) -> dict[str, Any]:
+    """`cpu_ratio`, and what it is made of."""
+    bench = Bench(directory=str(WORKLOAD), sizes=Sizes(rounds=rounds), has_verl=False)
+    try:
+        sides = {"off": bench.ours(n), "on": bench.ours(n, journal=str(place / "journal"))}
+        acts = {name: lambda side=side: side.ask(scope="generate") for name, side in sides.items()}
+        found = alternate(acts, rounds)
+        bench.check_tokens("cost", [each for side in found.values() for each in side])
+    finally:
+        bench.close()
+    return {
+        "cpu_ratio": round(ratio(found["on"], found["off"], "cpu_ms"), 4),
+        "cpu_us_off": round(1e3 * median(found["off"], "cpu_ms"), 1),
+        "cpu_us_on": round(1e3 * median(found["on"], "cpu_ms"), 1),
+        **bench.figures,
+    }
+
+
+def main() -> None:
+    """Run what is asked for and print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="2 rounds of 256, 5 kills")
+    parser.add_argument("--n", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--only", choices=("cost", "kills"))
+    asked = parser.parse_args()
+    if asked.quick:
+        asked.n, asked.rounds, asked.kills = 256, 2, 5
+    figures: dict[str, Any] = {}
+    place = Path(tempfile.mkdtemp(prefix="rollout-journal-"))
+    try:
+        if asked.only != "kills":
+            save_workload(WORKLOAD)
+            figures |= cost(asked.n, asked.rounds, place)
+        if asked.only != "cost":
+            figures |= kill_again_and_again(place, asked.kills, asked.seed)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    say(json.dumps(figures, indent=2))
+    print(json.dumps(figures))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

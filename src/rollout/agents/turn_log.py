@@ -1,0 +1,55 @@
+"""What remembers the answers that a trajectory got, and gives them again when it is resumed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rollout.engine.core import SamplingParams
+    from rollout.engine.driver.generation import Generation
+    from rollout.token_prefix import TokenPrefix
+    from rollout.tools.answers import Answers
+    from rollout.types import InvalidToolCall, ToolCall
+
+#: What was asked for: where in a conversation, and what.
+Place = tuple[int, int, int]
+
+
+class TurnLog(Protocol):
+    """Of one trajectory."""
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether there are any to give again."""
+
+    async def room(self) -> None:
+        """Until more can be taken."""
+
+    def place_of_turn(self, prefix: TokenPrefix, sampling: SamplingParams) -> Place:
+        """Where a turn begins that is sampled so."""
+
+    async def recall_turn(self, place: Place, generation: Generation) -> float | None:
+        """Fill a generation as it was; the seconds that it took, None where nothing is known."""
+
+    def note_turn(
+        self,
+        place: Place,
+        segment: str,
+        turn: int,
+        generation: Generation,
+        seconds: float,
+    ) -> bool:
+        """A generation is over; whether the trajectory is to wait for `room`."""
+
+    def place_of_calls(
+        self, prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
+    ) -> Place | None:
+        """Where these calls are made; None where they cannot be remembered."""
+
+    async def recall_answers(self, place: Place) -> Answers | None:
+        """What was answered then; None where nothing is known."""
+
+    def note_answers(self, place: Place, segment: str, turn: int, answers: Answers) -> bool:
+        """Calls have been answered; whether the trajectory is to wait for `room`."""

@@ -1,0 +1,87 @@
+"""The journal that ``rollout run`` writes into its directory."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+
+from rollout.errors import PromptError, RolloutError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollout.chat.trajectory import Trajectory
+    from rollout.config import RolloutConfig
+
+#: As `rollout.batch.storage.JOURNAL`, which takes longer to import.
+JOURNAL = "trajectories.journal"
+
+
+def with_journal(
+    config: RolloutConfig, directory: Path, prompts: Path | None = None
+) -> RolloutConfig:
+    """The configuration with a journal in the directory, unless it names one itself.
+
+    Where the disk is full such a run continues, and what JSON could not hold is text: its results
+    are saved as JSON in any case.
+
+    Raises:
+        PromptError: The file of prompts cannot be read.
+    """
+    journal = config.journal
+    if journal.path is None:
+        path = str(directory / JOURNAL)
+        journal = attrs.evolve(journal, path=path, on_failure="continue", unwritable="text")
+    if journal.prompts is None and prompts is not None:
+        journal = attrs.evolve(journal, prompts=_named(prompts))
+    return attrs.evolve(config, journal=journal)
+
+
+def _named(prompts: Path) -> str:
+    try:
+        with prompts.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise PromptError(f"{prompts} cannot be read: {error.strerror}") from error
+    return f"{prompts.name}, SHA-256 {digest}"
+
+
+def forget_journal(config: RolloutConfig, *, resume: bool) -> None:
+    """Remove the journal of an earlier run that is to be overwritten."""
+    path = config.journal.path
+    if path is not None and not resume and Path(path).name == JOURNAL:
+        with suppress(FileNotFoundError):
+            Path(path).unlink()
+
+
+def without_earlier_batch(directory: Path) -> Callable[[Trajectory], None]:
+    """Removes the files of an earlier batch once they are no longer true: at the first call."""
+    is_there = True
+
+    def remove(_: Trajectory) -> None:
+        nonlocal is_there
+        if is_there:
+            is_there = False
+            from rollout.batch.storage import FILES, META  # with torch, imported by then
+
+            for name in (META, *FILES):
+                (directory / name).unlink(missing_ok=True)
+
+    return remove
+
+
+def ended_in(config: RolloutConfig) -> int:
+    """Trajectories that the journal of a run has finished."""
+    from rollout.scheduling.journal.journal_reading import read_journal
+
+    if config.journal.path is None:
+        return 0
+    try:
+        recorded = read_journal(Path(config.journal.path)).trajectories.values()
+    except RolloutError:
+        return 0
+    return sum(each.end is not None for each in recorded)

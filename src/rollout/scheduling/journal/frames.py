@@ -1,0 +1,156 @@
+"""Frames of a journal: ``u32 length | u32 CRC-32 | payload``, little-endian.
+
+The payload is a msgpack array of records: those that are written together share a frame, because
+each frame costs the driver as much as several records.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from rollout.errors import JournalError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+#: What a journal begins with; the number is the version of its format.
+MAGIC = b"rollout journal 1\n"
+_MAGIC_OF_ANY = b"rollout journal "
+_HEAD = struct.Struct("<II")
+_encode_into = msgspec.msgpack.Encoder().encode_into
+_raw_records = msgspec.msgpack.Decoder(list[msgspec.Raw])
+#: Of an array whose length is a u32: what it begins with, so that it can be filled as records come.
+_ARRAY, _COUNT = 0xDD, struct.Struct(">BI")
+_EMPTY = bytes(_HEAD.size + _COUNT.size)
+#: No frame is longer; what says otherwise is no frame.
+MAX_PAYLOAD = 1 << 30
+
+
+class Frame(NamedTuple):
+    """Where a frame begins in the file, and what it holds."""
+
+    start: int
+    payload: memoryview
+
+    @property
+    def stop(self) -> int:
+        """Where it ends in the file."""
+        return self.start + _HEAD.size + len(self.payload)
+
+
+class TornTail(NamedTuple):
+    """What follows the last whole frame of a journal; it begins at `start`."""
+
+    start: int
+    size: int
+
+
+class OpenFrame:
+    """A frame to which records are added; they are encoded at once, while they are in the cache.
+
+    Attributes:
+        buffer: As it stands in the file, once it is closed.
+        count: Of its records.
+    """
+
+    __slots__ = ("buffer", "count")
+
+    def __init__(self) -> None:
+        self.buffer = bytearray(_EMPTY)
+        self.count = 0
+
+    def add(self, record: Any) -> None:
+        """One more record.
+
+        Raises:
+            TypeError, ValueError, OverflowError: It cannot be encoded; the frame is as it was.
+        """
+        before = len(self.buffer)
+        try:
+            _encode_into(record, self.buffer, before)
+        except Exception:
+            del self.buffer[before:]
+            raise
+        self.count += 1
+
+    def close(self) -> None:
+        """Add no more; other threads run meanwhile, where it is long."""
+        _COUNT.pack_into(self.buffer, _HEAD.size, _ARRAY, self.count)
+        with memoryview(self.buffer) as view:
+            checksum = zlib.crc32(view[_HEAD.size :])
+        _HEAD.pack_into(self.buffer, 0, len(self.buffer) - _HEAD.size, checksum)
+
+    def divided(self) -> list[OpenFrame]:
+        """Its records, each in a closed frame of its own."""
+        made = []
+        for record in _raw_records.decode(self.buffer[_HEAD.size :]):
+            single = OpenFrame()
+            single.add(record)
+            single.close()
+            made.append(single)
+        return made
+
+
+def records_of(frame: Frame) -> list[tuple[int, bytes]]:
+    """The records of a frame: where each begins in the file, and its bytes.
+
+    Raises:
+        msgspec.MsgspecError: It holds none.
+    """
+    records = [bytes(each) for each in _raw_records.decode(frame.payload)]
+    at = frame.stop - sum(map(len, records))
+    found = []
+    for record in records:
+        found.append((at, record))
+        at += len(record)
+    return found
+
+
+def check_magic(path: Path, data: memoryview) -> bool:
+    """Whether the file's first line is whole; one that a death cut short is not.
+
+    Raises:
+        JournalError: It is no journal, or one of another version.
+    """
+    found = bytes(data[: len(MAGIC)])
+    if found == MAGIC:
+        return True
+    if MAGIC.startswith(found):
+        return False
+    if found.startswith(_MAGIC_OF_ANY):
+        version = bytes(data[len(_MAGIC_OF_ANY) : 64]).split(b"\n")[0].decode("ascii", "replace")
+        raise JournalError(
+            f"{path}: a journal of format {version}; this version reads format "
+            f"{MAGIC[len(_MAGIC_OF_ANY) :].decode().strip()}"
+        )
+    raise JournalError(f"{path}: is no journal")
+
+
+def frames(data: memoryview) -> Iterator[Frame | TornTail]:
+    """The whole frames after the first line, then what follows the last of them, if anything."""
+    start = len(MAGIC)
+    while start < len(data):
+        payload = _payload(data, start)
+        if payload is None:
+            yield TornTail(start, len(data) - start)
+            return
+        frame = Frame(start, payload)
+        start = frame.stop
+        yield frame  # whose payload may be released
+
+
+def _payload(data: memoryview, start: int) -> memoryview | None:
+    """That of the frame there; None where none is whole."""
+    begin = start + _HEAD.size
+    if begin > len(data):
+        return None
+    length, checksum = _HEAD.unpack_from(data, start)
+    if not 0 < length <= MAX_PAYLOAD or begin + length > len(data):
+        return None
+    payload = data[begin : begin + length]
+    return payload if zlib.crc32(payload) == checksum else None

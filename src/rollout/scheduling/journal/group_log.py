@@ -1,0 +1,178 @@
+"""The journal of groups that are pulled: which there were, who got them, and what is left."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rollout.errors import JournalError, PromptError
+from rollout.scheduling.journal.entries import BEGUN_AGAIN, UNWANTED, PromptEntry
+from rollout.scheduling.journal.packed_trajectory import packed_prompt, prompt_of
+from rollout.scheduling.journal.pulled_before import PulledBefore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rollout.chat.trajectory import Trajectory
+    from rollout.scheduling.journal.journal import Journal
+    from rollout.scheduling.journal.trajectory_log import TrajectoryLog
+    from rollout.scheduling.prompts import Member
+    from rollout.scheduling.pulled_group import PulledGroup
+    from rollout.types import Prompt
+
+    #: The uid with which a prompt was pulled, and its other fields.
+    _Pull = tuple[str, bytes]
+
+
+class GroupLog:
+    """What calls of groups tell a journal, and what it knows from before; nothing without one.
+
+    A resumed run begins its sources again, or gives what they have left. So prompts that are pulled
+    again, in any order, are known and left out, until the source gives one that the journal has
+    not: what it has of them is given out by itself.
+
+    Args:
+        journal: None where there is none.
+        has_group_reward: Whether a member is finished only with its group.
+
+    Attributes:
+        pulled: How many prompts an earlier process pulled.
+    """
+
+    def __init__(self, journal: Journal | None, *, has_group_reward: bool) -> None:
+        self._journal = journal
+        self._has_group_reward = has_group_reward
+        self._pulls: Counter[_Pull] = Counter()
+        self._beyond: dict[int, object] = {}
+        self._left: list[PulledBefore] = []
+        for entry in () if journal is None else journal.pulled_before():
+            step = self._step_of(entry)
+            if step != BEGUN_AGAIN:
+                number = self._pulls.total()
+                self._pulls[_pull_of(entry.fields, entry.pulled or "")] += 1
+                if step != UNWANTED:
+                    prompt = prompt_of(entry.fields)
+                    self._left.append(PulledBefore(number, prompt, entry, step))
+        self.pulled = self._pulls.total()
+
+    def _step_of(self, entry: PromptEntry) -> int | None:
+        assert self._journal is not None
+        return self._journal.delivery_of(entry.step, entry.uid, entry.call)
+
+    def check_announced(self) -> None:
+        """See `Journal.check_announced`."""
+        if self._journal is not None:
+            self._journal.check_announced()
+
+    def left_for(self, step: int) -> list[PulledBefore]:
+        """Those that a call of this step gave to its caller, then those that none did; once."""
+        due = [each for each in self._left if each.step == step]
+        rest = [each for each in self._left if each.step is None]
+        self._left = [each for each in self._left if each.step not in (step, None)]
+        return due + rest
+
+    def is_repeated(self, given: Prompt, source: object, place: int) -> bool:
+        """Whether a source gives again what an earlier process pulled.
+
+        Args:
+            given: What it gave.
+            source: Names it.
+            place: How many it gave before.
+
+        Raises:
+            PromptError: The prompt holds what cannot be written.
+        """
+        if self._journal is None:
+            return False
+        uid = given.uid or f"prompt-{place}"
+        try:
+            fields = packed_prompt(
+                msgspec.structs.replace(given, uid=uid), f"source: prompt {place}"
+            )
+        except (JournalError, TypeError, ValueError, OverflowError) as error:
+            raise PromptError(f"{error} (journal.path is set)") from error
+        if id(source) in self._beyond:
+            return False
+        pull = _pull_of(fields, uid)
+        if not self._pulls[pull]:
+            self._beyond[id(source)] = source
+            return False
+        self._pulls[pull] -= 1
+        return True
+
+    def enrol(self, group: PulledGroup) -> None:
+        """Give the members of a group, all of which wait, their logs."""
+        if self._journal is None:
+            return
+        call = None if group.before is None else group.before.entry.call
+        with self._journal.together():
+            for entry in self._journal.enrol(group.waiting, call):
+                self._journal.put(msgspec.structs.replace(entry, pulled=group.pulled))
+            if group.key is not None:
+                self._journal.delivered([group.key], BEGUN_AGAIN)
+        assert group.waiting[0].log is not None
+        group.key = group.waiting[0].log.key
+        if group.before is not None:  # what a caller had, and what is finished, counts first
+            group.waiting = deque(sorted(group.waiting, key=_rank))
+
+    def recorded(self, member: Member) -> Trajectory | None:
+        """The trajectory, where the journal has it whole."""
+        if member.log is None or member.is_held:
+            return None
+        return member.log.finished(member.prompt, member.identity.group)
+
+    def ended(self, member: Member, trajectory: Trajectory) -> None:
+        """A member has its outcome, but for the reward of its group."""
+        if member.log is not None and not self._has_group_reward and not member.log.is_finished:
+            member.log.end(trajectory)
+
+    def is_rewarded(self, ended: Sequence[Any]) -> bool:
+        """Whether the journal has the rewards of these members of a group."""
+        return all(log.is_finished for log in _logs(ended)) and self._journal is not None
+
+    def rewarded(self, ended: Sequence[Any]) -> None:
+        """The members of a group that have ended have all their rewards."""
+        if self._journal is None or not self._has_group_reward:
+            return
+        with self._journal.together():
+            for _, member, trajectory in ended:
+                if not member.log.is_finished:
+                    member.log.end(trajectory)
+
+    async def until_written(
+        self, ended: Sequence[Any], deadline: float, is_over: Callable[[], bool]
+    ) -> JournalError | None:
+        """Wait for the ends of these members; why they cannot be written, if they cannot."""
+        for log in _logs(ended):
+            if not await log.until_written(deadline, is_over):
+                return log.failure
+        return None
+
+    def delivered(self, ended: Sequence[Any], step: int) -> None:
+        """A call of this step gives these members to its caller."""
+        keys = [log.key for log in _logs(ended) if not log.is_taken]
+        if self._journal is not None and keys:
+            self._journal.delivered(keys, step)
+
+    def unwanted(self, group: PulledGroup) -> None:
+        """Nobody will have it any more."""
+        if self._journal is not None and group.key is not None:
+            self._journal.delivered([group.key], UNWANTED)
+
+
+def _rank(member: Member) -> tuple[bool, bool]:
+    """Where it stands among the members of a group that the journal has."""
+    assert member.log is not None
+    return not member.log.is_taken, not member.log.is_finished
+
+
+def _logs(ended: Sequence[Any]) -> list[TrajectoryLog]:
+    return [member.log for _, member, _ in ended if member.log is not None]
+
+
+def _pull_of(fields: bytes, uid: str) -> _Pull:
+    raw = msgspec.msgpack.decode(fields, type=dict[str, msgspec.Raw])
+    rest = b"".join(bytes(value) for name, value in sorted(raw.items()) if name != "uid")
+    return uid, rest

@@ -1,0 +1,278 @@
+"""The journal of a runtime: opened with it, and resumed from."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections import Counter, OrderedDict
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio.to_thread
+import msgspec
+
+from rollout.bridge import has_virtual_clock
+from rollout.errors import ConfigError, JournalError, PromptError
+from rollout.scheduling.journal.entries import (
+    Entry,
+    Key,
+    PromptEntry,
+    VersionEntry,
+    decode,
+)
+from rollout.scheduling.journal.journal_reading import (
+    Contents,
+    Payload,
+    PromptKey,
+    read_journal,
+    say_torn,
+)
+from rollout.scheduling.journal.journal_writer import GATHER_S, JournalWriter
+from rollout.scheduling.journal.open_journal import CHECK_S, OpenJournal
+from rollout.scheduling.journal.packed_trajectory import packed_prompt
+from rollout.scheduling.journal.run_identity import check_same, header_of
+from rollout.scheduling.journal.trajectory_log import TrajectoryLog
+from rollout.scopes import open_task_group
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from rollout.agents.services import Services
+    from rollout.config import JournalConfig, RolloutConfig
+    from rollout.scheduling.prompts import Member
+    from rollout.types import Prompt
+
+#: How long what waits at the end of a runtime is tried to be written.
+_CLOSE_S = 10.0
+#: Steps whose uids are remembered, to tell calls with the same ones apart.
+_STEPS = 64
+
+
+class Journal(OpenJournal):
+    """Writes what comes of a run, and knows what there is from before.
+
+    Attributes:
+        run_seed: That of the run.
+    """
+
+    def __init__(
+        self,
+        config: JournalConfig,
+        contents: Contents,
+        writer: JournalWriter,
+        read: Callable[[Payload], Entry],
+        services: Services,
+        run_seed: int,
+    ) -> None:
+        super().__init__(config, writer, read, services)
+        self.run_seed, self._contents = run_seed, contents
+        self._calls: OrderedDict[tuple[int, bool], Counter[str]] = OrderedDict()
+        self._is_counting = threading.Lock()
+        self._announced = contents.version
+        if contents.version is None:
+            self.note_version(services.engines.info.weight_version)
+
+    def pulled_before(self) -> list[PromptEntry]:
+        """Prompts of calls of groups, in the order in which they were first begun."""
+        found = map(self.read, self._contents.prompts.values())
+        return [e for e in found if isinstance(e, PromptEntry) and e.pulled is not None]
+
+    def delivery_of(self, step: int, uid: str, call: int) -> int | None:
+        """The step of the call that gave members of a group to its caller; None: none did."""
+        return self._contents.deliveries().get((step, uid, call))
+
+    def enrol(self, members: Sequence[Member], known_call: int | None = None) -> list[PromptEntry]:
+        """Give each member its log; prompts to be written. In any thread.
+
+        Args:
+            members: Of one call.
+            known_call: The number of that call, where it is an earlier one.
+
+        Raises:
+            PromptError: A prompt holds what cannot be written, or is another one than before.
+        """
+        entries: dict[str, PromptEntry] = {}
+        faults: list[str] = []
+        for member in members:
+            identity = member.identity
+            if identity.uid not in entries:
+                where = f"prompts[{identity.group}]"
+                fields = self._fields(member.prompt, where, faults)
+                step, validate = identity.step, identity.validate
+                call = known_call
+                if call is None:
+                    call = self._calls_before(step, validate)[identity.uid]
+                entry = PromptEntry(step, identity.uid, validate, call, fields)
+                entries[identity.uid] = entry
+                faults += self._changes(entry, where)
+        if faults:
+            raise PromptError("\n".join(faults))
+        for uid, entry in entries.items():
+            if known_call is not None:
+                break
+            self._calls_before(entry.step, entry.validate)[uid] += 1
+        for member in members:
+            entry, number = entries[member.identity.uid], member.identity.member
+            key = Key(entry.step, entry.uid, number, entry.validate, entry.call)
+            member.log = TrajectoryLog(self, key, self._contents.trajectories.pop(key, None))
+        known = self._contents.prompts
+        return [each for each in entries.values() if _prompt_key(each) not in known]
+
+    def _fields(self, prompt: Prompt, where: str, faults: list[str]) -> bytes:
+        try:
+            return packed_prompt(prompt, where)
+        except (JournalError, TypeError, ValueError) as error:
+            faults.append(f"{error} (journal.path is set)")
+            return b""
+
+    def _changes(self, entry: PromptEntry, where: str) -> list[str]:
+        """How a prompt differs from the one that the journal has in its place."""
+        known = self._contents.prompts.get(_prompt_key(entry))
+        if known is None or not entry.fields:
+            return []
+        before = self.read(known)
+        assert isinstance(before, PromptEntry)
+        if before.fields == entry.fields:
+            return []
+        old, new = (_packed_fields(each.fields) for each in (before, entry))
+        names = [name for name in new if old.get(name) != new[name]] or ["order of its keys"]
+        return [
+            f"{where} (uid {entry.uid!r}): is not the prompt of the journal {self._config.path}; "
+            f"differs in {', '.join(names)}"
+        ]
+
+    def _calls_before(self, step: int, validate: bool) -> Counter[str]:
+        """How many calls of a step had each uid so far."""
+        with self._is_counting:
+            counted = self._calls.setdefault((step, validate), Counter())
+            while len(self._calls) > _STEPS:
+                self._calls.popitem(last=False)
+            return counted
+
+    def check_announced(self) -> None:
+        """Let calls pass once the version of the weights is known.
+
+        Raises:
+            ConfigError: The journal's last one is not that of the engines, and nobody has said
+                which they have.
+        """
+        version = self._services.engines.info.weight_version
+        if self._announced is None or self._announced == version:
+            return
+        raise ConfigError(
+            f"journal.path = {self._config.path!r}: its last tokens are of weights of version "
+            f"{self._announced}, the engines have version {version}; announce the weights to "
+            f"continue with: update_weights(version={self._announced}, source=...)"
+        )
+
+    def note_version(self, version: int) -> None:
+        """The engines have weights of this version now."""
+        self._announced = None
+        self.put(VersionEntry(version))
+
+
+def _prompt_key(entry: PromptEntry) -> PromptKey:
+    return entry.step, entry.uid, entry.validate, entry.call
+
+
+def _packed_fields(fields: bytes) -> dict[str, bytes]:
+    """The fields of a prompt, each packed by itself."""
+    raw = msgspec.msgpack.decode(fields, type=dict[str, msgspec.Raw])
+    return {name: bytes(value) for name, value in raw.items()}
+
+
+async def read_before(config: RolloutConfig, *, resume: bool) -> Contents | None:
+    """What the journal of a configuration holds; None where it has none. Before any work.
+
+    Raises:
+        ConfigError: It cannot be read, or there is one and it is not to be resumed.
+    """
+    if config.journal.path is None:
+        if resume:
+            raise ConfigError("resume = True: expected journal.path to name the journal")
+        return None
+    read = partial(_read, Path(config.journal.path), resume=resume)
+    contents = read() if has_virtual_clock() else await anyio.to_thread.run_sync(read)
+    # The model is compared later, once it is loaded.
+    known = "" if contents.header is None else contents.header.model.get("fingerprint", "")
+    check_same(config.journal.path, contents, header_of(config, known, []))
+    return contents
+
+
+def _read(path: Path, *, resume: bool) -> Contents:
+    """What a journal holds; nothing where there is none."""
+    if not path.exists() or (path.is_file() and not path.stat().st_size):
+        return Contents()
+    if not resume:
+        raise ConfigError(
+            f"journal.path = {str(path)!r}: exists; expected a new file, or resume=True"
+        )
+    try:
+        return read_journal(path)
+    except JournalError as error:
+        raise ConfigError(f"journal.path = {str(path)!r}: {error}") from error
+
+
+@asynccontextmanager
+async def open_journal(
+    services: Services, contents: Contents | None, fingerprint: str
+) -> AsyncIterator[Journal | None]:
+    """The journal of the services' configuration, open for writing; None where it has none.
+
+    Raises:
+        ConfigError: It is of another model, cannot be written, or another process writes it.
+    """
+    config = services.config
+    if contents is None or config.journal.path is None:
+        yield None
+        return
+    header = header_of(config, fingerprint, services.tools.schemas())
+    check_same(config.journal.path, contents, header)
+    path = Path(config.journal.path)
+    descriptor = _opened(path, contents)
+    fsync = config.journal.fsync
+    gather_s = 0.0 if fsync == "always" else GATHER_S
+    writer = JournalWriter(
+        path, descriptor, contents.size, syncs=fsync != "never", gather_s=gather_s
+    )
+    if contents.header is None:
+        writer.begin(header)
+
+    def read(payload: Payload) -> Entry:
+        return decode(os.pread(descriptor, payload.size, payload.start))
+
+    run_seed = (contents.header or header).run_seed
+    async with open_task_group() as tasks:
+        if not has_virtual_clock():
+            tasks.start_soon(writer.watch, CHECK_S)
+        try:
+            yield Journal(config.journal, contents, writer, read, services, run_seed)
+        finally:
+            await writer.close(_CLOSE_S)
+
+
+def _opened(path: Path, contents: Contents) -> int:
+    """The file, locked, and without what is torn at its end."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise ConfigError(
+            f"journal.path = {str(path)!r}: cannot be written: {error.strerror}"
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        known = contents.size + (0 if contents.torn is None else contents.torn.size)
+        if os.fstat(descriptor).st_size != known:
+            raise OSError(0, "another process has written it meanwhile")
+        if contents.torn is not None:
+            say_torn(path, contents.torn)
+        os.ftruncate(descriptor, contents.size)
+    except OSError as error:
+        os.close(descriptor)
+        why = "another process writes it" if isinstance(error, BlockingIOError) else error.strerror
+        raise ConfigError(f"journal.path = {str(path)!r}: cannot be opened: {why}") from error
+    return descriptor

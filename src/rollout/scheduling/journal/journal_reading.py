@@ -1,0 +1,228 @@
+"""What a journal holds: found by one pass over the file, read where it is wanted."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from contextlib import closing
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import attrs
+import msgspec
+
+from rollout.errors import JournalError
+from rollout.scheduling.journal.entries import (
+    AnswersEntry,
+    DeliveredEntry,
+    EndEntry,
+    Entry,
+    Header,
+    Key,
+    PromptEntry,
+    TurnEntry,
+    VersionEntry,
+    decode,
+)
+from rollout.scheduling.journal.frames import (
+    MAGIC,
+    Frame,
+    TornTail,
+    check_magic,
+    frames,
+    records_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+logger = logging.getLogger("rollout.journal")
+
+#: Step, uid, whether it validates, and the number of the call.
+PromptKey = tuple[int, str, bool, int]
+
+
+class Payload(NamedTuple):
+    """Where a record lies in the file."""
+
+    start: int
+    size: int
+
+
+@attrs.define(eq=False)
+class Recorded:
+    """What there is of one trajectory.
+
+    Attributes:
+        start: How often it had begun from its start, the first time apart.
+        turns, answers: Turns, and answers of tools, since it began last, in order.
+        stateful: Tools called since then whose last state nobody holds.
+        end: The trajectory, once it is finished.
+        delivered_in: The step of the call that gave it to its caller; `UNWANTED` where none ever
+            will, None while nobody has it.
+    """
+
+    start: int = 0
+    turns: list[Payload] = attrs.field(factory=list)
+    answers: list[Payload] = attrs.field(factory=list)
+    stateful: set[str] = attrs.field(factory=set)
+    end: Payload | None = None
+    delivered_in: int | None = None
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether there is anything that could be given again."""
+        return bool(self.turns or self.answers)
+
+
+class Contents:
+    """Of a journal.
+
+    Attributes:
+        header: None where a death cut it short: there is nothing else then.
+        version: The weights that the engines had last; None where nobody said.
+        prompts: By step, uid and call.
+        trajectories: In the order in which they are first spoken of.
+        size: Of its whole frames, in bytes.
+        torn: What follows them.
+    """
+
+    def __init__(self) -> None:
+        self.header: Header | None = None
+        self.version: int | None = None
+        self.prompts: dict[PromptKey, Payload] = {}
+        self.trajectories: dict[Key, Recorded] = {}
+        self.size = 0
+        self.torn: TornTail | None = None
+        self._deliveries: dict[tuple[int, str, int], int] | None = None
+
+    def add(self, payload: Payload, entry: Entry) -> None:
+        """One more record."""
+        match entry:
+            case Header():
+                self.header = self.header or entry
+            case PromptEntry():
+                key = (entry.step, entry.uid, entry.validate, entry.call)
+                self.prompts[key] = payload
+            case TurnEntry():
+                self._begun(entry.key, entry.start).turns.append(payload)
+            case AnswersEntry():
+                recorded = self._begun(entry.key, entry.start)
+                recorded.answers.append(payload)
+                recorded.stateful -= entry.snapshots.keys()
+                recorded.stateful |= set(entry.stateful)
+            case EndEntry():
+                self._of(entry.key).end = payload
+            case DeliveredEntry():
+                for each in entry.keys:
+                    self._of(each).delivered_in = each.step if entry.step is None else entry.step
+            case VersionEntry():
+                self.version = entry.version
+
+    def deliveries(self) -> dict[tuple[int, str, int], int]:
+        """Of groups, by step, uid and call, the step of the call that gave them to its caller."""
+        if self._deliveries is None:
+            self._deliveries = {
+                (key.step, key.uid, key.call): each.delivered_in
+                for key, each in self.trajectories.items()
+                if each.delivered_in is not None
+            }
+        return self._deliveries
+
+    def _of(self, key: Key) -> Recorded:
+        return self.trajectories.setdefault(key, Recorded())
+
+    def _begun(self, key: Key, start: int) -> Recorded:
+        recorded = self._of(key)
+        if start > recorded.start:
+            recorded.start, recorded.stateful = start, set()
+            recorded.turns, recorded.answers = [], []
+        return recorded
+
+
+def read_journal(path: Path) -> Contents:
+    """What a journal holds; a tail that is no whole record is left out, and named in `torn`.
+
+    Raises:
+        JournalError: It cannot be read, is none, or is damaged.
+    """
+    contents = Contents()
+    try:
+        with path.open("rb") as file:
+            if not path.stat().st_size:
+                return contents
+            with closing(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) as mapped:
+                data = memoryview(mapped)
+                try:
+                    _scan(path, data, contents)
+                finally:
+                    data.release()
+    except OSError as error:
+        raise JournalError(f"{path} cannot be read: {error.strerror}") from error
+    return contents
+
+
+def _scan(path: Path, data: memoryview, contents: Contents) -> None:
+    if not check_magic(path, data):
+        contents.torn = TornTail(0, len(data))
+        return
+    contents.size = len(MAGIC)
+    for frame in frames(data):
+        if isinstance(frame, TornTail):
+            contents.torn = frame
+            return
+        end = frame.stop
+        try:
+            for payload, entry in entries_of(frame):
+                contents.add(payload, entry)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise JournalError(f"{path}: the frame at byte {frame.start}: {error}") from error
+        finally:
+            frame.payload.release()
+        contents.size = end
+
+
+def entries_of(frame: Frame) -> list[tuple[Payload, Entry]]:
+    """The records of a frame, and where they lie.
+
+    Raises:
+        msgspec.MsgspecError: It holds something else.
+    """
+    return [(Payload(start, len(record)), decode(record)) for start, record in records_of(frame)]
+
+
+def reader_of(path: Path) -> Callable[[Payload], Entry]:
+    """Reads single records of a journal that was scanned."""
+
+    def read(payload: Payload) -> Entry:
+        with path.open("rb") as file:
+            file.seek(payload.start)
+            return decode(file.read(payload.size))
+
+    return read
+
+
+def say_torn(path: Path, torn: TornTail) -> None:
+    """Name what of a journal is left out."""
+    logger.warning(
+        "%s: its last %d bytes, from byte %d on, hold no whole record and are cut off: what wrote "
+        "it was ended meanwhile, or the file is damaged there",
+        path,
+        torn.size,
+        torn.start,
+    )
+
+
+def turn_reader(
+    recorded: Recorded, read: Callable[[Payload], Entry]
+) -> Callable[[int], tuple[bytes, bytes]]:
+    """Gives ids and log-probs of a turn of a trajectory, by its number."""
+
+    @cache
+    def turn(number: int) -> tuple[bytes, bytes]:
+        entry = read(recorded.turns[number])
+        assert isinstance(entry, TurnEntry)
+        return entry.ids, entry.log_probs
+
+    return turn

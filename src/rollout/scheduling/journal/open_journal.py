@@ -1,0 +1,187 @@
+"""The open journal, as the logs of trajectories use it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import attrs
+
+from rollout.agents.kept_messages import TurnReader
+from rollout.bridge import loop_clock
+from rollout.errors import JournalError, ToolError
+from rollout.scheduling.journal.entries import DeliveredEntry, Entry, Key
+from rollout.scheduling.journal.journal_writer import MAX_WAITING
+from rollout.scheduling.journal.plain_data import Unwritable, logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from typing import Any
+
+    from rollout.agents.services import Services
+    from rollout.config import JournalConfig
+    from rollout.scheduling.journal.journal_reading import Payload
+    from rollout.scheduling.journal.journal_writer import JournalWriter
+    from rollout.types import Prompt
+
+#: Between two looks at whether a call that waits for the disk is to end.
+CHECK_S = 0.2
+
+
+@attrs.define
+class JournalCounts:
+    """What became of what a journal held.
+
+    Attributes:
+        returned: Finished trajectories that were returned from it.
+        continued: Unfinished ones that went on from their last whole turn.
+        restarted: Unfinished ones that began again, for a tool whose state is lost.
+        departed: Of the continued ones those that asked otherwise than before.
+        recalled: Turns, and answers of tools to a turn, that were given again.
+    """
+
+    returned: int = 0
+    continued: int = 0
+    restarted: int = 0
+    departed: int = 0
+    recalled: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class JournalStatistics(JournalCounts):
+    """A journal now.
+
+    Attributes:
+        records, bytes: Written since the runtime was opened; size of the file.
+        waiting: Records that are not written yet.
+        failure: Why the last attempt to write failed; "" where it did not.
+    """
+
+    records: int
+    bytes: int
+    waiting: int
+    failure: str
+
+
+class OpenJournal:
+    """Takes records, and reads those that there are.
+
+    Attributes:
+        counts: Of what was there.
+        unwritable: What becomes of values that are no plain data.
+        put: Has a record written; gives its number.
+        together: What is put in its block is written as a whole, or not at all.
+        ask: Has what `telling` names called when more is written.
+        read: A record of before.
+    """
+
+    def __init__(
+        self,
+        config: JournalConfig,
+        writer: JournalWriter,
+        read: Callable[[Payload], Entry],
+        services: Services,
+    ) -> None:
+        self.counts = JournalCounts()
+        self.unwritable = Unwritable(as_text=config.unwritable == "text")
+        self.read = read
+        self._config, self._writer, self._services = config, writer, services
+        self._readers: dict[tuple[str, ...] | None, TurnReader] = {}
+        self._said = False
+        self._clock = loop_clock()
+        self._allowance = 0 if config.fsync == "always" else MAX_WAITING
+        self.put, self.ask, self.together = writer.put, writer.ask, writer.together
+
+    def put_all(self, entries: Iterable[Entry]) -> None:
+        """Have these written."""
+        for entry in entries:
+            self.put(entry)
+
+    @property
+    def failure(self) -> JournalError | None:
+        """Why it cannot be written at present."""
+        failure = self._writer.failure
+        return None if failure is None else JournalError(str(failure))
+
+    @contextmanager
+    def telling(self, tell: Callable[[], object]) -> Iterator[None]:
+        """Call this when more is written, or cannot be, after `ask`; in the block."""
+        listeners = self._writer.listeners
+        listeners[tell] = None
+        try:
+            yield
+        finally:
+            del listeners[tell]
+
+    @property
+    def taken(self) -> int:
+        """The number up to which records are put without waiting."""
+        return self._writer.written + self._allowance
+
+    def statistics(self) -> JournalStatistics:
+        """A snapshot."""
+        writer = self._writer
+        return JournalStatistics(
+            **attrs.asdict(self.counts),
+            records=writer.written,
+            bytes=writer.size,
+            waiting=writer.put_count - writer.written,
+            failure="" if writer.failure is None else str(writer.failure),
+        )
+
+    async def room(self, ticket: int) -> None:
+        """Until the record of this number is among those that are `taken`."""
+        while self.taken < ticket and not self._goes_on:
+            await self._writer.until_written(ticket - self._allowance, CHECK_S)
+
+    async def until_written(
+        self, ticket: int, deadline: float, is_over: Callable[[], bool]
+    ) -> bool:
+        """Whether a record is written; see `TrajectoryLog.until_written`."""
+        while not self.has_written(ticket):
+            if is_over() or (self._writer.failure is not None and self._clock() >= deadline):
+                await self._writer.until_written(ticket, CHECK_S)
+                return self._writer.written >= ticket
+            await self._writer.until_written(ticket, CHECK_S)
+        return True
+
+    def has_written(self, ticket: int) -> bool:
+        """Whether a record is written, or need not be."""
+        return self._writer.written >= ticket or self._goes_on
+
+    @property
+    def _goes_on(self) -> bool:
+        return self._writer.failure is not None and self._config.on_failure == "continue"
+
+    def delivered(self, keys: Iterable[Key], step: int | None = None) -> None:
+        """The caller has these; see `DeliveredEntry`."""
+        self.put(DeliveredEntry(list(keys), step))
+
+    def say_unwritable(self, error: Exception) -> None:
+        """What a tool answered is not written; said once."""
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "%s: it is not in the journal, and a resumed trajectory calls the tool again", error
+            )
+
+    def schemas_for(self, prompt: Prompt | None) -> Sequence[Mapping[str, Any]]:
+        """Of the tools that a prompt offers."""
+        return self._reader(prompt).schemas
+
+    def reader_for(
+        self, prompt: Prompt | None
+    ) -> Callable[[Sequence[Mapping[str, Any]] | None], TurnReader]:
+        """Makes what the messages of a prompt's trajectories are read with."""
+        own = self._reader(prompt)
+        return lambda schemas: own if schemas is None else own._replace(schemas=schemas)
+
+    def _reader(self, prompt: Prompt | None) -> TurnReader:
+        names = None if prompt is None or prompt.tools is None else tuple(prompt.tools)
+        reader = self._readers.get(names)
+        if reader is None:
+            services, schemas = self._services, []
+            with suppress(ToolError):  # a prompt that was rejected for its tools
+                schemas = services.tools.schemas(names)
+            reader = self._readers[names] = TurnReader(services.template, services.parser, schemas)
+        return reader

@@ -1,0 +1,258 @@
+"""A finished trajectory as bytes, and back, bit for bit."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rollout.agents.kept_messages import KeptMessages, PackedMessages, TurnReader, pack_texts
+from rollout.chat.trajectory import Parent, Segment, Trajectory
+from rollout.chat.transcript import PackedTranscript, Transcript
+from rollout.scheduling.journal.plain_data import Unwritable, plain, restored
+from rollout.types import Cause, Message, Outcome, Prompt, ToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from rollout.errors import JournalError
+
+    #: What reads messages whose tools have these schemas; None: those of the prompt.
+    ReaderOf = Callable[[Sequence[Mapping[str, Any]] | None], TurnReader]
+
+Schemas = list[dict[str, Any]]
+
+
+class _Segment(msgspec.Struct, array_like=True):
+    """A segment; `messages` is the number of those that it is part of."""
+
+    transcript: PackedTranscript
+    parent: Parent | None
+    purpose: str
+    trainable: bool | None
+    reward: Any
+    token_rewards: bytes | None
+    session_id: str
+    seeds: list[int]
+    messages: int
+
+
+class _Trajectory(msgspec.Struct, array_like=True):
+    uid: str
+    group: int
+    member: int
+    outcome: Outcome
+    reason: str
+    limit_source: str | None
+    cause: Cause | None
+    trainable: bool
+    reward: Any
+    turn_scores: list[Any]
+    tool_rewards: list[Any]
+    num_turns: int
+    metrics: dict[str, Any]
+    extra: dict[Any, Any]
+    history: str
+    segments: list[_Segment]
+    #: Conversations, each with the schemas of its tools where they are not the prompt's.
+    messages: list[tuple[PackedMessages, Schemas | None]]
+    main: int
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_NUMBERS = frozenset((int, float, bool))
+_decoder = msgspec.msgpack.Decoder(_Trajectory, ext_hook=restored)
+
+
+def packed_trajectory(
+    trajectory: Trajectory,
+    schemas: Sequence[Mapping[str, Any]],
+    unwritable: Unwritable,
+    known: Mapping[int, int],
+) -> tuple[bytes, JournalError | None]:
+    """A trajectory without its prompt; and why a value in it is left out, if one is.
+
+    Args:
+        trajectory: A finished one.
+        schemas: Of the tools that its prompt offers.
+        unwritable: What becomes of values that are no plain data.
+        known: Numbers of what its reader has already; see `Transcript.packed`.
+    """
+    faults: list[JournalError | None] = []
+
+    def items(mapping: Mapping[Any, Any], where: str) -> dict[Any, Any]:
+        written, fault = unwritable.items(mapping, where)
+        faults.append(fault)
+        return written
+
+    def message(each: Message) -> list[Any]:
+        calls = [
+            [call.name, items(call.arguments, "tool_calls.arguments"), call.id, call.raw]
+            for call in each.tool_calls
+        ]
+        extra, fields = items(each.extra, "messages.extra"), items(each.fields, "messages.fields")
+        return [each.role, each.content, calls, each.tool_call_id, each.name, extra, fields]
+
+    numbers: dict[int, int] = {}
+    conversations: list[tuple[PackedMessages, Schemas | None]] = []
+
+    def number_of(messages: Sequence[Message]) -> int:
+        number = numbers.get(id(messages))
+        if number is None:
+            number = numbers[id(messages)] = len(conversations)
+            conversations.append(_packed_messages(messages, rows, schemas, message))
+        return number
+
+    rows = {id(each.transcript.prefix): at for at, each in enumerate(trajectory.segments)}
+    main = number_of(trajectory.messages)
+    segments = [
+        _packed_segment(each, number_of(each.messages), known) for each in trajectory.segments
+    ]
+    record = _Trajectory(
+        uid=trajectory.uid,
+        group=trajectory.group,
+        member=trajectory.member,
+        outcome=trajectory.outcome,
+        reason=trajectory.reason,
+        limit_source=trajectory.limit_source,
+        cause=_encodable(trajectory.cause),
+        trainable=trajectory.trainable,
+        reward=plain(trajectory.reward, "reward"),
+        turn_scores=trajectory.turn_scores and plain(trajectory.turn_scores, "turn_scores"),
+        tool_rewards=trajectory.tool_rewards and plain(trajectory.tool_rewards, "tool_rewards"),
+        num_turns=trajectory.num_turns,
+        metrics=_metrics(trajectory.metrics),
+        extra=items(trajectory.extra, "extra") if trajectory.extra else {},
+        history=trajectory.history,
+        segments=segments,
+        messages=conversations,
+        main=main,
+    )
+    return _encode(record), next((fault for fault in faults if fault is not None), None)
+
+
+def _packed_segment(segment: Segment, messages: int, known: Mapping[int, int]) -> _Segment:
+    rewards = segment.token_rewards
+    return _Segment(
+        transcript=segment.transcript.packed(known),
+        parent=segment.parent,
+        purpose=segment.purpose,
+        trainable=segment.trainable,
+        reward=plain(segment.reward, "segments.reward"),
+        token_rewards=None if rewards is None else array("f", rewards).tobytes(),
+        session_id=segment.session_id,
+        seeds=segment.seeds,
+        messages=messages,
+    )
+
+
+def _packed_messages(
+    messages: Sequence[Message],
+    rows: Mapping[int, int],
+    schemas: Sequence[Mapping[str, Any]],
+    message: Callable[[Message], list[Any]],
+) -> tuple[PackedMessages, Schemas | None]:
+    if isinstance(messages, KeptMessages):
+        packed = messages.packed(rows, message)
+        if packed is not None:
+            own = messages.schemas
+            is_known = own is schemas or list(own) == list(schemas)
+            return packed, None if is_known else [dict(each) for each in own]
+    return pack_texts([message(each) for each in messages]), None
+
+
+def _metrics(metrics: Mapping[str, Any]) -> Any:
+    """Mostly they are numbers, which need no second look."""
+    return (
+        metrics if _NUMBERS.issuperset(map(type, metrics.values())) else plain(metrics, "metrics")
+    )
+
+
+def _encodable(cause: Cause | None) -> Cause | None:
+    if cause is None:
+        return None
+    words = (cause.type, cause.message, cause.traceback)
+    kind, said, where = (each.encode("utf-8", "backslashreplace").decode() for each in words)
+    return Cause(type=kind, message=said, traceback=where)
+
+
+def trajectory_of(
+    packed: bytes | memoryview,
+    prompt: Prompt | None,
+    reader: ReaderOf,
+    known: Callable[[int], tuple[bytes, bytes]],
+) -> Trajectory:
+    """The trajectory that was packed.
+
+    Args:
+        packed: By `packed_trajectory`.
+        prompt: What it started from.
+        reader: Makes what its messages are read with.
+        known: See `Transcript.from_packed`.
+    """
+    record = _decoder.decode(packed)
+    transcripts = [Transcript.from_packed(each.transcript, known) for each in record.segments]
+    rows = [each.prefix for each in transcripts]
+    conversations = [
+        KeptMessages.from_packed(each, rows, reader(schemas), _message)
+        for each, schemas in record.messages
+    ]
+    segments = [
+        Segment(
+            transcript=transcript,
+            parent=each.parent,
+            purpose=each.purpose,
+            trainable=each.trainable,
+            reward=each.reward,
+            token_rewards=None if each.token_rewards is None else array("f", each.token_rewards),
+            session_id=each.session_id,
+            seeds=each.seeds,
+            messages=conversations[each.messages],
+        )
+        for each, transcript in zip(record.segments, transcripts, strict=True)
+    ]
+    own = {name: getattr(record, name) for name in _SHARED}
+    return Trajectory(prompt=prompt, segments=segments, messages=conversations[record.main], **own)
+
+
+_SHARED = tuple(
+    name for name in _Trajectory.__struct_fields__ if name not in ("segments", "messages", "main")
+)
+
+
+def _message(packed: list[Any]) -> Message:
+    role, content, calls, tool_call_id, name, extra, fields = packed
+    return Message(
+        role=role,
+        content=content,
+        tool_calls=tuple(
+            ToolCall(name=name, arguments=arguments, id=id_, raw=raw)
+            for name, arguments, id_, raw in calls
+        ),
+        tool_call_id=tool_call_id,
+        name=name,
+        extra=extra,
+        fields=fields,
+    )
+
+
+def packed_prompt(prompt: Prompt, where: str) -> bytes:
+    """The fields of a prompt.
+
+    Raises:
+        JournalError: One holds what is no plain data; names it.
+    """
+    fields = {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
+    fields["messages"] = [_plain_message(each) for each in prompt.messages]
+    return _encode({name: plain(value, f"{where}.{name}") for name, value in fields.items()})
+
+
+def _plain_message(message: Any) -> Any:
+    """As a mapping: what a template makes of it is the same."""
+    return msgspec.to_builtins(message) if isinstance(message, Message) else message
+
+
+def prompt_of(fields: bytes) -> Prompt:
+    """The prompt that was packed; its messages are mappings."""
+    return Prompt(**msgspec.msgpack.decode(fields, ext_hook=restored))

@@ -1,0 +1,167 @@
+"""Values of users as a journal holds them: exactly, or not at all."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rollout.errors import JournalError
+
+logger = logging.getLogger("rollout.journal")
+
+EXPECTED = (
+    "expected plain data: None, bool, int, float, str, bytes, list, tuple, dict, or an "
+    "array of numbers"
+)
+_ARRAY, _SCALAR, _TUPLE = 1, 2, 3
+#: Kinds of NumPy's types that are numbers.
+_NUMBERS = "biufc"
+_SIMPLE = frozenset((bool, float, bytes))
+_LEAST, _MOST = -(2**63), 2**64 - 1
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class _Unplain(Exception):
+    """What is no plain data, and where it stands, from the inside."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.path = ""
+
+    def within(self, place: object) -> _Unplain:
+        """It stands there in what holds it."""
+        self.path = f"[{place!r}]{self.path}"
+        return self
+
+
+def plain(value: Any, where: str) -> Any:
+    """`value` in terms of which msgpack gives an equal one back; see `restored`.
+
+    Raises:
+        JournalError: It holds what is no plain data; names where that stands.
+    """
+    try:
+        return _plain(value)
+    except _Unplain as error:
+        raise JournalError(f"{where}{error.path} {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    kind = type(value)
+    if value is None or kind in _SIMPLE:
+        return value
+    if kind is str:
+        return value if value.isascii() else _encodable(value)
+    if kind is int:
+        if not _LEAST <= value <= _MOST:
+            raise _Unplain(f"is an int of more than 64 bits; {EXPECTED}")
+        return value
+    if isinstance(value, dict):
+        return _items(value)
+    if kind is list:
+        return _each(value)
+    if kind is tuple:
+        return msgspec.msgpack.Ext(_TUPLE, _encoder.encode(_each(value)))
+    return _array(value)
+
+
+def _items(value: dict[Any, Any]) -> dict[Any, Any]:
+    made = {}
+    for key, each in value.items():
+        try:
+            made[_key(key)] = _plain(each)
+        except _Unplain as error:
+            raise error.within(key) from None
+    return made
+
+
+def _each(values: Any) -> list[Any]:
+    made: list[Any] = []
+    for each in values:
+        try:
+            made.append(_plain(each))
+        except _Unplain as error:
+            raise error.within(len(made)) from None
+    return made
+
+
+def _encodable(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise _Unplain(f"is a str that UTF-8 cannot hold: {error}") from None
+    return value
+
+
+def _key(key: Any) -> Any:
+    if type(key) not in (str, int, bool):
+        raise _Unplain(f"has a key that is a {type(key).__qualname__}; expected a str")
+    return _plain(key)
+
+
+def _array(value: Any) -> Any:
+    is_array = isinstance(value, np.ndarray)
+    if (is_array or isinstance(value, np.generic)) and value.dtype.kind in _NUMBERS:
+        array = np.ascontiguousarray(value)
+        fields = [array.dtype.str, list(np.shape(value)), array.tobytes()]
+        return msgspec.msgpack.Ext(_ARRAY if is_array else _SCALAR, _encoder.encode(fields))
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    raise _Unplain(f"is a {kind}; {EXPECTED}")
+
+
+def restored(code: int, data: memoryview) -> Any:
+    """The `ext_hook` that undoes `plain`."""
+    if code == _TUPLE:
+        return tuple(msgspec.msgpack.decode(data, ext_hook=restored))
+    if code not in (_ARRAY, _SCALAR):
+        raise ValueError(f"unknown extension {code}")
+    dtype, shape, content = msgspec.msgpack.decode(data)
+    array = np.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
+    return array if code == _ARRAY else array[()]
+
+
+class Unwritable:
+    """What becomes of values that are no plain data.
+
+    Args:
+        as_text: They are written as text, with a warning; else they are refused.
+    """
+
+    def __init__(self, *, as_text: bool) -> None:
+        self._as_text = as_text
+        self._said: set[str] = set()
+
+    def items(self, items: Any, where: str) -> tuple[dict[Any, Any], JournalError | None]:
+        """The items of a mapping as they are written, and why others are not.
+
+        Args:
+            items: Mapping of keys to values.
+            where: Names it.
+        """
+        try:
+            return _items(items), None
+        except _Unplain as error:
+            fault = JournalError(f"{where}{error.path} {error}")
+        written: dict[Any, Any] = {}
+        for key, value in items.items():
+            try:
+                written[_key(key)] = _plain(value)
+            except _Unplain as error:
+                if self._as_text:
+                    found = JournalError(f"{where}{error.within(key).path} {error}")
+                    written[str(key)] = self._text(value, found)
+        return written, None if self._as_text else fault
+
+    def _text(self, value: Any, error: JournalError) -> str:
+        kind = type(value).__qualname__
+        if kind not in self._said:
+            self._said.add(kind)
+            logger.warning("%s; it is written as text, and so are others of this type", error)
+        try:
+            return repr(value).encode("utf-8", "backslashreplace").decode()
+        except Exception as failure:  # a foreign __repr__
+            return f"<{kind} whose repr raises {type(failure).__qualname__}>"

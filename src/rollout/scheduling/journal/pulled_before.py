@@ -1,0 +1,25 @@
+"""A group that an earlier process pulled, as its journal has it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from rollout.scheduling.journal.entries import PromptEntry
+    from rollout.types import Prompt
+
+
+class PulledBefore(NamedTuple):
+    """What there is of it.
+
+    Attributes:
+        number: Its place among all that were pulled.
+        prompt: With the name that it had.
+        entry: What the journal says of it.
+        step: Of the call that gave it to its caller; None where none did.
+    """
+
+    number: int
+    prompt: Prompt
+    entry: PromptEntry
+    step: int | None

@@ -1,0 +1,29 @@
+"""What tools answered to the calls of one turn, as it is remembered."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rollout.tools.results import ToolResult
+
+_NO_SNAPSHOTS: Mapping[str, Any] = MappingProxyType({})
+
+
+class Answers(NamedTuple):
+    """Results, and what there is of the tools' states after them.
+
+    Attributes:
+        results: In the order of the calls.
+        seconds: Time in calls.
+        stateful: Tools among them that have a state which nobody holds.
+        snapshots: The states of the others that have one, by tool.
+    """
+
+    results: Sequence[ToolResult]
+    seconds: float
+    stateful: Sequence[str] = ()
+    snapshots: Mapping[str, Any] = _NO_SNAPSHOTS

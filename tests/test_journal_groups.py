@@ -1,0 +1,233 @@
+"""The journal of groups: what a call had comes back in it, and what was left is continued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rollout
+from rollout import Group, GroupPolicy, Prompt, PromptError, RolloutConfig, Trajectory
+from rollout.config import AgentConfig, JournalConfig, SchedulingConfig
+from rollout.scheduling.journal.entries import TurnEntry
+from rollout.scheduling.journal.journal_reading import read_journal
+from rollout.testing import Scenario, run_virtual, tool_call
+from test_journal import add, content, cut, entries_of, record_ends
+
+SCENARIO = (
+    Scenario(seed=1)
+    .reply("slow", tool_call("add", a=1, b=1), filler=20)
+    .then("word " * 200)
+    .reply("", tool_call("add", a=1, b=1), filler=20)
+    .then("the end")
+    .timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9)
+)
+#: Not each record: openings take their time.
+STRIDE = 5
+CARRY = GroupPolicy(oversample=2.0, surplus="carry")
+CANCEL = GroupPolicy(oversample=2.0, surplus="cancel")
+
+
+def config_of(path: Path, **scheduling: Any) -> RolloutConfig:
+    return SCENARIO.config(
+        agent=AgentConfig(name="tool_agent"),
+        journal=JournalConfig(path=str(path)),
+        scheduling=SchedulingConfig(samples_per_prompt=2, **scheduling),
+        seed=5,
+    )
+
+
+def loader(start: int = 0, *, has_uids: bool = True) -> Iterator[Prompt]:
+    """Endless; every third prompt is slow."""
+    number = start
+    while True:
+        text = f"slow {number}" if number % 3 == 0 else f"go {number}"
+        uid = f"p{number}" if has_uids else None
+        yield Prompt(messages=[{"role": "user", "content": text}], uid=uid)
+        number += 1
+
+
+class Run:
+    """What the steps of one process gave, and how many tokens engines sampled for it."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[dict[str, Any]]] = []
+        self.uids: list[list[str]] = []
+        self.tokens = 0
+        self.statistics: Any = None
+
+
+def run(
+    config: RolloutConfig,
+    steps: Sequence[int],
+    source: Iterator[Prompt] | None = None,
+    *,
+    resume: bool = False,
+    policy: GroupPolicy | None = CARRY,
+    group_reward: Any = None,
+    reward: Any = None,
+) -> Run:
+    given, ran = source or loader(), Run()
+
+    async def act() -> None:
+        async with rollout.open_rollout(
+            config, [add], reward, group_reward=group_reward, resume=resume
+        ) as runtime:
+            for step in steps:
+                own = policy if step == 0 else None
+                batch = await runtime.collect(given, 2, policy=own, step=step)
+                ran.batches.append([content(each) for each in batch.trajectories])
+                ran.uids.append([each.uid for each in batch.trajectories])
+            statistics = runtime.statistics()
+            ran.tokens = sum(each.tokens.arrived for each in statistics.replicas)
+            ran.statistics = statistics.journal
+
+    run_virtual(act)
+    return ran
+
+
+@pytest.mark.parametrize("policy", [None, CARRY, CANCEL])
+def test_collect_resumed_at_every_record_gives_again_what_a_call_had(
+    tmp_path: Path, policy: GroupPolicy | None
+) -> None:
+    path = tmp_path / "journal"
+    whole = run(config_of(path), [0, 1], policy=policy)
+    for size in record_ends(path)[::STRIDE]:
+        half = cut(path, size)
+        recorded = read_journal(half)
+        had = {each.delivered_in for each in recorded.trajectories.values()}
+        resumed = run(config_of(half), [0, 1], resume=True, policy=policy)
+        for step, batch in enumerate(whole.batches):
+            if step in had:
+                assert resumed.batches[step] == batch
+        uids = [uid for step in resumed.uids for uid in step]
+        assert len(set(uids)) == len(uids) / 2 == 4
+    again = run(config_of(path), [0, 1], resume=True, policy=policy)
+    assert again.batches == whole.batches
+
+
+@pytest.mark.parametrize("has_uids", [True, False])
+@pytest.mark.parametrize("start", [0, 4])
+def test_collect_resumed_continues_what_was_carried_before_anything_else(
+    tmp_path: Path, start: int, has_uids: bool
+) -> None:
+    path = tmp_path / "journal"
+    at_once = run(config_of(tmp_path / "one"), [0, 1], loader(has_uids=has_uids))
+    first = run(config_of(path), [0], loader(has_uids=has_uids))
+    name = "p{}" if has_uids else "prompt-{}"
+    assert first.uids == [[name.format(1)] * 2 + [name.format(2)] * 2]
+    sampled = sum(len(e.ids) // 4 for e in entries_of(path) if isinstance(e, TurnEntry))
+    second = run(config_of(path), [1], loader(start, has_uids=has_uids), resume=True)
+    assert at_once.uids[1] == second.uids[0] == [name.format(0)] * 2 + [name.format(3)] * 2
+    ids = [[each["ids"] for each in ran.batches[-1]] for ran in (at_once, second)]
+    assert ids[0] == ids[1]
+    assert sampled
+    assert second.statistics.returned + second.statistics.continued > 0
+    third = run(config_of(path), [2], loader(start, has_uids=has_uids), resume=True)
+    assert not set(third.uids[0]) & {uid for ran in (first, second) for uid in ran.uids[0]}
+
+
+def test_collect_resumed_after_a_death_samples_no_recorded_turn_again(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    whole = run(config_of(path), [0, 1], policy=None)
+    for size in record_ends(path)[::STRIDE]:
+        half = cut(path, size)
+        known = entries_of(half)
+        sampled = sum(len(each.ids) // 4 for each in known if isinstance(each, TurnEntry))
+        resumed = run(config_of(half), [0, 1], resume=True, policy=None)
+        assert resumed.batches == whole.batches
+        assert resumed.tokens == whole.tokens - sampled
+
+
+def ranked(group: Group) -> list[float | None]:
+    RANKED.append(group.uid)
+    return [float(each.transcript.generated_length) for each in group.trajectories]
+
+
+RANKED: list[str] = []
+
+
+def test_group_reward_of_a_recorded_group_is_not_asked_for_again(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    whole = run(config_of(path), [0, 1], policy=None, group_reward=ranked)
+    assert all(each["reward"] for batch in whole.batches for each in batch)
+    for size in record_ends(path)[::STRIDE]:
+        half = cut(path, size)
+        ended = {k.uid for k, each in read_journal(half).trajectories.items() if each.end}
+        RANKED.clear()
+        resumed = run(config_of(half), [0, 1], resume=True, policy=None, group_reward=ranked)
+        assert resumed.batches == whole.batches
+        assert sorted({*RANKED, *ended}) == ["p0", "p1", "p2", "p3"]
+        assert not ended & {*RANKED}
+
+
+def test_generate_with_a_group_reward_is_resumed_group_by_group(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    source = loader()
+    given = [next(source) for _ in range(4)]
+
+    def generated(at: Path, resume: bool) -> list[dict[str, Any]]:
+        async def act() -> list[Trajectory]:
+            async with rollout.open_rollout(
+                config_of(at), [add], group_reward=ranked, resume=resume
+            ) as runtime:
+                return list((await runtime.generate(given)).trajectories)
+
+        return [content(each) for each in run_virtual(act)]
+
+    whole = generated(path, False)
+    for size in record_ends(path)[::STRIDE]:
+        half = cut(path, size)
+        ended = {k.uid for k, each in read_journal(half).trajectories.items() if each.end}
+        RANKED.clear()
+        assert generated(half, True) == whole
+        assert sorted([*RANKED, *ended]) == ["p0", "p1", "p2", "p3"]
+
+
+def test_stream_groups_resumed_yields_what_it_had_yielded_first(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+
+    def streamed(at: Path, count: int, resume: bool) -> list[Group]:
+        async def act() -> list[Group]:
+            found = []
+            async with (
+                rollout.open_rollout(config_of(at), [add], resume=resume) as runtime,
+                runtime.stream_groups(loader(), policy=CARRY, step=3) as groups,
+            ):
+                async for group in groups:
+                    found.append(group)
+                    if len(found) == count:
+                        break
+            return found
+
+        return run_virtual(act)
+
+    first = streamed(path, 3, False)
+    again = streamed(path, 5, True)
+    names = [group.uid for group in first]
+    assert {group.uid for group in again[:3]} == set(names)
+    told = {group.uid: [content(each) for each in group.trajectories] for group in again}
+    for group in first:
+        assert [content(each) for each in group.trajectories] == told[group.uid]
+    assert len(told) == 5
+
+
+def test_collect_of_refused_groups_is_not_asked_for_again(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+
+    def fast(group: Group) -> bool:
+        return not group.uid.endswith(("0", "3"))
+
+    policy = GroupPolicy(accept=fast)
+    whole = run(config_of(path), [0], policy=policy)
+    assert whole.uids == [["p1", "p1", "p2", "p2"]]
+    second = run(config_of(path), [1], resume=True)
+    assert second.uids == [["p3", "p3", "p4", "p4"]]
+
+
+def test_collect_of_a_prompt_that_cannot_be_written_is_refused_by_field(tmp_path: Path) -> None:
+    given = iter([Prompt(messages=[{"role": "user", "content": "go"}], extra={"x": object()})])
+    with pytest.raises(PromptError, match=r"source: prompt 0\.extra\['x'\] is a object; expected"):
+        run(config_of(tmp_path / "journal"), [0], given)
