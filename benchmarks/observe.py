@@ -13,7 +13,8 @@ is compared with its neighbours:
 
 The last line is the result as JSON: `off_ratio` (off ÷ silent, A/B/A), `aa_ratio` (silent ÷ silent,
 of the same rounds), `sampled_ratio`, `full_ratio` and `prometheus_ratio` (÷ off), medians over the
-cycles; `turn_us`: CPU of a turn with no reader; `told`: functions that tell something.
+cycles; `turn_us`: CPU of a turn with no reader; `told`: functions that tell something; and those of
+the report of 5,000 trajectories, see observe_report.py.
 
     python benchmarks/observe.py [--quick] [--cycles 12] [--n 256]
 """
@@ -36,6 +37,7 @@ from driver_cases.alternation import say
 from driver_cases.ours import Plan, Tools, config_of, prompts_of
 from driver_cases.workload import save_workload
 from observe_cases.silencing import Silence
+from observe_report import report_figures
 
 import rollout
 from rollout.clocks import wall
@@ -50,7 +52,13 @@ if TYPE_CHECKING:
 
 WORKLOAD = Path(__file__).parents[1] / "build" / "driver" / "workload"
 #: What is promised.
-PROMISED = {"off_ratio": 1.02, "sampled_ratio": 1.03, "full_ratio": 1.3}
+PROMISED = {
+    "off_ratio": 1.02,
+    "sampled_ratio": 1.03,
+    "full_ratio": 1.3,
+    "report_mb": 80,
+    "report_open_s": 2,
+}
 #: One cycle: each round is compared with those beside it.
 CYCLE = ("silent", "off", "silent", "off", "sampled", "off", "full", "off", "prometheus", "off")
 
@@ -192,6 +200,7 @@ def main() -> None:
     cycles = asked.cycles or (4 if asked.quick else 12)
     figures = anyio.run(measured, asked.n, cycles, backend="trio")
     figures = {name: round(value, 4) for name, value in figures.items()}
+    figures |= report_figures()
     for name, value in figures.items():
         wanted = f"≤ {PROMISED[name]:g}" if name in PROMISED else ""
         short = name in PROMISED and value > PROMISED[name]

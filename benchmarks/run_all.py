@@ -21,7 +21,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 #: Modules of the others, which measure nothing by themselves.
-PARTS = ("intervals", "run_all", "straight_sglang")
+PARTS = ("intervals", "observe_report", "run_all", "straight_sglang")
 SCRIPTS = tuple(sorted(path.stem for path in HERE.glob("*.py") if path.stem not in PARTS))
 #: Makes an environment of gigabytes where none is and it is not told otherwise.
 DRIVER, AS_IT_IS = "driver", "--no-setup"

@@ -46,6 +46,7 @@ class MadeUpRun:
         drifting: How many of ten drift.
         equal: How many of ten groups have equal rewards.
         blocked_s: Of the event loop, eight times.
+        blocked_by: What did that.
         losses: Of the last replica.
         result: Of the tool.
     """
@@ -59,6 +60,7 @@ class MadeUpRun:
     drifting: int = 0
     equal: int = 1
     blocked_s: float = 0.0
+    blocked_by: str = "fetch at tools.py:12 called time.sleep"
     losses: int = 0
     result: str = "found"
 
@@ -112,7 +114,7 @@ class MadeUpRun:
             LoopBlocked(
                 at=BATCH_AT + span * (at + 1) / 9,
                 seconds=self.blocked_s,
-                cause="fetch at tools.py:12 called time.sleep",
+                cause=self.blocked_by,
             )
             for at in range(8 if self.blocked_s else 0)
         ]

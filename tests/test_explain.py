@@ -11,8 +11,10 @@ import anyio
 import pytest
 
 import rollout
+from gateway_clients import SESSIONS, TRIALS, ask, user
 from rollout import AgentConfig, GroupPolicy, Prompt, SchedulingConfig, function_tool
 from rollout.cli.explain_signal import explaining_at_signal
+from rollout.gateway.sessions import GatewaySettings, Sessions
 from rollout.observe.explanation import Explanation, TrajectoryWaits
 from rollout.scopes import open_task_group
 from rollout.testing import Scenario
@@ -196,6 +198,26 @@ async def test_explain_tells_conversations_of_one_trajectory_apart() -> None:
 
     assert [(wait.kind, wait.path) for wait in waits] == [("generation", ""), ("generation", "0")]
     assert "generation on engine-0 in conversation 0" in str(explanation)
+
+
+async def test_explain_names_what_an_agent_behind_the_gateway_asked_for() -> None:
+    async def trial(session: Any, context: Any) -> None:
+        await ask(session, user("Q"))
+
+    async def call(runtime: Any) -> None:
+        TRIALS["it"] = trial
+        SESSIONS.append(Sessions(GatewaySettings()))
+        prompt = Prompt(messages=[{"role": "user", "content": "-"}], extra={"trial": "it"})
+        try:
+            await runtime.generate([prompt])
+        finally:
+            SESSIONS.pop()
+
+    async with explained_after(1.0, tools=(), agent="through_gateway", call=call) as explanation:
+        (wait,) = only(explanation).waits
+
+    assert (wait.kind, wait.name) == ("generation", "engine-0")
+    assert 0 < wait.seconds <= 1.0
 
 
 async def test_explain_calls_of_groups_says_what_each_member_waits_for() -> None:

@@ -40,6 +40,7 @@ def findings(directory: Path) -> list[tuple[str, str]]:
         ({"shares": (15, 1)}, "starved_replica", "Replica replica-1 is starved"),
         ({"replicas": 4, "shares": (5, 5, 5)}, "starved_replica", "Replica replica-3 is starved"),
         ({"blocked_s": 0.4}, "blocked_loop", "The event loop was blocked for 3.2 s"),
+        ({"blocked_s": 0.11}, "blocked_loop", "The event loop was blocked for 0.9 s"),
         ({"losses": 3}, "flapping_replica", "Replica replica-1 flaps: it was lost 3 times"),
         ({"losses": 1}, "lost_replica", "Replica replica-1 was lost 1 time"),
         ({"cut": 6}, "truncated", "A majority of trajectories (60 %) were cut by length"),
@@ -59,6 +60,11 @@ def test_finding_of_a_planted_fault_comes_first(
 @pytest.mark.parametrize("size", [{}, {"groups": 2}, {"groups": 40, "replicas": 4}])
 def test_findings_of_a_healthy_run_are_none(tmp_path: Path, size: dict[str, int]) -> None:
     assert findings(MadeUpRun(**size).write(tmp_path)) == []
+
+
+def test_findings_do_not_take_pauses_of_python_for_a_blocked_loop(tmp_path: Path) -> None:
+    run = MadeUpRun(blocked_s=0.11, blocked_by="Python collected garbage for 0.11 s")
+    assert findings(run.write(tmp_path)) == []
 
 
 def test_findings_of_several_faults_begin_with_what_causes_others(tmp_path: Path) -> None:

@@ -45,9 +45,6 @@ class Duty:
         what: What it is, for messages.
         at: When it is cancelled, on the loop's clock.
         grace_s: How long it may still take after a cancellation from outside.
-
-    Attributes:
-        since: When it began, on the loop's clock; within a `Supervised`.
     """
 
     __slots__ = ("at", "drive", "grace_s", "since", "what")
@@ -56,7 +53,7 @@ class Duty:
         self.what = what
         self.at = at
         self.grace_s = grace_s
-        self.since = 0.0
+        self.since = 0.0  # when it began, on the loop's clock; see `take_on`
         self.drive = _current.get()
 
     def __enter__(self) -> Duty:

@@ -84,7 +84,7 @@ def test_page_opened_shows_what_the_run_was(browser: Browser, tmp_path: Path) ->
     ("query", "expected"),
     [
         ("task-3/2", ["task-3/2"]),
-        ("harbour 17", ["task-4/1"]),
+        ('"harbour 17?"', ["task-4/1"]),
         ("uid:task-1 reward>0.5", ["task-1/1", "task-1/3"]),
         ("uid=task-1 -reward:1 seconds<100", ["task-1/0", "task-1/2"]),
         ("outcome:length uid:task-0", ["task-0/0", "task-0/1", "task-0/2"]),

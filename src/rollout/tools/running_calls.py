@@ -85,9 +85,8 @@ class RunningCalls:
         kwargs: Mapping[str, Mapping[str, Any]],
         extra: dict[str, Any],
     ) -> None:
-        self.seconds, self.is_closed = 0.0, False
+        self.seconds, self.idle_since, self.is_closed = 0.0, 0.0, False
         self.under_way: dict[object, tuple[str, float]] = {}
-        self.idle_since = 0.0
         self.calls = self.errors = self.invalid_in_a_row = self._turns_under_way = 0
         self._clock, self._is_on_trio = loop_clock(), runs_on_trio()
         self._kit, self._tools = kit, tools

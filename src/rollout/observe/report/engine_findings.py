@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 FLAPPING = 2
 #: A replica is starved that has so little of what the others have, while they have at least so many
 #: requests at once on average, and there were so many for each replica.
-STARVED_SHARE, OTHERS_AT_ONCE, REQUESTS_EACH = 0.25, 0.5, 4
+STARVED_SHARE, OTHERS_AT_ONCE, REQUESTS_EACH = 0.25, 1.0, 12
 #: A replica is slow that decodes a request at so little of the others' pace, over so many requests.
 SLOW_PACE, LEAST_REQUESTS = 0.4, 4
 #: Engines are idle that have a request for so little of a run of at least so many seconds.

@@ -16,15 +16,20 @@ from rollout.plurals import count
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from rollout.observe.events import LoopBlocked
     from rollout.observe.report.series import ToolFigures
 
 #: Of trajectories that were compared: drift that a template is by design is not counted.
 DRIFTING, BY_DESIGN = 0.02, ("identical", "none", "reasoning_stripped")
-#: Blocked for so many seconds and so much of the run altogether, or for so long at once.
-BLOCKED_S, BLOCKED_SHARE, BLOCKED_AT_ONCE_S = 0.5, 0.03, 1.0
+#: Code blocked the loop for so many seconds and so much of the run altogether, or so long at once.
+BLOCKED_S, BLOCKED_SHARE, BLOCKED_AT_ONCE_S = 0.3, 0.02, 0.5
+#: As much of what is no single piece of code's, such as Python's collection of garbage.
+BLOCKED_BY_ALL_S, BLOCKED_BY_ALL_SHARE = 1.0, 0.1
+#: How a cause names the place of code.
+PLACE = " at "
 #: A tool is slow that takes so much of the trajectories' time, or of that of the slowest ones, and
 #: a call of which takes at least so long.
-SLOW_SHARE, SLOW_TAIL_SHARE, SLOW_S, TAIL = 0.35, 0.5, 0.1, 0.05
+SLOW_SHARE, SLOW_TAIL_SHARE, SLOW_S, TAIL = 0.3, 0.5, 0.1, 0.05
 #: Errors among the answers of a tool, of at least so many.
 ERRING_SHARE, ERRING_CALLS = 0.3, 5
 #: Of all trajectories.
@@ -48,10 +53,15 @@ def looked_for(run: Run) -> str:
             "Nothing stands out in outcomes, lengths, rewards and tokens. No events were recorded, "
             "so that single tools, replicas and the event loop could not be looked at."
         )
+    texts = (
+        "texts and tokens agree"
+        if any(row.drift for row in run.rows)
+        else "texts and tokens were not compared (agent.tokenization_check is off)"
+    )
     return (
         "Nothing stands out: no tool or replica is slow, starved or lost, the event loop was not "
-        "blocked, texts and tokens agree where they were compared, and lengths, failures and the "
-        "rewards within groups are as they should be."
+        f"blocked, {texts}, and lengths, failures and the rewards within groups are as they should "
+        "be."
     )
 
 
@@ -86,13 +96,12 @@ def _blocked_loop(run: Run) -> Iterable[Finding]:
     events = [
         each for each in run.times.blocked if not each.is_starved and start <= each.at <= end + 1
     ]
-    total = sum(each.seconds for each in events)
-    longest = max((each.seconds for each in events), default=0.0)
-    if longest < BLOCKED_AT_ONCE_S and total < max(BLOCKED_S, BLOCKED_SHARE * run.times.duration):
+    if not _is_blocked(events, run.times.duration):
         return
+    total, longest = sum(each.seconds for each in events), max(each.seconds for each in events)
     by_cause: dict[str, float] = defaultdict(float)
     for each in events:
-        by_cause[each.cause.rpartition(" at ")[2]] += each.seconds
+        by_cause[each.cause.rpartition(PLACE)[2]] += each.seconds
     cause = max(by_cause, key=lambda each: by_cause[each])
     yield Finding(
         kind="blocked_loop",
@@ -103,6 +112,16 @@ def _blocked_loop(run: Run) -> Iterable[Finding]:
             f"{longest:.2f} s at the longest, {percent(total, run.times.duration)} of the run; no "
             f"trajectory and no engine is served meanwhile. Most of it: {cause or 'not known'}."
         ),
+    )
+
+
+def _is_blocked(events: Sequence[LoopBlocked], duration: float) -> bool:
+    by_code = [each.seconds for each in events if PLACE in each.cause]
+    return (
+        max(by_code, default=0.0) >= BLOCKED_AT_ONCE_S
+        or sum(by_code) >= max(BLOCKED_S, BLOCKED_SHARE * duration)
+        or sum(each.seconds for each in events)
+        >= max(BLOCKED_BY_ALL_S, BLOCKED_BY_ALL_SHARE * duration)
     )
 
 

@@ -6,7 +6,7 @@ const COLOURINGS = [
   { key: "version", title: "weight version" },
 ];
 // A block of tokens that is drawn at once, and how much of a long prompt is shown before it is asked for.
-const AT_ONCE = 1500, PROMPT_SHOWN = 240;
+const AT_ONCE = 1500, PROMPT_SHOWN = 60;
 
 let colouring = "mask";
 
@@ -37,7 +37,7 @@ function tokensView(span, known, allVersions) {
     return box;
   }
   const versions = versionsOf(span);
-  const isLong = span.kind !== "generated" && span.count > 4 * PROMPT_SHOWN;
+  const isLong = span.kind !== "generated" && span.count > 3 * PROMPT_SHOWN;
   if (!isLong) {
     drawTokens(box, span, known, versions, allVersions, 0, span.count);
     return box;
