@@ -212,7 +212,7 @@ NAMES = """
 import hashlib, json, sys
 if sys.argv[1] == "quickly":
     from rollout.engine.cores.transformers.library_imports import import_libraries
-    import_libraries(leave_out_compiler=True)
+    import_libraries(leave_out_compiler=True, reads_media=True)
 import transformers
 names = [transformers._class_to_module, transformers.models._class_to_module]
 missing = transformers._object_missing_backend
