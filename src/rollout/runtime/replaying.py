@@ -14,6 +14,7 @@ from rollout.agents import get_agent
 from rollout.agents.identity import Identity
 from rollout.agents.kept_messages import TurnReader
 from rollout.agents.long_texts import LongTexts
+from rollout.agents.media_intake import MediaIntake
 from rollout.agents.services import Services
 from rollout.chat import get_tool_parser
 from rollout.chat.parsers import stop_token_ids
@@ -167,7 +168,7 @@ async def replay(
     template = template_of(config)
     with closing(threads):
         services = _services(config, record.header, template, threads, interactions)
-        with closing(services.texts):
+        with closing(services.texts), closing(services.media):
             async with gateway_of(services):
                 return await _run(record, services, on_step)
 
@@ -201,7 +202,9 @@ async def _run(
     config, tally, threads = services.config, services.tally, services.threads
     runner = TrajectoryRunner(
         services=services,
-        rewarding=rewarding_of(config, RewardFunctions(None, None), None, None, threads, tally),
+        rewarding=rewarding_of(
+            config, RewardFunctions(None, None), None, None, threads, tally, services.events
+        ),
         tokens=TokenizationCheck(config.agent.tokenization_check, config.agent.tokenization_ignore),
     )
     runs = MemberRuns(runner, anyio.CapacityLimiter(1), tally, WakeBudget())
@@ -249,6 +252,7 @@ def _services(
         tally=Tally(),
         threads=threads,
         texts=LongTexts(template.encoder, executor.schemas()),
+        media=MediaIntake(config.media, template.processor),
     )
 
 
