@@ -1,0 +1,84 @@
+"""Answers of engines and tools as records hold them, and as they are given again."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rollout.scheduling.journal.plain_data import plain
+from rollout.tools import ToolResult
+from rollout.tools.answers import Answers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rollout.agents.turn_log import Place
+    from rollout.engine.driver.generation import Generation
+    from rollout.scheduling.journal.entries import AnswersEntry, TurnEntry
+    from rollout.token_prefix import TokenPrefix
+    from rollout.types import InvalidToolCall, ToolCall
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def recall_into(generation: Generation, known: TurnEntry) -> float:
+    """Fill a generation as it was; the seconds that it took."""
+    generation.cached_tokens, generation.resumes = known.cached_tokens, known.resumes
+    if known.top is not None:
+        generation.top_count, generation.top_ids, generation.top_log_probs = known.top
+    if known.experts is not None:
+        layers, top_k, generation.expert_room, generation.routed_experts = known.experts
+        generation.expert_shape = (layers, top_k)
+    finish: Any = known.finish_reason
+    generation.recall(known.ids, known.log_probs, known.versions, finish)
+    return known.seconds
+
+
+def answers_of(known: AnswersEntry) -> Answers:
+    """What was answered."""
+    results = [_result(each) for each in known.results]
+    return Answers(results, known.seconds, known.stateful, known.snapshots)
+
+
+def place_of_calls(
+    prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
+) -> Place | None:
+    """Where these calls are made; None where they cannot be remembered."""
+    try:
+        asked = _encode(calls)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    length, digest = prefix.digested()
+    return length, digest, zlib.crc32(asked)
+
+
+def plain_states(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Snapshots as a record holds them.
+
+    Raises:
+        JournalError: One is no plain data.
+    """
+    return {name: plain(each, f"the snapshot of tool {name!r}") for name, each in states.items()}
+
+
+_RESULT_FIELDS = ("text", "data", "reward", "metrics", "is_error", "end_trajectory", "extra")
+
+
+def fields_of(result: ToolResult, at: int) -> str | list[Any]:
+    """A result as a record holds it: of most their text is all.
+
+    Raises:
+        JournalError: It holds what is no plain data.
+    """
+    says_more = result.metrics or result.extra or result.is_error or result.end_trajectory
+    if result.data is None and result.reward is None and not says_more:
+        return result.text
+    return [plain(getattr(result, name), f"answers[{at}].{name}") for name in _RESULT_FIELDS]
+
+
+def _result(fields: str | list[Any]) -> ToolResult:
+    if isinstance(fields, str):
+        return ToolResult(fields)
+    return ToolResult(**dict(zip(_RESULT_FIELDS, fields, strict=True)))
