@@ -299,3 +299,27 @@ def test_events_of_the_made_up_run_are_those_of_the_library(tmp_path: Path) -> N
     lines = (directory / EVENTS).read_bytes().splitlines()
     kinds = {msgspec.json.decode(line)["kind"] for line in lines}
     assert {"run_started", "batch_started", "request_ended", "tool_ended", "run_ended"} <= kinds
+
+
+def test_report_of_a_run_that_did_not_come_to_save_shows_what_its_journal_has(
+    tmp_path: Path,
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "hello", "uid": "a"}\n{"prompt": "you", "uid": "b"}\n')
+    config = tmp_path / "config.py"
+    config.write_text(
+        "from rollout.testing import Scenario\n"
+        'config = Scenario(seed=1).reply("", "Certainly.").config()\n'
+    )
+    directory = tmp_path / "out"
+    command = ["run", str(config), "--prompts", str(prompts), "--out", str(directory)]
+    assert main(command) == 0
+    report = RunReport(directory)
+    whole = data_of(report.write().read_text())["rows"]
+    saved = directory / "trajectories.jsonl"
+    aside = saved.rename(tmp_path / "aside.jsonl")
+    growing = RunReport(directory)
+    assert data_of(growing.write().read_text())["rows"]["uid"] == whole["uid"]
+    assert data_of(growing.write().read_text())["rows"]["uid"] == whole["uid"]
+    aside.rename(saved)
+    assert data_of(growing.write().read_text())["rows"] == whole

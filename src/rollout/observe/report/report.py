@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 #: Files of a run's directory; `rollout.batch` writes them. The last one says that it is whole.
 TRAJECTORIES, META = "trajectories.jsonl", "meta.json"
+#: What `rollout run` has of it before that.
+JOURNAL = "trajectories.journal"
 #: The report's, within the directory, where no other place is named.
 REPORT = "report.html"
 
@@ -61,7 +63,7 @@ class RunReport:
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise RolloutError(f"{self.directory}: expected the directory of a run")
-        if not any((self.directory / name).exists() for name in (TRAJECTORIES, EVENTS)):
+        if not any((self.directory / name).exists() for name in (TRAJECTORIES, JOURNAL, EVENTS)):
             raise RolloutError(
                 f"{self.directory}: expected {TRAJECTORIES} or {EVENTS} in it, which `rollout run "
                 f"--out` and `RolloutBatch.save` write"
@@ -69,7 +71,7 @@ class RunReport:
         self.findings: tuple[Finding, ...] = ()
         self.is_growing = True
         self._decode = decode
-        self._lines = TrajectoryLines(self.directory / TRAJECTORIES)
+        self._lines = TrajectoryLines(self.directory / TRAJECTORIES, self.directory / JOURNAL)
         self._forget()
 
     def _forget(self) -> None:

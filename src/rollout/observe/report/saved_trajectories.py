@@ -1,4 +1,4 @@
-"""The lines of a ``trajectories.jsonl``, as far as a report needs them.
+"""The lines of a ``trajectories.jsonl``, or of a journal, as far as a report needs them.
 
 Floats that JSON cannot write are strings there; ids and log-probs become arrays at once, so that
 no token is a Python object for longer than its line is read.
@@ -6,6 +6,7 @@ no token is a Python object for longer than its line is read.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from typing import TYPE_CHECKING, Any
@@ -108,15 +109,19 @@ class TrajectoryLines:
     """Reads a file that grows: each `read` gives the lines that have come since the last one.
 
     A file that was put in its place, as a batch does when it is saved, is read from its start:
-    `has_restarted` then says that what was read before is to be forgotten.
+    `has_restarted` then says that what was read before is to be forgotten. Until it is there, the
+    lines are those that it would have of what the journal of the run has finished.
 
     Args:
         path: The file; it need not be there yet.
+        journal: Of the run; it need not be there either.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, journal: Path) -> None:
         self.has_restarted = False
-        self._path = path
+        self._path, self._journal = path, journal
+        self._journal_size = 0
+        self._from_journal: set[tuple[str, int, int]] = set()
         self._identity: tuple[int, int] | None = None
         self._at = 0
         self._line = 0
@@ -136,16 +141,32 @@ class TrajectoryLines:
                     identity != self._identity or status.st_size < self._at
                 ):
                     self.has_restarted, self._at, self._line = True, 0, 0
+                if self._from_journal:
+                    self.has_restarted = True
+                    self._from_journal.clear()
                 self._identity = identity
                 file.seek(self._at)
                 data = file.read(status.st_size - self._at)
         except FileNotFoundError:
-            return []
+            return self._lines_of_journal()
         except OSError as error:
             raise RolloutError(f"{self._path} cannot be read: {error.strerror}") from error
         whole, _, _ = data.rpartition(b"\n")
         self._at += len(whole) + 1 if whole else 0
         return whole.split(b"\n") if whole else []
+
+    def _lines_of_journal(self) -> list[bytes]:
+        """Of trajectories that have ended since the last time; what reads them is floors above."""
+        size = self._journal.stat().st_size if self._journal.exists() else 0
+        if not size or size == self._journal_size:
+            return []
+        self._journal_size = size
+        load = importlib.import_module("rollout.batch.storage").load_trajectories
+        line = importlib.import_module("rollout.batch.records").trajectory_line
+        found = {(each.uid, each.group, each.member): each for each in load(self._journal)}
+        new = [name for name in found if name not in self._from_journal]
+        self._from_journal.update(new)
+        return [line(found[name], None).rstrip(b"\n") for name in new]
 
     def decode(self, line: bytes) -> SavedTrajectory:
         """The trajectory of a line.
