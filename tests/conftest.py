@@ -109,17 +109,19 @@ WITH_PROCESSES = (
 #: Directories of tests that need environments of their own.
 OWN_PACKAGES = ("sglang", "clients", "trainers", "trace_backends")
 #: Files whose tests take seconds each: they start processes, clusters and models, or try many
-#: examples. One test in three is run by `make test`, as the seed says; all by `make test-full`.
+#: examples. One test in four is run by `make test`, as the seed says; all by `make test-full`.
 SHARED = frozenset(
     (
         *("attacks", "blocking", "bridge", "cli", "engine_pairs", "examples", "fast_tokenizer"),
-        *("faults", "full_disk", "garbage", "gateway_clients", "gateway_hostile", "imports"),
-        *("local_process", "long_text_attacks", "mcp", "mcp_servers", "planted_bugs"),
-        *("ray_placement", "real_processes", "recorder", "sandbox_attacks", "serve_gateway"),
+        *("faults", "full_disk", "garbage", "gateway", "gateway_clients", "gateway_hostile"),
+        *("gateway_matching", "gateway_sessions", "imports", "kept_messages", "langgraph_model"),
+        *("local_process", "long_text_attacks", "mcp", "mcp_servers", "media_trajectories"),
+        *("planted_bugs", "ray_placement", "real_processes", "recorder", "replay"),
+        *("reward_processes", "sandbox_attacks", "sandbox_tools", "serve_gateway"),
         *("template_properties", "transformers_core", "unencodable_calls"),
     )
 )
-_SHARE = 3
+_SHARE = 4
 # Workers inherit it: all collect the same tests.
 _SEED = os.environ.setdefault("ROLLOUT_TEST_SEED", str(int.from_bytes(os.urandom(2))))
 

@@ -74,13 +74,10 @@ def test_batch_timeline_has_a_lane_for_each_replica_trajectory_and_the_loop(tmp_
         if lane.startswith("replica engine-0")
         for piece in pieces(slices, lanes, lane)
     ]
-    assert sorted(requests, key=lambda each: each[1:]) == sorted(
-        [
-            (e.session, pytest.approx(e.began + e.queue_s), pytest.approx(e.prefill_s + e.decode_s))
-            for e in sent
-        ],
-        key=lambda each: (each[1].expected, each[2].expected),
-    )
+    expected = [(e.session, e.began + e.queue_s, e.prefill_s + e.decode_s) for e in sent]
+    for found, wanted in zip(sorted(requests), sorted(expected), strict=True):
+        assert found[0] == wanted[0]
+        assert found[1:] == pytest.approx(wanted[1:])
     begun = {each["id"]: each for each in slices if each["ph"] == "s"}
     ended = {each["id"]: each for each in slices if each["ph"] == "f"}
     assert begun.keys() == ended.keys() == {each.request for each in sent}
