@@ -13,7 +13,7 @@ from rollout.agents.turn import AssistantTurn, SampledTokens, answer
 from rollout.agents.turn_end import TurnEnd
 from rollout.agents.turn_events import tell_turn_ended, tell_turn_started
 from rollout.agents.turn_options import AS_EVER, TurnOptions
-from rollout.chat.transcript import common_length
+from rollout.chat.row_beginnings import common_length
 from rollout.drives import UnresponsiveError
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.generation import Generation

@@ -20,9 +20,10 @@ from rollout.chat.media_records import (
     prompt_messages,
     shows_more_than_text,
 )
+from rollout.chat.row_beginnings import common_length
 from rollout.chat.spans import SpanKind
 from rollout.chat.trajectory import COMPACTION, MAIN, Parent, Segment, Trajectory
-from rollout.chat.transcript import NO_ID, Transcript, common_length
+from rollout.chat.transcript import NO_ID, Transcript
 from rollout.medium import PlacedMedia
 from rollout.types import Cause, Message, Outcome, Prompt
 
