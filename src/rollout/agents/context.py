@@ -10,24 +10,23 @@ from rollout.agents.conversation_log import ConversationLog
 from rollout.agents.identity import Ending, Identity
 from rollout.agents.interacting import (
     finish,
+    heard,
     interaction_context,
     interaction_name,
     new_interaction,
 )
 from rollout.agents.message_log import MessageLog
-from rollout.agents.places import Row, check_ids
+from rollout.agents.places import Row
 from rollout.agents.segment_opening import open_segment
-from rollout.agents.trajectory_state import SettlingLimits, Shared, TrajectoryState
+from rollout.agents.trajectory_state import OfMain, SettlingLimits, Shared, TrajectoryState
 from rollout.agents.turn_events import tell_user_ended
-from rollout.chat.drift import DRIFT_KINDS
-from rollout.chat.messages import template_messages, text_of_content
+from rollout.chat.drift import worst
+from rollout.chat.messages import template_messages
 from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT
 from rollout.chat.transcript import Transcript
 from rollout.errors import AgentError
 from rollout.limits import Deadline, PausableDeadline, fail_at_deadline
 from rollout.supervision import Duty
-from rollout.types import InvalidToolCall, Message, Outcome, Prompt, ToolCall
-from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -46,23 +45,16 @@ if TYPE_CHECKING:
     from rollout.interactions import Interaction, InteractionTurn
     from rollout.observe.event_stream import EventStream
     from rollout.tools import ToolResult, TrajectoryTools
+    from rollout.types import InvalidToolCall, Message, Outcome, Prompt, ToolCall
 
 
 class AgentContext:
     """One trajectory from the inside.
 
     Attributes:
-        main: The main conversation; `branch` and `subagent` open others. What the context says of a
-            conversation is this one's.
-        transcript: The exact tokens so far.
-        messages: The conversation so far.
         sampling: How the next generation is sampled; assign to change it.
         on_tokens: Called with the `Generation` under way at each of its chunks.
-        assistant_turns, user_turns: Generations so far; answers of tools or users so far.
-        cut_by: As `AssistantTurn.cut_by`, of the last generation.
         extra: Becomes the trajectory's `extra`; tools, users and rewards see it too.
-        reward: What the agent itself gives: a number, a `Reward` or None; a reward function of
-            `open_rollout` decides in its place.
         turn_scores: What the simulated user gave.
         tool_rewards: What the tools gave.
         ending: The outcome, where it is settled already.
@@ -73,6 +65,8 @@ class AgentContext:
         cut_prompt_tokens: Tokens that the prompt has lost, to fit; see `lengths.overlong_prompts`.
     """
 
+    sampling: OfMain[SamplingParams] = OfMain()
+    on_tokens: OfMain[list[Callable[[Generation], object]]] = OfMain()
     extra = Shared[dict[str, Any]]()
     turn_scores = Shared[list[float]]()
     tool_rewards = Shared[list[float]]()
@@ -161,17 +155,14 @@ class AgentContext:
         Raises:
             AgentError: There is none.
         """
-        door = self._services.gateway.door
-        if door is None:
-            raise AgentError(
-                "no gateway serves this runtime: open one with `async with "
-                "rollout.open_gateway(runtime)`, or open the runtime with `open_rollout`"
-            )
-        return door
+        return self._services.gateway.open_door()
 
     @property
     def main(self) -> Conversation:
-        """The conversation that begins with the prompt."""
+        """The conversation that begins with the prompt; `branch` and `subagent` open others.
+
+        What the context says of a conversation is this one's.
+        """
         return self._main
 
     @property
@@ -183,24 +174,6 @@ class AgentContext:
     def messages(self) -> Sequence[Message]:
         """The conversation so far, decoded as it is read."""
         return self._main.messages
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """How the next generation is sampled; assign to change it."""
-        return self._main.sampling
-
-    @sampling.setter
-    def sampling(self, sampling: SamplingParams) -> None:
-        self._main.sampling = sampling
-
-    @property
-    def on_tokens(self) -> list[Callable[[Generation], object]]:
-        """Called with the generation under way at each of its chunks."""
-        return self._main.on_tokens
-
-    @on_tokens.setter
-    def on_tokens(self, readers: list[Callable[[Generation], object]]) -> None:
-        self._main.on_tokens = readers
 
     @property
     def assistant_turns(self) -> int:
@@ -219,7 +192,10 @@ class AgentContext:
 
     @property
     def reward(self) -> Any:
-        """What the agent itself gives; assign to set it. Of a segment's context, the segment's."""
+        """What the agent itself gives; assign to set it. Of a segment's context, the segment's.
+
+        A number, a `Reward` or None; a reward function of `open_rollout` decides in its place.
+        """
         return self._state.reward if self._is_whole else self._main.reward
 
     @reward.setter
@@ -262,10 +238,7 @@ class AgentContext:
         if ids is None:
             worded = await wording.prompt(given, is_shared=messages is None)
         else:
-            packed = check_ids(ids, self._services.engines.info.vocab_size, "begin")
-            if not packed:
-                raise AgentError("begin: no ids; expected those of a prompt")
-            worded = wording.raw_prompt(packed, given)
+            worded = wording.raw_prompt(ids, given)
         if worded.cut_tokens:
             self._state.note_cut(worded.cut_tokens)
         self._interaction = new_interaction(self._services, self._interaction_name)
@@ -315,11 +288,8 @@ class AgentContext:
         if self._interaction is None:
             raise AgentError("ask_user: no interaction takes part in this trajectory")
         await self.settle()
-        deadline, events, began = (
-            self._main.turn_deadline,
-            self._services.events,
-            self._state.clock(),
-        )
+        deadline, events = self._main.turn_deadline, self._services.events
+        began = self._state.clock()
         with (
             SettlingLimits(self._state, settles_lengths=True),
             Duty("respond of the interaction", deadline.fires_at),
@@ -329,13 +299,7 @@ class AgentContext:
         self._state.idle_since = now = self._state.clock()
         if events.is_on:
             tell_user_ended(events, self.identity, began, now)
-        if turn.score is not None:
-            self.turn_scores.append(turn.score)
-        self.extra.update(turn.extra)
-        if turn.is_done:
-            return turn, []
-        text = text_of_content(f"interaction {self._interaction_name!r}", turn.text)
-        return turn, [Message(role="user", content=encodable(text), extra=turn.extra)]
+        return turn, heard(self, self._interaction_name, turn)
 
     def observe(self, messages: Given) -> None:
         """As `Conversation.observe`."""
@@ -397,8 +361,7 @@ class AgentContext:
             TemplateError: The template refuses a conversation.
         """
         drifts = [await each.check_tokens() for each in self._main.all()]
-        known = [drift for drift in drifts if drift is not None]
-        return max(known, key=lambda drift: DRIFT_KINDS.index(drift.kind), default=None)
+        return worst(drift for drift in drifts if drift is not None)
 
     async def score(self) -> None:
         """Ask the tools for their final rewards, once all is said.

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from rollout.agents.message_log import MessageLog
 from rollout.agents.places import Mark, Marks, Row, mark_at
+from rollout.chat.row_beginnings import append_split, common_length
 from rollout.chat.trajectory import COMPACTION
-from rollout.chat.transcript import Transcript, append_split, common_length
+from rollout.chat.transcript import Transcript
 
 if TYPE_CHECKING:
     from array import array

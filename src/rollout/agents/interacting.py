@@ -7,22 +7,26 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rollout.agents.identity import RejectedPrompt
+from rollout.chat.messages import text_of_content
 from rollout.errors import ConfigError, LimitExceeded
 from rollout.interactions import InteractionContext
 from rollout.limits import Deadline
 from rollout.tools.attempt import CallError, attempt
+from rollout.types import Message
+from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
     from rollout.agents.identity import Identity
     from rollout.agents.services import Services
     from rollout.config import AgentConfig
-    from rollout.interactions import Interaction
+    from rollout.interactions import Interaction, InteractionTurn
     from rollout.types import Prompt
 
     class Context(Protocol):
         """What is needed of an `AgentContext`, which this module is imported by."""
 
         extra: Any
+        turn_scores: Any
 
         @property
         def services(self) -> Services: ...
@@ -64,6 +68,17 @@ def interaction_context(context: Context) -> InteractionContext:
         extra=context.extra,
         threads=context.services.threads,
     )
+
+
+def heard(context: Context, name: str | None, turn: InteractionTurn) -> list[Message]:
+    """Keep what a user's turn gives beside its words; the messages that say those."""
+    if turn.score is not None:
+        context.turn_scores.append(turn.score)
+    context.extra.update(turn.extra)
+    if turn.is_done:
+        return []
+    text = text_of_content(f"interaction {name!r}", turn.text)
+    return [Message(role="user", content=encodable(text), extra=turn.extra)]
 
 
 async def finish(interaction: Interaction, session: str, cleanup_s: float) -> None:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.agents.kept_messages import KeptMessages, TurnReader
 from rollout.chat.messages import template_messages, with_results_as_user
+from rollout.chat.row_beginnings import append_split, common_length
 from rollout.chat.token_bounds import TooManyTokens
-from rollout.chat.transcript import Transcript, append_split, common_length
+from rollout.chat.transcript import Transcript
 from rollout.errors import TemplateError
 from rollout.media import Media
 from rollout.types import InvalidToolCall, Message, ToolCall

@@ -10,8 +10,9 @@ from rollout.agents.conversation_log import ConversationLog
 from rollout.agents.identity import RejectedPrompt
 from rollout.agents.message_log import MessageLog
 from rollout.agents.places import Row
+from rollout.chat.row_beginnings import common_length
 from rollout.chat.trajectory import BRANCH, COMPACTION
-from rollout.chat.transcript import Transcript, common_length
+from rollout.chat.transcript import Transcript
 from rollout.errors import AgentError, LimitExceeded
 
 if TYPE_CHECKING:

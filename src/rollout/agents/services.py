@@ -13,6 +13,7 @@ from rollout.chat import ChatTemplate, ToolParser
 from rollout.chat.shared_beginnings import SharedBeginnings
 from rollout.config import RolloutConfig
 from rollout.engine.driver.pool import EnginePool
+from rollout.errors import AgentError
 from rollout.interactions import InteractionRegistry
 from rollout.observe.event_stream import EventStream
 from rollout.observe.tally import Tally
@@ -32,6 +33,19 @@ class GatewayPlace:
 
     def __init__(self) -> None:
         self.door: GatewayDoor | None = None
+
+    def open_door(self) -> GatewayDoor:
+        """The door, for an agent that needs one.
+
+        Raises:
+            AgentError: There is none.
+        """
+        if self.door is None:
+            raise AgentError(
+                "no gateway serves this runtime: open one with `async with "
+                "rollout.open_gateway(runtime)`, or open the runtime with `open_rollout`"
+            )
+        return self.door
 
 
 @attrs.frozen(kw_only=True)

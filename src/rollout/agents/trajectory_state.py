@@ -287,6 +287,21 @@ class Shared(Generic[T]):
         setattr(context._state, self._name, value)
 
 
+class OfMain(Generic[T]):
+    """An attribute of an `AgentContext` that is its main conversation's."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, context: Any, owner: type) -> T:
+        if context is None:
+            return cast("T", self)
+        return cast("T", getattr(context._main, self._name))
+
+    def __set__(self, context: Any, value: T) -> None:
+        setattr(context._main, self._name, value)
+
+
 class SettlingLimits:
     """A limit that fires in its block settles the outcome, even where an agent swallows the error.
 

@@ -10,11 +10,12 @@ from rollout.agents.identity import RejectedPrompt
 from rollout.agents.kept_messages import TurnReader, find_texts
 from rollout.agents.long_texts import LONG_TOKENS, is_long
 from rollout.agents.media_intake import may_show
+from rollout.agents.places import check_ids
 from rollout.chat.encoding import NOTHING_READY
 from rollout.chat.messages import as_messages, has_media, media_of, template_messages
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.token_bounds import TooManyTokens
-from rollout.errors import LimitExceeded, MediaError, TemplateError
+from rollout.errors import AgentError, LimitExceeded, MediaError, TemplateError
 from rollout.types import Message
 
 if TYPE_CHECKING:
@@ -115,19 +116,24 @@ class Wording:
         cut = len(worded.ids) - longest
         return worded._replace(ids=worded.ids[cut:], pieces=(), is_raw=True, cut_tokens=cut)
 
-    def raw_prompt(self, ids: array[int], messages: Given) -> Worded:
+    def raw_prompt(self, ids: Sequence[int], messages: Given) -> Worded:
         """A prompt that its agent has put into tokens.
 
         Args:
+            ids: At least one.
             messages: Those that it stands for; of those that cannot be read, none are kept.
 
         Raises:
+            AgentError: They are no ids, or none.
             RejectedPrompt: It is more than fits.
         """
-        lengths, context = self._services.config.lengths, self._services.engines.info.context_length
-        if len(ids) > longest_prompt(lengths, context):
-            raise prompt_fault(str(len(ids)), lengths, context)
-        return self._raw(ids, messages)
+        lengths, info = self._services.config.lengths, self._services.engines.info
+        packed = check_ids(ids, info.vocab_size, "begin")
+        if not packed:
+            raise AgentError("begin: no ids; expected those of a prompt")
+        if len(packed) > longest_prompt(lengths, info.context_length):
+            raise prompt_fault(str(len(packed)), lengths, info.context_length)
+        return self._raw(packed, messages)
 
     def raw_opening(self, ids: array[int]) -> Worded:
         """What another conversation begins with, put into tokens by its agent.

@@ -5,8 +5,6 @@ Floats that JSON cannot write (infinities, NaN) are strings in fields that hold 
 
 from __future__ import annotations
 
-import logging
-import math
 from array import array
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from rollout.batch.json_values import Number, encoded, json_items, json_value, number, numbers
 from rollout.batch.sample import Sample
 from rollout.chat.media_records import (
     message_record,
@@ -21,19 +20,15 @@ from rollout.chat.media_records import (
     prompt_messages,
     shows_more_than_text,
 )
+from rollout.chat.row_beginnings import common_length
 from rollout.chat.spans import SpanKind
 from rollout.chat.trajectory import COMPACTION, MAIN, Parent, Segment, Trajectory
-from rollout.chat.transcript import NO_ID, Transcript, common_length
+from rollout.chat.transcript import NO_ID, Transcript
 from rollout.medium import PlacedMedia
 from rollout.types import Cause, Message, Outcome, Prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-logger = logging.getLogger("rollout.batch")
-
-#: A float, or the name of one that JSON has no number for.
-Number = float | str
+    from collections.abc import Callable, Sequence
 
 
 class _RowRecord(msgspec.Struct, kw_only=True):
@@ -129,7 +124,7 @@ class _TrajectoryRecord(_RowRecord, kw_only=True):
 def sample_line(sample: Sample) -> bytes:
     """One line of ``samples.jsonl``."""
     own = {name: getattr(sample, name) for name in _SampleRecord.__struct_fields__}
-    return _encoded(_SampleRecord(**(own | _row_fields(sample))))
+    return encoded(_SampleRecord(**(own | _row_fields(sample))))
 
 
 def sample_from_line(line: bytes) -> Sample:
@@ -150,7 +145,7 @@ def trajectory_line(trajectory: Trajectory, decode: Callable[[Sequence[int]], st
         segments=[_segment_record(segment, trajectory, decode) for segment in trajectory.segments],
         **_row_fields(trajectory),
     )
-    return _encoded(record)
+    return encoded(record)
 
 
 def _segment_record(
@@ -164,7 +159,7 @@ def _segment_record(
         parent=segment.parent,
         trainable=segment.trainable,
         reward=None if segment.reward is None else number(segment.reward),
-        token_rewards=None if rewards is None else _numbers(np.array(rewards, dtype=np.float32)),
+        token_rewards=None if rewards is None else numbers(np.array(rewards, dtype=np.float32)),
         session_id=segment.session_id,
         seeds=segment.seeds,
         spans=None if is_main else _span_records(segment.transcript, decode),
@@ -228,12 +223,6 @@ def _segments_of_rows(record: _TrajectoryRecord, last: Transcript) -> list[Segme
     return segments
 
 
-def number(value: float) -> Number:
-    """`value` as JSON can hold it."""
-    value = float(value)
-    return value if math.isfinite(value) else repr(value)
-
-
 def _row_fields(row: Sample | Trajectory) -> dict[str, Any]:
     where = f"{row.uid!r} member {row.member}: extra"
     return {
@@ -242,7 +231,7 @@ def _row_fields(row: Sample | Trajectory) -> dict[str, Any]:
         "turn_scores": [number(value) for value in row.turn_scores],
         "tool_rewards": [number(value) for value in row.tool_rewards],
         "metrics": {name: number(value) for name, value in row.metrics.items()},
-        "extra": _json_items(row.extra, where),
+        "extra": json_items(row.extra, where),
     }
 
 
@@ -252,7 +241,7 @@ def _prompt_fields(trajectory: Trajectory) -> dict[str, Any] | None:
     fields = {name: getattr(trajectory.prompt, name) for name in Prompt.__struct_fields__}
     if shows_more_than_text(trajectory.prompt.messages):
         fields["messages"] = prompt_messages(trajectory, trajectory.prompt.messages)
-    return _json_items(fields, f"{trajectory.uid!r} member {trajectory.member}: prompt")
+    return json_items(fields, f"{trajectory.uid!r} member {trajectory.member}: prompt")
 
 
 def _prompt(fields: dict[str, Any] | None) -> Prompt | None:
@@ -273,10 +262,10 @@ def _message(message: Message, where: str) -> Message:
     if message.extra or message.fields:
         message = msgspec.structs.replace(
             message,
-            extra=_json_items(message.extra, f"{where}.extra"),
-            fields=_json_items(message.fields, f"{where}.fields"),
+            extra=json_items(message.extra, f"{where}.extra"),
+            fields=json_items(message.fields, f"{where}.fields"),
         )
-    plain = _json_value(message, where)
+    plain = json_value(message, where)
     return message if plain is message else Message(role=message.role, content=plain)
 
 
@@ -297,11 +286,11 @@ def _span_records(
                 kind=span.kind,
                 ids=ids,
                 text=None if decode is None else decode(ids),
-                log_probs=_numbers(log_probs[at]) if is_generated else [],
+                log_probs=numbers(log_probs[at]) if is_generated else [],
                 versions=list(span.versions),
                 finish_reason=span.finish_reason,
                 top_ids=top_ids[at, :width].tolist() if width else [],
-                top_log_probs=[_numbers(row) for row in top_log_probs[at, :width]] if width else [],
+                top_log_probs=[numbers(row) for row in top_log_probs[at, :width]] if width else [],
                 routed_experts=None
                 if experts is None
                 else _experts_record(
@@ -345,58 +334,3 @@ def _experts_record(values: npt.NDArray[np.int16]) -> _ExpertsRecord | None:
 
 def _floats(rows: Sequence[Sequence[Number]]) -> list[list[float]]:
     return [[float(value) for value in row] for row in rows]
-
-
-def _numbers(values: np.ndarray[Any, np.dtype[np.float32]]) -> list[Number]:
-    listed: list[Number] = values.tolist()
-    return listed if np.isfinite(values).all() else [number(value) for value in values]
-
-
-def _json_items(items: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """`items` with a text in the place of each value that JSON cannot hold: nothing is lost."""
-    return {str(key): _json_value(value, f"{where}[{key!r}]") for key, value in items.items()}
-
-
-def _json_value(value: Any, where: str) -> Any:
-    try:
-        msgspec.json.encode(value, enc_hook=_listed)
-    except UnicodeEncodeError:
-        return value  # `_encoded` writes half a surrogate pair as an escape
-    except Exception as error:  # whatever a foreign object raises
-        logger.warning("%s is saved as text: %s", where, error)
-        return _text(value)
-    return value
-
-
-def _encoded(record: _RowRecord) -> bytes:
-    try:
-        return msgspec.json.encode(record, enc_hook=_listed)
-    except UnicodeEncodeError:
-        plain = msgspec.to_builtins(record, enc_hook=_listed, str_keys=True)
-        return msgspec.json.encode(_escaped(plain))
-
-
-def _listed(value: Any) -> Any:
-    """Arrays and tensors as nested lists, their scalars as numbers."""
-    tolist = getattr(value, "tolist", None)
-    if tolist is None:
-        raise TypeError(f"JSON cannot hold a {type(value).__qualname__}")
-    return tolist()
-
-
-def _text(value: object) -> str:
-    try:
-        return repr(value).encode("utf-8", "backslashreplace").decode()
-    except Exception as error:  # a foreign __repr__
-        return f"<{type(value).__qualname__} whose repr raises {type(error).__qualname__}>"
-
-
-def _escaped(value: Any) -> Any:
-    """Builtins without halves of surrogate pairs, which UTF-8 cannot hold."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, dict):
-        return {_escaped(key): _escaped(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_escaped(item) for item in value]
-    return value

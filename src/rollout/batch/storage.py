@@ -16,9 +16,8 @@ from safetensors.torch import load_file
 from tensordict import TensorDict
 
 from rollout.batch.disk import NewFiles
+from rollout.batch.json_values import Number, number
 from rollout.batch.records import (
-    Number,
-    number,
     sample_from_line,
     sample_line,
     trajectory_from_line,

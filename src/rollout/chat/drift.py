@@ -11,7 +11,7 @@ import msgspec
 from rollout.chat.reasoning import CLOSED
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
 #: From no difference to the worst. "whitespace": only in white space; "special_tokens": in special
 #: tokens too; "reasoning_stripped": the rendering leaves out reasoning of earlier turns;
@@ -45,6 +45,11 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
             f"the transcript differs from its full rendering ({self.kind}) at character "
             f"{self.at}: {self.transcript!r} in the transcript, {self.rendering!r} in the rendering"
         )
+
+
+def worst(drifts: Iterable[Drift]) -> Drift | None:
+    """The first of those of the worst kind; None of none."""
+    return max(drifts, key=lambda drift: DRIFT_KINDS.index(drift.kind), default=None)
 
 
 def compare(

@@ -16,10 +16,17 @@ import msgspec
 import numpy as np
 
 from rollout.chat.encoding import WrittenText
+from rollout.chat.processor_inputs import (
+    blank_medium,
+    blank_pixels,
+    pixels_of,
+    shape_of,
+    video_metadata,
+)
 from rollout.chat.rope_positions import rope_positions_of
 from rollout.errors import MediaError, TemplateError
 from rollout.lazy import importing
-from rollout.media import Media, PlacedMedia, decode
+from rollout.media import Media, PlacedMedia
 from rollout.media.torchvision_operators import declare_missing_operators
 
 if TYPE_CHECKING:
@@ -29,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rollout.chat.encoding import Place
+    from rollout.chat.processor_inputs import Shape
     from rollout.media import MediaKind
 
 #: Files of a model directory of which one at least says how it reads media.
@@ -43,9 +51,6 @@ _OF_TEXT = frozenset(("input_ids", "attention_mask", "token_type_ids", "mm_token
 _BETWEEN = "\nrolloutMediumEnd\n"
 #: Sizes of media whose placeholders are remembered.
 _MOST_SIZES = 1024
-
-#: What the number of placeholders depends on: a medium without its pixels.
-_Shape = tuple[str, int, int, tuple[int, ...], int, float]
 
 
 class MediaProcessor:
@@ -169,7 +174,7 @@ class MediaProcessor:
         if wanted["num_frames"] is not None:
             del wanted["fps"]
         try:
-            taken = videos.sample_frames(metadata=VideoMetadata(**_metadata(medium)), **wanted)
+            taken = videos.sample_frames(metadata=VideoMetadata(**video_metadata(medium)), **wanted)
         except Exception as error:
             raise MediaError(f"{self.name} refuses a video: {error}") from None
         indices = tuple(map(int, taken))
@@ -185,7 +190,7 @@ class MediaProcessor:
         """
         if not media:
             return {}
-        given = self._call(media, [_pixels(medium) for medium in media])
+        given = self._call(media, [pixels_of(medium) for medium in media])
         return {name: value for name, value in given.items() if name not in _OF_TEXT}
 
     def position_ids(
@@ -231,11 +236,11 @@ class MediaProcessor:
 
     def grids(self, media: Sequence[Media]) -> dict[str, Tensor]:
         """`features` as they are for blank media of these sizes: enough for positions."""
-        return self._grids(tuple(map(_shape, media))) if media else {}
+        return self._grids(tuple(map(shape_of, media))) if media else {}
 
-    def _measure(self, shapes: tuple[_Shape, ...]) -> dict[str, Tensor]:
-        blank = list(map(_blank_medium, shapes))
-        given = self._call(blank, list(map(_blank, shapes)))
+    def _measure(self, shapes: tuple[Shape, ...]) -> dict[str, Tensor]:
+        blank = list(map(blank_medium, shapes))
+        given = self._call(blank, list(map(blank_pixels, shapes)))
         return {n: v for n, v in given.items() if n not in _OF_TEXT and "pixel" not in n}
 
     def _placeholders(self, written: WrittenText) -> Iterator[tuple[MediaKind, int, int]]:
@@ -257,7 +262,7 @@ class MediaProcessor:
             if medium.kind not in self.tokens:
                 reads = " and ".join(("text", *(f"{kind}s" for kind in sorted(self.kinds))))
                 raise MediaError(f"the model reads {reads}, no {medium.kind}s ({self.name})")
-        shapes = tuple(map(_shape, (*before, *media)))
+        shapes = tuple(map(shape_of, (*before, *media)))
         if self.is_independent:
             texts = [self._expanded((shape,))[0] for shape in shapes]
         else:
@@ -277,7 +282,7 @@ class MediaProcessor:
         It is not of LLaVA-OneVision, which cuts a single image into tiles and none of several.
         """
         if self._is_independent is None:
-            shapes: tuple[_Shape, ...] = (
+            shapes: tuple[Shape, ...] = (
                 ("image", 640, 320, (), 0, 0.0),
                 ("image", 320, 640, (), 0, 0.0),
             )
@@ -288,13 +293,13 @@ class MediaProcessor:
                 self._is_independent = self._expand(shapes) == alone
         return self._is_independent
 
-    def _expand(self, shapes: tuple[_Shape, ...]) -> tuple[str, ...]:
+    def _expand(self, shapes: tuple[Shape, ...]) -> tuple[str, ...]:
         """What the processor writes for media of these sizes: it never looks at their pixels."""
         if not shapes:
             return ()
-        blank = list(map(_blank_medium, shapes))
+        blank = list(map(blank_medium, shapes))
         heard = _Listening(self.processor.tokenizer)
-        self._call(blank, [_blank(shape) for shape in shapes], heard)
+        self._call(blank, [blank_pixels(shape) for shape in shapes], heard)
         texts = heard.text.split(_BETWEEN)
         assert len(texts) == len(shapes), heard.text[:200]
         return tuple(texts)
@@ -315,7 +320,7 @@ class MediaProcessor:
         if images:
             given["images"] = [images]
         if videos:
-            metadata = [_metadata(medium) for medium in media if medium.kind == "video"]
+            metadata = [video_metadata(medium) for medium in media if medium.kind == "video"]
             given |= {"videos": videos, "video_metadata": metadata, "do_sample_frames": False}
         text = _BETWEEN.join(self.tokens[medium.kind] for medium in media)
         try:
@@ -371,57 +376,6 @@ def load_media_processor(
         raise MediaError(f"the processor of {model} cannot be loaded: {error}") from None
     loaded = MediaProcessor(processor, config)
     return loaded if loaded.kinds else None
-
-
-def _shape(medium: Media) -> _Shape:
-    facts = (medium.indices, medium.total_frames, medium.fps)
-    return (medium.kind, medium.width, medium.height, *facts)
-
-
-def _blank_medium(shape: _Shape) -> Media:
-    kind, width, height, indices, total, fps = shape
-    return Media(
-        kind=kind,  # type: ignore[arg-type]
-        content=b"",
-        mime="",
-        width=width,
-        height=height,
-        indices=indices,
-        total_frames=total,
-        fps=fps,
-        digest="blank",
-    )
-
-
-def _blank(shape: _Shape) -> Any:
-    kind, width, height, indices, _, _ = shape
-    if kind == "video":
-        return np.zeros((len(indices), height, width, 3), np.uint8)
-    from PIL import Image
-
-    return Image.new("RGB", (width, height))
-
-
-def _pixels(medium: Media) -> Any:
-    """As processors take them: an image by pillow, so that none guesses which axis is colour."""
-    pixels = decode(medium)
-    if medium.kind == "video":
-        return pixels
-    from PIL import Image
-
-    return Image.fromarray(pixels)
-
-
-def _metadata(medium: Media) -> dict[str, Any]:
-    """What transformers knows of a video whose frames are sampled; processors may change it."""
-    return {
-        "total_num_frames": medium.total_frames,
-        "fps": medium.fps,
-        "width": medium.width,
-        "height": medium.height,
-        "duration": medium.total_frames / medium.fps,
-        "frames_indices": list(medium.indices),
-    }
 
 
 def _moved(places: Sequence[Place], moves: Sequence[tuple[int, int]]) -> tuple[Place, ...]:

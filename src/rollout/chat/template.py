@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +12,7 @@ import msgspec
 from rollout.chat.continuation import ContinuationRenderer
 from rollout.chat.drift import DRIFT_KINDS, Drift, compare
 from rollout.chat.encoding import NOTHING_READY, WrittenText, encoder_of
+from rollout.chat.end_tokens import EndTokens
 from rollout.chat.full_rendering import FullRenderer, FullRendering
 from rollout.chat.messages import TemplateMessage, has_media, media_of, template_messages
 from rollout.chat.placeholder_exchange import USER_MARKER
@@ -26,7 +25,7 @@ from rollout.errors import MediaError, TemplateError
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from rollout.chat.encoding import Ready
     from rollout.chat.fast_tokenizer import AnyTokenizer
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
     from rollout.chat.transcript import Transcript
     from rollout.media import Media, PlacedMedia
     from rollout.types import Message
-
-#: Ends of a turn that some templates never write, or only of turns that call what they know.
-OTHER_ENDS = ("<|eom_id|>",)
 
 
 class ChatTemplate:
@@ -80,11 +76,10 @@ class ChatTemplate:
         )
         self.encoder = encoder_of(tokenizer)
         self._prompt_forms = PromptForms(self._renderer, self.encoder)
-        self._specials = frozenset(self.encoder.specials.values())
         self._continuations = ContinuationRenderer(self._renderer.render, self.encoder, source)
+        self._ends = EndTokens(self._continuations, self.encoder, source)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._token_text = None if backend is None else token_text(backend)
-        self._turn_end_ids: dict[str, tuple[int, ...]] = {}
 
     def prompt_ids(
         self,
@@ -224,7 +219,7 @@ class ChatTemplate:
         if most is not None:
             most += len(turn_end.encode())  # which may have been sampled
         ids = self.encoder.packed(written, most, ready=ready)
-        past = self._past(ids, turn_end, after) if after is not None and len(after) else 0
+        past = self._ends.past(ids, turn_end, after) if after is not None and len(after) else 0
         return ids[past:] if past else ids
 
     def refuse_beyond(self, most: int, messages: Iterable[Message | Mapping[str, Any]]) -> None:
@@ -265,7 +260,7 @@ class ChatTemplate:
             TemplateError: The template refuses the conversation.
         """
         ends = self._continuations.turn_ends()
-        names = [self.decode([token]) for token in self._turn_ends or self._next_openings()]
+        names = [self.decode([token]) for token in self._ends.all()]
         renderer = FullRenderer(self._renderer.render, self.encoder, ends, names)
         given, text = template_messages(messages), self.decode(transcript.ids())
         drifts: list[Drift] = []
@@ -334,15 +329,12 @@ class ChatTemplate:
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end a turn: the tokenizer's end token and the template's own."""
         end = self.eos_token_id
-        ends = self._turn_ends or self._next_openings()
-        return tuple(dict.fromkeys(() if end is None else (end,)) | dict.fromkeys(ends))
+        own = () if end is None else (end,)
+        return tuple(dict.fromkeys((*own, *self._ends.all())))
 
     def end_ids(self, *, is_call: bool = False) -> tuple[int, ...]:
         """The token with which a model ends a turn itself; none where nothing but the next does."""
-        if not self._turn_ends:
-            return ()
-        ends = self._continuations.turn_ends()
-        return tuple(self._specials_of(ends.called if is_call else ends.said)[:1])
+        return self._ends.of_turn(is_call=is_call)
 
     def text_ids(self, text: str) -> list[int]:
         """The ids of a text, special tokens in it recognised."""
@@ -395,52 +387,6 @@ class ChatTemplate:
         self, messages: Iterable[Message | Mapping[str, Any]]
     ) -> Sequence[TemplateMessage]:
         return self._renderer.adapted(template_messages(messages))
-
-    @cached_property
-    def _turn_ends(self) -> dict[int, None]:
-        """The special tokens that end a turn, in order; empty where only the next turn does."""
-        try:
-            ends = self._continuations.turn_ends()
-        except TemplateError:  # a template without answers still renders prompts
-            return {}
-        texts = (ends.said, ends.called) if ends.said else ()
-        found = [self._specials_of(text)[:1] for text in texts]
-        others = [name for name in OTHER_ENDS if name in self._renderer.source]
-        return dict.fromkeys(itertools.chain(*found, self.token_ids(others)))
-
-    def _next_openings(self) -> Iterator[int]:
-        """The special tokens that open other turns, where nothing else ends the assistant's."""
-        for role in ("user", "tool"):
-            with suppress(TemplateError):
-                written, _ = self._continuations.render([{"role": role, "content": USER_MARKER}])
-                yield from self._specials_of(written.text.partition(USER_MARKER)[0])[:1]
-
-    def _specials_of(self, text: str) -> list[int]:
-        return [token for token in self.encoder.encode(text) if token in self._specials]
-
-    def _past(self, ids: Sequence[int], turn_end: str, after: Sequence[int]) -> int:
-        """How many of the first `ids` need not follow `after`, because they end it already.
-
-        Only a special token tells that a turn is over; text before it (a space, in some
-        templates) is then past, and what comes after it may or may not have been sampled.
-        """
-        end = self._end_ids(turn_end, ids)
-        special = next((at for at, token in enumerate(end) if token in self._specials), len(end))
-        for stop in range(len(end), special, -1):
-            if list(after[special - stop :]) == list(end[special:stop]):
-                return stop
-        # The model may end a turn by another token than a template that continues (harmony).
-        return special + 1 if turn_end and int(after[-1]) in self._turn_ends else 0
-
-    def _end_ids(self, turn_end: str, ids: Sequence[int]) -> tuple[int, ...]:
-        """The ids of `turn_end` as far as `ids` start with them, at least one of them."""
-        end = self._turn_end_ids.get(turn_end)
-        if end is None:
-            end = self._turn_end_ids[turn_end] = tuple(self.encoder.encode(turn_end))
-        length = 0
-        while length < len(end) and length < len(ids) and ids[length] == end[length]:
-            length += 1
-        return end[:length] or tuple(ids[:1])
 
 
 def _single_id(token_id: Any) -> int | None:

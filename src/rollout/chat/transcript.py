@@ -17,11 +17,12 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
-from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from rollout.chat.likely_ids import Likely, likely_of, packed_top, unpacked_top
+from rollout.chat.packed_transcript import PackedTranscript, packed_values
 from rollout.chat.spans import Span, SpanKind, SpanTable
 from rollout.medium import PlacedMedia
 from rollout.token_prefix import TokenPrefix
@@ -34,29 +35,6 @@ NO_VERSION = -1
 NO_ID = -1
 #: What stands in `Transcript.routed_experts` where nobody knows.
 NO_EXPERT = -1
-
-
-class PackedTranscript(NamedTuple):
-    """A transcript as bytes; `Transcript.from_packed` makes an equal one.
-
-    Attributes:
-        ids: int32 of each token, in the pieces in which they came; a piece that its reader has
-            already is a number.
-        spans: Of each its author and where it stops; see `SpanTable`.
-        runs, reasons: As in `SpanTable`.
-        log_probs: float32 of each generated span, or a number in the same manner.
-        top: By where their span starts, how many most likely ids each token has, their ids, int32,
-            and log-probs, float32.
-        experts: (layers, top_k) and int16 of the first tokens; None where nobody knows them.
-    """
-
-    ids: list[bytes | int]
-    spans: bytes
-    runs: bytes
-    reasons: tuple[str, ...]
-    log_probs: list[bytes | int]
-    top: dict[int, tuple[int, bytes, bytes]] | None
-    experts: tuple[int, int, bytes] | None
 
 
 class Transcript:
@@ -82,7 +60,7 @@ class Transcript:
         self.expert_shape: tuple[int, int] | None = None
         self.media: tuple[PlacedMedia, ...] = ()
         #: Of spans by their start: the (T, k) most likely ids and their log-probs.
-        self._top: dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] | None = None
+        self._top: dict[int, Likely] | None = None
 
     def __len__(self) -> int:
         return self._spans.stop
@@ -136,7 +114,7 @@ class Transcript:
         if len(ids) == 0:
             raise ValueError("append_prompt: the prompt has no tokens")
         self._place("append_prompt", media, len(ids))
-        self._extend("prompt", *(pieces or (_packed("i", np.int32, ids),)))
+        self._extend("prompt", *(pieces or (packed_values("i", np.int32, ids),)))
 
     def append_observation(self, ids: Ids, *, media: Sequence[PlacedMedia] = ()) -> None:
         """Append tokens that the model reads and did not sample; nothing where `ids` is empty.
@@ -148,7 +126,7 @@ class Transcript:
         self._require_prompt("append_observation")
         self._place("append_observation", media, len(ids))
         if len(ids):
-            self._extend("observation", _packed("i", np.int32, ids))
+            self._extend("observation", packed_values("i", np.int32, ids))
 
     def append_generated(
         self,
@@ -182,10 +160,10 @@ class Transcript:
             )
         if any(count < 0 for _, count in versions):
             raise ValueError(f"append_generated: a run of versions is negative: {list(versions)}")
-        likely = None if top is None else _top_of(top, len(ids))
+        likely = None if top is None else likely_of(top, len(ids))
         # First what may fail, so that then nothing has changed.
         if packed is None:
-            packed = _packed("i", np.int32, ids), _packed("f", np.float32, log_probs)
+            packed = packed_values("i", np.int32, ids), packed_values("f", np.float32, log_probs)
         runs = array("i", chain.from_iterable((v, n) for v, n in versions if n)).tobytes()
         if likely is not None and len(ids):
             self._top = self._top or {}
@@ -252,10 +230,7 @@ class Transcript:
         """
         spans, top, experts = self._spans, None, None
         if self._top is not None:
-            top = {
-                start: (ids.shape[1], ids.tobytes(), values.tobytes())
-                for start, (ids, values) in self._top.items()
-            }
+            top = packed_top(self._top)
         if self.expert_shape is not None and self._experts is not None:
             experts = (*self.expert_shape, self._experts.tobytes())
         return PackedTranscript(
@@ -284,13 +259,7 @@ class Transcript:
         own = [known(each)[1] if isinstance(each, int) else each for each in packed.log_probs]
         made._log_probs = own or None
         if packed.top is not None:
-            made._top = {
-                start: (
-                    np.frombuffer(ids, np.int32).reshape(-1, width),
-                    np.frombuffer(values, np.float32).reshape(-1, width),
-                )
-                for start, (width, ids, values) in packed.top.items()
-            }
+            made._top = unpacked_top(packed.top)
         if packed.experts is not None:
             made.expert_shape = packed.experts[:2]
             made._experts = array("h", packed.experts[2])
@@ -421,46 +390,3 @@ class Transcript:
         for piece in packed:
             self.prefix.extend(piece)
         self._spans.append(kind, sum(map(len, packed)) // 4)
-
-
-def append_split(
-    transcript: Transcript, ids: Sequence[int], media: Sequence[PlacedMedia], prompt: int
-) -> None:
-    """Append ids to an empty transcript, the first `prompt` of them as its prompt.
-
-    No image or video is cut in two: one that would be belongs to the observation, and so does what
-    follows it; to the prompt where it stands at its beginning.
-    """
-    cut = next((m for m in media if m.start < prompt < m.start + m.count), None)
-    if cut is not None:
-        prompt = cut.start or cut.count
-    after = [PlacedMedia(m.medium, m.start - prompt, m.count) for m in media if m.start >= prompt]
-    transcript.append_prompt(ids[:prompt], media=[m for m in media if m.start < prompt])
-    transcript.append_observation(ids[prompt:], media=after)
-
-
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two rows have in common at their beginning."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _packed(code: Literal["i", "f"], dtype: type[np.generic], values: Any) -> bytes:
-    """`values` as packed bytes; of packed ones, bytes are copied and no object is made."""
-    if isinstance(values, array) and values.typecode == code:
-        return values.tobytes()
-    if isinstance(values, np.ndarray) and values.dtype == dtype:
-        return values.tobytes()
-    return array(code, values.tolist() if isinstance(values, np.ndarray) else values).tobytes()
-
-
-def _top_of(
-    top: tuple[npt.ArrayLike, npt.ArrayLike], count: int
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    ids, log_probs = np.array(top[0], dtype=np.int32), np.array(top[1], dtype=np.float32)
-    if count and (ids.ndim != 2 or len(ids) != count or ids.shape != log_probs.shape):
-        raise ValueError(
-            f"append_generated: {count} ids, most likely ones of shape {ids.shape} with log-probs "
-            f"of shape {log_probs.shape}; expected ({count}, k) twice"
-        )
-    return ids, log_probs

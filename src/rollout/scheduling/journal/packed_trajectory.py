@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.agents.kept_messages import KeptMessages, PackedMessages, TurnReader, pack_texts
+from rollout.chat.packed_transcript import PackedTranscript
 from rollout.chat.trajectory import Parent, Segment, Trajectory
-from rollout.chat.transcript import PackedTranscript, Transcript
+from rollout.chat.transcript import Transcript
 from rollout.scheduling.journal.plain_data import Unwritable, plain, restored
 from rollout.types import Cause, Message, Outcome, Prompt, ToolCall
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import anyio
 import anyio.lowlevel
 
-from rollout.chat.transcript import common_length
+from rollout.chat.row_beginnings import common_length
 from rollout.errors import RolloutError
 from rollout.scheduling.journal.entries import AnswersEntry, TurnEntry
 from rollout.scheduling.journal.given_again import answers_of, place_of_calls, recall_into
