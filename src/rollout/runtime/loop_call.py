@@ -10,13 +10,12 @@ import anyio
 
 from rollout.bridge import wait_future
 from rollout.errors import RolloutError
+from rollout.scheduling.member_runs import CLOSED_MEANWHILE
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 logger = logging.getLogger("rollout")
-
-CLOSED_MEANWHILE = "the runtime was closed while this call was running"
 
 
 class LoopCall:
