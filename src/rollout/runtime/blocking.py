@@ -18,6 +18,7 @@ from rollout.engine.wire.operations import ALL_TAGS
 from rollout.errors import RolloutError
 from rollout.runtime.blocking_groups import BlockingGroups
 from rollout.runtime.blocking_views import BlockingEngines, BlockingTrajectories
+from rollout.runtime.loop_call import LoopCall
 from rollout.runtime.opening import open_rollout
 from rollout.scopes import open_task_group
 
@@ -45,40 +46,9 @@ T = TypeVar("T")
 
 logger = logging.getLogger("rollout")
 
-CLOSED_MEANWHILE = "the runtime was closed while this call was running"
-
 
 async def _read(read: Callable[[], T]) -> T:
     return read()
-
-
-class _Call:
-    """One call on the runtime's loop, seen from the thread that waits for it."""
-
-    def __init__(self, function: Callable[[], Awaitable[Any]]) -> None:
-        self._function = function
-        self._scope: anyio.CancelScope | None = None
-        self._is_abandoned = False
-        self.future: Future[Any] = Future()
-
-    async def run(self) -> None:
-        """Perform the call; its result or its error goes to the future."""
-        try:
-            with anyio.CancelScope() as self._scope:
-                try:
-                    self.future.set_result(await self._function())
-                except Exception as error:
-                    self.future.set_exception(error)
-        finally:
-            if not self.future.done():
-                why = "the call was cancelled" if self._is_abandoned else CLOSED_MEANWHILE
-                self.future.set_exception(RolloutError(why))
-
-    def cancel(self) -> None:
-        """End it; on the runtime's loop."""
-        self._is_abandoned = True
-        if self._scope is not None:
-            self._scope.cancel()
 
 
 class BlockingRollout(BlockingGroups):
@@ -93,10 +63,10 @@ class BlockingRollout(BlockingGroups):
         self, open_runtime: Callable[[], Any], backend: Literal["trio", "asyncio"]
     ) -> None:
         self._runtime: RolloutRuntime
-        self._inbox: MemoryObjectSendStream[_Call]
+        self._inbox: MemoryObjectSendStream[LoopCall]
         self._leave: anyio.Event
         self._post: Post
-        self._calls: set[_Call] = set()
+        self._calls: set[LoopCall] = set()
         self._is_ready = threading.Event()
         started: Future[None] = Future()
         # A daemon: a caller that forgets to close must not hang the exit of its process.
@@ -178,7 +148,7 @@ class BlockingRollout(BlockingGroups):
         except anyio.get_cancelled_exc_class():
             self._post(call.cancel)
             with anyio.CancelScope(shield=True):
-                await _settled(call.future)
+                await call.settled()
             raise
         return batch
 
@@ -296,7 +266,7 @@ class BlockingRollout(BlockingGroups):
         result: T = call.future.result()
         return result
 
-    def _finish(self, call: _Call) -> None:
+    def _finish(self, call: LoopCall) -> None:
         """Wait for the end of a call; an exception that reaches this thread brings it about."""
         try:
             call.future.result()
@@ -304,14 +274,14 @@ class BlockingRollout(BlockingGroups):
             self._abandon(call)
             raise
 
-    def _abandon(self, call: _Call) -> None:
+    def _abandon(self, call: LoopCall) -> None:
         """End a call, and wait until it has."""
         if not call.future.done():
             self._post(call.cancel)
             call.future.exception()
 
-    def _start(self, function: Callable[[], Awaitable[Any]]) -> _Call:
-        call = _Call(function)
+    def _start(self, function: Callable[[], Awaitable[Any]]) -> LoopCall:
+        call = LoopCall(function)
         self._calls.add(call)
         call.future.add_done_callback(lambda _: self._calls.discard(call))
         self._post(lambda: self._accept(call))
@@ -320,16 +290,16 @@ class BlockingRollout(BlockingGroups):
             self._fail_calls()
         return call
 
-    def _accept(self, call: _Call) -> None:
+    def _accept(self, call: LoopCall) -> None:
         """On the loop, but in no task of it: the call is handed to one that can start tasks."""
         try:
             self._inbox.send_nowait(call)
         except (anyio.ClosedResourceError, anyio.BrokenResourceError):
-            _fail(call)
+            call.fail()
 
     def _fail_calls(self) -> None:
         for call in tuple(self._calls):
-            _fail(call)
+            call.fail()
 
     def _run(self, open_runtime: Callable[[], Any], backend: str, started: Future[None]) -> None:
         try:
@@ -347,7 +317,7 @@ class BlockingRollout(BlockingGroups):
         self._leave = anyio.Event()
         self._post = loop_poster()
         self._is_ready.set()
-        self._inbox, calls = anyio.create_memory_object_stream[_Call](math.inf)
+        self._inbox, calls = anyio.create_memory_object_stream[LoopCall](math.inf)
         async with open_task_group() as tasks, self._inbox:
             tasks.start_soon(self._start_calls, calls, tasks)
             tasks.start_soon(self._leave_while_opening, started, tasks.cancel_scope)
@@ -357,7 +327,9 @@ class BlockingRollout(BlockingGroups):
         if not started.done():
             started.set_exception(RolloutError("the runtime was closed while it opened"))
 
-    async def _start_calls(self, calls: MemoryObjectReceiveStream[_Call], tasks: TaskGroup) -> None:
+    async def _start_calls(
+        self, calls: MemoryObjectReceiveStream[LoopCall], tasks: TaskGroup
+    ) -> None:
         async with calls:
             async for call in calls:
                 tasks.start_soon(call.run)
@@ -366,19 +338,6 @@ class BlockingRollout(BlockingGroups):
         await self._leave.wait()
         if not started.done():
             opening.cancel()
-
-
-def _fail(call: _Call) -> None:
-    if not call.future.done():
-        call.future.set_exception(RolloutError("the runtime is closed"))
-
-
-async def _settled(future: Future[Any]) -> None:
-    """Wait for a future, whatever comes of it."""
-    try:
-        await wait_future(future)
-    except Exception as error:
-        logger.debug("a cancelled call ended with %r", error)
 
 
 def open_rollout_blocking(

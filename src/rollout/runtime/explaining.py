@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rollout.agents.services import Services
     from rollout.engine.driver.replica_statistics import ReplicaStatistics
     from rollout.runtime.group_calls import GroupCalls
+    from rollout.runtime.open_calls import OpenCalls
     from rollout.scheduling.group_run import GroupRun
     from rollout.scheduling.prompts import Member
 
@@ -27,7 +28,7 @@ USER = "respond of the interaction"
 class ExplainingRuntime:
     """The part of a `RolloutRuntime` that says what it waits for."""
 
-    _calls: dict[BatchRun | GroupRun, BatchRun | StreamedRun | GroupRun]
+    _calls: OpenCalls
     _groups: GroupCalls
     _clock: Callable[[], float]
     services: Services

@@ -6,8 +6,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import anyio
-
 from rollout.scheduling.call_arguments import check_call
 
 if TYPE_CHECKING:
@@ -20,11 +18,11 @@ if TYPE_CHECKING:
     from rollout.runtime.batch_watch import BatchWatch
     from rollout.runtime.collation import Collation
     from rollout.runtime.group_calls import GroupCalls, GroupStream
+    from rollout.runtime.open_calls import OpenCalls
     from rollout.runtime.sleep_between_batches import SleepBetweenBatches
-    from rollout.scheduling.batch_run import BatchRun
+    from rollout.runtime.step_count import StepCount
     from rollout.scheduling.group_run import GroupRun
     from rollout.scheduling.prompt_source import Source
-    from rollout.scheduling.streamed_run import StreamedRun
     from rollout.tensor_layout import Layout, Trim
 
 
@@ -36,11 +34,8 @@ class GroupingRuntime:
     _watch: BatchWatch
     _sleep: SleepBetweenBatches
     _collation: Collation
-    _streams: dict[StreamedRun | GroupRun, int]
-    _running: Callable[
-        [BatchRun | GroupRun, BatchRun | StreamedRun | GroupRun], AbstractContextManager[None]
-    ]
-    _counted: Callable[[int | None], AbstractContextManager[int]]
+    _calls: OpenCalls
+    _steps: StepCount
     _refuse_when_closed: Callable[[], None]
 
     async def collect(
@@ -86,7 +81,7 @@ class GroupingRuntime:
         self._refuse_when_closed()
         step, _ = check_call(step, validate=False, samples=None, layout=layout, trim=trim)
         call = self._groups.checked(source, policy, groups)
-        with self._counted(step) as step:
+        with self._steps.counted(step) as step:
             run = self._groups.run_of(call, step, int(groups))
         window_of = self._watch.window("collect", step, prompts=int(groups))
         with self._unhurried(), window_of as window:
@@ -133,16 +128,13 @@ class GroupingRuntime:
         self._refuse_when_closed()
         step, _ = check_call(step, validate=False, samples=None)
         call = self._groups.checked(source, policy, None, max_staleness, groups_per_step)
-        with self._counted(step) as step:
+        with self._steps.counted(step) as step:
             run = self._groups.run_of(call, step, None, max_staleness, groups_per_step)
         with self._unhurried(), self._watch.window("stream_groups", step) as window:
             run.batch = window.batch
             async with self._sleep.awake(), self._groups.running(run, partial(self._serve, run)):
-                self._streams[run] = anyio.get_current_task().id
-                try:
+                with self._calls.entered(run):
                     yield self._groups.stream_of(run)
-                finally:
-                    del self._streams[run]
 
     async def batch_of(
         self, groups: Sequence[Group], *, layout: Layout = "padded", trim: Trim = False
@@ -164,7 +156,7 @@ class GroupingRuntime:
         return await self._groups.discard_carried()
 
     async def _serve(self, run: GroupRun) -> None:
-        with self._running(run, run):
+        with self._calls.running(run, run):
             await run.serve()
 
 

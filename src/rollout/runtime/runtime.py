@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from rollout.bridge import has_virtual_clock, loop_clock
-from rollout.errors import PromptError, RolloutError
+from rollout.errors import RolloutError
 from rollout.limits import Deadline
 from rollout.observe.loop_lag import LoopLag
 from rollout.runtime.batch_watch import BatchWatch
@@ -22,8 +22,10 @@ from rollout.runtime.group_calls import GroupCalls
 from rollout.runtime.grouping import GroupingRuntime
 from rollout.runtime.heap import collect_as_memory_asks, collections_put_off
 from rollout.runtime.long_work import LongWork
+from rollout.runtime.open_calls import OpenCalls
 from rollout.runtime.sleep_between_batches import SleepBetweenBatches
 from rollout.runtime.statistics import RuntimeStatistics, statistics_of
+from rollout.runtime.step_count import StepCount
 from rollout.scheduling.admission import Admission
 from rollout.scheduling.batch_run import BatchRun
 from rollout.scheduling.call_arguments import check_call, check_target
@@ -48,7 +50,6 @@ if TYPE_CHECKING:
     from rollout.config import RolloutConfig
     from rollout.observe.tally import Tally
     from rollout.runtime.batch_watch import BatchWindow
-    from rollout.scheduling.group_run import GroupRun
     from rollout.scheduling.journal.entries import PromptEntry
     from rollout.scheduling.journal.journal import Journal
     from rollout.scheduling.prompts import Member
@@ -110,13 +111,11 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
         self._journal = journal
         self._lag = LoopLag(services.events)
         self._watch = BatchWatch(services.events, services.engines, self._lag, tally)
-        self._next_step, self._clock = 0, loop_clock()
-        self._calls: dict[BatchRun | GroupRun, BatchRun | StreamedRun | GroupRun] = {}
-        self._streams: dict[StreamedRun | GroupRun, int] = {}  # with the task that entered each
+        self._steps, self._clock = StepCount(), loop_clock()
+        self._calls = OpenCalls()
         self._groups = GroupCalls(self._new_desk(), config, tally, runner.services.engines)
         self._misuse: str | None = None
         self._tasks: TaskGroup
-        self._idle = anyio.Event()
         self._is_closing = False
         self._unhurried = collections_put_off if config.scheduling.freeze_heap else nullcontext
         self.on_trajectory: Callable[[Trajectory], object] | None = None
@@ -167,7 +166,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
         with self._unhurried(), self._watched("generate", run, validate) as window:
             try:
                 async with self._sleep.awake():
-                    with self._running(run, run):
+                    with self._calls.running(run, run):
                         await run.run_keeping(keep)
             except Exception as error:
                 for row, trajectory in run.unwritten:
@@ -181,11 +180,9 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
 
     @contextmanager
     def _watched(self, call: str, run: BatchRun, validate: bool) -> Iterator[BatchWindow]:
-        members = run.members
-        groups = len({member.identity.group for member in members}) if members else 0
-        step = members[0].identity.step if members else 0
+        groups = len({member.identity.group for member in run.members})
         with self._watch.window(
-            call, step, validate=validate, prompts=groups, trajectories=len(members)
+            call, run.step, validate=validate, prompts=groups, trajectories=len(run.members)
         ) as window:
             run.batch = window.batch
             yield window
@@ -217,9 +214,9 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
             async with self._sleep.awake():
                 streamed = StreamedRun(run)
                 self._tasks.start_soon(self._produce, run, streamed)
-                self._streams[streamed] = anyio.get_current_task().id
                 try:
-                    yield streamed.received
+                    with self._calls.entered(streamed):
+                        yield streamed.received
                 except GeneratorExit:  # it is collected as garbage
                     logger.error(STREAM_DROPPED)
                     self._misuse = STREAM_DROPPED
@@ -228,7 +225,6 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
                     if not streamed.is_closed:
                         raise  # else its receiver was closed with the runtime
                 finally:
-                    del self._streams[streamed]
                     await streamed.end()
             if streamed.failure is not None:
                 await self._collation.attach(streamed.failure, streamed.trajectories(), window)
@@ -284,7 +280,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
         deadline = Deadline.after(self.config.limits.batch_s, "limits.batch_s")
         samples = samples or scheduling.samples_of(validate=validate)
         is_long = isinstance(prompts, Sized) and len(prompts) * samples > MANY_MEMBERS
-        with self._counted(step) as step:
+        with self._steps.counted(step) as step:
             make = partial(self._members, prompts, samples, step, validate)
             members, prompt_entries = await self._long_work.run(is_long, make)
         self._refuse_when_closed()
@@ -336,21 +332,6 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
         )
         return members, [] if self._journal is None else self._journal.enrol(members)
 
-    @contextmanager
-    def _counted(self, step: int | None) -> Iterator[int]:
-        """The step of a call: its number, where it has none; one that is refused does not count."""
-        if step is not None:
-            yield step
-            return
-        number = self._next_step
-        self._next_step += 1
-        try:
-            yield number
-        except PromptError:
-            if self._next_step == number + 1:
-                self._next_step = number
-            raise
-
     def _refuse_when_closed(self) -> None:
         if self._is_closing:
             raise RolloutError("the runtime is closed")
@@ -364,21 +345,8 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
             logger.exception("on_trajectory raised at %s/%s", trajectory.uid, trajectory.member)
 
     async def _produce(self, run: BatchRun, streamed: StreamedRun) -> None:
-        with self._running(run, streamed):
+        with self._calls.running(run, streamed):
             await streamed.produce()
-
-    @contextmanager
-    def _running(
-        self, run: BatchRun | GroupRun, call: BatchRun | StreamedRun | GroupRun
-    ) -> Iterator[None]:
-        """Make the call known to `cancel` and to `_end_calls`."""
-        self._calls[run] = call
-        try:
-            yield
-        finally:
-            del self._calls[run]
-            if not self._calls:
-                self._idle.set()
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -410,14 +378,8 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
     async def _end_calls(self) -> None:
         """End the calls of other tasks and wait until they use the engines no more."""
         self._is_closing = self._sleep.is_over = True
-        if anyio.get_current_task().id in self._streams.values():
-            self._misuse = (
-                STREAM_DROPPED  # a block that leaves the runtime first can never leave it
-            )
+        if self._calls.has_stream_of_this_task:
+            self._misuse = STREAM_DROPPED  # its block, left after the runtime, can never be left
         with anyio.CancelScope(shield=True):
-            while self._calls:
-                self._idle = anyio.Event()
-                for call in self._calls.values():
-                    call.close()
-                await self._idle.wait()
+            await self._calls.close()
             await self._groups.close()

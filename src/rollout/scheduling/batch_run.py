@@ -14,7 +14,7 @@ from rollout.errors import RolloutError
 from rollout.scheduling.ended_groups import Ended, EndedGroups
 from rollout.scheduling.endings import BadEndings
 from rollout.scheduling.finished import unstarted
-from rollout.scheduling.member_runs import UNSTARTED
+from rollout.scheduling.member_runs import CLOSED, CLOSED_MEANWHILE, UNSTARTED
 from rollout.scheduling.trajectory_events import LOST, tell_ended, tell_group_ended, tell_lost
 from rollout.types import Outcome
 
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     #: Takes one at once.
     Keep = Callable[[int, Trajectory], None]
 
-#: Reason of trajectories that were cancelled because the runtime was closed.
-CLOSED = "closed"
 #: The batch's deadline ends so many members at once, and the next ones so many seconds later.
 TOGETHER, STAGGER_S = 32, 0.003
 
@@ -309,7 +307,7 @@ class BatchRun:
         if self._unwritten_error is not None:
             return self._unwritten_error
         if self._is_closed:
-            return RolloutError("the runtime was closed while this call was running")
+            return RolloutError(CLOSED_MEANWHILE)
         if self._is_over_budget():
             return self._bad.error(len(self.members), self._config)
         if self._met_deadline and self._config.on_deadline == "raise":

@@ -11,6 +11,7 @@ from rollout.agents.identity import Identity
 from rollout.holds import NEVER, Hold
 from rollout.limits import Deadline
 from rollout.scheduling.ended_groups import Ended
+from rollout.scheduling.member_runs import CLOSED
 from rollout.scheduling.prompt_source import PromptSource
 from rollout.scheduling.prompts import check_prompt
 from rollout.scheduling.pulled_group import GroupMember, PulledGroup
@@ -47,8 +48,8 @@ class GroupCall(Protocol):
         """It ends with this."""
 
 
-#: Reasons of carried members that do not continue.
-DISCARDED, CLOSED = "discarded", "closed"
+#: Reason of carried members that do not continue.
+DISCARDED = "discarded"
 
 
 class GroupDesk:

@@ -13,16 +13,15 @@ from rollout.errors import RolloutError, SourceEnded
 from rollout.holds import NEVER
 from rollout.limits import Deadline
 from rollout.scheduling.ended_groups import Ended
-from rollout.scheduling.endings import BadEndings
 from rollout.scheduling.finished import unstarted
 from rollout.scheduling.group_book import HINT_S, WAITS_FOR_VERSION
+from rollout.scheduling.group_endings import GroupEndings
+from rollout.scheduling.member_runs import CLOSED, CLOSED_MEANWHILE
 from rollout.scheduling.pulled_group import GROUP_S, GroupMember, PulledGroup
 from rollout.scheduling.selection import Selection, judge
-from rollout.scheduling.trajectory_events import tell_ended, tell_group_ended
-from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from rollout.chat.trajectory import Trajectory
     from rollout.config import SchedulingConfig
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
 #: Reason of members that nobody wants any more.
 SURPLUS = "surplus"
-CLOSED = "closed"
 
 logger = logging.getLogger("rollout.scheduling")
 
@@ -75,10 +73,10 @@ class GroupRun:
         self._accept = accept
         self._group_s, self._deadline = group_s, deadline
         self._config, self._tally = config, tally
-        self._bad = BadEndings()
+        self._endings = GroupEndings(deadline, config, tally, desk.events)
         self._running: dict[GroupMember, None] = {}
         self._at_door: GroupMember | None = None
-        self._judging = self._ended_count = 0
+        self._judging = 0
         self._is_closed = self._met_deadline = self._is_cancelled = False
         self._has_hinted = False
         self._pause: anyio.CancelScope | None = None
@@ -156,7 +154,7 @@ class GroupRun:
     def close(self) -> None:
         """End it because the runtime is being closed."""
         self._is_closed = True
-        self.fail(RolloutError("the runtime was closed while this call was running"))
+        self.fail(RolloutError(CLOSED_MEANWHILE))
         self._desk.runs.cancel([m for m in self._members() if m.cancel_reason is None], CLOSED)
         self._is_leaving.set()
 
@@ -222,7 +220,9 @@ class GroupRun:
         self.change()
 
     async def _leave(self) -> None:
-        self._return_from_door()
+        member, self._at_door = self._at_door, None
+        if member is not None:
+            self.book.put_back(member)
         while self._judging:
             await self._changed.wait()
         leaving = self.book.leave(is_over=self._is_closed or not self._desk.is_running)
@@ -236,12 +236,7 @@ class GroupRun:
             await self._changed.wait()
         del self._source.users[self.change]
         self._desk.keep(leaving.kept)
-        self._bad.log()
-
-    def _return_from_door(self) -> None:
-        member, self._at_door = self._at_door, None
-        if member is not None:
-            self.book.put_back(member)
+        self._endings.log()
 
     # Where members come from: see `MemberSource`.
 
@@ -323,9 +318,8 @@ class GroupRun:
         if member.group.is_settled:
             member.group.at_door = None
             return
-        over = member.group.deadline or self._deadline
-        if self._deadline.at <= over.at:
-            over = self._deadline
+        own = member.group.deadline
+        over = self._deadline if own is None or self._deadline.at <= own.at else own
         self._tally.admitted += 1
         await self._ended(Ended(0, member, unstarted(member, over)))
 
@@ -350,22 +344,16 @@ class GroupRun:
         member.concluding_since = anyio.current_time()
         self._running.pop(member, None)
         self._desk.live.pop(member, None)
-        self._tally.outcomes[trajectory.outcome] += 1
-        self._ended_count += 1
-        if self._config.on_deadline == "drop" and trajectory.limit_source == self._deadline.source:
-            trajectory.trainable = False
-        self._bad.add(trajectory)
+        self._endings.add(member, trajectory)
         self.selection.ended(trajectory)
-        if self._desk.events.is_on:
-            tell_ended(self._desk.events, member, trajectory)
         is_counted = self.book.ended(group, ended)
         if is_counted and not group.is_settled:
             self._desk.log.ended(member, trajectory)
         if not is_counted:
             self.selection.refilled += 1
             self.book.restart(self._desk.member_like(member))
-        elif trajectory.outcome is Outcome.FAILED:
-            self._look_at_budget()
+        elif (excess := self._endings.excess(trajectory)) is not None:
+            self.fail(excess)
         if not group.is_settled and self.book.is_whole(group):
             self._judging += 1
             await self._judge(group)
@@ -380,7 +368,7 @@ class GroupRun:
             if self.book.is_to_drop(group):
                 self._desk.log.unwanted(group)
                 self.book.drop(group)
-                self._tell_judged(wanted, "dropped")
+                self._endings.judged(wanted, "dropped")
                 return
             await self._desk.reward(group, wanted)
             self._desk.log.rewarded(group.ended)
@@ -392,7 +380,7 @@ class GroupRun:
             is_accepted = self._accepts(group.made)
             if not is_accepted:
                 self._desk.log.unwanted(group)
-            self._tell_judged(wanted, "accepted" if is_accepted else "refused")
+            self._endings.judged(wanted, "accepted" if is_accepted else "refused")
             self.book.judged(group, is_accepted=is_accepted)
             if self.book.has_refused_too_many:
                 self.fail(self.book.refused_error())
@@ -400,17 +388,9 @@ class GroupRun:
             self._judging -= 1
             self.change()
 
-    def _tell_judged(self, ended: Sequence[Ended], verdict: str) -> None:
-        if self._desk.events.is_on:
-            tell_group_ended(self._desk.events, ended, verdict)
-
     def _accepts(self, group: Group) -> bool:
         try:
             return judge(self._accept, group)
         except Exception as error:
             self.fail(error)
             return True  # it is not lost by that
-
-    def _look_at_budget(self) -> None:
-        if self._bad.are_too_many(self._ended_count, self._config):
-            self.fail(self._bad.error(self._ended_count, self._config))

@@ -32,6 +32,11 @@ M = TypeVar("M", bound="Member")
 #: To end a member that was never started takes this share of what one wake-up sets off.
 UNSTARTED = 1 / 16
 
+#: Reason of trajectories that were cancelled because the runtime was closed.
+CLOSED = "closed"
+#: Error of calls that were.
+CLOSED_MEANWHILE = "the runtime was closed while this call was running"
+
 
 class MemberSource(Protocol[M]):
     """Where the members of a call come from."""

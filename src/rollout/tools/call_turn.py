@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from rollout.errors import LimitExceeded
     from rollout.tools.call_events import CallEvents
+    from rollout.tools.open_sessions import OpenSessions
     from rollout.tools.results import ToolResult
 
 #: A call and its position among those of its turn.
@@ -49,6 +50,15 @@ class CallTurn:
         """Answer a call that is not going to run."""
         self.results[position] = result
         self.pending = [placed for placed in self.pending if placed[0] != position]
+
+    def lanes(self, sessions: OpenSessions) -> list[list[PlacedCall]]:
+        """Those that are to run; calls of one lane must not run at once."""
+        lanes: dict[int, list[PlacedCall]] = {}
+        for placed in self.pending:
+            position, call = placed
+            serial = sessions[call.name].serial
+            lanes.setdefault(-1 - position if serial is None else id(serial), []).append(placed)
+        return list(lanes.values())
 
 
 async def acquire(lock: anyio.Lock, deadline: Deadline) -> None:

@@ -12,6 +12,7 @@ import anyio
 import msgspec
 
 from rollout.limits import fail_at_deadline
+from rollout.tools.call_turn import acquire
 from rollout.tools.policy import speaks_of_call
 
 if TYPE_CHECKING:
@@ -147,6 +148,20 @@ class ToolGate:
                 if self._rate_limiter is not None:
                     await self._rate_limiter.wait()
             yield
+
+    @asynccontextmanager
+    async def place_in_line(self, line: anyio.Lock, deadline: Deadline) -> AsyncIterator[None]:
+        """`place`, for calls that must not run at once; they may come from several conversations.
+
+        Raises:
+            LimitExceeded: `deadline` passed before.
+        """
+        await acquire(line, deadline)
+        try:
+            async with self.place(deadline):
+                yield
+        finally:
+            line.release()
 
     def key(self, arguments: Mapping[str, Any], kwargs: Mapping[str, Any]) -> bytes | None:
         """What the result of a call is kept under; None where it is not kept."""

@@ -12,7 +12,6 @@ import anyio
 
 from rollout.bridge import loop_clock, runs_on_trio
 from rollout.errors import LimitExceeded, ToolError
-from rollout.tools.argument_checks import ArgumentsError
 from rollout.tools.attempt import CallError, attempt, attempt_at_once, run_side_by_side
 from rollout.tools.call_turn import CallTurn, PlacedCall, acquire
 from rollout.tools.open_sessions import OpenFailure, OpenSessions, timed_out
@@ -21,7 +20,7 @@ from rollout.tools.tool import ToolContext, ToolContexts
 from rollout.types import InvalidToolCall, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from rollout.limits import Deadline
@@ -217,7 +216,7 @@ class RunningCalls:
                 f"not executed: at most {limit} calls per turn (agent.max_parallel_calls); "
                 f"call it again"
             )
-        elif (fault := self._fault(turn, call)) is not None:
+        elif (fault := self._kit.fault(call, turn.known, self.contexts)) is not None:
             self._refuse(turn, position, fault)
         else:
             self.invalid_in_a_row = 0
@@ -226,17 +225,6 @@ class RunningCalls:
     def _refuse(self, turn: CallTurn, position: int, fault: str) -> None:
         self.invalid_in_a_row += 1
         turn.results[position] = error_result(fault)
-
-    def _fault(self, turn: CallTurn, call: ToolCall) -> str | None:
-        """Why this call cannot be run as it is."""
-        if call.name not in turn.known:
-            known = ", ".join(map(repr, turn.known)) or "none"
-            return f"unknown tool {call.name!r}; known tools: {known}"
-        try:
-            self._kit.checks[call.name](call.arguments, self.contexts[call.name].kwargs)
-        except ArgumentsError as error:
-            return str(error)
-        return None
 
     def _unopened(self, turn: CallTurn) -> list[PlacedCall]:
         return [placed for placed in turn.pending if placed[1].name not in self.sessions]
@@ -269,15 +257,11 @@ class RunningCalls:
                         turn.answer(position, error_result(failure))
 
     async def _run_lanes(self, turn: CallTurn) -> None:
-        lanes: dict[int, list[PlacedCall]] = {}
-        for placed in turn.pending:
-            position, call = placed
-            serial = self.sessions[call.name].serial
-            lanes.setdefault(-1 - position if serial is None else id(serial), []).append(placed)
+        lanes = turn.lanes(self.sessions)
         if len(lanes) > 1:
-            await run_side_by_side([partial(self._run_lane, turn, lane) for lane in lanes.values()])
+            await run_side_by_side([partial(self._run_lane, turn, lane) for lane in lanes])
         else:
-            await self._run_lane(turn, *lanes.values(), is_in_task=False)
+            await self._run_lane(turn, *lanes, is_in_task=False)
 
     async def _run_lane(
         self, turn: CallTurn, lane: list[PlacedCall], *, is_in_task: bool = True
@@ -392,21 +376,9 @@ class RunningCalls:
         """Where a call may run at last; most have nothing to wait for."""
         if session.serial is None:
             return gate.place(deadline) if gate.has_queue else _AT_ONCE
-        return self._place_in_line(session.serial, gate, deadline)
-
-    @contextlib.asynccontextmanager
-    async def _place_in_line(
-        self, serial: object, gate: ToolGate, deadline: Deadline
-    ) -> AsyncIterator[None]:
-        """Calls that must not run at once may come from several conversations."""
         self._serial = self._serial or {}
-        lock = self._serial.setdefault(id(serial), anyio.Lock(fast_acquire=True))
-        await acquire(lock, deadline)
-        try:
-            async with gate.place(deadline):
-                yield
-        finally:
-            lock.release()
+        lock = self._serial.setdefault(id(session.serial), anyio.Lock(fast_acquire=True))
+        return gate.place_in_line(lock, deadline)
 
     def _breaker_identity(self) -> object:
         """Which trajectory it is, to breakers; they may remember it for longer than it lives."""

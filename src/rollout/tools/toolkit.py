@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rollout.limits import Deadline
+from rollout.tools.argument_checks import ArgumentsError
 from rollout.tools.gate import ToolGate
 from rollout.tools.tool_processes import ToolProcesses
 from rollout.tools.truncate import TruncateSide, truncate_text
@@ -17,6 +18,8 @@ from rollout.worker_threads import WorkerThreads
 if TYPE_CHECKING:
     from rollout.tools.policy import ToolPolicy
     from rollout.tools.results import ToolResult
+    from rollout.tools.tool import ToolContexts
+    from rollout.types import ToolCall
 
 #: Lets a call's arguments pass, given the prompt's kwargs for its tool, or raises ArgumentsError.
 ArgumentCheck = Callable[[Any, Mapping[str, Any]], None]
@@ -61,3 +64,14 @@ class Toolkit(msgspec.Struct, frozen=True, kw_only=True):
     threads: WorkerThreads
     processes: ToolProcesses
     has_states: bool = True
+
+    def fault(self, call: ToolCall, known: Collection[str], contexts: ToolContexts) -> str | None:
+        """Why this call cannot be run as it is, where only `known` tools may be called."""
+        if call.name not in known:
+            names = ", ".join(map(repr, known)) or "none"
+            return f"unknown tool {call.name!r}; known tools: {names}"
+        try:
+            self.checks[call.name](call.arguments, contexts[call.name].kwargs)
+        except ArgumentsError as error:
+            return str(error)
+        return None
