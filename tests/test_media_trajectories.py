@@ -24,6 +24,7 @@ from rollout.config import (
     AgentConfig,
     CustomEngine,
     InProcessPlacement,
+    JournalConfig,
     LengthsConfig,
     MediaConfig,
     ModelConfig,
@@ -429,3 +430,29 @@ def template_of(folder: Path) -> ChatTemplate:
     from rollout.chat.processors import load_media_processor
 
     return load_chat_template(str(folder), processor=load_media_processor(str(folder)))
+
+
+async def test_resumed_trajectory_with_images_shows_them_again(
+    folder: Path, tmp_path: Path
+) -> None:
+    shown = []
+
+    @function_tool
+    async def show() -> Any:
+        """Show a picture."""
+        shown.append(1)
+        return ToolResult("here", images=[{"type": "image", "image": picture(64, 64)}])
+
+    journal = JournalConfig(path=str(tmp_path / "journal"))
+    config = attrs.evolve(config_of(folder, (CALL, "A square.")), journal=journal)
+    content = [{"type": "image", "image": data_url(encoded(picture(56, 56)))}]
+    first = await play(config, content, tools=[show])
+    again = await play(config, content, tools=[show], resume=True)
+    (before,), (after,) = first.trajectories, again.trajectories
+    assert (before.outcome, after.outcome) == (Outcome.COMPLETED, Outcome.COMPLETED)
+    assert len(before.transcript.media) == 2
+    assert list(after.transcript.ids()) == list(before.transcript.ids())
+    assert [m.medium.content for m in after.transcript.media] == [
+        m.medium.content for m in before.transcript.media
+    ]
+    assert len(shown) == 2  # its answer is not in the journal

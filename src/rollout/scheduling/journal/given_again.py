@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rollout.errors import JournalError
 from rollout.scheduling.journal.plain_data import plain
 from rollout.tools import ToolResult
 from rollout.tools.answers import Answers
@@ -70,8 +71,10 @@ def fields_of(result: ToolResult, at: int) -> str | list[Any]:
     """A result as a record holds it: of most their text is all.
 
     Raises:
-        JournalError: It holds what is no plain data.
+        JournalError: It holds what is no plain data, or shows something.
     """
+    if result.has_media:
+        raise JournalError(f"answers[{at}] shows images or videos")
     says_more = result.metrics or result.extra or result.is_error or result.end_trajectory
     if result.data is None and result.reward is None and not says_more:
         return result.text
