@@ -112,7 +112,9 @@ OWN_PACKAGES = ("sglang", "clients", "trainers", "trace_backends")
 #: examples. One test in four is run by `make test`, as the seed says; all by `make test-full`.
 SHARED = frozenset(
     (
-        *("attacks", "blocking", "bridge", "cli", "engine_pairs", "examples", "fast_tokenizer"),
+        *("attacks", "blocking", "bridge", "cli", "containment", "driver_death", "engine_pairs"),
+        *("examples", "fast_tokenizer", "function_agent", "loop_lag", "parser_floods"),
+        *("vision_core", "wake_ups"),
         *("faults", "full_disk", "garbage", "gateway", "gateway_clients", "gateway_hostile"),
         *("gateway_matching", "gateway_sessions", "imports", "kept_messages", "langgraph_model"),
         *("local_process", "long_text_attacks", "mcp", "mcp_servers", "media_trajectories"),
