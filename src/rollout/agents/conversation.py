@@ -21,6 +21,7 @@ from rollout.errors import AgentError, LimitExceeded
 from rollout.limits import fail_at_deadline
 from rollout.tools.answers import Answers
 from rollout.tools.call_events import CallEvents
+from rollout.tools.results import show_something
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -279,7 +280,7 @@ class Conversation(OpeningConversation):
         with self._settling_limits:
             state.count_calls(len(calls))
             results = await self._answers_to(calls)
-            if any(result.has_media for result in results):
+            if show_something(results):
                 results = await self._seen(calls, results)
             state.tool_rewards += [r.reward for r in results if r.reward is not None]
             self._errors_in_a_row = state.count_errors(results, self._errors_in_a_row)

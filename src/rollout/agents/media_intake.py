@@ -254,10 +254,13 @@ def _is_objects(value: object) -> bool:
 
 def may_show(messages: object) -> bool:
     """Whether one of them is more than text."""
-    if not isinstance(messages, Sequence) and not _is_objects(messages):
+    if not isinstance(messages, list | tuple | Sequence) and not _is_objects(messages):
         return False
-    contents = [content_of(message) for message in messages]  # type: ignore[attr-defined]
-    return any(not isinstance(each, str | None) for each in contents)
+    for message in messages:  # type: ignore[attr-defined]
+        content = content_of(message)
+        if content is not None and not isinstance(content, str):
+            return True
+    return False
 
 
 def count_media(messages: Given) -> int:

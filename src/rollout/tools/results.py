@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import msgspec
@@ -18,6 +18,10 @@ from rollout.tools.pydantic_types import plain_data
 #: What the model reads where a tool answers None.
 NO_OUTPUT = "(no output)"
 _NO_MEDIA: tuple[Any, ...] = ()
+#: Of a tool's calls in a trajectory: how many, errors, seconds altogether and of the longest.
+CallSums = tuple[int, int, float, float]
+_SUMS = ("calls", "errors", "seconds", "seconds_max")
+_NO_CALLS: CallSums = (0, 0, 0.0, 0.0)
 
 _EXPECTED = "return text, a number, a dict or list of JSON values, None or a ToolResult"
 
@@ -74,6 +78,14 @@ class ToolResult(_Text, frozen=True, kw_only=True):
     def has_media(self) -> bool:
         """Whether the model sees more than text."""
         return bool(self.images or self.videos)
+
+
+def show_something(results: Iterable[ToolResult]) -> bool:
+    """Whether the model sees more than text in one of them."""
+    for result in results:  # noqa: SIM110  (each turn; a generator takes four times as long)
+        if result.images or result.videos:
+            return True
+    return False
 
 
 def error_result(text: str) -> ToolResult:
@@ -218,11 +230,19 @@ def add_metrics(sums: dict[str, float], tool: str, metrics: Mapping[str, Any]) -
             sums[key] = sums.get(key, 0.0) + number
 
 
-def add_call(sums: dict[str, float], tool: str, result: ToolResult | None, seconds: float) -> None:
+def add_call(
+    sums: dict[str, CallSums], tool: str, result: ToolResult | None, seconds: float
+) -> None:
     """Add one call of a tool to a trajectory's sums; without a result, it was cancelled."""
+    calls, errors, total, longest = sums.get(tool, _NO_CALLS)
     is_error = result is None or result.is_error
-    for name, number in (("calls", 1.0), ("errors", float(is_error)), ("seconds", seconds)):
-        key = f"tool/{tool}/{name}"
-        sums[key] = sums.get(key, 0.0) + number
-    key = f"tool/{tool}/seconds_max"
-    sums[key] = max(sums.get(key, 0.0), seconds)
+    sums[tool] = (calls + 1, errors + is_error, total + seconds, max(longest, seconds))
+
+
+def named_sums(sums: Mapping[str, CallSums]) -> dict[str, float]:
+    """The sums of each tool as ``tool/TOOL/{calls,errors,seconds,seconds_max}``."""
+    return {
+        f"tool/{tool}/{name}": float(number)
+        for tool, each in sums.items()
+        for name, number in zip(_SUMS, each, strict=True)
+    }

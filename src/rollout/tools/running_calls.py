@@ -15,7 +15,15 @@ from rollout.errors import LimitExceeded, ToolError
 from rollout.tools.attempt import CallError, attempt, attempt_at_once, run_side_by_side
 from rollout.tools.call_turn import CallTurn, PlacedCall, acquire
 from rollout.tools.open_sessions import OpenFailure, OpenSessions, timed_out
-from rollout.tools.results import ToolResult, add_call, add_metrics, error_result, normalise_result
+from rollout.tools.results import (
+    CallSums,
+    ToolResult,
+    add_call,
+    add_metrics,
+    error_result,
+    named_sums,
+    normalise_result,
+)
 from rollout.tools.tool import ToolContext, ToolContexts
 from rollout.types import InvalidToolCall, ToolCall
 
@@ -92,7 +100,7 @@ class RunningCalls:
         self._uid, self._member, self._kwargs, self._extra = uid, member, kwargs, extra
         # Made when they are needed: many trajectories wait long before their first call.
         self._metrics: dict[str, float] | None = None
-        self._counts: dict[str, float] | None = None
+        self._counts: dict[str, CallSums] | None = None
         self._breaker_key: object = None
         self._opening: anyio.Lock | None = None
         self._serial: dict[int, anyio.Lock] | None = None
@@ -107,7 +115,7 @@ class RunningCalls:
     @property
     def counts(self) -> dict[str, float]:
         """Of each tool that was called, ``tool/TOOL/{calls,errors,seconds,seconds_max}``."""
-        return self._counts or {}
+        return named_sums(self._counts or {})
 
     @property
     def contexts(self) -> ToolContexts:
