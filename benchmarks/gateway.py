@@ -25,6 +25,7 @@ The last line is the result as JSON:
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from functools import partial
@@ -85,6 +86,10 @@ def main() -> int:
     parser.add_argument("--n", type=int, help="trajectories (1000; --quick: 100)")
     parser.add_argument("--rounds", type=int, help="of each side that count (5; --quick: 2)")
     asked = parser.parse_args()
+    if importlib.util.find_spec("uvloop") is None:
+        parser.error(
+            "uvloop is missing, on which asyncio is measured: pip install 'rollout-rl[bench]'"
+        )
     n = asked.n or (100 if asked.quick else 1000)
     rounds = asked.rounds or (2 if asked.quick else 5)
     save_workload(WORKLOAD)
