@@ -69,7 +69,7 @@ class MediaIntake:
         self._fetcher = fetcher
         self._threads = WorkerThreads(max_threads=limits.max_threads, max_abandoned=sys.maxsize)
         self._readings: OrderedDict[int, _Reading] = OrderedDict()
-        #: The same content is held once, whoever brings it.
+        #: The same content is held once, wherever it comes from.
         self._known: WeakValueDictionary[str, Media] = WeakValueDictionary()
 
     @property

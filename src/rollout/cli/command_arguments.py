@@ -88,7 +88,7 @@ def _add_run(commands: Commands) -> None:
         "--resume",
         action="store_true",
         help="continue the run that left its journal in DIR: what it finished is kept, the rest "
-        "goes on from its last whole turn; begins one where DIR has none",
+        "resumes from its last whole turn; begins one where DIR has none",
     )
     parser.add_argument(
         "--samples", type=positive, metavar="N", help="trajectories for each prompt"

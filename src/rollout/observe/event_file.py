@@ -1,4 +1,4 @@
-"""Events on disk: one JSON object a line, appended by a thread while the run goes on."""
+"""Events on disk: one JSON object a line, appended by a thread during the run."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class EventFile:
         return taken
 
     def _write(self, events: list[Event]) -> None:
-        """Whole lines or none; a fault is said once, and the run goes on without its events."""
+        """Whole lines or none; a fault is said once, and the run continues without its events."""
         lines = b"\n".join([_encoded(event) for event in events]) + b"\n"
         start = self._file.seek(0, io.SEEK_END)
         rest = memoryview(lines)

@@ -1,4 +1,4 @@
-"""The one stream of events of a runtime; whoever wants to know reads it."""
+"""The one stream of events of a runtime; its readers are attached."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def open_rollout(
         media_fetcher: ``media_fetcher(url) -> bytes``, sync (runs in a thread) or async: gets what
             parts of messages name by http(s). None: nothing is fetched, and such parts are refused.
         resume: Continue the run of `journal.path`, where there is one: what it has finished is
-            returned as it was, and what it has not goes on from there; see ``docs/journal.md``.
+            returned as it was, and what it has not resumes from there; see ``docs/journal.md``.
 
     Raises:
         ConfigError: The journal is of another model, configuration or prompt file, or is there and
