@@ -282,6 +282,7 @@ def test_summary_says_what_became_of_a_batch() -> None:
         "cause     1 failed (agent): ValueError: bad",
         "files     out: tensors.safetensors, samples.jsonl, trajectories.jsonl, metrics.json, "
         "meta.json",
+        "report    `rollout report out` shows where the time went",
     ]
 
 

@@ -122,6 +122,6 @@ def test_cli_output_in_a_terminal_of_80_columns_breaks_no_word(tmp_path: Path) -
     )
     check = in_terminal(80, "check", "config.py", cwd=tmp_path)
     assert "files     out: tensors.safetensors, samples.jsonl, trajectories.jsonl,\n" in summary
-    assert "          metrics.json, meta.json\n" in summary
+    assert "          metrics.json, meta.json, events.jsonl, trajectories.journal\n" in summary
     lines = [*summary[summary.index("rows  ") :].splitlines(), *check.splitlines()]
     assert [line for line in lines if cell_len(line) > 80] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,9 @@ def summary_lines(
         *(("cause", cause) for cause in _causes(batch)),
         ("files", _files(directory, files)),
     ]
+    if files is None:
+        quoted = shlex.quote(str(directory))
+        entries.append(("report", f"`rollout report {quoted}` shows where the time went"))
     return [f"{label:<{_LABEL_WIDTH}}{text}" for label, text in entries]
 
 
@@ -97,7 +101,10 @@ def _first_line(text: str) -> str:
 
 
 def _files(directory: Path, names: Sequence[str] | None) -> str:
-    from rollout.batch.storage import FILES, META
+    from rollout.batch.storage import FILES, JOURNAL, META
+    from rollout.observe.event_file import EVENTS
 
-    names = (*FILES, META) if names is None else names
+    if names is None:
+        beside = (each for each in (EVENTS, JOURNAL) if (directory / each).exists())
+        names = (*FILES, META, *beside)
     return f"{directory}: {', '.join(names) or 'none'}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -29,17 +29,10 @@ def tell_started(events: EventStream, run: AgentRun) -> None:
     if run.attempt == 1:
         _number(events, member)
         member.began = run.started
-    identity = member.identity
     events.emit(
         TrajectoryStarted(
             at=events.now(),
-            trajectory=identity.number,
-            batch=member.batch,
-            step=identity.step,
-            uid=identity.uid,
-            group=identity.group,
-            member=identity.member,
-            validate=identity.validate,
+            **_named(member),
             attempt=run.attempt,
         )
     )
@@ -53,21 +46,15 @@ def tell_ended(events: EventStream, member: Member, trajectory: Trajectory) -> N
         return
     if member.began is None:
         _number(events, member)
-    identity, now, metrics = member.identity, events.now(), trajectory.metrics
+    now, metrics = events.now(), trajectory.metrics
     transcripts = trajectory.transcripts
     generated = sum([each.generated_length for each in transcripts])
     cause = trajectory.cause
     events.emit(
         TrajectoryEnded(
             at=now,
-            trajectory=identity.number,
-            batch=member.batch,
-            step=identity.step,
-            uid=identity.uid,
-            group=identity.group,
-            member=identity.member,
-            validate=identity.validate,
-            began=now if member.began is None else events.since_start(member.began),
+            **_named(member),
+            began=_began(events, member, now),
             outcome=trajectory.outcome.value,
             reason=trajectory.reason,
             limit_source=trajectory.limit_source or "",
@@ -104,18 +91,12 @@ def _tell_end(events: EventStream, member: Member, outcome: Outcome, reason: str
     """That it ended, and no more."""
     if member.began is None:
         _number(events, member)
-    identity, now = member.identity, events.now()
+    now = events.now()
     events.emit(
         TrajectoryEnded(
             at=now,
-            trajectory=identity.number,
-            batch=member.batch,
-            step=identity.step,
-            uid=identity.uid,
-            group=identity.group,
-            member=identity.member,
-            validate=identity.validate,
-            began=now if member.began is None else events.since_start(member.began),
+            **_named(member),
+            began=_began(events, member, now),
             outcome=outcome.value,
             reason=reason,
         )
@@ -165,6 +146,24 @@ def tell_rewarded(
             error=error,
         )
     )
+
+
+def _named(member: Member) -> dict[str, Any]:
+    """The fields by which events name a trajectory."""
+    identity = member.identity
+    return {
+        "trajectory": identity.number,
+        "batch": member.batch,
+        "step": identity.step,
+        "uid": identity.uid,
+        "group": identity.group,
+        "member": identity.member,
+        "validate": identity.validate,
+    }
+
+
+def _began(events: EventStream, member: Member, now: float) -> float:
+    return now if member.began is None else events.since_start(member.began)
 
 
 def _number(events: EventStream, member: Member) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rollout.observe.events import MemoryChanged, RequestEnded, RequestPlaced, WeightsUpdated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from rollout.engine.driver.generation import Generation
     from rollout.engine.driver.pending_request import PendingRequest
     from rollout.engine.driver.recovery import Attempt
     from rollout.observe.event_stream import EventStream
+    from rollout.observe.events import Event
 
 
 class RequestEvents:
@@ -97,39 +100,27 @@ def _end_of(pending: PendingRequest) -> str:
     return pending.finish_reason or ("error" if pending.is_garbled else "cancelled")
 
 
-@contextmanager
-def telling_weights(events: EventStream, version: int, mode: str) -> Iterator[None]:
+def telling_weights(events: EventStream, version: int, mode: str) -> AbstractContextManager[None]:
     """Tell of an update of the weights, and of what became of it."""
-    began, error = events.now(), ""
-    try:
-        yield
-    except BaseException as fault:
-        error = _words(fault)
-        raise
-    finally:
-        if events.is_on:
-            events.emit(
-                WeightsUpdated(
-                    at=events.now(), began=began, version=version, mode=mode, error=error
-                )
-            )
+    return _telling(events, partial(WeightsUpdated, version=version, mode=mode))
+
+
+def telling_memory(
+    events: EventStream, action: str, tags: tuple[str, ...]
+) -> AbstractContextManager[None]:
+    """Tell of memory that is released or taken back."""
+    return _telling(events, partial(MemoryChanged, action=action, tags=tags))
 
 
 @contextmanager
-def telling_memory(events: EventStream, action: str, tags: tuple[str, ...]) -> Iterator[None]:
-    """Tell of memory that is released or taken back."""
+def _telling(events: EventStream, event: Callable[..., Event]) -> Iterator[None]:
+    """Tell of the block once it is left, with the error that left it."""
     began, error = events.now(), ""
     try:
         yield
     except BaseException as fault:
-        error = _words(fault)
+        error = f"{type(fault).__name__}: {fault}"
         raise
     finally:
         if events.is_on:
-            events.emit(
-                MemoryChanged(at=events.now(), began=began, action=action, tags=tags, error=error)
-            )
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+            events.emit(event(at=events.now(), began=began, error=error))
