@@ -116,6 +116,38 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Transcript, "log_probs_bytes", lambda self: real(self)[-4:] + real(self)[:-4])
 
 
+@bug("most likely ids shifted by one", "its top_ids are not those of its engine")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = Transcript.top_ids
+    patch.setattr(Transcript, "top_ids", lambda self: np.roll(real(self), 1, axis=0))
+
+
+@bug("most likely ids not asked for", "was given top_log_probs = 0; expected")
+def _(patch: pytest.MonkeyPatch) -> None:
+    _change_submits(patch, top_log_probs=0)
+
+
+@bug("routed experts of the tokens before", "the routed experts at")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = Transcript.append_routed_experts
+
+    def append_routed_experts(self: Transcript, experts: Any) -> None:
+        real(self, np.roll(experts, 1, axis=0))
+
+    patch.setattr(Transcript, "append_routed_experts", append_routed_experts)
+
+
+@bug("routed experts asked for from the start alone", "the routed experts of|routed experts at")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = Transcript.append_routed_experts
+
+    def append_routed_experts(self: Transcript, experts: Any) -> None:
+        if not self.routed_length:
+            real(self, experts)
+
+    patch.setattr(Transcript, "append_routed_experts", append_routed_experts)
+
+
 @bug("swallowed cancellation of a request", "returned before its engine had finished")
 def _(patch: pytest.MonkeyPatch) -> None:
     real = EnginePool.generate

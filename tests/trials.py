@@ -167,6 +167,7 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.1, "max_new_tokens": 30},
     {"greedy": True},
     {"stop_token_ids": (ord("."),)},
+    {"top_log_probs": 2},
 )
 
 
@@ -246,7 +247,10 @@ def config_of(dice: Dice, *, is_calm: bool = False) -> RolloutConfig:
     turns = None if is_calm else dice.pick("turns", (1, 3, 8))
     response = 4000 if is_calm or dice.chance("long", 0.7) else dice.count("response", 20, 600)
     return scenario_of(dice, is_calm=is_calm).config(
-        engine=SimulatedEngine(replicas=1 if is_calm else dice.count("replicas", 1, 3)),
+        engine=SimulatedEngine(
+            replicas=1 if is_calm else dice.count("replicas", 1, 3),
+            routed_experts=dice.chance("experts", 0.2),
+        ),
         agent=AgentConfig(
             max_assistant_turns=turns or 8,
             max_tool_calls=None if is_calm else dice.pick("calls", (2, 256)),
@@ -254,7 +258,9 @@ def config_of(dice: Dice, *, is_calm: bool = False) -> RolloutConfig:
             max_parallel_calls=dice.pick("parallel", (1, 2, 8)),
         ),
         tools=ToolsConfig(max_response_length=dice.pick("answer", (20, 4096))),
-        sampling=SamplingConfig(max_new_tokens=160),
+        sampling=SamplingConfig(
+            max_new_tokens=160, top_log_probs=dice.pick("top", (0, 0, 0, 1, 3))
+        ),
         # Without the bound, so that some generations end by being ended alone.
         validation_sampling=SamplingConfig(greedy=True, max_new_tokens=None),
         lengths=LengthsConfig(prompt=2000, response=response),

@@ -40,6 +40,7 @@ PLAIN = (
     "frequency_penalty",
     "ignore_eos",
     "seed",
+    "top_log_probs",
 )
 #: As it is when this module is imported: the bugs that it is to find come later.
 _plan = SimulatedModel.plan

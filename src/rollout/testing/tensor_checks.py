@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rollout.batch import RolloutBatch, Sample
-from rollout.chat.transcript import NO_VERSION
+from rollout.chat.transcript import NO_EXPERT, NO_VERSION
 from rollout.tensor_layout import trimmed
 from rollout.testing.transcript_checks import Answers, Row
 
@@ -29,7 +29,7 @@ _OF_TRAJECTORY = tuple(
 )
 
 #: Keys that are as long as the whole row.
-_WHOLE = ("input_ids", "attention_mask", "position_ids")
+_WHOLE = ("input_ids", "attention_mask", "position_ids", "routed_experts")
 
 
 def batch_anomalies(
@@ -75,6 +75,9 @@ def _expected(
         "rewards": np.array([sample.reward for sample in batch.samples], dtype=np.float32),
         "groups": np.array([t.group for t, _ in rows], dtype=np.int64),
     }
+    routed = [segment.transcript.routed_experts() for _, segment in rows]
+    if shape := next((each.shape[1:] for each in routed if each is not None), None):
+        arrays["routed_experts"] = np.full((*whole, *shape), NO_EXPERT, dtype=np.int16)
     answers = [each for t in batch.trajectories for each in Answers(t, call).by_segment]
     for at, ((_, segment), said) in enumerate(zip(rows, answers, strict=True)):
         if len(said) == sum(1 for _ in segment.transcript.generated_spans()):
@@ -130,6 +133,8 @@ def _fill(arrays: dict[str, npt.NDArray[Any]], at: int, row: Row, width: int) ->
     arrays["response_mask"][at, :count] = row.mask[start:stop]
     arrays["rollout_log_probs"][at, :count] = row.log_probs[start:stop]
     arrays["weight_versions"][at, :count] = row.weight_versions[start:stop]
+    if row.routed_experts is not None:
+        arrays["routed_experts"][at, place] = row.routed_experts[:stop]
 
 
 def _sample_anomalies(batch: RolloutBatch) -> Iterator[str]:

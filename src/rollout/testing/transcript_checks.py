@@ -12,6 +12,7 @@ import numpy as np
 from rollout.chat.trajectory import BRANCH, COMPACTION
 from rollout.chat.transcript import NO_VERSION
 from rollout.engine.cores.simulated.vocabulary import log_probs_of
+from rollout.testing.per_token_checks import expert_anomalies, top_anomalies
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class Row:
         mask: (T,) bool.
         log_probs: (T,) float32.
         weight_versions: (T,) int32.
+        routed_experts: (T, layers, top_k) int16, checked by itself; None where none are known.
         prompt_length: Tokens of the prompt.
     """
 
@@ -79,6 +81,7 @@ class Row:
         self.mask = np.zeros(size, dtype=np.bool_)
         self.log_probs = np.zeros(size, dtype=np.float32)
         self.weight_versions = np.full(size, NO_VERSION, dtype=np.int32)
+        self.routed_experts = transcript.routed_experts()
         stop = self.prompt_length
         for span, said in zip(transcript.generated_spans(), records, strict=True):
             kept = said.generation.kept_part()
@@ -165,6 +168,8 @@ def _segment_anomalies(
     segment = trajectory.segments[at]
     yield from _span_anomalies(segment.transcript, answers, facts)
     yield from _length_anomalies(segment.transcript, facts)
+    if facts.is_simulated:
+        yield from expert_anomalies(segment.transcript, facts.config)
     yield from _parent_anomalies(trajectory, at)
     asked_with = [answer.sampling.seed for answer in answers]
     if segment.session_id and segment.seeds != asked_with[: len(segment.seeds)]:
@@ -251,6 +256,9 @@ def _answer_anomalies(
         yield f"{where} ends with {span.finish_reason}; its engine said {generation.finish_reason}"
     if facts.is_simulated and generation.log_probs != log_probs_of(generation.ids, span.start):
         yield f"{where}: its log-probs are not those of the simulated model at these positions"
+    if len(span) == len(generation.ids):
+        for text in top_anomalies(transcript, span, generation, is_simulated=facts.is_simulated):
+            yield f"{where}: {text}"
 
 
 def _length_anomalies(transcript: Transcript, facts: Facts) -> Iterator[str]:
