@@ -456,3 +456,48 @@ async def test_resumed_trajectory_with_images_shows_them_again(
         m.medium.content for m in before.transcript.media
     ]
     assert len(shown) == 2  # its answer is not in the journal
+
+
+@pytest.mark.parametrize("token", ["<|image_pad|>", "<|video_pad|>"])
+async def test_placeholder_that_the_model_samples_ends_its_turn_before_it(
+    folder: Path, token: str
+) -> None:
+    """No forward pass takes placeholders that stand for nothing."""
+
+    @function_tool
+    async def show() -> Any:
+        """Show."""
+        return ToolResult("see", images=[picture(28, 28)])
+
+    config = config_of(folder, (f"{CALL}{token}{token} dropped", "I see"))
+    batch = await play(config, image(picture()), "go on", samples=2, tools=[show])
+    template = template_of(folder)
+    assert template.processor is not None
+    (unreal,) = template.encoder.encode(token)
+    for trajectory in batch.trajectories:
+        assert trajectory.outcome is Outcome.COMPLETED, trajectory.cause
+        assert trajectory.metrics["sampled_placeholders"] == 1
+        assert trajectory.metrics["discarded_tokens"] > 2
+        transcript = trajectory.transcript
+        first, last = transcript.generated_spans()
+        assert first.finish_reason == "stop"
+        assert template.decode(transcript.span_ids(first)) == CALL
+        assert "I see" in template.decode(transcript.span_ids(last))
+        generated = transcript.ids()[transcript.mask()]
+        assert unreal not in generated
+        placed = template.places_of(
+            transcript.ids().tolist(), [each.medium for each in transcript.media]
+        )
+        assert placed == transcript.media
+    assert batch.metrics["media/sampled_placeholders"] == 4
+
+
+async def test_turn_that_begins_with_a_placeholder_is_empty_and_trains_nothing(
+    folder: Path,
+) -> None:
+    batch = await play(config_of(folder, ("<|image_pad|>words",)), image(picture()))
+    (trajectory,) = batch.trajectories
+    assert trajectory.outcome is Outcome.COMPLETED, trajectory.cause
+    assert trajectory.transcript.generated_length == 0
+    assert not batch.tensors["response_mask"].any()
+    assert len(batch.multi_modal_inputs[0]["image_grid_thw"]) == 1

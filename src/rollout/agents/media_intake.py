@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from array import array
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -12,6 +13,7 @@ from weakref import WeakValueDictionary
 import anyio
 import attrs
 import msgspec
+import numpy as np
 
 from rollout.bridge import has_virtual_clock
 from rollout.chat.media_parts import MediaSource, media_part
@@ -66,6 +68,8 @@ class MediaIntake:
         self._engines_fault = engines_fault
         self._limits = limits
         self.processor = processor
+        ids = () if processor is None else processor.placeholder_ids.values()
+        self._placeholders = tuple(sorted(ids))
         self._fetcher = fetcher
         self._threads = WorkerThreads(max_threads=limits.max_threads, max_abandoned=sys.maxsize)
         self._readings: OrderedDict[int, _Reading] = OrderedDict()
@@ -76,6 +80,18 @@ class MediaIntake:
     def abandoned(self) -> dict[str, int]:
         """Threads that were left behind at a deadline and still work, by what they do."""
         return self._threads.abandoned
+
+    def kept_of(self, sampled: array[int]) -> int | None:
+        """How many ids come before the first placeholder; None where there is none.
+
+        A placeholder that the model sampled shows nothing, and a forward pass with the features of
+        the others refuses it: the turn ends before it, as before a stop string.
+        """
+        if not self._placeholders:
+            return None
+        ids = np.frombuffer(sampled, dtype=np.int32)
+        found = np.flatnonzero(np.isin(ids, self._placeholders))
+        return int(found[0]) if len(found) else None
 
     async def run(self, function: Callable[..., Any], *args: object) -> Any:
         """``function(*args)`` in one of its threads; in virtual time at once."""
