@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from array import array
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -25,6 +24,8 @@ from rollout.types import Message
 from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
+    from array import array
+
     from rollout.chat.processors import MediaProcessor
     from rollout.config import MediaConfig
 
