@@ -331,6 +331,8 @@ class Conversation(OpeningConversation):
             for call, result in zip(calls, results, strict=True):
                 name = getattr(call, "name", "tool")
                 own.append(await self._state.services.media.seen(name, result, count))
+                if own[-1].is_error and not result.is_error:
+                    self._state.tools.note_refused_media(name)
                 count += len(own[-1].images) + len(own[-1].videos)
         return own
 
