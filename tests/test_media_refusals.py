@@ -1,4 +1,4 @@
-"""Engines that lack a kind of media: prompts are rejected with their reason, tools' answers told."""
+"""Engines without a kind of media reject prompts with their reason, and tell it of tools' answers."""
 
 from __future__ import annotations
 
