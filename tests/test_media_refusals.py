@@ -1,4 +1,4 @@
-"""Engines without a kind of media reject prompts with their reason, and tell it of tools' answers."""
+"""Engines without a kind of media: prompts are rejected with that reason, tools' answers told."""
 
 from __future__ import annotations
 
