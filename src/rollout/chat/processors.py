@@ -270,8 +270,10 @@ class MediaProcessor:
             known = self._expanded(shapes[: len(before)]) if before else ()
             if tuple(texts[: len(before)]) != tuple(known):
                 raise TemplateError(
-                    f"{self.name} writes earlier media in other tokens once more follow, so that "
-                    f"none can be appended: give all in the prompt"
+                    f"{self.name} writes earlier images in other tokens once more follow (a single "
+                    "one in tiles, several without), and a transcript never changes: none can be "
+                    "appended; show all in the prompt, or use a model of another family "
+                    "(Qwen2.5-VL, Qwen3-VL)"
                 )
         yield from zip([m.kind for m in media], texts[len(before) :], strict=True)
 
