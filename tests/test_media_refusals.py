@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,13 +18,16 @@ import vision_models
 from media_material import frames, picture
 from recorded_server import RecordedServer, recorded_server
 from rollout import Outcome, Prompt, Trajectory, function_tool
-from rollout.chat import load_chat_template
+from rollout.chat import load_chat_template, load_media_processor
+from rollout.chat.media_parts import MediaSource
+from rollout.chat.media_reading import read_media
 from rollout.config import (
     AgentConfig,
     HttpEngine,
     InProcessPlacement,
     LengthsConfig,
     LocalProcessPlacement,
+    MediaConfig,
     ModelConfig,
     RolloutConfig,
     SimulatedEngine,
@@ -91,7 +95,7 @@ def simulated_words(words: Any) -> Any:
 @function_tool
 async def look() -> ToolResult:
     """Look."""
-    return ToolResult("Here:", images=[picture(40, 30)])
+    return ToolResult("Here:", images=[picture(80, 60)])
 
 
 def config_of(folder: Path, engine: Any, *, agent: str = "tool_agent") -> RolloutConfig:
@@ -113,7 +117,7 @@ def simulated(modalities: Sequence[str]) -> SimulatedEngine:
 async def play(config: RolloutConfig) -> list[Trajectory]:
     """A prompt with an image, one with a video, and one without, whose tool shows an image."""
     contents: list[Any] = [
-        [{"type": "text", "text": "Look:"}, {"type": "image", "image": picture(40, 30)}],
+        [{"type": "text", "text": "Look:"}, {"type": "image", "image": picture(80, 60)}],
         [{"type": "text", "text": "Look:"}, {"type": "video", "video": frames(4)}],
         "go",
     ]
@@ -156,8 +160,9 @@ async def test_engine_of_images_rejects_videos_alone(folder: Path) -> None:
     assert len(tool.transcript.media) == 1
 
 
-def event(ids: Sequence[int]) -> str:
+def event(ids: Sequence[int], prompt_tokens: int) -> str:
     meta = {
+        "prompt_tokens": prompt_tokens,
         "finish_reason": {"type": "stop", "matched": ids[-1]},
         "weight_version": "0",
         "output_token_logprobs": [[-0.5, token, None] for token in ids],
@@ -167,34 +172,64 @@ def event(ids: Sequence[int]) -> str:
 
 
 @asynccontextmanager
-async def sglang_server(folder: Path) -> AsyncIterator[RecordedServer]:
-    """Answers with a call first, and then with words."""
+async def sglang_server(
+    folder: Path, version: str = "0.5.23", written_out: int = 0
+) -> AsyncIterator[RecordedServer]:
+    """Answers with a call first, and then with words; an image has `written_out` tokens there."""
     encode = load_chat_template(str(folder)).encoder.encode
 
-    async def answer(_: dict[str, Any], send: Callable[[str], Awaitable[None]]) -> None:
-        await send(event(encode(f"{next(replies)}<|im_end|>")))
+    async def answer(body: dict[str, Any], send: Callable[[str], Awaitable[None]]) -> None:
+        images = len(body.get("image_data", ()))
+        count = len(body["input_ids"]) + images * (written_out - 1)
+        await send(event(encode(f"{next(replies)}<|im_end|>"), count))
 
     replies = itertools.chain([CALL], itertools.repeat("ok"))
     async with recorded_server() as server:
-        server.on("GET /server_info", json.dumps({"max_req_input_len": 2042}))
+        facts = {"max_req_input_len": 2042, "version": version}
+        server.on("GET /server_info", json.dumps(facts))
         server.on("GET /v1/models", json.dumps({"data": [{"id": "vl", "max_model_len": 2042}]}))
         server.on("GET /health", "")
         server.on_stream("POST /generate", answer)
         yield server
 
 
-async def test_http_engine_rejects_media_by_name_and_tells_the_model_of_a_tools(
-    folder: Path,
-) -> None:
-    why = "SGLang's HTTP server turns the ids of a prompt with media into text and back"
-    async with sglang_server(folder) as server:
-        engine = HttpEngine(urls=(server.url,))
-        image, video, tool = await play(config_of(folder, engine))
-    said = "http: sglang takes no {}; it takes text only: " + why
+async def test_http_server_that_rewrites_prompts_is_sent_no_media(folder: Path) -> None:
+    async with sglang_server(folder, "0.5.22") as server:
+        config = config_of(folder, HttpEngine(urls=(server.url,)))
+        image, video, tool = await play(config)
+    said = "http: sglang takes no {}; it takes text only: SGLang 0.5.22 turns the ids of a prompt"
     check_rejected(image, said.format("images"))
     check_rejected(video, said.format("videos"))
     check_told(tool, "look: images[0]: " + said.format("images"))
     assert all("image_data" not in body for _, body in server.bodies)
+
+
+async def test_http_server_that_keeps_ids_is_sent_images_and_no_videos(folder: Path) -> None:
+    count = load_media_processor(str(folder)).features  # type: ignore[union-attr]
+    shown = read_media(MediaSource("image", picture(80, 60)), MediaConfig())
+    tokens = int(count([shown])["image_grid_thw"].prod()) // 4
+    async with sglang_server(folder, written_out=tokens) as server:
+        config = config_of(folder, HttpEngine(urls=(server.url,)))
+        image, video, tool = await play(config)
+    assert image.outcome is tool.outcome is Outcome.COMPLETED, (image.cause, tool.cause)
+    check_rejected(video, "http: sglang takes no videos; it takes images: SGLang's HTTP server")
+    placed = [*image.transcript.media, *tool.transcript.media]
+    assert {each.medium for each in placed} == {shown}
+    assert placed[0].count == tokens
+    url = f"data:image/png;base64,{base64.b64encode(shown.content).decode()}"
+    bodies = [body for _, body in server.bodies if "image_data" in body]
+    assert bodies
+    assert {each for body in bodies for each in body["image_data"]} == {url}
+    assert {body["input_ids"].count(0xFA) for body in bodies} <= {1, 2}  # <|image_pad|>
+
+
+async def test_http_server_that_reads_another_prompt_fails_the_request(folder: Path) -> None:
+    async with sglang_server(folder, written_out=1) as server:
+        config = config_of(folder, HttpEngine(urls=(server.url,)))
+        image, _, _ = await play(config)
+    assert (image.outcome, image.trainable) == (Outcome.FAILED, False)
+    assert image.cause is not None
+    assert "tokens of a prompt with images that has" in image.cause.message
 
 
 async def test_vllms_http_engine_rejects_media_by_name(folder: Path) -> None:
