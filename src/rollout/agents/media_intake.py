@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from rollout.bridge import has_virtual_clock
+from rollout.chat.media_frames import check_decoded
 from rollout.chat.media_parts import MediaSource, media_part
 from rollout.chat.media_reading import read_media, url_of
 from rollout.errors import MediaError
@@ -213,8 +214,15 @@ class MediaIntake:
         return self._known.setdefault(medium.digest, medium)
 
     def _read(self, source: MediaSource) -> Media:
+        assert self.processor is not None
         medium = read_media(source, self._limits)
-        return medium if self.processor is None else self.processor.sampled(medium)
+        try:
+            medium = self.processor.sampled(medium)
+            if medium.kind == "video":
+                check_decoded(medium, self._limits)
+        except MediaError as error:
+            raise MediaError(f"{source.where}: {error}") from None
+        return medium
 
     async def _fetched(self, source: MediaSource, url: str) -> bytes:
         assert self._fetcher is not None
