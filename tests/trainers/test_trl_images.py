@@ -1,4 +1,4 @@
-"""TRL's real `GRPOTrainer` on prompts with images, against the embedded engine: the same numbers."""
+"""TRL's real `GRPOTrainer` on prompts with images, against the embedded engine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ pytest.importorskip("trl", reason="TRL is not installed here: .venv-trl has it")
 pytest.importorskip("torchvision", reason="processors of transformers need it")
 
 import torch
+from datasets import Dataset
+from transformers import AutoModelForImageTextToText, AutoProcessor
+from trl import GRPOConfig, GRPOTrainer
 
 import vision_models  # first: it declares what torchvision lacks here
-from datasets import Dataset
 from rollout.config import (
     AgentConfig,
     LengthsConfig,
@@ -23,8 +25,6 @@ from rollout.config import (
     TransformersEngine,
 )
 from rollout.integrations.trl import rollout_func
-from transformers import AutoModelForImageTextToText, AutoProcessor
-from trl import GRPOConfig, GRPOTrainer
 
 if TYPE_CHECKING:
     from pathlib import Path
