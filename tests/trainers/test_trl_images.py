@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from trl import GRPOConfig, GRPOTrainer
 
-import vision_models  # first: it declares what torchvision lacks here
+import vision_models
 from rollout.config import (
     AgentConfig,
     LengthsConfig,
