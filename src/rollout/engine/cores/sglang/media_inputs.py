@@ -1,10 +1,10 @@
 """Images and videos of a request as SGLang takes them beside token ids. No SGLang here.
 
 SGLang reads media that come as files itself, and for that turns ids into text and back: those of
-videos always, those of images before 0.5.23. What has
-gone through the model's processor already it takes as it is, with ids that hold all placeholders:
-the prompt stays token for token, and the pixels are those of the training row. SGLang then puts a
-hash of the features in the place of the placeholders, so that its prefix cache tells images apart.
+videos always, those of images before 0.5.23. What has gone through the model's processor already it
+takes as it is, with ids that hold all placeholders: the prompt stays token for token, and the
+pixels are those of the training row. SGLang then puts a hash of the features in the place of the
+placeholders, so that its prefix cache tells images apart.
 """
 
 from __future__ import annotations
