@@ -84,6 +84,7 @@ WITH_PROCESSES = (
     "loop_lag",
     "mcp",
     "mcp_servers",
+    "media_refusals",
     "media_trajectories",
     "model_files",
     "program_agent",

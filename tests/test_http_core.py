@@ -338,7 +338,7 @@ async def test_http_server_that_refuses_us_is_an_error_at_once(model: str) -> No
 @pytest.mark.parametrize(
     ("api", "why"),
     [
-        ("sglang", "SGLang's HTTP server turns the ids of a prompt with media into text and back"),
+        ("sglang", "SGLang's HTTP server is sent images of qwen2_5_vl, "),
         ("vllm", "vLLM's /v1/completions takes none with token ids"),
     ],
 )

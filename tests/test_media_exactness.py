@@ -212,7 +212,7 @@ def test_processor_that_rewrites_earlier_media_refuses_to_append(template: ChatT
         {"role": "assistant", "content": "ok"},
         {"role": "user", "content": [part(medium("image", 1))]},
     ]
-    with pytest.raises(TemplateError, match="none can be appended: give all in the prompt"):
+    with pytest.raises(TemplateError, match="none can be appended; show all in the prompt"):
         play(template, messages)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import os
 import struct
@@ -10,16 +11,20 @@ import tracemalloc
 import zlib
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import anyio
 import attrs
 import numpy as np
 import pytest
+from PIL import Image
 
 import rollout
 from media_material import encoded, frames, picture, video_file, write_model
-from rollout import Outcome, Prompt, function_tool
+from rollout import MediaError, Outcome, Prompt, function_tool
 from rollout.chat import ChatTemplate, load_chat_template
+from rollout.chat.media_parts import MediaSource
+from rollout.chat.media_reading import read_media
 from rollout.config import (
     AgentConfig,
     CustomEngine,
@@ -107,6 +112,13 @@ def header_of(width: int, height: int) -> bytes:
     )
 
 
+def text_bomb() -> bytes:
+    """A chunk of a PNG that is small, and 300 MB of text once it is unpacked."""
+    body = b"Comment\0\0" + zlib.compress(b"\0" * 300_000_000, 9)
+    checksum = struct.pack(">I", zlib.crc32(b"zTXt" + body))
+    return struct.pack(">I", len(body)) + b"zTXt" + body + checksum
+
+
 def animated_gif(count: int) -> bytes:
     """A GIF of so many frames of one pixel, written out by hand."""
     frame = (
@@ -120,6 +132,47 @@ def image(value: Any, **more: Any) -> list[Any]:
     return [{"type": "text", "text": "Look:"}, {"type": "image", "image": value, **more}]
 
 
+def solid_video(count: int, width: int, height: int, path: Path) -> bytes:
+    """An MP4 whose index comes first, of frames that need few bytes."""
+    import av
+
+    with av.open(str(path), "w", format="mp4", options={"movflags": "+faststart"}) as container:
+        stream = container.add_stream("mpeg4", rate=6)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        pixels = np.zeros((height, width, 3), np.uint8)
+        for _ in range(count):
+            for packet in stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+    return path.read_bytes()
+
+
+def saved(image: Any, form: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def deep(width: int = 40) -> Any:
+    """A grey picture of 16 bits."""
+    return Image.fromarray(np.arange(width * 30, dtype=np.uint16).reshape(30, width))
+
+
+def video_of_many_frames() -> bytes:
+    """An MP4 that says it has so many."""
+    content = video_file(12)
+    at = content.index(b"stts") + 12
+    return content[:at] + struct.pack(">I", 10**9) + content[at + 4 :]
+
+
+#: What FFmpeg would follow to files and addresses.
+PLAYLISTS = {
+    "ffconcat": b"ffconcat version 1.0\nfile movie.mp4\n",
+    "sdp": b"v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\n"
+    b"m=video 5004 RTP/AVP 96\na=rtpmap:96 H264/90000\n",
+    "m3u8": b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nmovie.mp4\n#EXT-X-ENDLIST\n",
+}
 BAD: dict[str, tuple[Any, str]] = {
     "truncated": (image(encoded(picture())[:2000]), "a picture that cannot be decoded: "),
     "bomb": (image(header_of(30_000, 30_000)), "media.max_pixels"),
@@ -149,6 +202,33 @@ BAD: dict[str, tuple[Any, str]] = {
     "empty": (image(np.zeros((0, 4, 3), np.uint8)), "a picture of 4 x 0 pixels"),
     "thin": (image(np.zeros((1, 900, 3), np.uint8)), "Qwen2_5_VLProcessor refuses media of 900x1"),
     "audio": ([{"type": "input_audio", "input_audio": {"data": "AA"}}], "audio is not supported"),
+    **{
+        name: ([{"type": "video", "video": content}], "expected a video (MP4, ")
+        for name, content in PLAYLISTS.items()
+    },
+    "many frames": (
+        [{"type": "video", "video": video_of_many_frames()}],
+        "media.max_frames = 4096: it has 1000000000",
+    ),
+    "picture as video": ([{"type": "video", "video": encoded(picture())}], "expected a video (MP4"),
+    "deep pixels": (image(deep()), "a picture of mode 'I;16': expected 8 bits for each channel"),
+    "deep file": (image(saved(deep(), "png")), "a picture of mode 'I;16': expected 8 bits"),
+    "floats of PIL": (image(Image.new("F", (8, 8))), "a picture of mode 'F': expected 8 bits"),
+    "odd mode": (image(Image.new("La", (8, 8))), "a picture that cannot be decoded: "),
+    "empty data url": (image("data:image/png;base64,"), "no bytes at all; expected a picture"),
+    "no bytes": (image(b""), "no bytes at all; expected a picture"),
+    "data after padding": (
+        image(f"data:image/png;base64,QQ=={base64.b64encode(encoded(picture())).decode()}"),
+        "not valid base64",
+    ),
+    "chunk of text": (
+        image(encoded(picture())[:33] + text_bomb() + encoded(picture())[33:]),
+        "expected a picture",
+    ),
+    "tiff of many pages": (
+        image(saved(picture(), "tiff", save_all=True, append_images=[picture()])),
+        "an animated TIFF where one picture is expected",
+    ),
     "nothing": ([{"type": "image"}], "is a part of type 'image' that holds nothing"),
     "a number": (image(3), "int: expected a PIL image"),
 }
@@ -252,6 +332,89 @@ async def test_path_is_opened_below_a_root_only(folder: Path, tmp_path: Path) ->
         strict=True,
     ):
         assert expected in text
+
+
+@pytest.mark.parametrize("content", PLAYLISTS.values(), ids=PLAYLISTS)
+def test_video_that_names_other_files_opens_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    """Not even beside the process, where FFmpeg looks for relative names."""
+    (tmp_path / "movie.mp4").write_bytes(video_file(2))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MediaError, match="expected a video"):
+        read_media(MediaSource("video", content), MediaConfig())
+
+
+@pytest.mark.parametrize("share", [0.7, 0.9, 0.99])
+def test_video_that_breaks_off_is_refused(tmp_path: Path, share: float) -> None:
+    content = solid_video(60, 64, 64, tmp_path / "a.mp4")
+    read_media(MediaSource("video", content), MediaConfig())
+    with pytest.raises(MediaError, match="a video that breaks off: "):
+        read_media(MediaSource("video", content[: int(len(content) * share)]), MediaConfig())
+
+
+async def test_video_of_few_bytes_and_many_pixels_is_refused(folder: Path, tmp_path: Path) -> None:
+    content = solid_video(12, 640, 480, tmp_path / "a.mp4")
+    assert len(content) < 20_000
+    parts = [{"type": "video", "video": content}]
+    (trajectory,) = (await play(config_of(folder, max_bytes=20_000), parts)).trajectories
+    assert trajectory.outcome is Outcome.REJECTED
+    assert trajectory.cause is not None
+    said = "media.max_bytes = 20000: the 4 frames that the model sees have 3686400 decoded"
+    assert said in trajectory.cause.message
+
+
+def turned() -> Any:
+    """A picture as a camera writes it: 40 x 30, to be shown upright as 30 x 40."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return Image.open(io.BytesIO(saved(picture(40, 30), "jpeg", exif=exif)))
+
+
+def lines(content: bytes) -> str:
+    """A data URL of lines, as mails and shells write them."""
+    return f"data:image/png;base64,\n{base64.encodebytes(content).decode()}"
+
+
+def percents(content: bytes) -> str:
+    """A data URL in which what is special in URLs is written out."""
+    return f"data:image/png;base64,{quote(base64.b64encode(content).decode(), safe='')}"
+
+
+def camera_file() -> bytes:
+    """A JPEG of two pictures, of which the second is for other readers."""
+    return saved(picture(40, 30), "MPO", save_all=True, append_images=[picture(40, 30)])
+
+
+GOOD: dict[str, tuple[Any, tuple[int, int]]] = {
+    "lines": (lines(encoded(picture())), (60, 44)),
+    "lines of many pieces": (lines(encoded(picture(900, 700))), (900, 700)),
+    "percents": (percents(encoded(picture())), (60, 44)),
+    "camera": (camera_file(), (40, 30)),
+    "camera, PIL": (Image.open(io.BytesIO(camera_file())), (40, 30)),
+    "turned": (turned(), (30, 40)),
+    "CMYK": (saved(picture().convert("CMYK"), "jpeg"), (60, 44)),
+    "palette": (picture().convert("P"), (60, 44)),
+    "alpha": (picture().convert("RGBA"), (60, 44)),
+}
+
+
+@pytest.mark.parametrize(("value", "size"), GOOD.values(), ids=GOOD)
+def test_picture_of_an_unusual_form_is_read(value: Any, size: tuple[int, int]) -> None:
+    medium = read_media(MediaSource("image", value), MediaConfig())
+    assert (medium.width, medium.height) == size
+    assert decode(medium).shape == (size[1], size[0], 3)
+
+
+def test_path_object_is_a_path(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(encoded(picture()))
+    source = MediaSource("image", tmp_path / "a.png")
+    assert read_media(source, MediaConfig(roots=(str(tmp_path),))).width == 60
+    with pytest.raises(MediaError, match=r"media\.roots names no directory"):
+        read_media(source, MediaConfig())
+    with pytest.raises(MediaError, match=r"a file of another machine \(host\)"):
+        other = MediaSource("image", f"file://host{tmp_path}/a.png")
+        read_media(other, MediaConfig(roots=(str(tmp_path),)))
 
 
 async def test_path_in_a_text_is_never_opened(folder: Path, tmp_path: Path) -> None:
@@ -456,3 +619,48 @@ async def test_resumed_trajectory_with_images_shows_them_again(
         m.medium.content for m in before.transcript.media
     ]
     assert len(shown) == 2  # its answer is not in the journal
+
+
+@pytest.mark.parametrize("token", ["<|image_pad|>", "<|video_pad|>"])
+async def test_placeholder_that_the_model_samples_ends_its_turn_before_it(
+    folder: Path, token: str
+) -> None:
+    """No forward pass takes placeholders that stand for nothing."""
+
+    @function_tool
+    async def show() -> Any:
+        """Show."""
+        return ToolResult("see", images=[picture(28, 28)])
+
+    config = config_of(folder, (f"{CALL}{token}{token} dropped", "I see"))
+    batch = await play(config, image(picture()), "go on", samples=2, tools=[show])
+    template = template_of(folder)
+    assert template.processor is not None
+    (unreal,) = template.encoder.encode(token)
+    for trajectory in batch.trajectories:
+        assert trajectory.outcome is Outcome.COMPLETED, trajectory.cause
+        assert trajectory.metrics["sampled_placeholders"] == 1
+        assert trajectory.metrics["discarded_tokens"] > 2
+        transcript = trajectory.transcript
+        first, last = transcript.generated_spans()
+        assert first.finish_reason == "stop"
+        assert template.decode(transcript.span_ids(first)) == CALL
+        assert "I see" in template.decode(transcript.span_ids(last))
+        generated = transcript.ids()[transcript.mask()]
+        assert unreal not in generated
+        placed = template.places_of(
+            transcript.ids().tolist(), [each.medium for each in transcript.media]
+        )
+        assert placed == transcript.media
+    assert batch.metrics["media/sampled_placeholders"] == 4
+
+
+async def test_turn_that_begins_with_a_placeholder_is_empty_and_trains_nothing(
+    folder: Path,
+) -> None:
+    batch = await play(config_of(folder, ("<|image_pad|>words",)), image(picture()))
+    (trajectory,) = batch.trajectories
+    assert trajectory.outcome is Outcome.COMPLETED, trajectory.cause
+    assert trajectory.transcript.generated_length == 0
+    assert not batch.tensors["response_mask"].any()
+    assert len(batch.multi_modal_inputs[0]["image_grid_thw"]) == 1

@@ -311,6 +311,61 @@ async def test_core_other_weights_read_media_again(models: Any, tmp_path: Path) 
     assert after.last.weight_version == 7
 
 
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache of the hub, of which nothing is outside; see conftest for being offline."""
+    import huggingface_hub.constants
+
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.setenv(name, str(tmp_path))
+        monkeypatch.setattr(huggingface_hub.constants, name, str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+def cached_in(hub: Path, name: str, directory: str) -> str:
+    """The files of a directory under a hub name; returns the name."""
+    import shutil
+
+    repository, commit = hub / f"models--{name.replace('/', '--')}", "0" * 40
+    shutil.copytree(directory, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    return name
+
+
+async def test_core_and_driver_read_media_of_a_model_that_is_in_the_hubs_cache(
+    models: Any, hub: Path
+) -> None:
+    from rollout.config import ModelConfig, RolloutConfig
+    from rollout.runtime.driver_model import template_of
+
+    name = cached_in(hub, "owner/tiny-vl", models("qwen2_5_vl"))
+    reference = Reference(models("qwen2_5_vl"))
+    a = image(1)
+    inputs = reference.inputs("Look: ", a, "?")
+    template = template_of(RolloutConfig(model=ModelConfig(path=name)))
+    assert template.processor is not None
+    assert template.processor.kinds == {"image", "video"}
+    assert template.processor.position_rows == 3
+    async with opened(name) as core:
+        assert core.info.modalities == ("image", "video")
+        answer = await collect(core, ask(reference, inputs, a))
+    assert answer.ids == reference.greedy(inputs, 16)
+
+
+async def test_driver_text_model_in_the_hubs_cache_has_no_processor(
+    tmp_path: Path, hub: Path
+) -> None:
+    import transformers
+
+    from rollout.chat import load_media_processor
+    from test_transformers_core import TINY, saved
+
+    text = saved(transformers.LlamaConfig(**TINY), tmp_path / "text")
+    assert load_media_processor(cached_in(hub, "owner/text", text)) is None
+
+
 async def test_core_text_model_says_that_it_takes_no_images(tmp_path: Path) -> None:
     import transformers
 

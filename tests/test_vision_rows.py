@@ -12,7 +12,6 @@ import rollout
 import vision_models
 from rollout import Prompt, ToolCall, function_tool
 from rollout.agents import AgentContext, AgentLoop, register_agent
-from rollout.chat.processors import MediaProcessor
 from rollout.config import (
     AgentConfig,
     LengthsConfig,
@@ -71,23 +70,16 @@ def config_of(folder: Path, agent: str) -> RolloutConfig:
 
 
 def ratios(folder: Path, batch: RolloutBatch) -> Any:
-    """Of sampled tokens' probabilities, the engine's to those of a plain forward pass.
-
-    Random weights may sample a placeholder, which stands for nothing: no forward pass takes it.
-    """
+    """Of sampled tokens' probabilities, the engine's to those of a plain forward pass."""
     import torch
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    reader = MediaProcessor(AutoProcessor.from_pretrained(folder))
-    placeholders = torch.tensor(list(reader.placeholder_ids.values()))
     tensors, found = batch.tensors, []
     for row, inputs in enumerate(batch.multi_modal_inputs):
         own = {name: tensors[name][row : row + 1] for name in ("input_ids", "attention_mask")}
         mask = tensors["response_mask"][row].bool()
         ids = tensors["responses"][row]
-        if torch.isin(ids[mask], placeholders).any():
-            continue
         positions = tensors["position_ids"][row : row + 1]
         if positions.ndim == 3:
             positions = positions.transpose(0, 1)

@@ -73,22 +73,22 @@ async def test_core_images_greedy_gives_tokens_of_generate(
         assert np.abs(reference.ratios(inputs, media, answer) - 1).max() < 1e-3
 
 
-async def test_core_video_beside_image_greedy_gives_tokens_of_generate(
-    core: SGLangCore, reference: Reference, family: str
+async def test_core_videos_beside_images_greedy_gives_tokens_of_generate(
+    core: SGLangCore, reference: Reference
 ) -> None:
-    """SGLang's encoder of Qwen2.5-VL is another one for videos, and the core says so."""
-    a, b = video(1), image(3)
-    inputs = reference.inputs("First ", a, " then ", b, "?")
-    answer = await collect(core, ask(reference, inputs, a, b))
-    if family == "qwen2_5_vl":
-        assert core.info.modalities == ("image",)
-        assert answer.last.error.startswith(
-            "sglang takes no videos; it takes images: SGLang's encoder of Qwen2.5-VL attends"
-        )
-        return
+    """SGLang's encoder of Qwen2.5-VL attends across the frames that it is told are one video."""
     assert core.info.modalities == ("image", "video")
-    assert answer.ids == reference.greedy(inputs, 16)
-    assert np.abs(reference.ratios(inputs, (a, b), answer) - 1).max() < 1e-3
+    a, b, c = video(1), image(3), video(2, 10, 90, 70)
+    for parts, media in (
+        ((a, "?"), (a,)),
+        (("First ", a, " then ", b, "?"), (a, b)),
+        (("First ", c, " then ", a, " and ", b, " and ", c, "?"), (c, a, b, c)),
+        (("First ", b, " then ", video(4, 2), video(5, 2)), (b, video(4, 2), video(5, 2))),
+    ):
+        inputs = reference.inputs(*parts)
+        answer = await collect(core, ask(reference, inputs, *media))
+        assert answer.ids == reference.greedy(inputs, 16), answer.last.error
+        assert np.abs(reference.ratios(inputs, media, answer) - 1).max() < 1e-3
 
 
 async def test_core_same_placeholders_of_another_image_share_no_prefix(

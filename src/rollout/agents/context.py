@@ -63,6 +63,8 @@ class AgentContext:
         restarts: Why generations began again then, each time one did.
         discarded_tokens: Tokens that were dropped by that.
         cut_prompt_tokens: Tokens that the prompt has lost, to fit; see `lengths.overlong_prompts`.
+        sampled_placeholders: Turns that ended before a placeholder of an image or a video, which
+            the model had sampled by itself.
     """
 
     sampling: OfMain[SamplingParams] = OfMain()
@@ -77,6 +79,7 @@ class AgentContext:
     restarts = Shared[list[str]]()
     discarded_tokens = Shared[int]()
     cut_prompt_tokens = Shared[int]()
+    sampled_placeholders = Shared[int]()
 
     def __init__(
         self,

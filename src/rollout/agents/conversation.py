@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rollout.agents.conversation_log import ConversationLog
     from rollout.agents.identity import Identity
     from rollout.agents.trajectory_state import TrajectoryState
+    from rollout.agents.turn_options import TurnStop
     from rollout.agents.wording import Given, Worded, Wording
     from rollout.engine.core import SamplingParams
     from rollout.tools import ToolResult
@@ -163,7 +164,7 @@ class Conversation(OpeningConversation):
                 raise
             finally:
                 self._turn_deadline = deadline.outer or deadline.now
-                generation.kept = None if stop is None else stop.kept
+                generation.kept = self._kept(generation, stop)
                 said, state.idle_since = generation.finish_reason, state.clock()
                 now = state.idle_since
                 end = TurnEnd.of(said, bounded_by=bounded_by, deadline=deadline.now, now=now)
@@ -240,6 +241,15 @@ class Conversation(OpeningConversation):
         if options.seed is not None:
             return Generation(readers, is_seeded=True), options.seed
         return Generation(readers), self._identity.seed_of_turn(self.assistant_turns)
+
+    def _kept(self, generation: Generation, stop: TurnStop | None) -> int | None:
+        """How many of its tokens stay: up to what ends the turn early; None: all."""
+        kept = None if stop is None else stop.kept
+        before = self._state.services.media.kept_of(generation.ids)
+        if before is None or (kept is not None and kept <= before):
+            return kept
+        self._state.sampled_placeholders += 1
+        return before
 
     def _arrived(
         self, generation: Generation, seed: int, end: TurnEnd, seconds: float, *, stays_open: bool
@@ -321,6 +331,8 @@ class Conversation(OpeningConversation):
             for call, result in zip(calls, results, strict=True):
                 name = getattr(call, "name", "tool")
                 own.append(await self._state.services.media.seen(name, result, count))
+                if own[-1].is_error and not result.is_error:
+                    self._state.tools.note_refused_media(name)
                 count += len(own[-1].images) + len(own[-1].videos)
         return own
 

@@ -12,8 +12,10 @@ from weakref import WeakValueDictionary
 import anyio
 import attrs
 import msgspec
+import numpy as np
 
 from rollout.bridge import has_virtual_clock
+from rollout.chat.media_frames import check_decoded
 from rollout.chat.media_parts import MediaSource, media_part
 from rollout.chat.media_reading import read_media, url_of
 from rollout.errors import MediaError
@@ -23,6 +25,8 @@ from rollout.types import Message
 from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
+    from array import array
+
     from rollout.chat.processors import MediaProcessor
     from rollout.config import MediaConfig
 
@@ -66,6 +70,8 @@ class MediaIntake:
         self._engines_fault = engines_fault
         self._limits = limits
         self.processor = processor
+        ids = () if processor is None else processor.placeholder_ids.values()
+        self._placeholders = tuple(sorted(ids))
         self._fetcher = fetcher
         self._threads = WorkerThreads(max_threads=limits.max_threads, max_abandoned=sys.maxsize)
         self._readings: OrderedDict[int, _Reading] = OrderedDict()
@@ -76,6 +82,18 @@ class MediaIntake:
     def abandoned(self) -> dict[str, int]:
         """Threads that were left behind at a deadline and still work, by what they do."""
         return self._threads.abandoned
+
+    def kept_of(self, sampled: array[int]) -> int | None:
+        """How many ids come before the first placeholder; None where there is none.
+
+        A placeholder that the model sampled shows nothing, and a forward pass with the features of
+        the others refuses it: the turn ends before it, as before a stop string.
+        """
+        if not self._placeholders:
+            return None
+        ids = np.frombuffer(sampled, dtype=np.int32)
+        found = np.flatnonzero(np.isin(ids, self._placeholders))
+        return int(found[0]) if len(found) else None
 
     async def run(self, function: Callable[..., Any], *args: object) -> Any:
         """``function(*args)`` in one of its threads; in virtual time at once."""
@@ -196,8 +214,15 @@ class MediaIntake:
         return self._known.setdefault(medium.digest, medium)
 
     def _read(self, source: MediaSource) -> Media:
+        assert self.processor is not None
         medium = read_media(source, self._limits)
-        return medium if self.processor is None else self.processor.sampled(medium)
+        try:
+            medium = self.processor.sampled(medium)
+            if medium.kind == "video":
+                check_decoded(medium, self._limits)
+        except MediaError as error:
+            raise MediaError(f"{source.where}: {error}") from None
+        return medium
 
     async def _fetched(self, source: MediaSource, url: str) -> bytes:
         assert self._fetcher is not None

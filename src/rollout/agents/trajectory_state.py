@@ -73,6 +73,7 @@ class TrajectoryState:
         wording: Renders, encodes and reads where the trajectory's own tools are offered.
         clock: The loop's time.
         cut_prompt_tokens: Tokens that the prompt has lost, to fit.
+        sampled_placeholders: Turns that ended before one; see `MediaIntake.kept_of`.
         deadline: The trajectory's own.
         outermost: The deadline that nothing puts off.
         log: Remembers its answers; None where nothing does.
@@ -106,6 +107,7 @@ class TrajectoryState:
         "prompt",
         "resumes",
         "reward",
+        "sampled_placeholders",
         "services",
         "tools",
         "wording",
@@ -138,6 +140,7 @@ class TrajectoryState:
         self.resumes = 0
         self.discarded_tokens = 0
         self.cut_prompt_tokens = 0
+        self.sampled_placeholders = 0
         self.prompt = prompt
         self.identity = identity
         self.tools = tools

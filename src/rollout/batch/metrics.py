@@ -21,6 +21,7 @@ _SUMMED = {
     "tokens/discarded": "discarded_tokens",
     "tokens/cut_prompt": "cut_prompt_tokens",
     "tokens/cached": "cached_tokens",
+    "media/sampled_placeholders": "sampled_placeholders",
     "tool_calls": "tool_calls",
     "tool_errors": "tool_errors",
 }
@@ -41,6 +42,8 @@ def batch_metrics(
     * ``recovery/{resumes,restarts}``: requests that resumed elsewhere, or restarted, because their
       replica was lost; ``tokens/discarded``: what was dropped by that and by further attempts;
       ``tokens/cut_prompt``: what over-long prompts have lost;
+    * ``media/sampled_placeholders``: turns that ended before a placeholder of an image or a video
+      that the model sampled by itself; what followed is in ``tokens/discarded``;
     * ``tokenization/<kind>``: where `agent.tokenization_check` is on, how many compared so;
     * ``reward/{min,mean,max}``: over known rewards; ``turns/mean``;
     * ``tool/<tool>/{calls,errors,seconds,seconds_max}`` and ``tool_calls``, ``tool_errors``;

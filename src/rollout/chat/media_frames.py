@@ -32,6 +32,7 @@ def video_medium(content: bytes, mime: str, limits: MediaConfig) -> Media:
         context = stream.codec_context
         width, height = context.width, context.height
         _check_size(width, height, limits)
+        _check_whole(stream, len(content))
         _check_length(stream.frames, stream.duration, stream.time_base, limits)
         rate = stream.average_rate or stream.guessed_rate
         name = container.format.name.partition(",")[0]
@@ -88,7 +89,8 @@ def frames_medium(value: Any, fps: float | None, limits: MediaConfig) -> Media:
     """
     import numpy as np
 
-    if fps is not None and not (isinstance(fps, int | float) and 0 < fps <= 1000):
+    is_rate = isinstance(fps, int | float) and not isinstance(fps, bool)
+    if fps is not None and not (is_rate and 0 < fps <= 1000):
         raise MediaError(f"fps = {fps!r}: expected frames a second, above 0")
     rate = ASSUMED_FPS if fps is None else float(fps)
     if isinstance(value, list | tuple):
@@ -154,6 +156,28 @@ def _check_size(width: int, height: int, limits: MediaConfig) -> None:
         raise MediaError(
             f"media.max_pixels = {limits.max_pixels}: frames of {width} x {height} are "
             f"{width * height}"
+        )
+
+
+def _check_whole(stream: Any, size: int) -> None:
+    """Refuse a file that ends before the frames that its index names (MP4, MOV)."""
+    for entry in getattr(stream, "index_entries", ()):
+        stop = entry.pos + entry.size
+        if stop > size:
+            raise MediaError(f"a video that breaks off: {size} bytes of at least {stop}")
+
+
+def check_decoded(medium: Media, limits: MediaConfig) -> None:
+    """Refuse frames that take too much memory once they are decoded.
+
+    Raises:
+        MediaError: They do.
+    """
+    size = medium.frames * medium.width * medium.height * 3
+    if size > limits.max_bytes * _PACKED:
+        raise MediaError(
+            f"media.max_bytes = {limits.max_bytes}: the {medium.frames} frames that the model sees "
+            f"have {size} decoded"
         )
 
 

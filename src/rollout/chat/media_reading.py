@@ -5,7 +5,6 @@ All of it is for a thread: decoding, hashing and files take milliseconds.
 
 from __future__ import annotations
 
-import base64
 import binascii
 import io
 import os
@@ -19,7 +18,7 @@ from rollout.chat.media_parts import is_pixels
 from rollout.errors import MediaError
 from rollout.lazy import derives_from
 from rollout.media import Media
-from rollout.media.decoding import IMAGE_FORMATS, open_image, rgb_of
+from rollout.media.decoding import is_animated, mime_of, open_image, rgb_of
 
 if TYPE_CHECKING:
     from rollout.chat.media_parts import MediaSource
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Characters in which the head of a data URL must end.
 _DATA_HEAD = 256
+#: Characters of base64 that are decoded at once: others wait for so long.
+_PIECE = 1 << 20
 #: How SVG begins, and other texts that are no pictures of pixels.
 _MARKUP = (b"<svg", b"<?xml", b"<!doctype", b"<html")
 #: Types that stand for any.
@@ -58,6 +59,8 @@ def read_media(source: MediaSource, limits: MediaConfig) -> Media:
 
 def _read(source: MediaSource, limits: MediaConfig) -> Media:
     value, mime = source.value, source.mime
+    if isinstance(value, os.PathLike):
+        value = _from_file(os.fspath(value), limits)
     if isinstance(value, str):
         value, mime = _content_of(source, limits)
     if isinstance(value, bytes | bytearray | memoryview):
@@ -77,10 +80,17 @@ def _content_of(source: MediaSource, limits: MediaConfig) -> tuple[bytes, str]:
     if text[:5].lower() == "data:":
         return _from_data_url(text, limits)
     if text[:7].lower() == "file://":
-        text = unquote(urlsplit(text).path)
+        text = _path_of(text)
     elif url_of(source) is not None:
         raise MediaError("a URL, and no media_fetcher was given to open_rollout; none is opened")
     return _from_file(text, limits), source.mime
+
+
+def _path_of(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost"):
+        raise MediaError(f"{url:.200}: a file of another machine ({parts.netloc:.80})")
+    return unquote(parts.path)
 
 
 def _from_data_url(text: str, limits: MediaConfig) -> tuple[bytes, str]:
@@ -94,10 +104,22 @@ def _from_data_url(text: str, limits: MediaConfig) -> tuple[bytes, str]:
 def _from_base64(text: str, start: int, limits: MediaConfig) -> bytes:
     if (len(text) - start) * 3 // 4 > limits.max_bytes + 3:
         raise _too_many_bytes(limits, f"about {(len(text) - start) * 3 // 4} bytes")
+    if text.find("%", start) >= 0:
+        text, start = unquote(text[start:]), 0
+    decoded, rest, is_over = bytearray(), "", False
     try:
-        return base64.b64decode(text[start:], validate=True)
-    except (binascii.Error, ValueError) as error:
+        for at in range(start, len(text), _PIECE):
+            piece = rest + "".join(text[at : at + _PIECE].split())  # broken into lines, as in mails
+            if piece and is_over:
+                raise ValueError("data after its padding")
+            cut = len(piece) // 4 * 4
+            decoded += binascii.a2b_base64(piece[:cut], strict_mode=True)
+            is_over, rest = is_over or piece[:cut].endswith("="), piece[cut:]
+        if rest:
+            raise ValueError("Incorrect padding")
+    except ValueError as error:
         raise MediaError(f"not valid base64: {error}") from None
+    return bytes(decoded)
 
 
 def _from_file(name: str, limits: MediaConfig) -> bytes:
@@ -154,11 +176,11 @@ def _of_file(content: bytes, mime: str, source: MediaSource, limits: MediaConfig
 
 def _of_picture(content: bytes, said: str, limits: MediaConfig) -> Media:
     image = open_image(content)
-    own = IMAGE_FORMATS[image.format]
+    own = mime_of(image)
     if said not in _ANY_MIME and said != own:
         raise MediaError(f"said to be {said}, and is {own}")
     check_pixels(image.width, image.height, limits)
-    if getattr(image, "is_animated", False):
+    if is_animated(image):
         raise MediaError(
             f"an animated {image.format} where one picture is expected; a video part may have "
             f"media.max_frames = {limits.max_frames} frames"
@@ -173,9 +195,9 @@ def _of_pixels(value: Any, limits: MediaConfig) -> Media:
     """A medium of a PIL image or an array, as PNG."""
     if derives_from(type(value), "PIL.Image", "Image"):
         check_pixels(value.width, value.height, limits)
-        if getattr(value, "is_animated", False):
+        if is_animated(value):
             raise MediaError("an animated picture where a single one is expected")
-        image = value if value.mode == "RGB" else value.convert("RGB")
+        image = rgb_of(value)
     elif is_pixels(value):
         image = _image_of_array(value, limits)
     else:
@@ -184,8 +206,6 @@ def _of_pixels(value: Any, limits: MediaConfig) -> Media:
             f"{kind}: expected a PIL image, an array, bytes, a data URL, a path below media.roots "
             f"or a URL for the media_fetcher"
         )
-    if not (image.width and image.height):
-        raise MediaError(f"a picture of {image.width} x {image.height} pixels; expected some")
     file = io.BytesIO()
     try:
         image.save(file, "png", compress_level=1)

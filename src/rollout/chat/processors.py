@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,6 +27,7 @@ from rollout.errors import MediaError, TemplateError
 from rollout.lazy import importing
 from rollout.media import Media, PlacedMedia
 from rollout.media.torchvision_operators import declare_missing_operators
+from rollout.model_repository import model_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -270,8 +270,10 @@ class MediaProcessor:
             known = self._expanded(shapes[: len(before)]) if before else ()
             if tuple(texts[: len(before)]) != tuple(known):
                 raise TemplateError(
-                    f"{self.name} writes earlier media in other tokens once more follow, so that "
-                    f"none can be appended: give all in the prompt"
+                    f"{self.name} writes earlier images in other tokens once more follow (a single "
+                    "one in tiles, several without), and a transcript never changes: none can be "
+                    "appended; show all in the prompt, or use a model of another family "
+                    "(Qwen2.5-VL, Qwen3-VL)"
                 )
         yield from zip([m.kind for m in media], texts[len(before) :], strict=True)
 
@@ -346,21 +348,27 @@ class _Listening:
         return getattr(self._tokenizer, name)
 
 
-def has_processor(model: str) -> bool:
-    """Whether a model directory says how it reads media."""
-    return any((Path(model) / name).exists() for name in PROCESSOR_FILES)
+def has_processor(model: str, revision: str | None = None) -> bool:
+    """Whether a model directory, or a repository of the hub, says how it reads media.
+
+    Raises:
+        MediaError: The repository cannot be looked at.
+    """
+    try:
+        return any(model_file(model, name, revision) is not None for name in PROCESSOR_FILES)
+    except (OSError, ValueError) as error:
+        raise MediaError(f"the processor of {model} cannot be looked for: {error}") from None
 
 
 def load_media_processor(
     model: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> MediaProcessor | None:
-    """That of a model directory; None where the model reads text only.
+    """That of a model directory or hub name; None where the model reads text only.
 
     Raises:
         MediaError: It cannot be loaded: the message says what is missing.
     """
-    folder = Path(model)
-    if not has_processor(model):
+    if not has_processor(model, revision):
         return None
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
@@ -370,7 +378,7 @@ def load_media_processor(
         processor = AutoProcessor.from_pretrained(  # type: ignore[no-untyped-call]
             model, **options
         )
-        has_config = (folder / "config.json").exists()
+        has_config = model_file(model, "config.json", revision) is not None
         config = AutoConfig.from_pretrained(model, **options) if has_config else None
     except Exception as error:  # loaders raise almost anything, and name packages that are missing
         raise MediaError(f"the processor of {model} cannot be loaded: {error}") from None

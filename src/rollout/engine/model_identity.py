@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
 from typing import Any
+
+from rollout.model_repository import model_file
 
 #: Facts of a model's configuration that differ between copies of the same model.
 INCIDENTAL = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
@@ -41,18 +42,8 @@ def end_ids(model: str, revision: str | None = None) -> tuple[int, ...]:
 def _read(model: str, revision: str | None, name: str) -> dict[str, Any]:
     """A file of a model; empty where it has none, or where it is no JSON object."""
     try:
-        found = json.loads(_path(model, revision, name).read_text(encoding="utf-8"))
+        path = model_file(model, name, revision)
+        found = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _path(model: str, revision: str | None, name: str) -> Path:
-    if Path(model).is_dir():
-        return Path(model, name)
-    from transformers.utils.hub import cached_file
-
-    found = cached_file(model, name, revision=revision, _raise_exceptions_for_missing_entries=False)
-    if found is None:
-        raise FileNotFoundError(f"{model} has no {name}")
-    return Path(found)

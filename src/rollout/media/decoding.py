@@ -30,6 +30,21 @@ IMAGE_FORMATS = {
     "BMP": "image/bmp",
     "TIFF": "image/tiff",
 }
+#: Two pictures and more in one JPEG, as cameras write them: the first is seen.
+_CAMERA_JPEG = "MPO"
+#: Pixels of more than 8 bits, which converting to RGB would clip.
+_DEEP_MODES = ("I", "F", "I;")
+#: Formats of videos that are read, as FFmpeg calls them. Others name further files and addresses,
+#: which FFmpeg would open (playlists, lists of files, descriptions of streams).
+_VIDEO_FORMATS = (
+    *("mov", "matroska", "webm", "avi", "gif", "apng", "flv", "mpegts", "mpeg", "mpegvideo"),
+    *("ogg", "asf", "ivf", "m4v", "h264", "hevc", "obu", "yuv4mpegpipe"),
+)
+#: Nothing but the bytes at hand is opened, whatever a file of these formats may name.
+_ONLY_THE_BYTES = {
+    "format_whitelist": ",".join(_VIDEO_FORMATS),
+    "protocol_whitelist": "none",
+}
 #: Frames, height and width of packed frames.
 _FRAMES_HEAD = struct.Struct("<III")
 
@@ -58,13 +73,27 @@ def open_image(content: bytes) -> Any:
         MediaError: It is no picture of a known format.
     """
     pillow = _pillow()
+    if not content:
+        raise MediaError("no bytes at all; expected a picture")
     try:
         return pillow.open(io.BytesIO(content), formats=tuple(IMAGE_FORMATS))
+    except pillow.UnidentifiedImageError:
+        raise MediaError(f"expected a picture ({', '.join(IMAGE_FORMATS)}): it is none") from None
     except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
         raise MediaError(f"{error}; media.max_pixels bounds images") from None
     except Exception as error:  # a broken header ends in whatever the format's reader raises
         formats = ", ".join(IMAGE_FORMATS)
         raise MediaError(f"expected a picture ({formats}): {_shown(error)}") from None
+
+
+def mime_of(image: Any) -> str:
+    """The MIME type of a PIL image that `open_image` gave."""
+    return IMAGE_FORMATS["JPEG" if image.format == _CAMERA_JPEG else image.format]
+
+
+def is_animated(image: Any) -> bool:
+    """Whether a PIL image has frames that follow each other."""
+    return image.format != _CAMERA_JPEG and bool(getattr(image, "is_animated", False))
 
 
 def rgb_of(image: Any) -> Any:
@@ -76,6 +105,10 @@ def rgb_of(image: Any) -> Any:
     pillow = _pillow()
     from PIL import ImageOps
 
+    if image.mode.startswith(_DEEP_MODES):
+        raise MediaError(
+            f"a picture of mode {image.mode!r}: expected 8 bits for each channel; scale it before"
+        )
     try:
         image.load()
         upright = ImageOps.exif_transpose(image)
@@ -118,22 +151,29 @@ def _frames_of(content: bytes, indices: Sequence[int], total: int) -> Pixels:
     """Those frames of a video file; of the others nothing is kept."""
     import numpy as np
 
-    wanted = set(indices)
-    kept: dict[int, Pixels] = {}
+    places: dict[int, list[int]] = {}
+    for place, index in enumerate(indices):
+        places.setdefault(index, []).append(place)
+    every: Pixels | None = None
+    left = len(places)
     try:
         with open_video(content) as container:
             for at, frame in enumerate(container.decode(video=0)):
-                if at in wanted:
-                    kept[at] = frame.to_ndarray(format="rgb24")
-                if len(kept) == len(wanted):
+                if at in places:
+                    pixels = frame.to_ndarray(format="rgb24")
+                    if every is None:  # once: stacked afterwards, all would be there twice
+                        every = np.empty((len(indices), *pixels.shape), np.uint8)
+                    every[places[at]] = pixels
+                    left -= 1
+                if not left:
                     break
     except MediaError:
         raise
     except Exception as error:  # av raises an error of its own for each fault of a file
         raise MediaError(f"a video that cannot be decoded: {_shown(error)}") from None
-    if len(kept) < len(wanted):
+    if left or every is None:
         raise MediaError(f"a video of fewer frames than the {total} that were counted")
-    return np.stack([kept[at] for at in indices])
+    return every
 
 
 def open_video(content: bytes) -> Any:
@@ -148,9 +188,14 @@ def open_video(content: bytes) -> Any:
         except ImportError:
             raise MediaError("videos need av: pip install 'rollout-rl[media]'") from None
     try:
-        container = av.open(io.BytesIO(content), metadata_errors="ignore")
+        container = av.open(
+            io.BytesIO(content), metadata_errors="ignore", container_options=_ONLY_THE_BYTES
+        )
     except Exception as error:
-        raise MediaError(f"expected a video: {_shown(error)}") from None
+        raise MediaError(
+            f"expected a video (MP4, MOV, WebM, MKV, AVI, GIF, FLV, MPEG, OGG, ASF, IVF): "
+            f"{_shown(error)}"
+        ) from None
     if not container.streams.video:
         container.close()
         raise MediaError("expected a video; the file has no picture in it")

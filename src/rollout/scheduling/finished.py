@@ -57,6 +57,7 @@ def finished(run: AgentRun, ending: Ending, cause: Cause | None) -> Trajectory:
             "tool_errors": tools.errors,
             "cached_tokens": context.cached_tokens,
             **({"cut_prompt_tokens": cut} if (cut := context.cut_prompt_tokens) else {}),
+            **({"sampled_placeholders": n} if (n := context.sampled_placeholders) else {}),
             **tools.counts,
             **tools.metrics,
             "attempts": run.attempt,

@@ -65,6 +65,13 @@ class TrajectoryTools(RunningCalls):
         self.sessions.recall([call.name for _, call in turn.pending], answers.snapshots)
         return self._count(calls, list(answers.results))
 
+    def note_refused_media(self, name: str) -> None:
+        """Count an answer as an error after all: the model is shown none of its media."""
+        self.errors += 1
+        if self._counts is not None and name in self._counts:
+            calls, errors, seconds, longest = self._counts[name]
+            self._counts[name] = (calls, errors + 1, seconds, longest)
+
     async def states_after(
         self, calls: Sequence[ToolCall | InvalidToolCall]
     ) -> tuple[list[str], dict[str, Any]]:

@@ -109,6 +109,8 @@ def _padded(worker: Any, row: TrainerRow, output: Any, tensors: Mapping[str, tor
         )
     if worker.processor is not None:
         inputs = worker._compute_multi_modal_inputs(output, tensors["input_ids"])
+        if not hasattr(worker.processor, "get_rope_index_kwargs"):
+            worker.processor.get_rope_index_kwargs = _seconds_of_videos
         position_ids = worker._compute_position_ids(
             tensors["input_ids"],
             tensors["attention_mask"],
@@ -127,6 +129,12 @@ def _padded(worker: Any, row: TrainerRow, output: Any, tensors: Mapping[str, tor
         teacher_ids=None,
         routed_experts=None,
     )
+
+
+def _seconds_of_videos(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What verl's worker leaves out, so that Qwen2.5-VL would have other positions than engines."""
+    seconds = inputs.get("second_per_grid_ts")
+    return {} if seconds is None else {"second_per_grid_ts": seconds}
 
 
 def _processor_kwargs(worker: Any, output: Any) -> Any:

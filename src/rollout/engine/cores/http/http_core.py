@@ -16,7 +16,7 @@ from rollout.engine.cores.http.vllm_api import VllmApi
 from rollout.engine.cores.open_request import OpenRequest
 from rollout.engine.cores.pacing import DecodeSpeed
 from rollout.engine.cores.request_checks import request_fault
-from rollout.errors import EngineError
+from rollout.errors import EngineError, MediaError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -124,8 +124,11 @@ class HttpCore:
         room = self.info.context_length - len(request.prompt_ids) // 4
         body = self._api.body(request, room, self.info.weight_version, self._speed.chunk_tokens)
         request_id = request.request_id
-        entry = self._open[request_id] = OpenRequest(self._api.reader(request_id))
+        entry = self._open[request_id] = OpenRequest(self._api.reader(request))
         try:
+            if request.media and not await self._add_media(request, entry, body):
+                yield entry.last_chunk()
+                return
             async with aclosing(self._client.events(self._api.path, body)) as events:
                 came_at = 0.0
                 while not entry.is_over:
@@ -181,6 +184,7 @@ class HttpCore:
         lengths = [known for known in (length, model.context_length) if known]
         if not lengths:
             raise EngineError(f"{self._url}: neither the server nor the model names a context")
+        modalities, no_media = self._api.modalities(model.family)
         return EngineInfo(
             vocab_size=model.vocab_size,
             eos_ids=model.eos_ids,
@@ -191,7 +195,8 @@ class HttpCore:
             core=f"http: {self._api_name}",
             no_sleep="servers that somebody else runs keep their memory",
             max_top_log_probs=0,
-            no_media=self._api.no_media,
+            modalities=modalities,
+            no_media=no_media,
         )
 
     async def _until_it_answers(self, client: HttpClient) -> tuple[int | None, int]:
@@ -219,6 +224,20 @@ class HttpCore:
             return None
         full = f"{len(self._open)} requests are under way, limit {self._max_requests}"
         return Chunk(request_id=request.request_id, finish_reason="rejected", error=full)
+
+    async def _add_media(
+        self, request: GenerationRequest, entry: OpenRequest, body: dict[str, Any]
+    ) -> bool:
+        """Put the media of a request into its body; False where it has been given up."""
+        try:
+            body |= await anyio.to_thread.run_sync(self._api.media_fields, request)
+        except MediaError as error:
+            entry.give_up("error", f"media of the prompt: {error}")
+            return False
+        if entry.is_aborted or self._failure:
+            entry.give_up("abort", self._failure)
+            return False
+        return True
 
     async def _next_chunks(
         self, events: AsyncGenerator[Mapping[str, Any], None], entry: OpenRequest

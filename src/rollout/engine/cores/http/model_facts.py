@@ -13,12 +13,13 @@ from rollout.errors import EngineError
 
 
 class ModelFacts(NamedTuple):
-    """See `EngineInfo`."""
+    """See `EngineInfo`; `family` is the type in the configuration, empty where there is none."""
 
     vocab_size: int
     eos_ids: tuple[int, ...]
     context_length: int | None
     fingerprint: str
+    family: str = ""
 
 
 def read_model_facts(model: str, revision: str | None, trust_remote_code: bool) -> ModelFacts:
@@ -52,6 +53,7 @@ def read_model_facts(model: str, revision: str | None, trust_remote_code: bool) 
         eos_ids=eos_ids,
         context_length=getattr(config, "max_position_embeddings", None),
         fingerprint=_fingerprint(model, revision, config.vocab_size, eos_ids),
+        family=whole.model_type,
     )
 
 

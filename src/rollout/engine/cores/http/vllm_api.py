@@ -28,13 +28,11 @@ class VllmApi:
         has_abort: Nothing but the end of the connection aborts a request.
         is_gathering: An event has as many tokens as the server was started with, one as a
             rule; the engine's server gathers.
-        no_media: Why it is sent no images and videos.
     """
 
     path = "/v1/completions"
     has_abort = False
     is_gathering = False
-    no_media = "vLLM's /v1/completions takes none with token ids"
 
     def __init__(self) -> None:
         self._model = ""
@@ -48,6 +46,10 @@ class VllmApi:
         model = (await client.get("/v1/models"))["data"][0]
         self._model = model["id"]
         return model.get("max_model_len"), 0
+
+    def modalities(self, family: str) -> tuple[tuple[str, ...], str]:
+        """Kinds of media that the server is sent: none; and why."""
+        return (), "vLLM's /v1/completions takes none with token ids"
 
     def fault(self, sampling: SamplingParams) -> str | None:
         """What the server cannot do; None where it can."""
@@ -89,9 +91,13 @@ class VllmApi:
             body["priority"] = -request.priority
         return body
 
-    def reader(self, request_id: str) -> VllmReader:
+    def media_fields(self, request: GenerationRequest) -> dict[str, Any]:
+        """There are none; see `modalities`."""
+        raise NotImplementedError
+
+    def reader(self, request: GenerationRequest) -> VllmReader:
         """Reads the answers to one request."""
-        return VllmReader(request_id)
+        return VllmReader(request.request_id)
 
     async def abort(self, client: HttpClient, request_id: str) -> None:
         """There is no such message; see `has_abort`."""

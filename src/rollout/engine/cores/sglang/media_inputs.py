@@ -1,9 +1,10 @@
 """Images and videos of a request as SGLang takes them beside token ids. No SGLang here.
 
-SGLang reads media that come as files itself, and for that turns ids into text and back. What has
-gone through the model's processor already it takes as it is, with ids that hold all placeholders:
-the prompt stays token for token, and the pixels are those of the training row. SGLang then puts a
-hash of the features in the place of the placeholders, so that its prefix cache tells images apart.
+SGLang reads media that come as files itself, and for that turns ids into text and back: those of
+videos always, those of images before 0.5.23. What has gone through the model's processor already it
+takes as it is, with ids that hold all placeholders: the prompt stays token for token, and the
+pixels are those of the training row. SGLang then puts a hash of the features in the place of the
+placeholders, so that its prefix cache tells images apart.
 """
 
 from __future__ import annotations
@@ -25,15 +26,13 @@ if TYPE_CHECKING:
 
 #: Models by the type in their configuration, with media that SGLang takes in this way.
 FAMILIES: Mapping[str, tuple[str, ...]] = {
-    "qwen2_5_vl": ("image",),
+    "qwen2_5_vl": ("image", "video"),
     "qwen3_vl": ("image", "video"),
     "qwen3_vl_moe": ("image", "video"),
 }
-#: Why a family lacks a kind.
-LACKING: Mapping[str, str] = {
-    "qwen2_5_vl": "SGLang's encoder of Qwen2.5-VL attends across the frames of a video, and "
-    "transformers' within each: its log-probs would not be the trainer's",
-}
+#: Families whose encoder attends across the frames of a video in SGLang, and within each in
+#: transformers. Told of each frame as a video of its own, it computes the same.
+FRAME_BY_FRAME = ("qwen2_5_vl",)
 #: Of the features that are kept for the next turns of their trajectories.
 KEPT_BYTES = 512 * 1024 * 1024
 
@@ -42,11 +41,19 @@ class MediaInputs:
     """Reads media by the model's processor; called in threads.
 
     Args:
+        is_frame_by_frame: See `FRAME_BY_FRAME`.
         kept_bytes: Of features that are kept.
     """
 
-    def __init__(self, processor: MediaProcessor, kept_bytes: int = KEPT_BYTES) -> None:
+    def __init__(
+        self,
+        processor: MediaProcessor,
+        *,
+        is_frame_by_frame: bool = False,
+        kept_bytes: int = KEPT_BYTES,
+    ) -> None:
         self._processor = processor
+        self._is_frame_by_frame = is_frame_by_frame
         self._kept_bytes = kept_bytes
         self._kept: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._bytes = 0
@@ -67,6 +74,8 @@ class MediaInputs:
         features = self._features(media)
         positions = self._processor.position_ids(ids, placed, features)
         delta = int(positions.max()) + 1 - len(ids)
+        if self._is_frame_by_frame and "video_grid_thw" in features:
+            features["video_grid_thw"] = _of_frames(features["video_grid_thw"])
         item = {
             "format": "processor_output",
             **features,
@@ -105,6 +114,13 @@ class MediaInputs:
         return read
 
 
+def _of_frames(grids: Any) -> Any:
+    """(F, 3) grids of single frames for (videos, 3) of whole videos: the same patches in order."""
+    frames = grids.repeat_interleave(grids[:, 0], dim=0)
+    frames[:, 0] = 1
+    return frames
+
+
 def open_media_inputs(
     family: str, path: str, *, revision: str | None, trust_remote_code: bool
 ) -> tuple[MediaInputs | None, tuple[str, ...], str]:
@@ -127,7 +143,7 @@ def open_media_inputs(
     if processor is None:
         return None, (), f"{path} has no processor beside the model"
     kinds = tuple(kind for kind in FAMILIES[family] if kind in processor.kinds)
-    return MediaInputs(processor), kinds, LACKING.get(family, "")
+    return MediaInputs(processor, is_frame_by_frame=family in FRAME_BY_FRAME), kinds, ""
 
 
 def _bytes_of(features: Mapping[str, Any]) -> int:

@@ -60,11 +60,11 @@ class Listener(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _reads_media(options: Any) -> bool:
-    """Whether the model's directory says so; of one that is not there `_load` says that."""
+    """Whether the model's files say so; of one that is not there `_load` says that."""
     from rollout.chat.processors import has_processor
 
     try:
-        return has_processor(resolve_model(options.model, options.revision))
+        return has_processor(resolve_model(options.model, options.revision), options.revision)
     except Exception:
         return False
 

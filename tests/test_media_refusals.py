@@ -1,0 +1,282 @@
+"""Engines without a kind of media: prompts are rejected with that reason, tools' answers told."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import pytest
+
+import rollout
+import test_vision_rows  # noqa: F401  (registers the agent "looks_again")
+import vision_models
+from media_material import frames, picture
+from recorded_server import RecordedServer, recorded_server
+from rollout import Outcome, Prompt, Trajectory, function_tool
+from rollout.chat import load_chat_template, load_media_processor
+from rollout.chat.media_parts import MediaSource
+from rollout.chat.media_reading import read_media
+from rollout.config import (
+    AgentConfig,
+    HttpEngine,
+    InProcessPlacement,
+    LengthsConfig,
+    LocalProcessPlacement,
+    MediaConfig,
+    ModelConfig,
+    RolloutConfig,
+    SimulatedEngine,
+    TransformersEngine,
+)
+from rollout.engine.cores.simulated.vocabulary import SPECIAL_TOKENS
+from rollout.testing import Scenario
+from rollout.tools import ToolResult
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(not find_spec("torchvision"), reason="torchvision is not installed"),
+]
+full = pytest.mark.full
+CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    """The machine's own clock: media are read in threads."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Processor and configuration of Qwen2.5-VL over the simulated engine's vocabulary."""
+    return written(tmp_path_factory.mktemp("vl"))
+
+
+def written(folder: Path) -> Path:
+    processor = vision_models.processor("qwen2_5_vl")
+    processor.tokenizer = simulated_words(processor.tokenizer)
+    processor.save_pretrained(folder)
+    vision_models.config("qwen2_5_vl").save_pretrained(folder)
+    return folder
+
+
+def simulated_words(words: Any) -> Any:
+    """The simulated vocabulary; marks of media have the ids of bytes that no text has."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from rollout.chat.tokenizer_parts import byte_letters
+
+    letters = list(byte_letters())
+    marks = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+    letters[0xF8 : 0xF8 + len(marks)] = marks
+    backend = Tokenizer(models.BPE({letter: at for at, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    named = (*SPECIAL_TOKENS, *marks)
+    backend.add_special_tokens([AddedToken(token, special=True) for token in named])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=words.chat_template,
+    )
+
+
+@function_tool
+async def look() -> ToolResult:
+    """Look."""
+    return ToolResult("Here:", images=[picture(80, 60)])
+
+
+def config_of(folder: Path, engine: Any, *, agent: str = "tool_agent") -> RolloutConfig:
+    is_embedded = isinstance(engine, TransformersEngine)
+    return RolloutConfig(
+        model=ModelConfig(path=str(folder)),
+        engine=engine,
+        placement=LocalProcessPlacement() if is_embedded else InProcessPlacement(),
+        lengths=LengthsConfig(prompt=512, response=768, turn=None if not is_embedded else 12),
+        agent=AgentConfig(name=agent, tool_format="hermes"),
+    )
+
+
+def simulated(modalities: Sequence[str]) -> SimulatedEngine:
+    scenario = Scenario(modalities=modalities).reply("", CALL).then("ok")
+    return SimulatedEngine(scenario=scenario.to_dict())
+
+
+async def play(config: RolloutConfig) -> list[Trajectory]:
+    """A prompt with an image, one with a video, and one without, whose tool shows an image."""
+    contents: list[Any] = [
+        [{"type": "text", "text": "Look:"}, {"type": "image", "image": picture(80, 60)}],
+        [{"type": "text", "text": "Look:"}, {"type": "video", "video": frames(4)}],
+        "go",
+    ]
+    prompts = [Prompt(messages=[{"role": "user", "content": each}]) for each in contents]
+    async with rollout.open_rollout(config, tools=[look]) as runtime:
+        return list((await runtime.generate(prompts)).trajectories)
+
+
+def check_rejected(trajectory: Trajectory, said: str) -> None:
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.REJECTED, "bad_message")
+    assert trajectory.cause is not None
+    assert trajectory.cause.type == "MediaError"
+    assert trajectory.cause.message.startswith(f"messages[0]: content[1]: {said}")
+
+
+def check_told(trajectory: Trajectory, said: str) -> None:
+    """The model reads the reason in the place of the picture, and speaks again."""
+    assert trajectory.outcome in (Outcome.COMPLETED, Outcome.LENGTH), trajectory.cause
+    assert trajectory.transcript.turns == 2
+    assert not trajectory.transcript.media
+    answer = trajectory.messages[2]
+    assert answer.role == "tool"
+    assert str(answer.content).startswith(said)
+    assert trajectory.metrics["tool_errors"] == trajectory.metrics["tool/look/errors"] == 1
+
+
+async def test_text_only_engine_rejects_media_and_tells_the_model_of_a_tools(folder: Path) -> None:
+    image, video, tool = await play(config_of(folder, simulated(())))
+    check_rejected(image, "simulated takes no images; it takes text only")
+    check_rejected(video, "simulated takes no videos; it takes text only")
+    check_told(tool, "look: images[0]: simulated takes no images; it takes text only")
+
+
+async def test_engine_of_images_rejects_videos_alone(folder: Path) -> None:
+    image, video, tool = await play(config_of(folder, simulated(("image",))))
+    assert image.outcome is Outcome.COMPLETED, image.cause
+    assert len(image.transcript.media) == 2  # the prompt's, and the tool's
+    check_rejected(video, "simulated takes no videos; it takes images")
+    assert tool.outcome is Outcome.COMPLETED
+    assert len(tool.transcript.media) == 1
+
+
+def event(ids: Sequence[int], prompt_tokens: int) -> str:
+    meta = {
+        "prompt_tokens": prompt_tokens,
+        "finish_reason": {"type": "stop", "matched": ids[-1]},
+        "weight_version": "0",
+        "output_token_logprobs": [[-0.5, token, None] for token in ids],
+        "completion_tokens": len(ids),
+    }
+    return f"data: {json.dumps({'output_ids': list(ids), 'meta_info': meta})}\n\n"
+
+
+@asynccontextmanager
+async def sglang_server(
+    folder: Path, version: str = "0.5.23", written_out: int = 0
+) -> AsyncIterator[RecordedServer]:
+    """Answers with a call first, and then with words; an image has `written_out` tokens there."""
+    encode = load_chat_template(str(folder)).encoder.encode
+
+    async def answer(body: dict[str, Any], send: Callable[[str], Awaitable[None]]) -> None:
+        images = len(body.get("image_data", ()))
+        count = len(body["input_ids"]) + images * (written_out - 1)
+        await send(event(encode(f"{next(replies)}<|im_end|>"), count))
+
+    replies = itertools.chain([CALL], itertools.repeat("ok"))
+    async with recorded_server() as server:
+        facts = {"max_req_input_len": 2042, "version": version}
+        server.on("GET /server_info", json.dumps(facts))
+        server.on("GET /v1/models", json.dumps({"data": [{"id": "vl", "max_model_len": 2042}]}))
+        server.on("GET /health", "")
+        server.on_stream("POST /generate", answer)
+        yield server
+
+
+async def test_http_server_that_rewrites_prompts_is_sent_no_media(folder: Path) -> None:
+    async with sglang_server(folder, "0.5.22") as server:
+        config = config_of(folder, HttpEngine(urls=(server.url,)))
+        image, video, tool = await play(config)
+    said = "http: sglang takes no {}; it takes text only: SGLang 0.5.22 turns the ids of a prompt"
+    check_rejected(image, said.format("images"))
+    check_rejected(video, said.format("videos"))
+    check_told(tool, "look: images[0]: " + said.format("images"))
+    assert all("image_data" not in body for _, body in server.bodies)
+
+
+async def test_http_server_that_keeps_ids_is_sent_images_and_no_videos(folder: Path) -> None:
+    count = load_media_processor(str(folder)).features  # type: ignore[union-attr]
+    shown = read_media(MediaSource("image", picture(80, 60)), MediaConfig())
+    tokens = int(count([shown])["image_grid_thw"].prod()) // 4
+    async with sglang_server(folder, written_out=tokens) as server:
+        config = config_of(folder, HttpEngine(urls=(server.url,)))
+        image, video, tool = await play(config)
+    assert image.outcome is tool.outcome is Outcome.COMPLETED, (image.cause, tool.cause)
+    check_rejected(video, "http: sglang takes no videos; it takes images: SGLang's HTTP server")
+    placed = [*image.transcript.media, *tool.transcript.media]
+    assert {each.medium for each in placed} == {shown}
+    assert placed[0].count == tokens
+    url = f"data:image/png;base64,{base64.b64encode(shown.content).decode()}"
+    bodies = [body for _, body in server.bodies if "image_data" in body]
+    assert bodies
+    assert {each for body in bodies for each in body["image_data"]} == {url}
+    assert {body["input_ids"].count(0xFA) for body in bodies} <= {1, 2}  # <|image_pad|>
+
+
+async def test_http_server_that_reads_another_prompt_fails_the_request(folder: Path) -> None:
+    async with sglang_server(folder, written_out=1) as server:
+        config = config_of(folder, HttpEngine(urls=(server.url,)))
+        image, _, _ = await play(config)
+    assert (image.outcome, image.trainable) == (Outcome.FAILED, False)
+    assert image.cause is not None
+    assert "tokens of a prompt with images that has" in image.cause.message
+
+
+async def test_vllms_http_engine_rejects_media_by_name(folder: Path) -> None:
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(sglang_server(folder))
+        config = config_of(folder, HttpEngine(urls=(server.url,), api="vllm"))
+        image, video, _ = await play(config)
+    said = "http: vllm takes no {}; it takes text only: vLLM's /v1/completions takes none"
+    check_rejected(image, said.format("images"))
+    check_rejected(video, said.format("videos"))
+
+
+@pytest.fixture
+def text_model(tmp_path: Path) -> Path:
+    """A text model beside which somebody left the processor of a vision-language model."""
+    import torch
+    import transformers
+
+    written(tmp_path)
+    ids = {"bos_token_id": 257, "eos_token_id": 258, "pad_token_id": 256}
+    config = transformers.Qwen2Config(**{**vision_models.TEXT, "vocab_size": 272, **ids})
+    torch.manual_seed(3)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio"], indirect=True)
+async def test_embedded_text_model_rejects_media_and_tells_the_model_of_a_tools(
+    text_model: Path,
+) -> None:
+    config = config_of(text_model, TransformersEngine(dtype="float32"), agent="looks_again")
+    image, video, tool = await play(config)
+    said = "transformers takes no {}; it takes text only: the model reads text only"
+    check_rejected(image, said.format("images"))
+    check_rejected(video, said.format("videos"))
+    check_told(tool, "look: images[0]: " + said.format("images"))
+
+
+@full
+@pytest.mark.parametrize("anyio_backend", ["trio"], indirect=True)
+async def test_embedded_family_without_videos_rejects_them_alone(tmp_path: Path) -> None:
+    from media_material import write_model
+
+    write_model("llava_onevision", tmp_path, with_weights=True)
+    config = config_of(tmp_path, TransformersEngine(dtype="float32"), agent="single_turn")
+    config = attrs.evolve(config, lengths=LengthsConfig(prompt=512, response=12))
+    image, video, _ = await play(config)
+    assert image.outcome in (Outcome.COMPLETED, Outcome.LENGTH), image.cause
+    said = "transformers takes no videos; it takes images: llava_onevision is run with image alone"
+    check_rejected(video, said)
