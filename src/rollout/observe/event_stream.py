@@ -130,7 +130,7 @@ class EventStream:
         """Whether the end of a trajectory is to be told; what was kept of it has been then."""
         notes = self._notes.pop(trajectory, ())
         if not self.tells_all and not any(
-            [wants(step, uid, member, is_failed=is_failed) for wants in self._wants.values()]
+            wants(step, uid, member, is_failed=is_failed) for wants in self._wants.values()
         ):
             return False
         for make, subject, facts in zip(*[iter(notes)] * 3, strict=True):

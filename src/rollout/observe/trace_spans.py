@@ -298,6 +298,4 @@ def _field(message: Any, name: str) -> Any:
 
 def _known(attributes: dict[str, Any]) -> dict[str, Any]:
     """Those that say something."""
-    return {
-        name: value for name, value in attributes.items() if value is not None and value != ""
-    }
+    return {name: value for name, value in attributes.items() if value is not None and value != ""}

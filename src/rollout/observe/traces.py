@@ -126,7 +126,6 @@ class Tracer:
         except queue.Full:
             self._dropped += 1
 
-
     def _work(self) -> None:
         while (ended := self._ended.get()) is not None:
             try:
