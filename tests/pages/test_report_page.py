@@ -274,3 +274,17 @@ def test_page_is_never_wider_than_its_window(browser: Browser, tmp_path: Path, w
     assert browser.run(too_wide) <= 0
     opened(browser, "task-3/2")
     assert browser.run(too_wide) <= 0
+
+
+def test_tasks_that_begin_alike_show_where_they_differ(browser: Browser, tmp_path: Path) -> None:
+    browser.open(made_page(tmp_path))
+
+    cell = "document.querySelector('#rows [role=row] > :last-child')"
+    whole = browser.run(f"{cell}.title")
+    shown = browser.run(f"{cell}.textContent")
+    others = browser.run("[...new Set(columns.task)]")
+    beginning = shown.removeprefix("… ")
+
+    assert shown.startswith("… ")
+    assert whole.endswith(beginning)
+    assert all(each.startswith(whole.removesuffix(beginning)) for each in others)
