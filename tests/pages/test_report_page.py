@@ -279,12 +279,8 @@ def test_page_is_never_wider_than_its_window(browser: Browser, tmp_path: Path, w
 def test_tasks_that_begin_alike_show_where_they_differ(browser: Browser, tmp_path: Path) -> None:
     browser.open(made_page(tmp_path))
 
-    cell = "document.querySelector('#rows [role=row] > :last-child')"
+    cell = "document.querySelector('#rows .row > :last-child')"
     whole = browser.run(f"{cell}.title")
     shown = browser.run(f"{cell}.textContent")
-    others = browser.run("[...new Set(columns.task)]")
-    beginning = shown.removeprefix("… ")
 
-    assert shown.startswith("… ")
-    assert whole.endswith(beginning)
-    assert all(each.startswith(whole.removesuffix(beginning)) for each in others)
+    assert (whole, shown) == ("How many boats are in harbour 0?", "… 0?")
