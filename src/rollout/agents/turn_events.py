@@ -45,7 +45,6 @@ def tell_turn_ended(
     is_said = count > 0 or generation.finish_reason is not None
     events.tell(
         _turn_ended,
-        None,
         identity.number,
         turn,
         began,
@@ -75,8 +74,8 @@ def _turn_ended(
     held_s: float,
     finish_reason: str,
     cut_by: str,
-) -> TurnEnded:
-    return TurnEnded(
+) -> tuple[TurnEnded, None]:
+    event = TurnEnded(
         at=now - start,
         trajectory=trajectory,
         turn=turn,
@@ -90,12 +89,13 @@ def _turn_ended(
         finish_reason=finish_reason,
         cut_by=cut_by,
     )
+    return event, None
 
 
 def tell_user_ended(events: EventStream, identity: Identity, began: float, now: float) -> None:
     """A simulated user has answered."""
-    events.tell(_user_ended, None, identity.number, began, now)
+    events.tell(_user_ended, identity.number, began, now)
 
 
-def _user_ended(start: float, trajectory: int, began: float, now: float) -> UserEnded:
-    return UserEnded(at=now - start, trajectory=trajectory, began=began - start)
+def _user_ended(start: float, trajectory: int, began: float, now: float) -> tuple[UserEnded, None]:
+    return UserEnded(at=now - start, trajectory=trajectory, began=began - start), None

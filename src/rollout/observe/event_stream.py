@@ -11,11 +11,13 @@ from rollout.clocks import wall
 from rollout.observe.events import RunStarted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     from rollout.bridge import Post
     from rollout.observe.events import Event
+
+    Make = Callable[..., tuple[Event, Any]]
 
 logger = logging.getLogger("rollout.observe")
 
@@ -50,7 +52,7 @@ class EventStream:
     Who has something to tell asks `is_on` first, so that without a reader nothing is made::
 
         if events.is_on:
-            events.tell(turn_ended, None, trajectory, turn, began, now)
+            events.tell(turn_ended, trajectory, turn, began, now)
 
     Where all readers want some trajectories only, nothing but these facts is kept of a trajectory
     while it runs, and events are made of them once it has ended as one of those.
@@ -104,37 +106,43 @@ class EventStream:
         if not self.tells_all:
             self._notes[trajectory] = []
 
-    def tell(self, make: Callable[..., Event], subject: Any, *facts: Any) -> None:
+    def tell(self, make: Make, *facts: Any) -> None:
         """Something happened to a trajectory: emitted now, or once its end shows who wants it.
 
         Args:
-            make: Makes the event of the start of the run, on the loop's clock, and the facts.
-            subject: See `Reader`.
+            make: Makes the event, and its subject, of the start of the run on the loop's clock and
+                the facts.
             facts: The first is the trajectory's number.
         """
         if self.tells_all:
-            self.emit(make(self._start, *facts), subject)
+            self.emit(*make(self._start, *facts))
         elif (notes := self._notes.get(facts[0])) is not None:
-            notes += (make, subject, facts)  # flat: the collector has less to look at
+            # Flat, so that no container stays for each, which Python's collector would look at.
+            notes.append(make)
+            notes.append(len(facts))
+            notes += facts
 
-    def tell_from_thread(self, make: Callable[..., Event], subject: Any, *facts: Any) -> None:
+    def tell_from_thread(self, make: Make, *facts: Any) -> None:
         """`tell`, from whatever thread; from another one than the loop's it happens soon."""
         if threading.get_ident() == self._loop or self._post is None:
-            self.tell(make, subject, *facts)
+            self.tell(make, *facts)
         else:
-            self._post(lambda: self.tell(make, subject, *facts))
+            self._post(lambda: self.tell(make, *facts))
 
     def tell_notes(
         self, trajectory: int, step: int, uid: str, member: int, *, is_failed: bool
     ) -> bool:
         """Whether the end of a trajectory is to be told; what was kept of it has been then."""
-        notes = self._notes.pop(trajectory, ())
+        notes: Sequence[Any] = self._notes.pop(trajectory, ())
         if not self.tells_all and not any(
             wants(step, uid, member, is_failed=is_failed) for wants in self._wants.values()
         ):
             return False
-        for make, subject, facts in zip(*[iter(notes)] * 3, strict=True):
-            self.emit(make(self._start, *facts), subject)
+        at = 0
+        while at < len(notes):
+            make, first, after = notes[at], at + 2, at + 2 + notes[at + 1]
+            self.emit(*make(self._start, *notes[first:after]))
+            at = after
         return True
 
     def attach(self, reader: Reader, *, wants: Wants | None = None) -> None:

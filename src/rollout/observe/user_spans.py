@@ -47,7 +47,7 @@ class TrajectorySpans:
         fault = "" if error is None else f"{type(error).__name__}: {error}"
         at, who = self._events.now(), self._trajectory
         self._events.tell_from_thread(
-            _span_ended, called, who, at, name, span, parent, began, fault
+            _span_ended, who, at, name, span, parent, began, fault, called
         )
 
 
@@ -60,8 +60,9 @@ def _span_ended(
     parent: int,
     began: float,
     error: str,
-) -> SpanEnded:
-    return SpanEnded(
+    called: tuple[Any, Any],
+) -> tuple[SpanEnded, tuple[Any, Any]]:
+    event = SpanEnded(
         at=at,
         trajectory=trajectory,
         name=name,
@@ -70,6 +71,7 @@ def _span_ended(
         began=began,
         error=error,
     )
+    return event, called
 
 
 #: Those of the trajectory that the running code belongs to, and the innermost span around it: a

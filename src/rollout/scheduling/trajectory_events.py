@@ -31,13 +31,13 @@ def tell_started(events: EventStream, run: AgentRun) -> None:
         _number(events, member)
         member.began = run.started
         events.begin(member.identity.number)
-    events.tell(_started, None, member.identity.number, events.now(), member, run.attempt)
+    events.tell(_started, member.identity.number, events.now(), member, run.attempt)
 
 
 def _started(
     _: float, trajectory: int, at: float, member: Member, attempt: int
-) -> TrajectoryStarted:
-    return TrajectoryStarted(at=at, **_named(member), attempt=attempt)
+) -> tuple[TrajectoryStarted, None]:
+    return TrajectoryStarted(at=at, **_named(member), attempt=attempt), None
 
 
 def tell_ended(events: EventStream, member: Member, trajectory: Trajectory) -> None:
@@ -138,7 +138,7 @@ def tell_rewarded(
 ) -> None:
     """A reward function has answered for a member, or for the group that it is the first of."""
     number = NO_TRAJECTORY if is_group else member.identity.number
-    events.tell(_rewarded, None, number, events.now(), member, began, reward, error)
+    events.tell(_rewarded, number, events.now(), member, began, reward, error)
 
 
 def _rewarded(
@@ -149,8 +149,8 @@ def _rewarded(
     began: float,
     reward: float | None,
     error: str,
-) -> RewardEnded:
-    return RewardEnded(
+) -> tuple[RewardEnded, None]:
+    event = RewardEnded(
         at=at,
         trajectory=trajectory,
         batch=member.batch,
@@ -159,6 +159,7 @@ def _rewarded(
         reward=reward,
         error=error,
     )
+    return event, None
 
 
 def _named(member: Member) -> dict[str, Any]:

@@ -55,7 +55,6 @@ class CallEvents:
         """It has its result; None: it was cancelled."""
         self._events.tell(
             _tool_ended,
-            (call, result),
             self._trajectory,
             self._turn,
             self._path,
@@ -79,10 +78,10 @@ def _tool_ended(
     began: float,
     now: float,
     is_refused: bool,
-) -> ToolEnded:
+) -> tuple[ToolEnded, tuple[ToolCall | InvalidToolCall, ToolResult | None]]:
     name, call_id = (call.name, call.id or "") if isinstance(call, ToolCall) else ("", "")
     is_error, text = (True, NO_RESULT) if result is None else (result.is_error, result.text)
-    return ToolEnded(
+    event = ToolEnded(
         at=now - start,
         trajectory=trajectory,
         tool=name,
@@ -96,3 +95,4 @@ def _tool_ended(
         error=text[:SHOWN] if is_error else "",
         characters=0 if result is None else len(result.text),
     )
+    return event, (call, result)

@@ -44,7 +44,6 @@ def tell_request_ended(
     assert pending.dispatch is not None
     events.tell(
         _request_ended,
-        None,
         attempt.trajectory,
         attempt.session_id,
         pending.part,
@@ -70,9 +69,9 @@ def _request_ended(
     prompt_tokens: int,
     cached_tokens: int,
     finish_reason: str,
-) -> RequestEnded:
+) -> tuple[RequestEnded, None]:
     first = now if first is None else first
-    return RequestEnded(
+    event = RequestEnded(
         at=now - start,
         trajectory=trajectory,
         session=session,
@@ -87,6 +86,7 @@ def _request_ended(
         tokens=part.count,
         finish_reason=finish_reason,
     )
+    return event, None
 
 
 def _end_of(pending: PendingRequest) -> str:
