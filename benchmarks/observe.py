@@ -48,8 +48,6 @@ from rollout.observe.traces import Tracer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rollout.observe.event_stream import EventStream
-
 WORKLOAD = Path(__file__).parents[1] / "build" / "driver" / "workload"
 #: What is promised.
 PROMISED = {
@@ -102,16 +100,16 @@ class Rounds:
     def _observed(self, kind: str) -> Iterator[list[Any]]:
         events = self.runtime.services.events
         with tempfile.TemporaryDirectory() as directory:
-            readers = readers_of(kind, directory, events)
+            readers = readers_of(kind, directory)
             for reader in readers:
                 reader(RunStarted(at=0.0, wall_s=wall()), None)
-                events.attach(reader, for_traces=isinstance(reader, Tracer))
+                events.attach(reader, wants=getattr(reader, "wants", None))
             yield [reader for reader in readers if not hasattr(reader, "port")]
             for reader in readers:
                 events.detach(reader)
 
 
-def readers_of(kind: str, directory: str, events: EventStream) -> list[Any]:
+def readers_of(kind: str, directory: str) -> list[Any]:
     """Those of one kind of round."""
     if kind == "off":
         return []
@@ -120,8 +118,8 @@ def readers_of(kind: str, directory: str, events: EventStream) -> list[Any]:
     from rollout.observe.backends.otel import Backend
 
     if kind == "sampled":
-        return [Tracer(Backend("benchmark"), 0.01, events)]
-    return [Tracer(Backend("benchmark"), 1.0, events), EventFile(directory)]
+        return [Tracer(Backend("benchmark"), 0.01)]
+    return [Tracer(Backend("benchmark"), 1.0), EventFile(directory)]
 
 
 PROMETHEUS: list[Any] = []

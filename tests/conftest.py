@@ -59,6 +59,7 @@ ALONE = {
 #: Files with tests that start processes; `make test-virtual` leaves them out.
 WITH_PROCESSES = (
     "attacks",
+    "blocked_loop",
     "blocking",
     "bridge",
     "chat_template",

@@ -214,3 +214,64 @@ def test_replay_stops_in_a_debugger_on_the_terminal_that_it_was_started_from(
     assert "name='add'" in done.stdout
     assert "as recorded 5 steps, completed" in done.stdout
     assert "blocked" not in done.stderr
+
+
+FUNCTION_AGENT = """
+import httpx
+import rollout
+from rollout.config import *
+from rollout.testing import Scenario
+
+config = Scenario(seed=1).reply("sum", "First.").then("Second.").config(
+    placement=InProcessPlacement(), agent=AgentConfig(name="NAME"), seed=3
+)
+
+
+@rollout.agent("NAME")
+async def by_http(task):
+    headers = {"authorization": f"Bearer {task.api_key}"}
+    messages = list(task.messages)
+    async with httpx.AsyncClient(trust_env=False, timeout=60, headers=headers) as client:
+        for more in ("go on", None):
+            got = await client.post(
+                f"{task.base_url}/chat/completions",
+                json={"model": task.model, "messages": messages},
+            )
+            messages += [got.json()["choices"][0]["message"], {"role": "user", "content": more}]
+    return 0.5
+"""
+
+
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+def test_replay_of_a_function_agent_serves_it_the_record_through_the_gateway(
+    folder: Path, capsys: pytest.CaptureFixture[str], backend: str
+) -> None:
+    pytest.importorskip("httptools")
+    source = FUNCTION_AGENT.replace("NAME", f"by_http_{backend}")
+    (folder / "config.py").write_text(source)
+    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "sum"}))
+    assert main(["run", "config.py", "--prompts", "prompts.jsonl", "--out", "out"]) == 0
+
+    def again() -> tuple[int, list[str]]:
+        capsys.readouterr()
+        command = ["replay", "out", "--trajectory", "prompt-0/0", "--config", "config.py"]
+        code = main([*command, "--backend", backend])
+        return code, capsys.readouterr().out.splitlines()
+
+    code, lines = again()
+    assert code == 0, lines
+    said = [line.split(":")[0] for line in lines[1:3]]
+    assert said == ["step 1      turn 1 of 0/prompt-0/0", "step 2      turn 2 of 0/prompt-0/0"]
+    assert lines[3:] == [
+        "as recorded 2 steps, completed",
+        "reward      not asked for in a replay; recorded was 0.5",
+    ]
+
+    (folder / "config.py").write_text(source.replace("go on", "go away"))
+    code, lines = again()
+    assert code == 1
+    assert lines[-1].startswith(
+        "departs     at step 2, from the record: asks the model for what is"
+    )
+    assert "go away" in lines[-1]
+    assert "go on" in lines[-1]

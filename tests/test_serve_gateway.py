@@ -207,14 +207,25 @@ def test_command_serves_until_it_is_terminated(tmp_path: Path, backend: str) -> 
     command = [sys.executable, "-c", main, "serve-gateway", str(config)]
     environment = os.environ | {"ROLLOUT_GATEWAY_TOKEN": "secret"}
     with subprocess.Popen(
-        [*command, "--backend", backend], stdout=subprocess.PIPE, text=True, env=environment
+        [*command, "--backend", backend],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
     ) as process:
         assert process.stdout is not None
+        assert process.stderr is not None
         url = process.stdout.readline().split()[1]
         assert process.stdout.readline().split(maxsplit=1)[1] == "that of ROLLOUT_GATEWAY_TOKEN\n"
         headers = {"authorization": "Bearer secret"}
         with httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=30) as client:
             got = client.post("/trajectories", content=json.dumps({"prompt": PROMPT}))
             assert got.status_code == 201
+            process.send_signal(signal.SIGUSR1)
+            said = [process.stderr.readline()]
+            while "engine-0: serving" not in said[-1]:
+                said.append(process.stderr.readline())
+            assert any("1 trajectory not ended" in line for line in said), said
+            assert any("task-7" in line for line in said)
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 import observed
+import rollout
 from observed import prompts
 from rollout.config import ObserveConfig
 from rollout.observe.event_stream import EventStream
 from rollout.observe.events import TrajectoryEnded, TrajectoryStarted, TurnEnded
 from rollout.observe.trace_spans import Span
 from rollout.observe.traces import Tracer
+from rollout.testing import run_virtual
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -94,7 +96,7 @@ def test_otel_spans_of_a_run_arrive_at_a_collector(monkeypatch: pytest.MonkeyPat
     assert attributes(turn)["gen_ai.response.finish_reasons"] == ["stop"]
     assert attributes(turn)["rollout.replica"] == "engine-0"
     assert "tool_call" in attributes(turn)["gen_ai.output.messages"]
-    assert attributes(call)["gen_ai.tool.call.arguments"] == '{"a": 1, "b": 2}'
+    assert attributes(call)["gen_ai.tool.call.arguments"] == '{"a":1,"b":2}'
     assert attributes(call)["gen_ai.tool.call.result"] == "3"
     seconds = (call.end_time_unix_nano - call.start_time_unix_nano) / 1e9
     assert seconds == pytest.approx(observed.TOOL_S)
@@ -121,8 +123,8 @@ class Kept:
 def traced(share: float, outcomes: list[str]) -> list[Span]:
     """The traces of trajectories that ended so."""
     kept, events = Kept(), EventStream()
-    tracer = Tracer(kept, share, events)
-    events.attach(tracer, for_traces=True)
+    tracer = Tracer(kept, share)
+    events.attach(tracer, wants=tracer.wants)
     for number, outcome in enumerate(outcomes, 1):
         who: dict[str, Any] = {
             "trajectory": number,
@@ -152,7 +154,7 @@ def test_tracer_share_is_of_trajectories_and_those_that_failed_always_come() -> 
 
 
 def test_tracer_backend_that_raises_loses_no_other_trace(caplog: pytest.LogCaptureFixture) -> None:
-    kept, events = Kept(), EventStream()
+    kept = Kept()
 
     class Picky(Kept):
         def export(self, root: Span) -> None:
@@ -160,7 +162,7 @@ def test_tracer_backend_that_raises_loses_no_other_trace(caplog: pytest.LogCaptu
                 raise ValueError("not that one")
             kept.export(root)
 
-    tracer = Tracer(Picky(), 1.0, events)
+    tracer = Tracer(Picky(), 1.0)
     for number in (1, 2):
         who: dict[str, Any] = {"trajectory": number, "uid": f"p{number}", "group": 0, "member": 0}
         tracer(TrajectoryStarted(at=0.0, batch=0, step=0, **who), None)
@@ -169,3 +171,62 @@ def test_tracer_backend_that_raises_loses_no_other_trace(caplog: pytest.LogCaptu
     tracer.close()
     assert [each.attributes["rollout.uid"] for each in kept.traces] == ["p2"]
     assert "a trace of p1 is lost" in caplog.text
+
+
+def test_failed_trajectory_that_no_share_chose_is_traced_with_its_requests_and_tools(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with collector() as (address, spans):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", address)
+
+        config = observed.SCENARIO.config(
+            observe=ObserveConfig(trace_backend="otel", trace_share=0.0)
+        )
+
+        async def body() -> rollout.RolloutBatch:
+            tools = [observed.add, observed.broken]
+            async with rollout.open_rollout(config, tools, observed.reward) as runtime:
+                return await runtime.generate(prompts("add please sum", "bad please sum"))
+
+        batch = run_virtual(body)
+    assert [str(each.outcome) for each in batch.trajectories] == ["completed", "failed"]
+    (root,) = [each for each in spans if not each.parent_span_id]
+    assert attributes(root)["rollout.uid"] == "bad"
+    within = [each for each in spans if each.parent_span_id == root.span_id]
+    within.sort(key=lambda each: each.start_time_unix_nano)
+    names = [each.name for each in within]
+    assert names == ["chat simulated", "execute_tool add", "chat simulated", "reward"]
+    turn, call, *_, asked = within
+    phases = {"rollout.queue_s", "rollout.prefill_s", "rollout.decode_s", "rollout.replica"}
+    assert phases <= attributes(turn).keys()
+    took_s = (turn.end_time_unix_nano - turn.start_time_unix_nano) / 1e9
+    told_s = sum(attributes(turn)[name] for name in phases - {"rollout.replica"})
+    assert told_s == pytest.approx(took_s)
+    assert attributes(call)["gen_ai.tool.call.result"] == "3"
+    assert asked.status.message == "RuntimeError: no reward for that"
+
+
+def test_stream_keeps_nothing_of_a_trajectory_that_nobody_wants() -> None:
+    events, read = EventStream(), []
+
+    def take(event: Any, subject: Any) -> None:
+        read.append(event)
+
+    events.attach(take, wants=lambda step, uid, member, *, is_failed: is_failed)
+    made = []
+
+    def make(start: float, trajectory: int, turn: int) -> tuple[TurnEnded, str]:
+        made.append(turn)
+        event = TurnEnded(at=1.0 - start, trajectory=trajectory, turn=turn, began=0.0)
+        return event, f"turn {turn}"
+
+    for number, is_failed in ((1, False), (2, True)):
+        events.begin(number)
+        events.tell(make, number, 7)
+        events.tell(make, number, 8)
+        assert read == made == []
+        assert events.tell_notes(number, 0, "p", 0, is_failed=is_failed) is is_failed
+    assert made == [7, 8]
+    assert [(each.trajectory, each.turn) for each in read] == [(2, 7), (2, 8)]
+    events.tell(make, 2, 9)  # after its end
+    assert made == [7, 8]

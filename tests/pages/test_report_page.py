@@ -274,3 +274,13 @@ def test_page_is_never_wider_than_its_window(browser: Browser, tmp_path: Path, w
     assert browser.run(too_wide) <= 0
     opened(browser, "task-3/2")
     assert browser.run(too_wide) <= 0
+
+
+def test_tasks_that_begin_alike_show_where_they_differ(browser: Browser, tmp_path: Path) -> None:
+    browser.open(made_page(tmp_path))
+
+    cell = "document.querySelector('#rows .row > :last-child')"
+    whole = browser.run(f"{cell}.title")
+    shown = browser.run(f"{cell}.textContent")
+
+    assert (whole, shown) == ("How many boats are in harbour 0?", "… 0?")

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 from rollout.observe.events import TurnEnded, TurnStarted, UserEnded
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rollout.agents.identity import Identity
     from rollout.agents.turn_end import TurnEnd
-    from rollout.engine.driver.generation import Generation
+    from rollout.engine.driver.generation import Generation, Part
     from rollout.observe.event_stream import EventStream
 
 
@@ -39,35 +41,61 @@ def tell_turn_ended(
         times: When it was asked for, and now.
         prompt_tokens: Before it.
     """
-    began, now = times
-    parts, count = generation.parts, len(generation.ids)
+    (began, now), count = times, len(generation.ids)
     is_said = count > 0 or generation.finish_reason is not None
-    events.emit(
-        TurnEnded(
-            at=events.since_start(now),
-            trajectory=identity.number,
-            turn=turn,
-            began=events.since_start(began),
-            path=identity.path,
-            requests=(parts[0].request_id,)
-            if len(parts) == 1
-            else tuple([part.request_id for part in parts]),
-            prompt_tokens=prompt_tokens,
-            cached_tokens=generation.cached_tokens,
-            generated_tokens=count,
-            held_s=generation.held_s,
-            finish_reason=end.finish_reason if is_said else "",
-            cut_by=end.cut_by or "",
-        )
+    events.tell(
+        _turn_ended,
+        identity.number,
+        turn,
+        began,
+        now,
+        identity.path,
+        generation.parts,
+        prompt_tokens,
+        generation.cached_tokens,
+        count,
+        generation.held_s,
+        end.finish_reason if is_said else "",
+        end.cut_by or "",
     )
+
+
+def _turn_ended(
+    start: float,
+    trajectory: int,
+    turn: int,
+    began: float,
+    now: float,
+    path: str,
+    parts: Sequence[Part],
+    prompt_tokens: int,
+    cached_tokens: int,
+    generated_tokens: int,
+    held_s: float,
+    finish_reason: str,
+    cut_by: str,
+) -> tuple[TurnEnded, None]:
+    event = TurnEnded(
+        at=now - start,
+        trajectory=trajectory,
+        turn=turn,
+        began=began - start,
+        path=path,
+        requests=tuple([part.request_id for part in parts]),
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        generated_tokens=generated_tokens,
+        held_s=held_s,
+        finish_reason=finish_reason,
+        cut_by=cut_by,
+    )
+    return event, None
 
 
 def tell_user_ended(events: EventStream, identity: Identity, began: float, now: float) -> None:
     """A simulated user has answered."""
-    events.emit(
-        UserEnded(
-            at=events.since_start(now),
-            trajectory=identity.number,
-            began=events.since_start(began),
-        )
-    )
+    events.tell(_user_ended, identity.number, began, now)
+
+
+def _user_ended(start: float, trajectory: int, began: float, now: float) -> tuple[UserEnded, None]:
+    return UserEnded(at=now - start, trajectory=trajectory, began=began - start), None

@@ -68,6 +68,10 @@ def _told(replayed: Replayed, output: Console) -> int:
         print_line(output, f"{'as recorded':<12}{steps}, to the end of the record: {why}")
         return OK
     print_line(output, f"{'as recorded':<12}{steps}, {ending(trajectory)}")
+    if ended.reward is not None:
+        print_line(
+            output, f"{'reward':<12}not asked for in a replay; recorded was {ended.reward:g}"
+        )
     return OK
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -44,16 +45,30 @@ def find_blocking_code(innermost: FrameType) -> BlockingCode | None:
     Names the activities from the outermost in, else whether it is the caller's code or this
     library's; then the innermost line, and the nearest one of a file that was not installed.
     """
-    frames = list(takewhile(lambda frame: not _is_loop(frame), _outwards(innermost)))
-    if all(_module(frame) == "selectors" for frame in frames):
+    frames = _frames_of_task(innermost)
+    if not frames:
         return None
-    while len(frames) > 1 and _root(frames[-1]) in TASK_RUNNERS:
-        frames.pop()
     own = _own(frames)
     place = _line(innermost)
     if own is not innermost:
         place += f", called from {_line(own)}"
     return BlockingCode(f"{_who(innermost, own)} at {place}", _place(own.f_code))
+
+
+def stack_of_task(innermost: FrameType) -> str:
+    """The stack of the task that runs at this frame, as Python prints one; empty between tasks."""
+    frames = [(frame, frame.f_lineno) for frame in reversed(_frames_of_task(innermost))]
+    return "".join(traceback.StackSummary.extract(iter(frames)).format())
+
+
+def _frames_of_task(innermost: FrameType) -> list[FrameType]:
+    """From the innermost one out, without the loop's; none between tasks."""
+    frames = list(takewhile(lambda frame: not _is_loop(frame), _outwards(innermost)))
+    if all(_module(frame) == "selectors" for frame in frames):
+        return []
+    while len(frames) > 1 and _root(frames[-1]) in TASK_RUNNERS:
+        frames.pop()
+    return frames
 
 
 def _outwards(frame: FrameType) -> Iterator[FrameType]:

@@ -96,7 +96,7 @@ class EventFile:
 
     def _write(self, events: list[Event]) -> None:
         """Whole lines or none; a fault is said once, and the run continues without its events."""
-        lines = b"\n".join([_encoded(event) for event in events]) + b"\n"
+        lines = _encoded(events)
         start = self._file.seek(0, io.SEEK_END)
         rest = memoryview(lines)
         try:
@@ -110,13 +110,16 @@ class EventFile:
             self._file.truncate(start)
 
 
-def _encoded(event: Event) -> bytes:
-    """JSON of an event; what has no JSON in it (a lone surrogate of a model's) is replaced."""
+def _encoded(events: list[Event]) -> bytes:
+    """Lines of JSON; what has no JSON in it (a lone surrogate of a model's) is replaced."""
     try:
-        return _ENCODER.encode(event)
+        return _ENCODER.encode_lines(events)
     except UnicodeEncodeError:
-        text = json.dumps(msgspec.to_builtins(event), default=repr, ensure_ascii=False)
-        return text.encode("utf-8", "replace")
+        whole = [
+            json.dumps(msgspec.to_builtins(each), default=repr, ensure_ascii=False)
+            for each in events
+        ]
+        return "".join([f"{text}\n" for text in whole]).encode("utf-8", "replace")
 
 
 def _drop_torn_line(file: Any) -> None:

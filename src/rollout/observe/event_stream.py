@@ -11,11 +11,13 @@ from rollout.clocks import wall
 from rollout.observe.events import RunStarted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     from rollout.bridge import Post
     from rollout.observe.events import Event
+
+    Make = Callable[..., tuple[Event, Any]]
 
 logger = logging.getLogger("rollout.observe")
 
@@ -37,31 +39,39 @@ class Reader(Protocol):
         """
 
 
+class Wants(Protocol):
+    """Which of the trajectories that have ended a reader wants to be told of."""
+
+    def __call__(self, step: int, uid: str, member: int, *, is_failed: bool) -> bool:
+        """Whether this one."""
+
+
 class EventStream:
     """Takes the events of one runtime to its readers.
 
     Who has something to tell asks `is_on` first, so that without a reader nothing is made::
 
         if events.is_on:
-            events.emit(ToolStarted(at=events.since_start(now), ...))
+            events.tell(turn_ended, trajectory, turn, began, now)
+
+    Where all readers want some trajectories only, nothing but these facts is kept of a trajectory
+    while it runs, and events are made of them once it has ended as one of those.
 
     Attributes:
         is_on: Whether anybody reads.
-        tells_all: Whether anybody wants all of it. Else only traces are made of it: of what has
-            ended in trajectories, and of requests for those of `chosen`.
-        chosen: Numbers of the trajectories whose requests are told even so.
+        tells_all: Whether anybody wants all of it, as it happens.
         emit: Hands an event to every reader, and what it happened to, which is not kept.
     """
 
     __slots__ = (
         "_clock",
-        "_hearers",
         "_loop",
+        "_notes",
         "_numbers",
         "_post",
         "_readers",
         "_start",
-        "chosen",
+        "_wants",
         "emit",
         "is_on",
         "tells_all",
@@ -69,10 +79,10 @@ class EventStream:
 
     def __init__(self) -> None:
         self.is_on = self.tells_all = False
-        self.chosen: set[int] = set()
         self.emit: Callable[..., None] = self._tell
         self._readers: tuple[Reader, ...] = ()
-        self._hearers: set[Reader] = set()
+        self._wants: dict[Reader, Wants] = {}
+        self._notes: dict[int, list[Any]] = {}
         self._loop = 0
         self._post: Post | None = None
         self._clock: Callable[[], float] = _not_started
@@ -91,26 +101,64 @@ class EventStream:
         if self.is_on:
             self.emit(RunStarted(at=0.0, wall_s=wall(), **facts))
 
-    def emit_from_thread(self, event: Event, subject: Any = None) -> None:
-        """`emit`, from whatever thread; from another one than the loop's it happens soon."""
-        if threading.get_ident() == self._loop or self._post is None:
-            self.emit(event, subject)
-        else:
-            self._post(lambda: self.emit(event, subject))
+    def begin(self, trajectory: int) -> None:
+        """What is told of this one from now on may be wanted once it has ended."""
+        if not self.tells_all:
+            self._notes[trajectory] = []
 
-    def attach(self, reader: Reader, *, for_traces: bool = False) -> None:
+    def tell(self, make: Make, *facts: Any) -> None:
+        """Something happened to a trajectory: emitted now, or once its end shows who wants it.
+
+        Args:
+            make: Makes the event, and its subject, of the start of the run on the loop's clock and
+                the facts.
+            facts: The first is the trajectory's number.
+        """
+        if self.tells_all:
+            self.emit(*make(self._start, *facts))
+        elif (notes := self._notes.get(facts[0])) is not None:
+            # Flat, so that no container stays for each, which Python's collector would look at.
+            notes.append(make)
+            notes.append(len(facts))
+            notes += facts
+
+    def tell_from_thread(self, make: Make, *facts: Any) -> None:
+        """`tell`, from whatever thread; from another one than the loop's it happens soon."""
+        if threading.get_ident() == self._loop or self._post is None:
+            self.tell(make, *facts)
+        else:
+            self._post(lambda: self.tell(make, *facts))
+
+    def tell_notes(
+        self, trajectory: int, step: int, uid: str, member: int, *, is_failed: bool
+    ) -> bool:
+        """Whether the end of a trajectory is to be told; what was kept of it has been then."""
+        notes: Sequence[Any] = self._notes.pop(trajectory, ())
+        if not self.tells_all and not any(
+            wants(step, uid, member, is_failed=is_failed) for wants in self._wants.values()
+        ):
+            return False
+        at = 0
+        while at < len(notes):
+            make, first, after = notes[at], at + 2, at + 2 + notes[at + 1]
+            self.emit(*make(self._start, *notes[first:after]))
+            at = after
+        return True
+
+    def attach(self, reader: Reader, *, wants: Wants | None = None) -> None:
         """Give it all events from now on.
 
         Args:
-            for_traces: It has no use for more than traces are made of: see `tells_all`.
+            wants: Of a reader that has use for whole trajectories only: for which ones. It may get
+                others too.
         """
-        if not for_traces:
-            self._hearers.add(reader)
+        if wants is not None:
+            self._wants[reader] = wants
         self._set((*self._readers, reader))
 
     def detach(self, reader: Reader) -> None:
         """Give it none any more; harmless where it gets none."""
-        self._hearers.discard(reader)
+        self._wants.pop(reader, None)
         self._set(tuple(each for each in self._readers if each is not reader))
 
     def now(self) -> float:
@@ -121,10 +169,6 @@ class EventStream:
         """A time of the loop's clock as seconds since the start of the run."""
         return at - self._start
 
-    def tells_requests(self, trajectory: int) -> bool:
-        """Whether anybody wants to know of the requests of this one."""
-        return self.tells_all or trajectory in self.chosen
-
     def new_trajectory(self) -> int:
         """The number of another trajectory."""
         self._numbers += 1
@@ -132,7 +176,9 @@ class EventStream:
 
     def _set(self, readers: tuple[Reader, ...]) -> None:
         self._readers, self.is_on = readers, bool(readers)
-        self.tells_all = bool(self._hearers)
+        self.tells_all = len(readers) > len(self._wants)
+        if not self.is_on:
+            self._notes.clear()
 
     def _tell(self, event: Event, subject: Any = None) -> None:
         for reader in self._readers:

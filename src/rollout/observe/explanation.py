@@ -126,11 +126,13 @@ class Explanation:
         calls: Those that have not ended.
         carried: Trajectories that wait for the next call.
         replicas: A line for each replica.
+        blocked_s: For how long the event loop has not come round, where that is longer than 0.1 s.
     """
 
     calls: tuple[CallWaits, ...]
     carried: tuple[TrajectoryWaits, ...] = ()
     replicas: tuple[str, ...] = ()
+    blocked_s: float = 0.0
 
     def __str__(self) -> str:
         lines = [line for call in self.calls for line in call.lines()]

@@ -138,6 +138,14 @@ class LoopLag:
         finally:
             self._windows.discard(window)
 
+    @property
+    def blocked_now_s(self) -> float:
+        """For how long the loop has not come round, whatever the cause; 0 up to `BLOCKED_S`."""
+        if not self._threads or self._stop.is_set():
+            return 0.0
+        late_s, _ = self._lateness(self._period)
+        return late_s if late_s > BLOCKED_S else 0.0
+
     async def watch(self) -> None:
         """Tick until cancelled; the watchdog thread lives as long."""
         self._start_watchdog()

@@ -108,26 +108,37 @@ def trace_of(
     """
     root = _root(ended, trajectory, run)
     texts = _Texts(ended, trajectory, run.decode)
-    texts.requests = {e.request: e for e, _ in happened if isinstance(e, told.RequestEnded)}
     functions: dict[int, Span] = {}
     parents: list[tuple[Span, int]] = []
     for event, subject in happened:
-        span = _span_of(event, subject, run, texts)
-        if span is None:
-            continue
-        if isinstance(event, told.SpanEnded):
-            functions[event.span] = span
-            parents.append((span, event.parent))
-        else:
-            root.children.append(span)
+        match event:
+            case told.RequestEnded():  # before its turn's end
+                texts.requests[event.request] = event
+            case told.TurnEnded():
+                root.children.append(_turn(event, run, texts))
+            case told.ToolEnded():
+                root.children.append(_tool(event, subject, run))
+            case told.SpanEnded():
+                functions[event.span] = span = _function(event, subject, run)
+                parents.append((span, event.parent))
+            case told.UserEnded():
+                root.children.append(_timed(USER, "ask_user", event.began, event.at, run))
+            case told.RewardEnded():
+                root.children.append(_reward(event, run))
+    if parents:
+        _place(parents, functions, root)
+    root.children.sort(key=lambda each: each.began)
+    return root
+
+
+def _place(parents: list[tuple[Span, int]], functions: dict[int, Span], root: Span) -> None:
+    """Put the user's functions into what called them."""
     calls = [each for each in root.children if each.kind in (TOOL, REWARD)]
     for span, parent in parents:
         around = [c for c in calls if c.began <= span.began and span.ended <= c.ended]
         # Called by a tool, unless several were called at that time.
         home = functions.get(parent) or (around[0] if len(around) == 1 else root)
         home.children.append(span)
-    root.children.sort(key=lambda each: each.began)
-    return root
 
 
 def _root(ended: told.TrajectoryEnded, trajectory: Trajectory | None, run: RunFacts) -> Span:
@@ -168,22 +179,11 @@ def _root(ended: told.TrajectoryEnded, trajectory: Trajectory | None, run: RunFa
     )
 
 
-def _span_of(event: TrajectoryEvent, subject: Any, run: RunFacts, texts: _Texts) -> Span | None:
-    match event:
-        case told.TurnEnded():
-            return _turn(event, run, texts)
-        case told.ToolEnded():
-            return _tool(event, subject, run)
-        case told.SpanEnded():
-            return _function(event, subject, run)
-        case told.UserEnded():
-            return _timed(USER, "ask_user", event.began, event.at, run)
-        case told.RewardEnded():
-            span = _timed(REWARD, "reward", event.began, event.at, run)
-            span.attributes = _known({"rollout.reward": event.reward})
-            span.error = event.error
-            return span
-    return None
+def _reward(event: told.RewardEnded, run: RunFacts) -> Span:
+    span = _timed(REWARD, "reward", event.began, event.at, run)
+    span.attributes = _known({"rollout.reward": event.reward})
+    span.error = event.error
+    return span
 
 
 def _timed(kind: str, name: str, began: float, ended: float, run: RunFacts) -> Span:
@@ -198,7 +198,7 @@ def _turn(event: told.TurnEnded, run: RunFacts, texts: _Texts) -> Span:
             "gen_ai.provider.name": run.provider,
             "gen_ai.request.model": run.model,
             "gen_ai.response.id": event.requests[-1] if event.requests else "",
-            "gen_ai.response.finish_reasons": [event.finish_reason] if event.finish_reason else [],
+            "gen_ai.response.finish_reasons": (event.finish_reason,) if event.finish_reason else "",
             "gen_ai.usage.input_tokens": event.prompt_tokens,
             "gen_ai.usage.cache_read.input_tokens": event.cached_tokens,
             "gen_ai.usage.output_tokens": event.generated_tokens,
@@ -254,14 +254,17 @@ class _Texts:
         self._turns: dict[str, Iterator[str]] = {}
         self.requests: dict[str, told.RequestEnded] = {}
 
-    def phases(self, event: told.TurnEnded) -> dict[str, float]:
+    def phases(self, event: told.TurnEnded) -> dict[str, Any]:
         """Seconds of its requests in each phase."""
         known = [self.requests[each] for each in event.requests if each in self.requests]
         if not known:
             return {}
-        names = ("queue_s", "prefill_s", "decode_s")
-        sums = {f"rollout.{name}": sum(getattr(each, name) for each in known) for name in names}
-        return sums | {"rollout.replica": known[-1].replica}
+        return {
+            "rollout.queue_s": sum([each.queue_s for each in known]),
+            "rollout.prefill_s": sum([each.prefill_s for each in known]),
+            "rollout.decode_s": sum([each.decode_s for each in known]),
+            "rollout.replica": known[-1].replica,
+        }
 
     def next_turn(self, path: str) -> str | None:
         """The text of a conversation's next turn."""
@@ -295,4 +298,4 @@ def _field(message: Any, name: str) -> Any:
 
 def _known(attributes: dict[str, Any]) -> dict[str, Any]:
     """Those that say something."""
-    return {name: value for name, value in attributes.items() if value not in (None, "", [])}
+    return {name: value for name, value in attributes.items() if value is not None and value != ""}

@@ -14,11 +14,11 @@ from rollout.errors import ConfigError
 from rollout.observe import events as told
 from rollout.observe.trace_spans import RunFacts, trace_of
 from rollout.seeds import derive_seed
+from rollout.types import Outcome
 
 if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.config import ObserveConfig
-    from rollout.observe.event_stream import EventStream
     from rollout.observe.events import Event
     from rollout.observe.trace_spans import Decode, Span, Told
 
@@ -64,8 +64,7 @@ class Tracer:
     On the loop it only gathers events; a thread builds spans and hands them over.
 
     Args:
-        share: Of all trajectories; those that failed come anyway, then without their requests.
-        events: The stream that it reads.
+        share: Of all trajectories; those that failed come anyway.
         has_texts: Adds decoded text, once `decode` is set.
 
     Attributes:
@@ -76,11 +75,9 @@ class Tracer:
         self,
         backend: TraceBackend,
         share: float,
-        events: EventStream,
         *,
         has_texts: bool = False,
     ) -> None:
-        self._events = events
         self.decode: Decode | None = None
         self._backend, self._share, self._has_texts = backend, share, has_texts
         self._happened: dict[int, list[Told]] = {}
@@ -99,12 +96,16 @@ class Tracer:
                 return  # of a request without a trajectory, or after its end
         elif kind is told.TrajectoryStarted:
             self._happened.setdefault(event.trajectory, [])  # type: ignore[attr-defined]
-            if self._is_chosen(event):  # type: ignore[arg-type]
-                self._events.chosen.add(event.trajectory)  # type: ignore[attr-defined]
         elif kind is told.TrajectoryEnded:
             self._end(event, subject)  # type: ignore[arg-type]
         elif isinstance(event, told.RunStarted):
             self._run = RunFacts.of(event)
+
+    def wants(self, step: int, uid: str, member: int, *, is_failed: bool) -> bool:
+        """See `Wants`; the same ones in every run."""
+        if is_failed or self._share >= 1:
+            return True
+        return derive_seed(0, "trace", step, uid, member) % 2**32 < self._share * 2**32
 
     def close(self) -> None:
         """Hand over what is left; bounded by `CLOSE_S`."""
@@ -117,21 +118,13 @@ class Tracer:
 
     def _end(self, event: told.TrajectoryEnded, trajectory: Trajectory | None) -> None:
         happened = self._happened.pop(event.trajectory, [])
-        is_chosen = event.trajectory in self._events.chosen
-        self._events.chosen.discard(event.trajectory)
-        if event.outcome != "failed" and not is_chosen:
+        is_failed = event.outcome == Outcome.FAILED
+        if not self.wants(event.step, event.uid, event.member, is_failed=is_failed):
             return
         try:
             self._ended.put_nowait(_Ended(event, happened, trajectory))
         except queue.Full:
             self._dropped += 1
-
-    def _is_chosen(self, event: told.TrajectoryStarted) -> bool:
-        """The same in every run."""
-        if self._share >= 1:
-            return True
-        number = derive_seed(0, "trace", event.step, event.uid, event.member)
-        return number % 2**32 < self._share * 2**32
 
     def _work(self) -> None:
         while (ended := self._ended.get()) is not None:
@@ -155,7 +148,7 @@ class _Ended:
     trajectory: Any
 
 
-def open_tracer(observe: ObserveConfig, events: EventStream) -> Tracer | None:
+def open_tracer(observe: ObserveConfig) -> Tracer | None:
     """What traces as the configuration says; None: it does not.
 
     Raises:
@@ -172,4 +165,4 @@ def open_tracer(observe: ObserveConfig, events: EventStream) -> Tracer | None:
             f"observe.trace_backend = {name!r} needs the package {error.name or package}: "
             f"pip install 'rollout-rl[{name}]'"
         ) from error
-    return Tracer(backend, observe.trace_share, events, has_texts=observe.token2text)
+    return Tracer(backend, observe.trace_share, has_texts=observe.token2text)

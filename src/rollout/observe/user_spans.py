@@ -44,16 +44,34 @@ class TrajectorySpans:
             called: Its arguments and its value.
             error: What it raised.
         """
-        event = SpanEnded(
-            at=self._events.now(),
-            trajectory=self._trajectory,
-            name=name,
-            span=span,
-            parent=parent,
-            began=began,
-            error="" if error is None else f"{type(error).__name__}: {error}",
+        fault = "" if error is None else f"{type(error).__name__}: {error}"
+        at, who = self._events.now(), self._trajectory
+        self._events.tell_from_thread(
+            _span_ended, who, at, name, span, parent, began, fault, called
         )
-        self._events.emit_from_thread(event, called)
+
+
+def _span_ended(
+    _: float,
+    trajectory: int,
+    at: float,
+    name: str,
+    span: int,
+    parent: int,
+    began: float,
+    error: str,
+    called: tuple[Any, Any],
+) -> tuple[SpanEnded, tuple[Any, Any]]:
+    event = SpanEnded(
+        at=at,
+        trajectory=trajectory,
+        name=name,
+        span=span,
+        parent=parent,
+        began=began,
+        error=error,
+    )
+    return event, called
 
 
 #: Those of the trajectory that the running code belongs to, and the innermost span around it: a

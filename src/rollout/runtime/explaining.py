@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from rollout.agents.services import Services
     from rollout.engine.driver.replica_statistics import ReplicaStatistics
+    from rollout.observe.loop_lag import LoopLag
     from rollout.runtime.group_calls import GroupCalls
     from rollout.runtime.open_calls import OpenCalls
     from rollout.scheduling.group_run import GroupRun
@@ -31,12 +32,14 @@ class ExplainingRuntime:
     _calls: OpenCalls
     _groups: GroupCalls
     _clock: Callable[[], float]
+    _lag: LoopLag
     services: Services
 
     def explain(self) -> Explanation:
         """What each trajectory that has not ended waits for, and since when; print it.
 
-        Waits for nothing, and may be called from a signal handler of the loop's thread.
+        Waits for nothing, and may be called from a signal handler of the loop's thread, also while
+        something blocks the loop.
         """
         now, engines = self._clock(), self.services.engines
         requests = engines.waits(now)
@@ -55,7 +58,7 @@ class ExplainingRuntime:
         ]
         carried = [_waits_of(member, requests, now, now) for member in self._groups.carried]
         replicas = tuple(map(_replica_line, engines.statistics()))
-        return Explanation(tuple(calls), tuple(carried), replicas)
+        return Explanation(tuple(calls), tuple(carried), replicas, self._lag.blocked_now_s)
 
 
 def _name_of(run: BatchRun | GroupRun, call: object) -> str:

@@ -42,7 +42,7 @@ class Observers:
         ConfigError: A package is not installed, or a port is taken.
     """
 
-    def __init__(self, observe: ObserveConfig, events: EventStream) -> None:
+    def __init__(self, observe: ObserveConfig) -> None:
         self.readers: list[ClosableReader] = []
         self.tracer: Tracer | None = None
         try:
@@ -50,7 +50,7 @@ class Observers:
                 self.readers.append(EventFile(observe.path))
             if observe.prometheus_port is not None:
                 self.readers.append(PrometheusEndpoint(observe.prometheus_port))
-            self.tracer = open_tracer(observe, events)
+            self.tracer = open_tracer(observe)
         except BaseException:
             for reader in self.readers:
                 reader.close()
@@ -73,9 +73,9 @@ async def observed(
     Raises:
         RolloutError, ConfigError: As `Observers`.
     """
-    observers = Observers(config.observe, events)
+    observers = Observers(config.observe)
     for reader in observers.readers:
-        events.attach(reader, for_traces=reader is observers.tracer)
+        events.attach(reader, wants=reader.wants if isinstance(reader, Tracer) else None)
     events.start(
         loop_clock(),
         version=sys.modules["rollout"].__version__,

@@ -162,7 +162,8 @@ async def replay(
         get_agent(name)
     except AgentError as error:
         raise ConfigError(
-            f"agent {name!r}: {error}; expected --tools to name the file that registers it"
+            f"agent {name!r}: {error}; expected --tools to name the file that registers it, "
+            "or --config the configuration that does"
         ) from None
     threads = WorkerThreads(max_threads=config.tools.max_threads, max_abandoned=1)
     template = template_of(config)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rollout.observe.event_stream import NO_TRAJECTORY
 from rollout.observe.events import GroupEnded, RewardEnded, TrajectoryEnded, TrajectoryStarted
 from rollout.types import DRIFT, Outcome
 
@@ -29,20 +30,19 @@ def tell_started(events: EventStream, run: AgentRun) -> None:
     if run.attempt == 1:
         _number(events, member)
         member.began = run.started
-    events.emit(
-        TrajectoryStarted(
-            at=events.now(),
-            **_named(member),
-            attempt=run.attempt,
-        )
-    )
+        events.begin(member.identity.number)
+    events.tell(_started, member.identity.number, events.now(), member, run.attempt)
+
+
+def _started(
+    _: float, trajectory: int, at: float, member: Member, attempt: int
+) -> tuple[TrajectoryStarted, None]:
+    return TrajectoryStarted(at=at, **_named(member), attempt=attempt), None
 
 
 def tell_ended(events: EventStream, member: Member, trajectory: Trajectory) -> None:
     """A member has its outcome."""
-    is_wanted = events.tells_all or member.identity.number in events.chosen
-    if not is_wanted and trajectory.outcome is not Outcome.FAILED:  # no trace is made of it
-        _tell_end(events, member, trajectory.outcome, trajectory.reason)
+    if not _is_wanted(events, member, trajectory.outcome):
         return
     if member.began is None:
         _number(events, member)
@@ -84,23 +84,26 @@ def tell_ended(events: EventStream, member: Member, trajectory: Trajectory) -> N
 def tell_lost(events: EventStream, members: Iterable[Member], reason: str) -> None:
     """Members of a call whose caller was cancelled: nobody takes their trajectories."""
     for member in members:
-        _tell_end(events, member, Outcome.CANCELLED, reason)
-
-
-def _tell_end(events: EventStream, member: Member, outcome: Outcome, reason: str) -> None:
-    """That it ended, and no more."""
-    if member.began is None:
-        _number(events, member)
-    now = events.now()
-    events.emit(
-        TrajectoryEnded(
-            at=now,
-            **_named(member),
-            began=_began(events, member, now),
-            outcome=outcome.value,
-            reason=reason,
+        if not _is_wanted(events, member, Outcome.CANCELLED):
+            continue
+        if member.began is None:
+            _number(events, member)
+        now = events.now()
+        events.emit(
+            TrajectoryEnded(
+                at=now,
+                **_named(member),
+                began=_began(events, member, now),
+                outcome=Outcome.CANCELLED.value,
+                reason=reason,
+            )
         )
-    )
+
+
+def _is_wanted(events: EventStream, member: Member, outcome: Outcome) -> bool:
+    """Whether its end is to be told."""
+    who, is_failed = member.identity, outcome is Outcome.FAILED
+    return events.tell_notes(who.number, who.step, who.uid, who.member, is_failed=is_failed)
 
 
 def tell_group_ended(events: EventStream, ended: Sequence[Ended], verdict: str = "") -> None:
@@ -134,18 +137,29 @@ def tell_rewarded(
     is_group: bool = False,
 ) -> None:
     """A reward function has answered for a member, or for the group that it is the first of."""
-    identity = member.identity
-    events.emit(
-        RewardEnded(
-            at=events.now(),
-            trajectory=0 if is_group else identity.number,
-            batch=member.batch,
-            group=identity.group,
-            began=events.since_start(began),
-            reward=reward,
-            error=error,
-        )
+    number = NO_TRAJECTORY if is_group else member.identity.number
+    events.tell(_rewarded, number, events.now(), member, began, reward, error)
+
+
+def _rewarded(
+    start: float,
+    trajectory: int,
+    at: float,
+    member: Member,
+    began: float,
+    reward: float | None,
+    error: str,
+) -> tuple[RewardEnded, None]:
+    event = RewardEnded(
+        at=at,
+        trajectory=trajectory,
+        batch=member.batch,
+        group=member.identity.group,
+        began=began - start,
+        reward=reward,
+        error=error,
     )
+    return event, None
 
 
 def _named(member: Member) -> dict[str, Any]:

@@ -108,13 +108,13 @@ class TrajectoryRunner:
 
     async def _reward(self, run: AgentRun, trajectory: Trajectory) -> None:
         given, events = run.context.reward, self.services.events
-        if events.is_on:
-            enter_trajectory(events, run.member.identity.number)
         if self.rewarding.single is None:
             if given is not None:
                 _take_reward(trajectory, given)
         elif anyio.current_time() < run.batch_deadline.at:
             supervision, deadline = run.supervision, run.batch_deadline
+            if events.is_on:
+                enter_trajectory(events, run.member.identity.number)
             await self.rewarding.reward(run.member, trajectory, supervision, deadline)
         else:  # no time is left to learn its reward
             exclude(trajectory)

@@ -53,23 +53,46 @@ class CallEvents:
         is_refused: bool = False,
     ) -> None:
         """It has its result; None: it was cancelled."""
-        events = self._events
-        name, call_id = (call.name, call.id or "") if isinstance(call, ToolCall) else ("", "")
-        is_error, text = (True, NO_RESULT) if result is None else (result.is_error, result.text)
-        events.emit(
-            ToolEnded(
-                at=events.since_start(now),
-                trajectory=self._trajectory,
-                tool=name,
-                turn=self._turn,
-                began=events.since_start(began),
-                position=position,
-                path=self._path,
-                call_id=call_id,
-                is_refused=is_refused,
-                is_error=is_error,
-                error=text[:SHOWN] if is_error else "",
-                characters=0 if result is None else len(result.text),
-            ),
-            (call, result),
+        self._events.tell(
+            _tool_ended,
+            self._trajectory,
+            self._turn,
+            self._path,
+            position,
+            call,
+            result,
+            began,
+            now,
+            is_refused,
         )
+
+
+def _tool_ended(
+    start: float,
+    trajectory: int,
+    turn: int,
+    path: str,
+    position: int,
+    call: ToolCall | InvalidToolCall,
+    result: ToolResult | None,
+    began: float,
+    now: float,
+    is_refused: bool,
+) -> tuple[ToolEnded, tuple[ToolCall | InvalidToolCall, ToolResult | None]]:
+    name, call_id = (call.name, call.id or "") if isinstance(call, ToolCall) else ("", "")
+    is_error, text = (True, NO_RESULT) if result is None else (result.is_error, result.text)
+    event = ToolEnded(
+        at=now - start,
+        trajectory=trajectory,
+        tool=name,
+        turn=turn,
+        began=began - start,
+        position=position,
+        path=path,
+        call_id=call_id,
+        is_refused=is_refused,
+        is_error=is_error,
+        error=text[:SHOWN] if is_error else "",
+        characters=0 if result is None else len(result.text),
+    )
+    return event, (call, result)

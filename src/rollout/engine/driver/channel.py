@@ -295,6 +295,8 @@ class Channel:
             self.tokens.refused += len(chunk.ids) // 4
             self._on_garbled(pending, fault, is_last=chunk.finish_reason is not None)
             return
+        if pending.first_at is None and pending.part.count:
+            pending.first_at = self._now()
         if chunk.finish_reason is None:
             self._wakes.spend(PARTIAL_ANSWER)
         else:

@@ -12,86 +12,81 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from rollout.engine.driver.generation import Generation
+    from rollout.engine.driver.generation import Part
     from rollout.engine.driver.pending_request import PendingRequest
     from rollout.engine.driver.recovery import Attempt
     from rollout.observe.event_stream import EventStream
     from rollout.observe.events import Event
 
 
-class RequestEvents:
-    """Tells of one request, from when a place is asked for until it is over.
-
-    It is a reader of the generation's tokens until the first ones have come.
-    """
-
-    __slots__ = (
-        "_asked",
-        "_attempt",
-        "_clock",
-        "_events",
-        "_first",
-        "_pending",
-        "_placed",
-        "_prompt",
+def tell_request_placed(events: EventStream, attempt: Attempt, pending: PendingRequest) -> None:
+    """A request was sent to a replica."""
+    if not events.tells_all:
+        return
+    events.emit(
+        RequestPlaced(
+            at=events.since_start(attempt.asked_at),
+            trajectory=attempt.trajectory,
+            session=attempt.session_id,
+            request=pending.request_id,
+            replica=pending.part.replica,
+            queue_s=attempt.asked_at - attempt.waits_since,
+        )
     )
 
-    def __init__(self, events: EventStream, attempt: Attempt, clock: Callable[[], float]) -> None:
-        self._events, self._attempt, self._clock = events, attempt, clock
-        self._asked = clock()
-        self._placed: float | None = None
-        self._first: float | None = None
-        self._prompt = 0
 
-    def placed(self, pending: PendingRequest) -> None:
-        """It was sent to a replica."""
-        events, attempt = self._events, self._attempt
-        self._pending, self._placed = pending, self._clock()
-        self._prompt = attempt.prompt_tokens
-        attempt.generation.on_tokens += (self,)
-        if not events.tells_all:
-            return
-        events.emit(
-            RequestPlaced(
-                at=events.since_start(self._placed),
-                trajectory=attempt.trajectory,
-                session=attempt.session_id,
-                request=pending.request_id,
-                replica=pending.part.replica,
-                queue_s=self._placed - self._asked,
-            )
-        )
+def tell_request_ended(
+    events: EventStream, attempt: Attempt, pending: PendingRequest | None, now: float
+) -> None:
+    """It is over, or nobody waits for it any more; one that was not sent is none."""
+    if pending is None:
+        return
+    assert pending.dispatch is not None
+    events.tell(
+        _request_ended,
+        attempt.trajectory,
+        attempt.session_id,
+        pending.part,
+        attempt.waits_since,
+        attempt.asked_at,
+        pending.first_at,
+        now,
+        pending.dispatch.prompt_tokens,
+        attempt.generation.cached_tokens if pending.finish_reason else 0,
+        _end_of(pending),
+    )
 
-    def __call__(self, generation: Generation) -> None:
-        """Its first tokens have come, or its end."""
-        if self._pending.part.count:
-            self._first = self._clock()
-        generation.leave_out(self)
 
-    def ended(self) -> None:
-        """It is over, or nobody waits for it any more; one that was not sent is none."""
-        if self._placed is None:
-            return
-        events, attempt, pending, now = self._events, self._attempt, self._pending, self._clock()
-        attempt.generation.leave_out(self)
-        first = now if self._first is None else self._first
-        events.emit(
-            RequestEnded(
-                at=events.since_start(now),
-                trajectory=attempt.trajectory,
-                session=attempt.session_id,
-                request=pending.request_id,
-                replica=pending.part.replica,
-                began=events.since_start(self._asked),
-                queue_s=self._placed - self._asked,
-                prefill_s=first - self._placed,
-                decode_s=now - first,
-                prompt_tokens=self._prompt,
-                cached_tokens=attempt.generation.cached_tokens if pending.finish_reason else 0,
-                tokens=pending.part.count,
-                finish_reason=_end_of(pending),
-            )
-        )
+def _request_ended(
+    start: float,
+    trajectory: int,
+    session: str,
+    part: Part,
+    asked: float,
+    placed: float,
+    first: float | None,
+    now: float,
+    prompt_tokens: int,
+    cached_tokens: int,
+    finish_reason: str,
+) -> tuple[RequestEnded, None]:
+    first = now if first is None else first
+    event = RequestEnded(
+        at=now - start,
+        trajectory=trajectory,
+        session=session,
+        request=part.request_id,
+        replica=part.replica,
+        began=asked - start,
+        queue_s=placed - asked,
+        prefill_s=first - placed,
+        decode_s=now - first,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        tokens=part.count,
+        finish_reason=finish_reason,
+    )
+    return event, None
 
 
 def _end_of(pending: PendingRequest) -> str:

@@ -33,6 +33,8 @@ class PendingRequest(msgspec.Struct, eq=False, gc=False):
         is_garbled: The engine's answer contradicted itself; what came before stays.
         media: The images and videos of its prompt; sent where the engine asks for them.
         given_up_at: Of one past its deadline: when its last answer is not waited for any more.
+        first_at: When its first tokens came, on the loop's clock; None before, and where none came
+            before it was cancelled.
     """
 
     message: Submit
@@ -50,6 +52,7 @@ class PendingRequest(msgspec.Struct, eq=False, gc=False):
     is_garbled: bool = False
     given_up_at: float | None = None
     media: tuple[PlacedMedia, ...] = ()
+    first_at: float | None = None
 
     def take(self, chunk: Chunk, vocab_size: int, counts: TokenCounts) -> None:
         """Append the tokens of a chunk to the generation, and count them.

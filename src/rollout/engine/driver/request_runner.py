@@ -10,7 +10,7 @@ import anyio
 from rollout.bridge import loop_clock
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.deadline_watch import DeadlineWatch
-from rollout.engine.driver.engine_events import RequestEvents
+from rollout.engine.driver.engine_events import tell_request_ended, tell_request_placed
 from rollout.engine.driver.recovery import NO_ENGINE, Isolation
 from rollout.engine.wire.protocol import Submit
 from rollout.limits import cleanup_scope
@@ -105,9 +105,7 @@ class RequestRunner:
                     await self._wait_held(attempt, attempt.hold)
                 attempt.waits_since = self._now()
                 events = self._events
-                told = None
-                if events.is_on and events.tells_requests(attempt.trajectory):
-                    told = RequestEvents(events, attempt, self._now)
+                pending: PendingRequest | None = None
                 dispatch = self._place_at_once(attempt, group_id, avoid)
                 if dispatch is None:
                     dispatch = await self._place(attempt, group_id, avoid)
@@ -120,8 +118,8 @@ class RequestRunner:
                         with attempt.in_time():
                             await self._wait_for_room(channel, dispatch, request, attempt.prefix)
                     pending = self._submit(channel, dispatch, request, attempt)
-                    if told is not None:
-                        told.placed(pending)
+                    if events.is_on:
+                        tell_request_placed(events, attempt, pending)
                     self.deadlines.begin(pending, channel, attempt)
                     try:  # right here: each coroutine around this wait is one for each trajectory
                         await pending.done
@@ -138,8 +136,8 @@ class RequestRunner:
                         raise attempt.overdue()
                 finally:
                     self._end(replica, attempt)
-                    if told is not None:
-                        told.ended()
+                    if events.is_on:
+                        tell_request_ended(events, attempt, pending, self._now())
                 if pending.finish_reason in WHOLE_ANSWERS or await self._is_over(attempt, pending):
                     return
                 is_cut_off = pending.finish_reason == "abort"

@@ -6,17 +6,18 @@ none is set, and the environment names an OTLP endpoint as the SDK reads it, one
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from rollout.observe.trace_spans import CHAT, TOOL
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
     from opentelemetry.trace import Tracer
 
     from rollout.observe.trace_spans import Span
@@ -56,7 +57,8 @@ class Backend:
 
     def export(self, root: Span) -> None:
         """See `TraceBackend`."""
-        self._export(root, None)
+        # A trace of its own, whatever span the caller has open.
+        self._export(root, trace.set_span_in_context(trace.INVALID_SPAN))
 
     def close(self) -> None:
         """See `TraceBackend`; the process's own provider stays open."""
@@ -66,21 +68,21 @@ class Backend:
         if self._own is not None:
             self._own.shutdown()
 
-    def _export(self, each: Span, parent: Any) -> None:
-        # Without a parent, a trace of its own, whatever span the caller has open.
-        context = trace.set_span_in_context(trace.INVALID_SPAN if parent is None else parent)
+    def _export(self, each: Span, context: Context) -> None:
         span = self._tracer.start_span(
             each.name,
             context,
             SpanKind.CLIENT if each.kind == CHAT else SpanKind.INTERNAL,
-            attributes={**each.attributes, **_contents(each)},
+            each.attributes | _contents(each),
             start_time=_nanoseconds(each.began),
         )
         if each.error:
             span.set_attribute("error.type", each.error.partition(":")[0][:80])
             span.set_status(Status(StatusCode.ERROR, each.error))
-        for child in each.children:
-            self._export(child, span)
+        if each.children:
+            within = trace.set_span_in_context(span, context)
+            for child in each.children:
+                self._export(child, within)
         span.end(_nanoseconds(each.ended))
 
 
@@ -88,14 +90,18 @@ def _contents(each: Span) -> dict[str, str]:
     """Inputs and outputs, as JSON where they are no text."""
     if each.kind == CHAT and each.outputs is not None:
         said = [{"role": "assistant", "parts": [{"type": "text", "content": each.outputs}]}]
-        return {"gen_ai.output.messages": json.dumps(said)}
-    names = _CONTENT.get(each.kind, _OTHER_CONTENT)
-    pairs = zip(names, (each.inputs, each.outputs), strict=True)
-    return {name: _text(value) for name, value in pairs if value is not None}
+        return {"gen_ai.output.messages": _text(said)}
+    taken, given = _CONTENT.get(each.kind, _OTHER_CONTENT)
+    found = {}
+    if each.inputs is not None:
+        found[taken] = _text(each.inputs)
+    if each.outputs is not None:
+        found[given] = _text(each.outputs)
+    return found
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -26,10 +26,15 @@ LEAST_S = 1e-3
 
 
 class ToolFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Calls of one tool; seconds of one call that ran, but for `total`."""
+    """Calls of one tool; seconds of one call that ran, but for `total`.
+
+    Attributes:
+        refused: Calls that were answered without having run.
+    """
 
     name: str
     calls: int
+    refused: int
     errors: int
     mean: float
     median: float
@@ -68,11 +73,13 @@ def tool_figures(times: RunTimes) -> list[ToolFigures]:
 
 
 def _tool(name: str, calls: Sequence[ToolEnded]) -> ToolFigures:
-    ran = [call for call in calls if not call.is_refused] or calls
+    ran = [call for call in calls if not call.is_refused]
+    refused, ran = len(calls) - len(ran), ran or list(calls)
     seconds = np.array([call.at - call.began for call in ran])
     return ToolFigures(
         name=name,
         calls=len(calls),
+        refused=refused,
         errors=sum(call.is_error for call in calls),
         mean=float(seconds.mean()),
         median=float(np.median(seconds)),

@@ -220,6 +220,9 @@ class ReplayLog:
                 f"asks the model with seed {place[2]} after {place[0]} tokens; recorded was seed "
                 f"{same[0].place[2]}, of {_turn(same[0])}"
             )
+        if self._left and isinstance(due := self._left[0], TurnEntry):  # of another conversation
+            what = f"asks the model for what is not {_turn(due)}, the next one"
+            return f"{what}: {self._difference_to(due, prefix)}"
         return f"asks the model after {place[0]} tokens; {self._next()}"
 
     def _why_no_answers(

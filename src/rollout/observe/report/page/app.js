@@ -89,7 +89,7 @@ function overTime() {
   const made = [];
   if (series.throughput.length) made.push(lines("Throughput", "sampled tokens a second", [{ name: "tokens/s", values: series.throughput, style: "s-0" }], series.step));
   if (series.in_flight.length) made.push(lines("In flight", "trajectories, by what they do", [
-    { name: "in flight", values: series.in_flight, style: "s-0" },
+    { name: "in flight", values: series.in_flight, style: "s-0", filled: true }, // else another line may hide it
     { name: "on engines", values: series.on_engines, style: "s-1" },
     { name: "with tools", values: series.with_tools, style: "s-2" },
   ], series.step));
@@ -118,9 +118,10 @@ function simpleTable(id, title, head, rows) {
 
 function toolsTable() {
   if (!report.tools.length) return null;
-  return simpleTable("tools", "Tools", ["tool", "calls", "errors", "mean", "median", "95 %", "longest", "altogether"], report.tools.map((tool) => [
+  return simpleTable("tools", "Tools", ["tool", "calls", "not run", "errors", "mean", "median", "95 %", "longest", "altogether"], report.tools.map((tool) => [
     el("button", { type: "button", class: "plain", onclick: () => showThese(`tool:"${tool.name}"`) }, tool.name),
-    number(tool.calls), number(tool.errors), seconds(tool.mean), seconds(tool.median), seconds(tool.p95), seconds(tool.longest), seconds(tool.total)]));
+    number(tool.calls), number(tool.refused), number(tool.errors),
+    ...[tool.mean, tool.median, tool.p95, tool.longest, tool.total].map((took) => tool.refused < tool.calls ? seconds(took) : "–")]));
 }
 
 function replicasTable() {

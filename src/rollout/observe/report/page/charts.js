@@ -121,7 +121,7 @@ function lines(title, note, series, step, { format = compact, unit = "" } = {}) 
   for (const each of series) {
     const points = each.values.map((value, at) => [x((at + 0.5) * step), y(value ?? 0)]);
     const path = points.map(([left, top], at) => `${at ? "L" : "M"}${left.toFixed(1)} ${top.toFixed(1)}`).join("");
-    if (series.length === 1) {
+    if (series.length === 1 || each.filled) {
       const floor = y(0).toFixed(1);
       chart.append(svg("path", { class: `area ${each.style}`, d: `${path}L${points[points.length - 1][0].toFixed(1)} ${floor}L${points[0][0].toFixed(1)} ${floor}Z` }));
     }

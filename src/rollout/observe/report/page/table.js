@@ -1,6 +1,7 @@
 // The table of trajectories: filtered by a query, sorted, and drawn only where it is looked at.
 
 const ROW_HEIGHT = 30;
+const LEAST_SHARED = 20;
 const SHOWN_COLUMNS = [
   { key: "name", title: "trajectory", wide: "minmax(110px, 1.4fr)", values: names },
   { key: "outcome", title: "outcome", wide: "minmax(104px, 1fr)", values: columns.outcome },
@@ -12,6 +13,7 @@ const SHOWN_COLUMNS = [
   { key: "seconds", title: "seconds", wide: "76px", numeric: true },
   { key: "task", title: "task", wide: "minmax(140px, 3fr)", values: columns.task, hint: "the last question" },
 ];
+const SHARED_BEGINNING = sharedBeginning(columns.task);
 // Names of a query, and the column that each means.
 const FIELDS = {
   uid: "uid", group: "group", member: "member", outcome: "outcome", reason: "reason", reward: "reward",
@@ -200,8 +202,18 @@ function cell(column, at) {
   const value = (column.values ?? columns[column.key])[at];
   if (column.key === "outcome") return el("span", { role: "gridcell" }, outcomeBadge(at));
   const kind = column.numeric ? "number" : "";
-  const text = column.numeric ? number(value, column.key === "seconds" ? 2 : 3) : value;
+  let text = column.numeric ? number(value, column.key === "seconds" ? 2 : 3) : value;
+  if (column.key === "task" && value && SHARED_BEGINNING) text = `… ${value.slice(SHARED_BEGINNING)}`;
   return el("span", { role: "gridcell", class: kind, title: column.numeric ? null : value }, text);
+}
+
+// Characters with which all tasks begin, in whole words: they would fill the column and tell nothing apart.
+function sharedBeginning(tasks) {
+  const [first = "", ...others] = [...new Set(tasks.filter(Boolean))];
+  let shared = others.length ? first.length : 0;
+  for (const other of others) while (!other.startsWith(first.slice(0, shared))) shared -= 1;
+  shared = first.lastIndexOf(" ", shared - 1) + 1;
+  return shared >= LEAST_SHARED ? shared : 0;
 }
 
 function outcomeBadge(at) {

@@ -50,8 +50,8 @@ function headOf(at, facts) {
       el("button", { type: "button", id: "previous", title: "previous of the table (k)", onclick: () => step(-1) }, "↑"),
       el("button", { type: "button", id: "next", title: "next of the table (j)", onclick: () => step(1) }, "↓")),
     siblings.length > 1 && el("nav", { class: "siblings", "aria-label": "members of its group" }, "its group:",
-      siblings.map((other) => el("a", { href: linkTo(other), class: other === at ? "at" : "", "aria-current": other === at ? "true" : null },
-        `${columns.member[other]}`, el("small", {}, columns.reward[other] === null ? " –" : ` ${number(columns.reward[other], 2)}`)))));
+      siblings.map((other) => el("a", { href: linkTo(other), class: other === at ? "at" : "", "aria-current": other === at ? "true" : null, title: `member ${columns.member[other]}, reward ${number(columns.reward[other])}` },
+        `${columns.member[other]}`, el("small", {}, ` · ${number(columns.reward[other], 2)}`)))));
 }
 
 function factsOf(at) {
