@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence, Sized
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -242,7 +243,13 @@ def add_call(
 def named_sums(sums: Mapping[str, CallSums]) -> dict[str, float]:
     """The sums of each tool as ``tool/TOOL/{calls,errors,seconds,seconds_max}``."""
     return {
-        f"tool/{tool}/{name}": float(number)
+        name: float(number)
         for tool, each in sums.items()
-        for name, number in zip(_SUMS, each, strict=True)
+        for name, number in zip(_names_of_sums(tool), each, strict=True)
     }
+
+
+@lru_cache(256)
+def _names_of_sums(tool: str) -> tuple[str, ...]:
+    """The same objects for all trajectories."""
+    return tuple(f"tool/{tool}/{name}" for name in _SUMS)

@@ -50,7 +50,6 @@ class RunningCalls:
         calls: Calls that reached a tool.
         errors: Results that are errors, whatever their cause.
         is_closed: Whether they were closed.
-        under_way: Calls that run, or wait for their tool's place: name, and since when.
         idle_since: When the last one ended.
         invalid_in_a_row: Latest calls in a row that could not be run as asked: not parsed, of an
             unknown tool, or with wrong arguments.
@@ -73,13 +72,13 @@ class RunningCalls:
         "_tools",
         "_turns_under_way",
         "_uid",
+        "_under_way",
         "calls",
         "errors",
         "idle_since",
         "invalid_in_a_row",
         "is_closed",
         "seconds",
-        "under_way",
     )
 
     def __init__(
@@ -93,7 +92,7 @@ class RunningCalls:
         extra: dict[str, Any],
     ) -> None:
         self.seconds, self.idle_since, self.is_closed = 0.0, 0.0, False
-        self.under_way: dict[object, tuple[str, float]] = {}
+        self._under_way: dict[object, tuple[str, float]] | None = None
         self.calls = self.errors = self.invalid_in_a_row = self._turns_under_way = 0
         self._clock, self._is_on_trio = loop_clock(), runs_on_trio()
         self._kit, self._tools = kit, tools
@@ -106,6 +105,11 @@ class RunningCalls:
         self._serial: dict[int, anyio.Lock] | None = None
         self._contexts: ToolContexts | None = None
         self._sessions: OpenSessions | None = None
+
+    @property
+    def under_way(self) -> Sequence[tuple[str, float]]:
+        """Calls that run, or wait for their tool's place: name, and since when."""
+        return tuple((self._under_way or {}).values())
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -239,12 +243,14 @@ class RunningCalls:
 
     async def _open_tools(self, turn: CallTurn) -> None:
         """Open the tools that are used for the first time; where one fails, so do its calls."""
-        self._opening = self._opening or anyio.Lock(fast_acquire=True)
-        await acquire(self._opening, turn.deadline)
+        opening = self._opening = self._opening or anyio.Lock(fast_acquire=True)
+        await acquire(opening, turn.deadline)
         try:
             await self._open_unopened(turn)  # other conversations may have opened some meanwhile
         finally:
-            self._opening.release()
+            opening.release()
+            if not opening.locked():  # nobody waits for it
+                self._opening = None
 
     async def _open_unopened(self, turn: CallTurn) -> None:
         unopened = self._unopened(turn)
@@ -294,14 +300,16 @@ class RunningCalls:
         owner = self.contexts[call.name]
         activity = f"tool {call.name!r} of trajectory {owner.uid}/{owner.member}"  # noqa: F841
         self.calls += 1
-        self.under_way[turn, position] = call.name, started
+        self._under_way = self._under_way or {}
+        self._under_way[turn, position] = call.name, started
         if turn.told is not None:
             turn.told.started(position, call, started)
         try:
             turn.results[position] = await self._result_of(turn, call, owner.kwargs)
         finally:
             self.idle_since = now = self._clock()
-            del self.under_way[turn, position]
+            del self._under_way[turn, position]
+            self._under_way = self._under_way or None
             self.seconds += now - started
             self._note(call, turn.results[position], now - started)
             if turn.told is not None:

@@ -59,14 +59,18 @@ class ToolContexts(dict[str, ToolContext]):
         kwargs: The prompt's kwargs by tool.
     """
 
+    __slots__ = ("_kwargs", "_trajectory")
+
     def __init__(self, trajectory: ToolContext, kwargs: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__()
         self._trajectory = trajectory
         self._kwargs = kwargs
 
     def __missing__(self, name: str) -> ToolContext:
-        kwargs = dict(self._kwargs.get(name, {}))
-        context = self[name] = msgspec.structs.replace(self._trajectory, kwargs=kwargs)
+        kwargs, context = self._kwargs.get(name), self._trajectory
+        if kwargs or self:  # else it is that of the first tool as it stands
+            context = msgspec.structs.replace(context, kwargs=dict(kwargs or {}))
+        self[name] = context
         return context
 
 
@@ -78,6 +82,8 @@ class ToolSession(ABC):
             in which the model wrote them: for tools with a state that outlives a call, such as an
             interpreter. None: the calls of one turn are begun in that order and run at once.
     """
+
+    __slots__ = ()
 
     serial: object | None = None
 
