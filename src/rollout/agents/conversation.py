@@ -261,7 +261,7 @@ class Conversation(OpeningConversation):
         """Append what came of a generation, whatever became of the wait for it."""
         state = self._state
         state.note_generation(generation, seconds)
-        if not (generation.ids or generation.finish_reason):
+        if not (generation.count or generation.finish_reason):
             return
         self._log.take(generation.kept_part(), end.finish_reason, seed)
         state.count_tokens(generation, self._known_tokens)

@@ -84,13 +84,14 @@ class ConversationLog:
         """Tokens that an engine sampled: of a turn that begins with them, or is open."""
         if self._open_from is None:
             self._open_from = len(self.transcript)
+        packed = generation.packed()
         self.transcript.append_generated(
-            generation.ids,
-            generation.log_probs,
+            memoryview(packed[0]).cast("i"),
+            memoryview(packed[1]).cast("f"),
             versions=[(version, count) for version, count in generation.versions],
             finish_reason=finish_reason,
             top=generation.top(),
-            packed=generation.packed(),
+            packed=packed,
         )
         experts = generation.experts()
         if experts is not None:

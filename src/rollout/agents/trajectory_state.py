@@ -244,7 +244,7 @@ class TrajectoryState:
         if not generation.parts:
             return  # none arrived, or all of it is remembered
         tally = self.services.tally
-        tally.generated_tokens += len(generation.ids)
+        tally.generated_tokens += generation.count
         if generation.finish_reason in WHOLE_ANSWERS:  # others need not say what was cached
             tally.known_tokens += known_tokens
             tally.reused_tokens += min(generation.cached_tokens, known_tokens)

@@ -40,7 +40,7 @@ def tell_turn_ended(
         prompt_tokens: Before it.
     """
     began, now = times
-    parts, count = generation.parts, len(generation.ids)
+    parts, count = generation.parts, generation.count
     is_said = count > 0 or generation.finish_reason is not None
     events.emit(
         TurnEnded(

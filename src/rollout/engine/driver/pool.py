@@ -189,7 +189,7 @@ class EnginePool(PoolMaintenance):
     @property
     def tokens_under_way(self) -> int:
         """Tokens that have arrived for generations that have not ended."""
-        return sum(len(attempt.generation.ids) for attempt in self._requests.active)
+        return sum(attempt.generation.count for attempt in self._requests.active)
 
     def waits(self, now: float) -> dict[str, list[Wait]]:
         """What each generation waits for, by the trajectory's part of its session."""
