@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rollout.agents.conversation_opening import OpeningConversation
 from rollout.agents.openings import begun, first_log
 from rollout.agents.places import check_ids
+from rollout.agents.trajectory_state import NOT_MADE, ListOnDemand
 from rollout.agents.turn import AssistantTurn, SampledTokens, answer
 from rollout.agents.turn_end import TurnEnd
 from rollout.agents.turn_events import tell_turn_ended, tell_turn_started
@@ -24,7 +25,7 @@ from rollout.tools.call_events import CallEvents
 from rollout.tools.results import show_something
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
     from rollout.agents.conversation_log import ConversationLog
@@ -36,9 +37,8 @@ if TYPE_CHECKING:
     from rollout.types import InvalidToolCall, ToolCall
 
 
-
 class _NoStop:
-    """In the place of a stop; unlike a `nullcontext`, it costs the frames that are in it nothing."""
+    """In the place of a stop; unlike a `nullcontext`, it costs a frame that is in it nothing."""
 
     @staticmethod
     def __enter__() -> None:
@@ -69,6 +69,10 @@ class Conversation(OpeningConversation):
         cut_by: As `AssistantTurn.cut_by`, of the last generation.
     """
 
+    on_tokens = ListOnDemand()
+
+    __slots__ = ("_errors_in_a_row", "_on_tokens", "assistant_turns", "reward", "trainable")
+
     def __init__(
         self,
         state: TrajectoryState,
@@ -82,7 +86,7 @@ class Conversation(OpeningConversation):
         super().__init__(state, log, sampling, identity, wording, group_id=group_id)
         self.trainable: bool | None = None
         self.reward: float | None = None
-        self.on_tokens: list[Callable[[Generation], object]] = []
+        self._on_tokens = NOT_MADE
         self.assistant_turns = 0
         self._errors_in_a_row = 0
 
@@ -250,7 +254,7 @@ class Conversation(OpeningConversation):
     def _begun(self, options: TurnOptions) -> tuple[Generation, int]:
         """A generation of no tokens, and its seed."""
         stops = () if options.stop is None else (options.stop,)
-        readers = (*self.on_tokens, *stops)
+        readers = stops if self._on_tokens is NOT_MADE else (*self.on_tokens, *stops)
         if options.seed is not None:
             return Generation(readers, is_seeded=True), options.seed
         return Generation(readers), self._identity.seed_of_turn(self.assistant_turns)

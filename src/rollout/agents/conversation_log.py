@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING
 
 from rollout.agents.message_log import MessageLog
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from rollout.agents.turn import AssistantTurn
     from rollout.agents.wording import Worded
     from rollout.engine.driver.generation import Generation
+
+
+_SEED = struct.Struct("=q")
 
 
 class ConversationLog:
@@ -96,7 +100,7 @@ class ConversationLog:
         experts = generation.experts()
         if experts is not None:
             self.transcript.append_routed_experts(experts)
-        self.rows[-1].seeds += (seed,)
+        self.rows[-1].seeds += _SEED.pack(seed)
 
     def end_turn(self, reader: TurnReader, cut_by: str | None) -> AssistantTurn:
         """Parse the open turn and record it."""

@@ -42,23 +42,23 @@ UNRESPONSIVE = "unresponsive"
 
 
 #: What stands for a list that nobody has asked for.
-_NOT_MADE: Any = object()
+NOT_MADE: Any = object()
 
 
-class _ListOnDemand:
+class ListOnDemand:
     """A list that is made when somebody first asks for it: most trajectories never need it."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._slot = f"_{name}"
 
-    def __get__(self, state: TrajectoryState, owner: type) -> list[Any]:
+    def __get__(self, state: Any, owner: type) -> list[Any]:
         values: list[Any] = getattr(state, self._slot)
-        if values is _NOT_MADE:
+        if values is NOT_MADE:
             values = []
             setattr(state, self._slot, values)
         return values
 
-    def __set__(self, state: TrajectoryState, values: list[Any]) -> None:
+    def __set__(self, state: Any, values: list[Any]) -> None:
         setattr(state, self._slot, values)
 
 
@@ -80,9 +80,9 @@ class TrajectoryState:
         idle_since: When its last generation, or its last user's answer, ended; 0 before.
     """
 
-    turn_scores = _ListOnDemand()
-    tool_rewards = _ListOnDemand()
-    restarts = _ListOnDemand()
+    turn_scores = ListOnDemand()
+    tool_rewards = ListOnDemand()
+    restarts = ListOnDemand()
 
     __slots__ = (
         "_calls_asked",
@@ -127,11 +127,13 @@ class TrajectoryState:
         self.log = log
         self.config: AgentConfig = services.config.agent
         self.clock = loop_clock()
-        self.wording = Wording(services, services.reader_of(tools))
+        self.wording = services.wording_of(
+            tools, lambda: Wording(services, services.reader_of(tools))
+        )
         self.outermost = outermost
         self.extra = extra
         self.reward: Any = None
-        self._turn_scores = self._tool_rewards = self._restarts = _NOT_MADE
+        self._turn_scores = self._tool_rewards = self._restarts = NOT_MADE
         self.ending: Ending | None = None
         self.generation_s = self.idle_since = 0.0
         self.cached_tokens = 0

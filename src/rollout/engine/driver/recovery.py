@@ -63,7 +63,7 @@ class RecoveryCounts:
     quarantined: int = 0
 
 
-@attrs.define(eq=False, kw_only=True)
+@attrs.define(eq=False, kw_only=True, weakref_slot=False)
 class Attempt:
     """One generation and what has happened to its requests so far.
 

@@ -84,7 +84,7 @@ class RequestRunner:
         self._wait_queue = wait_queue
         self._changes = changes
         self._last_answer_s = last_answer_s
-        self.deadlines = DeadlineWatch(wakes, last_answer_s)
+        self.deadlines = DeadlineWatch(replicas, wakes, last_answer_s)
         self._ids = RequestIds()
         self._now = loop_clock()
         self._on_gone = self._released  # one for all requests
@@ -122,7 +122,7 @@ class RequestRunner:
                     pending = self._submit(channel, dispatch, request, attempt)
                     if told is not None:
                         told.placed(pending)
-                    self.deadlines.begin(pending, channel, attempt)
+                    self.deadlines.begin(pending, attempt)
                     try:  # right here: each coroutine around this wait is one for each trajectory
                         await pending.done
                     except BaseException as error:

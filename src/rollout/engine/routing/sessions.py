@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,8 +11,6 @@ import msgspec
 from rollout.engine.routing.replica_state import ReplicaState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from rollout.engine.routing.dispatch import Dispatch
 
 #: Holders of a group's prompt that are remembered, the latest: more of them decide nothing.
