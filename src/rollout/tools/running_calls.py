@@ -18,11 +18,11 @@ from rollout.tools.open_sessions import OpenFailure, OpenSessions, timed_out
 from rollout.tools.results import (
     CallSums,
     ToolResult,
-    add_call,
     add_metrics,
     error_result,
     named_sums,
     normalise_result,
+    with_call,
 )
 from rollout.tools.tool import ToolContext, ToolContexts
 from rollout.types import InvalidToolCall, ToolCall
@@ -99,7 +99,7 @@ class RunningCalls:
         self._uid, self._member, self._kwargs, self._extra = uid, member, kwargs, extra
         # Made when they are needed: many trajectories wait long before their first call.
         self._metrics: dict[str, float] | None = None
-        self._counts: dict[str, CallSums] | None = None
+        self._counts: CallSums = ()
         self._breaker_key: object = None
         self._opening: anyio.Lock | None = None
         self._serial: dict[int, anyio.Lock] | None = None
@@ -119,7 +119,7 @@ class RunningCalls:
     @property
     def counts(self) -> dict[str, float]:
         """Of each tool that was called, ``tool/TOOL/{calls,errors,seconds,seconds_max}``."""
-        return named_sums(self._counts or {})
+        return named_sums(self._counts)
 
     @property
     def contexts(self) -> ToolContexts:
@@ -215,8 +215,7 @@ class RunningCalls:
 
     def _note(self, call: ToolCall, result: ToolResult | None, seconds: float) -> None:
         """Count a call that a tool was to answer."""
-        self._counts = self._counts or {}
-        add_call(self._counts, call.name, result, seconds)
+        self._counts = with_call(self._counts, call.name, result, seconds)
 
     def _admit(self, turn: CallTurn, position: int, call: ToolCall | InvalidToolCall) -> None:
         """Let a call run, or answer it; an invalid one counts, one too many does not."""

@@ -54,6 +54,8 @@ class ToolContext(msgspec.Struct, frozen=True, kw_only=True):
 class ToolContexts(dict[str, ToolContext]):
     """The contexts of one trajectory by tool, each made when it is first asked for.
 
+    Tools without kwargs have one in common.
+
     Args:
         trajectory: What they have in common.
         kwargs: The prompt's kwargs by tool.
@@ -67,10 +69,10 @@ class ToolContexts(dict[str, ToolContext]):
         self._kwargs = kwargs
 
     def __missing__(self, name: str) -> ToolContext:
-        kwargs, context = self._kwargs.get(name), self._trajectory
-        if kwargs or self:  # else it is that of the first tool as it stands
-            context = msgspec.structs.replace(context, kwargs=dict(kwargs or {}))
-        self[name] = context
+        kwargs = self._kwargs.get(name)
+        if not kwargs:
+            return self._trajectory
+        context = self[name] = msgspec.structs.replace(self._trajectory, kwargs=dict(kwargs))
         return context
 
 

@@ -336,7 +336,8 @@ class EnginePool(PoolMaintenance):
             trajectory=trajectory,
             media=tuple(media),
         )
-        generation.expert_room = attempt.prompt_tokens - known_experts
+        if info.expert_shape is not None:
+            generation.expert_room = attempt.prompt_tokens - known_experts
         return self._requests.run(attempt, group_id=group_id)
 
     def forget(self, session_id: str) -> None:

@@ -155,8 +155,9 @@ class Attempt:
     def prompt_tokens(self) -> int:
         """The length of that."""
         prompt = self._prompt_ids
-        count = len(prompt) // 4 if isinstance(prompt, bytes) else len(prompt)
-        return count + self.generation.count
+        count = len(prompt) // 4 if isinstance(prompt, bytes) else prompt.length
+        done = self.generation.count
+        return count + done if done else count
 
     @property
     def sampling(self) -> SamplingParams:

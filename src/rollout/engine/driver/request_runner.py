@@ -108,7 +108,7 @@ class RequestRunner:
                 told = None
                 if events.is_on and events.tells_requests(attempt.trajectory):
                     told = RequestEvents(events, attempt, self._now)
-                dispatch = self._place_at_once(attempt, group_id, avoid)
+                dispatch = self._place_at_once(attempt, group_id, avoid, attempt.waits_since)
                 if dispatch is None:
                     dispatch = await self._place(attempt, group_id, avoid)
                 if dispatch is None:
@@ -230,13 +230,15 @@ class RequestRunner:
             raise attempt.failed(pending.error or f"{generation.replica}: the engine failed")
         return True
 
-    def _place_at_once(self, attempt: Attempt, group_id: str, avoid: str | None) -> Dispatch | None:
+    def _place_at_once(
+        self, attempt: Attempt, group_id: str, avoid: str | None, now: float
+    ) -> Dispatch | None:
         """A place on a replica; None where it is to be waited for.
 
         Args:
             avoid: A replica that gets it only where no other one does.
         """
-        dispatch = None if self._wait_queue else self._ask(attempt, group_id, avoid)
+        dispatch = None if self._wait_queue else self._ask(attempt, group_id, avoid, now)
         if dispatch is not None:
             self._wait_queue.wake_next()  # there may be room for the next one too
         return dispatch
@@ -261,7 +263,7 @@ class RequestRunner:
                     return None
             if not has_turn:
                 raise attempt.failed(f"no engine is left: {self.last_failure}", reason=NO_ENGINE)
-            dispatch = self._ask(attempt, group_id, avoid)
+            dispatch = self._ask(attempt, group_id, avoid, self._now())
         self._wait_queue.wake_next()
         return dispatch
 
@@ -275,8 +277,10 @@ class RequestRunner:
         attempt.queue_scope = None
         return has_turn
 
-    def _ask(self, attempt: Attempt, group_id: str, avoid: str | None) -> Dispatch | None:
-        attempt.asked_at = now = self._now()
+    def _ask(
+        self, attempt: Attempt, group_id: str, avoid: str | None, now: float
+    ) -> Dispatch | None:
+        attempt.asked_at = now
         if self.is_admission_blocked:
             return None
         dispatch = self._router.assign(
@@ -288,7 +292,7 @@ class RequestRunner:
             now=now,
         )
         if dispatch is None and avoid is not None:
-            return self._ask(attempt, group_id, None)
+            return self._ask(attempt, group_id, None, now)
         return dispatch
 
     def _begin(self, attempt: Attempt, dispatch: Dispatch) -> tuple[Replica, Channel]:
