@@ -26,8 +26,7 @@ class TokenPrefix:
 
     Attributes:
         checked: How many of the first ids are known to lie in the engines' vocabulary.
-        length: How many ids there are. As `len`, which makes another number for each who keeps
-            it.
+        length: How many ids there are. `len` makes another number for each who keeps it.
     """
 
     __slots__ = (
