@@ -26,11 +26,11 @@ class TokenPrefix:
 
     Attributes:
         checked: How many of the first ids are known to lie in the engines' vocabulary.
+        length: How many ids there are. `len` makes another number for each who keeps it.
     """
 
     __slots__ = (
         "_digested",
-        "_length",
         "_others",
         "_pieces",
         "_sent",
@@ -38,12 +38,13 @@ class TokenPrefix:
         "_sum",
         "_summed",
         "checked",
+        "length",
     )
 
     def __init__(self) -> None:
         self.checked = 0
-        self._pieces: list[bytes] = []
-        self._length = 0
+        self._pieces: tuple[bytes, ...] = ()  # a list that grows has room for more
+        self.length = 0
         self._sum = self._summed = 0  # of the first `_summed` ids
         self._digested = _NOTHING
         #: What the replica has that was asked last; of earlier ones in `_others`.
@@ -51,7 +52,7 @@ class TokenPrefix:
         self._others: dict[str, int] | None = None
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     @property
     def ids(self) -> array[int]:
@@ -66,11 +67,8 @@ class TokenPrefix:
         """Append packed ids, int32; bytes are kept as they are."""
         piece = ids if isinstance(ids, bytes) else ids.tobytes()
         if piece:
-            if self._pieces:
-                self._pieces.append(piece)
-            else:
-                self._pieces = [piece]  # a list that grows has room for more
-            self._length += len(piece) // 4
+            self._pieces += (piece,)
+            self.length += len(piece) // 4
 
     def sum_of(self, length: int) -> int:
         """CRC-32 of the first `length` ids; cheap where they are more than the last time."""
@@ -92,14 +90,14 @@ class TokenPrefix:
             for piece in self._pieces[count:]:
                 digest = zlib.crc32(piece, digest)
             self._digested = (len(self._pieces), digest)
-        return self._length, digest
+        return self.length, digest
 
     def packed(self, start: int = 0, stop: int | None = None) -> bytes:
         """The ids from index `start` up to `stop`, int32 little-endian."""
-        stop = self._length if stop is None else min(stop, self._length)
+        stop = self.length if stop is None else min(stop, self.length)
         if start >= stop:
             return b""
-        pieces, begun = self._pieces, self._length
+        pieces, begun = self._pieces, self.length
         last = at = len(pieces)
         while begun > start:  # from the end, where what is asked for stands as a rule
             if begun >= stop:

@@ -24,6 +24,8 @@ class AgentLoop(ABC):
             the gateway cannot be opened, and not the first trajectory.
     """
 
+    __slots__ = ()
+
     needs_gateway: ClassVar[bool] = False
 
     async def check(self) -> None:  # noqa: B027  (most have nothing to check)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from rollout.agents.conversation_opening import OpeningConversation
 from rollout.agents.openings import begun, first_log
 from rollout.agents.places import check_ids
+from rollout.agents.trajectory_state import NOT_MADE, ListOnDemand
 from rollout.agents.turn import AssistantTurn, SampledTokens, answer
 from rollout.agents.turn_end import TurnEnd
 from rollout.agents.turn_events import tell_turn_ended, tell_turn_started
@@ -24,19 +25,34 @@ from rollout.tools.call_events import CallEvents
 from rollout.tools.results import show_something
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Coroutine, Mapping, Sequence
     from typing import Any
 
     from rollout.agents.conversation_log import ConversationLog
     from rollout.agents.identity import Identity
     from rollout.agents.trajectory_state import TrajectoryState
+    from rollout.agents.turn_log import Place, TurnLog
     from rollout.agents.turn_options import TurnStop
     from rollout.agents.wording import Given, Worded, Wording
     from rollout.engine.core import SamplingParams
+    from rollout.limits import PausableDeadline
     from rollout.tools import ToolResult
     from rollout.types import InvalidToolCall, ToolCall
 
-_NO_STOP = nullcontext()
+
+class _NoStop:
+    """In the place of a stop; unlike a `nullcontext`, it costs a frame that is in it nothing."""
+
+    @staticmethod
+    def __enter__() -> None:
+        pass
+
+    @staticmethod
+    def __exit__(*_error: object) -> None:
+        pass
+
+
+_NO_STOP = _NoStop()
 
 
 class Conversation(OpeningConversation):
@@ -56,6 +72,10 @@ class Conversation(OpeningConversation):
         cut_by: As `AssistantTurn.cut_by`, of the last generation.
     """
 
+    on_tokens = ListOnDemand()
+
+    __slots__ = ("_errors_in_a_row", "_on_tokens", "assistant_turns", "reward", "trainable")
+
     def __init__(
         self,
         state: TrajectoryState,
@@ -69,7 +89,7 @@ class Conversation(OpeningConversation):
         super().__init__(state, log, sampling, identity, wording, group_id=group_id)
         self.trainable: bool | None = None
         self.reward: float | None = None
-        self.on_tokens: list[Callable[[Generation], object]] = []
+        self._on_tokens = NOT_MADE
         self.assistant_turns = 0
         self._errors_in_a_row = 0
 
@@ -119,9 +139,10 @@ class Conversation(OpeningConversation):
             state, stop, is_over, bounded_by = self._state, options.stop, False, ""
             log, place = state.log, None
             started, recalled_s = state.clock(), None
-            events, turn = state.services.events, self.assistant_turns
-            if events.is_on:
-                tell_turn_started(events, self._identity, turn, started)
+            if state.services.events.is_on:
+                tell_turn_started(
+                    state.services.events, self._identity, self.assistant_turns, started
+                )
             deadline = state.deadline_of_generation(started)
             generation, seed = self._begun(options)
             sampling = options.sampling or self.sampling
@@ -130,56 +151,85 @@ class Conversation(OpeningConversation):
                     if self.history != "append_only" and self._log.may_be_rendered_again:
                         with deadline:
                             await self._render_again()
-                    kept = self._wording.kept_tokens
-                    budget, bounded_by = state.budget(self.transcript, sampling, kept)
-                    drawn = state.sampling_of_turn(sampling, budget, seed)
+                    drawn, bounded_by = self._drawn(sampling, seed)
                     if log is not None:
                         place = log.place_of_turn(self.transcript.prefix, drawn)
                         if log.has_answers:
                             recalled_s = await log.recall_turn(place, generation)
                     if recalled_s is None:
-                        # Not in a coroutine of its own: every trajectory waits here.
-                        await state.services.engines.generate(
-                            generation,
-                            session_id=self._session_id,
-                            prompt_ids=self.transcript.prefix,
-                            sampling=drawn,
-                            priority=state.prompt.priority,
-                            known_experts=self.transcript.routed_length,
-                            group_id=self._group_id,
-                            deadline=deadline,
-                            hold=state.hold,
-                            trajectory=self._identity.number,
-                            media=self.transcript.media,
-                        )
+                        # Every trajectory waits here: what this frame has room for costs each.
+                        await self._asked(generation, drawn, deadline)
                     if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
                         raise state.abort_error(self._session_id, deadline.now)
                 is_over = True
-                if log is not None and place is not None and recalled_s is None:
-                    took_s = state.clock() - started
-                    if log.note_turn(place, self._session_id, turn, generation, took_s):
-                        await log.room()
+                if (log is not None and place is not None and recalled_s is None) and self._noted(
+                    log, place, generation, started
+                ):
+                    await log.room()
             except (LimitExceeded, UnresponsiveError) as error:
                 self._settling_limits.settle(error)
                 raise
             finally:
-                self._turn_deadline = deadline.outer or deadline.now
                 generation.kept = self._kept(generation, stop)
-                said, state.idle_since = generation.finish_reason, state.clock()
-                now = state.idle_since
-                end = TurnEnd.of(said, bounded_by=bounded_by, deadline=deadline.now, now=now)
-                if generation.kept is not None:
-                    end = TurnEnd("stop", None)
+                end = self._ended(generation, deadline, bounded_by, started)
                 is_cut = end.finish_reason not in WHOLE_ANSWERS
-                stays_open = is_over or (is_cut and options.stays_open)
-                seconds = now - started - generation.held_s + (recalled_s or 0.0)
-                if events.is_on:
-                    had, times = len(self.transcript), (started, now)
-                    tell_turn_ended(events, self._identity, turn, times, had, generation, end)
-                self._arrived(generation, seed, end, seconds, stays_open=stays_open)
+                self._arrived(
+                    generation,
+                    seed,
+                    end,
+                    state.idle_since - started - generation.held_s + (recalled_s or 0.0),
+                    stays_open=is_over or (is_cut and options.stays_open),
+                )
             return self._say()
         finally:
             self._is_generating = False
+
+    def _drawn(self, sampling: SamplingParams, seed: int) -> tuple[SamplingParams, str]:
+        """How the next turn is sampled, and the path of the length that bounds it."""
+        state = self._state
+        budget, bounded_by = state.budget(self.transcript, sampling, self._wording.kept_tokens)
+        return state.sampling_of_turn(sampling, budget, seed), bounded_by
+
+    def _asked(
+        self, generation: Generation, drawn: SamplingParams, deadline: PausableDeadline
+    ) -> Coroutine[Any, Any, None]:
+        """The engines' part of a turn, to be awaited."""
+        state, transcript = self._state, self.transcript
+        return state.services.engines.generate(
+            generation,
+            session_id=self._session_id,
+            prompt_ids=transcript.prefix,
+            sampling=drawn,
+            priority=state.prompt.priority,
+            known_experts=transcript.routed_length,
+            group_id=self._group_id,
+            deadline=deadline,
+            hold=state.hold,
+            trajectory=self._identity.number,
+            media=transcript.media,
+        )
+
+    def _noted(self, log: TurnLog, place: Place, generation: Generation, started: float) -> bool:
+        """Have the log remember a turn; whether to wait for room in it then."""
+        took_s = self._state.clock() - started
+        return log.note_turn(place, self._session_id, self.assistant_turns, generation, took_s)
+
+    def _ended(
+        self, generation: Generation, deadline: PausableDeadline, bounded_by: str, started: float
+    ) -> TurnEnd:
+        """The wait for a generation is over now, whatever became of it."""
+        state = self._state
+        self._turn_deadline = deadline.outer or deadline.now
+        now = state.idle_since = state.clock()
+        end = TurnEnd("stop", None)
+        if generation.kept is None:
+            said = generation.finish_reason
+            end = TurnEnd.of(said, bounded_by=bounded_by, deadline=deadline.now, now=now)
+        events = state.services.events
+        if events.is_on:
+            had, times, turn = len(self.transcript), (started, now), self.assistant_turns
+            tell_turn_ended(events, self._identity, turn, times, had, generation, end)
+        return end
 
     async def generate_ids(
         self,
@@ -237,7 +287,7 @@ class Conversation(OpeningConversation):
     def _begun(self, options: TurnOptions) -> tuple[Generation, int]:
         """A generation of no tokens, and its seed."""
         stops = () if options.stop is None else (options.stop,)
-        readers = (*self.on_tokens, *stops)
+        readers = stops if self._on_tokens is NOT_MADE else (*self.on_tokens, *stops)
         if options.seed is not None:
             return Generation(readers, is_seeded=True), options.seed
         return Generation(readers), self._identity.seed_of_turn(self.assistant_turns)
@@ -245,7 +295,7 @@ class Conversation(OpeningConversation):
     def _kept(self, generation: Generation, stop: TurnStop | None) -> int | None:
         """How many of its tokens stay: up to what ends the turn early; None: all."""
         kept = None if stop is None else stop.kept
-        before = self._state.services.media.kept_of(generation.ids)
+        before = self._state.services.media.kept_of(generation)
         if before is None or (kept is not None and kept <= before):
             return kept
         self._state.sampled_placeholders += 1
@@ -257,7 +307,7 @@ class Conversation(OpeningConversation):
         """Append what came of a generation, whatever became of the wait for it."""
         state = self._state
         state.note_generation(generation, seconds)
-        if not (generation.ids or generation.finish_reason):
+        if not (generation.count or generation.finish_reason):
             return
         self._log.take(generation.kept_part(), end.finish_reason, seed)
         state.count_tokens(generation, self._known_tokens)

@@ -33,6 +33,17 @@ class ListeningConversation(ConversationView):
         cut_by: As `AssistantTurn.cut_by`, of the last generation.
     """
 
+    __slots__ = (
+        "_is_closed",
+        "_is_generating",
+        "_known_tokens",
+        "_settles_lengths",
+        "_state",
+        "_unsettled",
+        "cut_by",
+        "user_turns",
+    )
+
     def __init__(
         self,
         state: TrajectoryState,

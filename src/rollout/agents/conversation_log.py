@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING
 
 from rollout.agents.message_log import MessageLog
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from rollout.agents.turn import AssistantTurn
     from rollout.agents.wording import Worded
     from rollout.engine.driver.generation import Generation
+
+
+_SEED = struct.Struct("=q")
 
 
 class ConversationLog:
@@ -84,18 +88,19 @@ class ConversationLog:
         """Tokens that an engine sampled: of a turn that begins with them, or is open."""
         if self._open_from is None:
             self._open_from = len(self.transcript)
+        packed = generation.packed()
         self.transcript.append_generated(
-            generation.ids,
-            generation.log_probs,
+            memoryview(packed[0]).cast("i"),
+            memoryview(packed[1]).cast("f"),
             versions=[(version, count) for version, count in generation.versions],
             finish_reason=finish_reason,
             top=generation.top(),
-            packed=generation.packed(),
+            packed=packed,
         )
         experts = generation.experts()
         if experts is not None:
             self.transcript.append_routed_experts(experts)
-        self.rows[-1].seeds += (seed,)
+        self.rows[-1].seeds += _SEED.pack(seed)
 
     def end_turn(self, reader: TurnReader, cut_by: str | None) -> AssistantTurn:
         """Parse the open turn and record it."""

@@ -27,6 +27,8 @@ class OpeningConversation(ListeningConversation):
         sampling: How the next generation is sampled.
     """
 
+    __slots__ = ("_asked_for", "_group_id", "sampling")
+
     def __init__(
         self,
         state: TrajectoryState,

@@ -26,6 +26,16 @@ class ConversationView:
         history: As `agent.history`; assign before the first generation to change it.
     """
 
+    __slots__ = (
+        "_identity",
+        "_log",
+        "_opened",
+        "_session_id",
+        "_turn_deadline",
+        "_wording",
+        "history",
+    )
+
     def __init__(
         self, log: ConversationLog, identity: Identity, wording: Wording, *, history: str
     ) -> None:

@@ -9,7 +9,7 @@ from rollout.seeds import derive_seed
 from rollout.types import Outcome
 
 
-class Identity(msgspec.Struct, frozen=True, kw_only=True):
+class Identity(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Which trajectory this is, and which conversation of it.
 
     Attributes:

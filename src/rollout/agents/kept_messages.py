@@ -96,7 +96,7 @@ class KeptMessages(Sequence[Message]):
     def __init__(self, reader: TurnReader) -> None:
         self._reader = reader
         #: Of each message what is not in its tokens; None of what the model said.
-        self._entries: list[Message | _Head | _Plain | None] = []
+        self._entries: tuple[Message | _Head | _Plain | None, ...] = ()
         self._places = b""
         self._rows: tuple[TokenPrefix, ...] = ()
         self._read: dict[int, Message | AssistantTurn] | None = None
@@ -172,15 +172,14 @@ class KeptMessages(Sequence[Message]):
 
     def stay_silent(self) -> None:
         """The model said nothing, and it was its turn."""
-        self._entries.append(None)
+        self._entries += (None,)
         self._places += _PLACE.pack(_NO_ROW, 0, 0, _IS_SILENT, 0)
 
     def add(self, messages: Iterable[Message]) -> None:
         """Messages whose texts are kept as they are."""
-        for message in messages:
-            is_plain = message == Message(role=message.role, content=message.content)
-            self._entries.append(_Plain(message.role, message.content) if is_plain else message)
-            self._places += _NOWHERE
+        added = tuple(map(_as_plain, messages))
+        self._entries += added
+        self._places += _NOWHERE * len(added)
 
     def hear(
         self, messages: Sequence[Message], tokens: TokenPrefix, start: int, found: Sequence[int]
@@ -235,7 +234,7 @@ class KeptMessages(Sequence[Message]):
     ) -> KeptMessages:
         """Those that were `packed`, of these rows."""
         made = cls(reader)
-        made._entries = [_entry(each, unpack) for each in packed.entries]
+        made._entries = tuple(_entry(each, unpack) for each in packed.entries)
         made._places = packed.places
         made._rows = tuple(rows[number] for number in packed.rows)
         made._is_settled = True
@@ -255,7 +254,7 @@ class KeptMessages(Sequence[Message]):
     ) -> None:
         if not self._rows or self._rows[-1] is not tokens:
             self._rows = (*self._rows, tokens)
-        self._entries.append(entry)
+        self._entries += (entry,)
         self._places += _PLACE.pack(len(self._rows) - 1, start, len(tokens), *more)
 
     def _place(self, at: int) -> tuple[int, ...]:
@@ -309,6 +308,11 @@ def _entry(packed: Any, unpack: Callable[[Any], Message]) -> Message | _Head | _
 def find_texts(messages: Sequence[Message], text: str) -> list[int]:
     """How far from its end the text of each message begins in `text`; -1 where it is not there."""
     return [-1 if each.parts else _from_end(each.content, text) for each in messages]
+
+
+def _as_plain(message: Message) -> Message | _Plain:
+    is_plain = message == Message(role=message.role, content=message.content)
+    return _Plain(message.role, message.content) if is_plain else message
 
 
 def _from_end(content: str | None, text: str) -> int:

@@ -25,10 +25,9 @@ from rollout.types import Message
 from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
-    from array import array
-
     from rollout.chat.processors import MediaProcessor
     from rollout.config import MediaConfig
+    from rollout.engine.driver.generation import Generation
 
 Given = Sequence[Message | Mapping[str, Any]]
 #: ``await fetcher(url) -> bytes``; sync ones run in a thread.
@@ -83,15 +82,15 @@ class MediaIntake:
         """Threads that were left behind at a deadline and still work, by what they do."""
         return self._threads.abandoned
 
-    def kept_of(self, sampled: array[int]) -> int | None:
-        """How many ids come before the first placeholder; None where there is none.
+    def kept_of(self, sampled: Generation) -> int | None:
+        """How many of its ids come before the first placeholder; None where there is none.
 
         A placeholder that the model sampled shows nothing, and a forward pass with the features of
         the others refuses it: the turn ends before it, as before a stop string.
         """
         if not self._placeholders:
             return None
-        ids = np.frombuffer(sampled, dtype=np.int32)
+        ids = np.frombuffer(sampled.packed()[0], dtype=np.int32)
         found = np.flatnonzero(np.isin(ids, self._placeholders))
         return int(found[0]) if len(found) else None
 

@@ -49,7 +49,7 @@ class MessageLog:
         """The prompt, and its tokens."""
         self.messages.add(messages)
         self._start = len(self.messages)
-        self._prompt, self._prompt_length = tokens, len(tokens)
+        self._prompt, self._prompt_length = tokens, tokens.length
 
     def fork(self, count: int) -> MessageLog:
         """One that has the first `count` messages of this one."""

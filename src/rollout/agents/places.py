@@ -24,7 +24,7 @@ class Row(msgspec.Struct, eq=False, gc=False):
 
     Attributes:
         parent, position: What it departs from, and where.
-        seeds: Of the generations in it.
+        seeds: Of the generations in it, packed int64.
         messages: What was said up to its end; None where the conversation has it still.
         token_rewards: Rewards of single tokens, by their positions.
     """
@@ -33,7 +33,7 @@ class Row(msgspec.Struct, eq=False, gc=False):
     purpose: str
     parent: Row | None = None
     position: int = 0
-    seeds: tuple[int, ...] = ()
+    seeds: bytes = b""
     messages: Sequence[Message] | None = None
     token_rewards: dict[int, float] | None = None
 
@@ -170,7 +170,7 @@ def segments_of(conversations: Iterable[Rows]) -> list[Segment]:
             trainable=each.trainable,
             reward=each.reward,
             session_id=each.session_id,
-            seeds=list(row.seeds),
+            seeds=list(array("q", row.seeds)),
             messages=each.messages if row.messages is None else row.messages,
             token_rewards=_token_rewards(row),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -35,9 +36,14 @@ def sampling_of(
         raise ConfigError(
             f"sampling.{unknown[0]}: unknown key in a prompt's sampling; known: {', '.join(_KEYS)}"
         )
-    merged = SamplingConfig(**dict(overrides)).over(base) if overrides else base
+    if overrides:
+        return _params(SamplingConfig(**dict(overrides)).over(base), config.lengths.response)
+    return _shared_params(base, config.lengths.response)
+
+
+def _params(merged: SamplingConfig, most: int) -> SamplingParams:
     return SamplingParams(
-        max_new_tokens=merged.max_new_tokens or config.lengths.response,
+        max_new_tokens=merged.max_new_tokens or most,
         temperature=0.0 if merged.greedy else merged.temperature,
         top_p=merged.top_p,
         top_k=merged.top_k,
@@ -48,6 +54,10 @@ def sampling_of(
         stop_token_ids=tuple(merged.stop_token_ids),
         top_log_probs=merged.top_log_probs,
     )
+
+
+#: Prompts that override nothing have one object in common.
+_shared_params = lru_cache(8)(_params)
 
 
 def sampling_given(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
@@ -21,7 +21,12 @@ from rollout.tools import ToolExecutor, TrajectoryTools
 from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rollout.agents.gateway_door import GatewayDoor
+
+
+T = TypeVar("T")
 
 
 class GatewayPlace:
@@ -70,7 +75,15 @@ class Services:
     events: EventStream = attrs.field(factory=EventStream)
     gateway: GatewayPlace = attrs.field(factory=GatewayPlace)
     beginnings: SharedBeginnings = attrs.field(init=False, factory=SharedBeginnings)
+    _wordings: dict[tuple[str, ...], Any] = attrs.field(init=False, factory=dict)
     _readers: dict[tuple[str, ...], TurnReader] = attrs.field(init=False, factory=dict)
+
+    def wording_of(self, tools: TrajectoryTools, make: Callable[[], T]) -> T:
+        """The wording where these tools are offered; one for all that offer the same."""
+        wording: T | None = self._wordings.get(tools.names)
+        if wording is None:
+            wording = self._wordings[tools.names] = make()
+        return wording
 
     def reader_of(self, tools: TrajectoryTools) -> TurnReader:
         """What reads turns in which these tools may be called; one for all that offer the same."""

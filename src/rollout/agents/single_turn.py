@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 class SingleTurnAgent(AgentLoop):
     """Generates once and ends; tool calls in the answer are not executed."""
 
+    __slots__ = ()
+
     async def run(self, context: AgentContext) -> None:
         """Generate once."""
         await context.generate()

@@ -28,6 +28,8 @@ class ToolAgent(AgentLoop):
     ends the trajectory, or a length or deadline leaves no room (which arrives as an exception).
     """
 
+    __slots__ = ()
+
     async def run(self, context: AgentContext) -> None:
         """Run it until it ends; between two of its steps it holds nothing of the conversation."""
         await context.begin()

@@ -42,23 +42,23 @@ UNRESPONSIVE = "unresponsive"
 
 
 #: What stands for a list that nobody has asked for.
-_NOT_MADE: Any = object()
+NOT_MADE: Any = object()
 
 
-class _ListOnDemand:
+class ListOnDemand:
     """A list that is made when somebody first asks for it: most trajectories never need it."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._slot = f"_{name}"
 
-    def __get__(self, state: TrajectoryState, owner: type) -> list[Any]:
+    def __get__(self, state: Any, owner: type) -> list[Any]:
         values: list[Any] = getattr(state, self._slot)
-        if values is _NOT_MADE:
+        if values is NOT_MADE:
             values = []
             setattr(state, self._slot, values)
         return values
 
-    def __set__(self, state: TrajectoryState, values: list[Any]) -> None:
+    def __set__(self, state: Any, values: list[Any]) -> None:
         setattr(state, self._slot, values)
 
 
@@ -81,9 +81,9 @@ class TrajectoryState:
         idle_since: When its last generation, or its last user's answer, ended; 0 before.
     """
 
-    turn_scores = _ListOnDemand()
-    tool_rewards = _ListOnDemand()
-    restarts = _ListOnDemand()
+    turn_scores = ListOnDemand()
+    tool_rewards = ListOnDemand()
+    restarts = ListOnDemand()
 
     __slots__ = (
         "_calls_asked",
@@ -129,11 +129,13 @@ class TrajectoryState:
         self.log = log
         self.config: AgentConfig = services.config.agent
         self.clock = loop_clock()
-        self.wording = Wording(services, services.reader_of(tools))
+        self.wording = services.wording_of(
+            tools, lambda: Wording(services, services.reader_of(tools))
+        )
         self.outermost = outermost
         self.extra = extra
         self.reward: Any = None
-        self._turn_scores = self._tool_rewards = self._restarts = _NOT_MADE
+        self._turn_scores = self._tool_rewards = self._restarts = NOT_MADE
         self.ending: Ending | None = None
         self.generation_s = self.idle_since = 0.0
         self.cached_tokens = 0
@@ -247,7 +249,7 @@ class TrajectoryState:
         if not generation.parts:
             return  # none arrived, or all of it is remembered
         tally = self.services.tally
-        tally.generated_tokens += len(generation.ids)
+        tally.generated_tokens += generation.count
         if generation.finish_reason in WHOLE_ANSWERS:  # others need not say what was cached
             tally.known_tokens += known_tokens
             tally.reused_tokens += min(generation.cached_tokens, known_tokens)

@@ -41,7 +41,7 @@ def tell_turn_ended(
         times: When it was asked for, and now.
         prompt_tokens: Before it.
     """
-    (began, now), count = times, len(generation.ids)
+    (began, now), count = times, generation.count
     is_said = count > 0 or generation.finish_reason is not None
     events.tell(
         _turn_ended,

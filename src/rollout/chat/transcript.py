@@ -54,7 +54,7 @@ class Transcript:
     def __init__(self) -> None:
         self.prefix = TokenPrefix()
         #: Of each generated span, float32.
-        self._log_probs: list[bytes] | None = None
+        self._log_probs: tuple[bytes, ...] = ()
         self._spans = SpanTable()
         self._experts: array[int] | None = None
         self.expert_shape: tuple[int, int] | None = None
@@ -87,7 +87,7 @@ class Transcript:
     @property
     def generated_length(self) -> int:
         """Tokens that engines returned."""
-        return sum(map(len, self._log_probs or ())) // 4
+        return sum(map(len, self._log_probs)) // 4
 
     @property
     def trailing_observation_length(self) -> int:
@@ -170,9 +170,7 @@ class Transcript:
             self._top[len(self)] = likely
         self.prefix.extend(packed[0])
         self._spans.append_generated(len(ids), finish_reason, runs)
-        if self._log_probs is None:
-            self._log_probs = []
-        self._log_probs.append(packed[1])
+        self._log_probs += (packed[1],)
 
     def fork(self, position: int) -> Transcript:
         """A transcript that begins with the first `position` tokens of this one, as context.
@@ -214,13 +212,13 @@ class Transcript:
     def log_probs(self) -> npt.NDArray[np.float32]:
         """(T,) float32: of each generated id; 0.0 off the mask."""
         values = np.zeros(len(self), dtype=np.float32)
-        for (start, stop), own in zip(self._spans.generated(), self._log_probs or (), strict=True):
+        for (start, stop), own in zip(self._spans.generated(), self._log_probs, strict=True):
             values[start:stop] = np.frombuffer(own, dtype=np.float32)
         return values
 
     def log_probs_bytes(self) -> bytes:
         """Those of the generated ids, in order, as packed float32."""
-        return b"".join(self._log_probs or ())
+        return b"".join(self._log_probs)
 
     def packed(self, known: Mapping[int, int]) -> PackedTranscript:
         """All of it.
@@ -238,7 +236,7 @@ class Transcript:
             spans.places,
             spans.runs,
             spans.reasons,
-            [known.get(id(own), own) for own in self._log_probs or ()],
+            [known.get(id(own), own) for own in self._log_probs],
             top,
             experts,
         )
@@ -256,8 +254,8 @@ class Transcript:
         for piece in packed.ids:
             made.prefix.extend(known(piece)[0] if isinstance(piece, int) else piece)
         made._spans = SpanTable(len(made.prefix), packed.spans, packed.runs, packed.reasons)
-        own = [known(each)[1] if isinstance(each, int) else each for each in packed.log_probs]
-        made._log_probs = own or None
+        own = (known(each)[1] if isinstance(each, int) else each for each in packed.log_probs)
+        made._log_probs = tuple(own)
         if packed.top is not None:
             made._top = unpacked_top(packed.top)
         if packed.experts is not None:

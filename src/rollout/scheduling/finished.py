@@ -11,6 +11,8 @@ from rollout.chat.transcript import Transcript
 from rollout.types import Cause, Outcome
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rollout.limits import Deadline
     from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.prompts import Member
@@ -32,9 +34,17 @@ def end_without_reward(
     exclude(trajectory)
 
 
+class _Metrics:
+    """Gives its `__dict__`: the keys of such dicts are stored once, in place of in each."""
+
+    def __init__(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
 def finished(run: AgentRun, ending: Ending, cause: Cause | None) -> Trajectory:
     """The trajectory of a member whose last attempt has ended."""
-    identity, context, tools = run.member.identity, run.context, run.context.tools
+    identity, context = run.member.identity, run.context
     restarts = [*run.restarts, *context.restarts]
     if restarts:
         context.extra["restarts"] = restarts
@@ -50,27 +60,33 @@ def finished(run: AgentRun, ending: Ending, cause: Cause | None) -> Trajectory:
         turn_scores=context.turn_scores,
         tool_rewards=context.tool_rewards,
         num_turns=context.user_turns + context.assistant_turns + 1,
-        metrics={
-            "generation_s": context.generation_s,
-            "tool_s": tools.seconds,
-            "tool_calls": tools.calls,
-            "tool_errors": tools.errors,
-            "cached_tokens": context.cached_tokens,
-            **({"cut_prompt_tokens": cut} if (cut := context.cut_prompt_tokens) else {}),
-            **({"sampled_placeholders": n} if (n := context.sampled_placeholders) else {}),
-            **tools.counts,
-            **tools.metrics,
-            "attempts": run.attempt,
-            "discarded_tokens": run.discarded + context.discarded_tokens,
-            "resumes": run.resumes + context.resumes,
-            "restarts": len(restarts),
-        },
+        metrics=vars(_Metrics(_metrics_of(run, len(restarts)))),
         extra=context.extra,
         prompt=run.member.prompt,
         messages=context.messages,
         history=context.main.history,
         segments=segments_of(context.main.all()),
     )
+
+
+def _metrics_of(run: AgentRun, restarts: int) -> dict[str, float]:
+    context, tools = run.context, run.context.tools
+    cut, shown = context.cut_prompt_tokens, context.sampled_placeholders
+    return {
+        "generation_s": context.generation_s,
+        "tool_s": tools.seconds,
+        "tool_calls": tools.calls,
+        "tool_errors": tools.errors,
+        "cached_tokens": context.cached_tokens,
+        **({"cut_prompt_tokens": cut} if cut else {}),
+        **({"sampled_placeholders": shown} if shown else {}),
+        **tools.counts,
+        **tools.metrics,
+        "attempts": run.attempt,
+        "discarded_tokens": run.discarded + context.discarded_tokens,
+        "resumes": run.resumes + context.resumes,
+        "restarts": restarts,
+    }
 
 
 def rejected(member: Member, error: RejectedPrompt) -> Trajectory:

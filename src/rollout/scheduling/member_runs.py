@@ -90,6 +90,7 @@ class MemberRuns:
         #: Agents that run, and the scopes of what concludes trajectories.
         self._running: dict[Cancellable, None] = {}
         self._has_left = anyio.Event()
+        self._conclude_run = self._conclude_soon  # one for all runs
 
     def cancel(self, members: Iterable[Member], reason: str) -> None:
         """Cancel members, also those that have not started.
@@ -148,7 +149,7 @@ class MemberRuns:
 
     def new_run(self, member: Member, home: MemberHome, deadline: Deadline) -> AgentRun:
         """The first attempt at a member; `deadline` is the outermost of its call."""
-        return AgentRun(self.supervision, member, home, deadline, self._conclude_soon)
+        return AgentRun(self.supervision, member, home, deadline, self._conclude_run)
 
     async def take_wake(self, share: float) -> None:
         """Wait until this round of the loop has room for so much of what a wake-up sets off."""
@@ -229,12 +230,20 @@ class MemberRuns:
         """Wait for a place; False where the member was cancelled or the time is over."""
         if member.cancel_reason is not None:
             return False
-        with anyio.CancelScope(deadline=until) as scope:
-            member.door = scope
-            await self.limiter.acquire_on_behalf_of(member)
-        member.door = None
-        if scope.cancelled_caught:
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        if anyio.current_time() >= until:
             return False
+        try:
+            self.limiter.acquire_on_behalf_of_nowait(member)
+        except anyio.WouldBlock:
+            # Only here: trio remembers scopes with deadlines for long after they have been left.
+            with anyio.CancelScope(deadline=until) as member.door:
+                await self.limiter.acquire_on_behalf_of(member)
+            is_too_late, member.door = member.door.cancelled_caught, None
+            if is_too_late:
+                return False
+        else:
+            await anyio.lowlevel.cancel_shielded_checkpoint()
         if member.cancel_reason is not None:
             self.limiter.release_on_behalf_of(member)
             return False
@@ -265,6 +274,7 @@ class MemberRuns:
                     again = trajectory
                     self._start(again)
                 else:
+                    run.forget()  # it may be long until somebody takes the trajectory
                     await run.home.end(run, trajectory)
         finally:
             if again is None:

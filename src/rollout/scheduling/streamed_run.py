@@ -7,6 +7,8 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import anyio
+from anyio.lowlevel import checkpoint_if_cancelled
+from anyio.streams.memory import MemoryObjectReceiveStream
 
 from rollout.chat.trajectory import Trajectory
 
@@ -22,6 +24,28 @@ STREAM_DROPPED = (
 )
 
 
+class _Received(MemoryObjectReceiveStream[Trajectory]):
+    """Gives a receiver all that waits in one round of the loop, up to a buffer of it.
+
+    One in each round would let those pile up that end in the same round, each in a task that waits.
+    """
+
+    _given = 0
+
+    async def receive(self) -> Trajectory:
+        if self._given < STREAM_BUFFER:
+            await checkpoint_if_cancelled()
+            try:
+                trajectory = self.receive_nowait()
+            except anyio.WouldBlock:
+                pass
+            else:
+                self._given += 1
+                return trajectory
+        self._given = 0
+        return await super().receive()
+
+
 class StreamedRun:
     """Runs in a task of the runtime's, so that a receiver that vanishes leaves nothing half open.
 
@@ -33,7 +57,9 @@ class StreamedRun:
 
     def __init__(self, run: BatchRun) -> None:
         self._run = run
-        self._send, self.received = anyio.create_memory_object_stream[Trajectory](STREAM_BUFFER)
+        self._send, received = anyio.create_memory_object_stream[Trajectory](STREAM_BUFFER)
+        self.received = _Received(received._state)
+        received.close()
         self._scope = anyio.CancelScope()
         self._ended = anyio.Event()
         self.is_closed = False

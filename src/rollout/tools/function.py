@@ -185,6 +185,8 @@ class FunctionTool(Tool, Generic[P, R]):
 
 
 class _FunctionSession(ToolSession):
+    __slots__ = ("_context", "_tool")
+
     def __init__(self, tool: FunctionTool[Any, Any], context: ToolContext) -> None:
         self._tool = tool
         self._context = context

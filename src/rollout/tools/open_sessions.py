@@ -28,6 +28,16 @@ class OpenFailure(CallError):
 class OpenSessions:
     """Sessions by tool, opened and closed in the trajectory's own task."""
 
+    __slots__ = (
+        "_cleanup_s",
+        "_contexts",
+        "_recalled",
+        "_sessions",
+        "_tool_s",
+        "_tools",
+        "is_closed",
+    )
+
     def __init__(
         self,
         tools: Mapping[str, Tool],
@@ -44,7 +54,7 @@ class OpenSessions:
         self.is_closed = False
         #: Of tools that were used before a trajectory was resumed and are not open since: the state
         #: that they had, where they have one.
-        self._recalled: dict[str, Any] = {}
+        self._recalled: dict[str, Any] | None = None
 
     def __getitem__(self, name: str) -> ToolSession:
         return self._sessions[name]
@@ -71,7 +81,7 @@ class OpenSessions:
             session = await tool.open(context)
             if not isinstance(session, ToolSession):
                 raise ToolError(f"open returned {type(session).__name__}; expected a ToolSession")
-            if name in self._recalled:
+            if self._recalled and name in self._recalled:
                 state = self._recalled.pop(name)
                 if state is not _NO_STATE:
                     await session.restore(state)
@@ -96,10 +106,11 @@ class OpenSessions:
 
     def recall(self, names: Iterable[str], snapshots: Mapping[str, Any]) -> None:
         """Tools that were called before a trajectory was resumed, and their states after that."""
+        recalled = self._recalled = {} if self._recalled is None else self._recalled
         for name in names:
             if name not in self._sessions and not isinstance(self._tools[name], FunctionTool):
-                self._recalled.setdefault(name, _NO_STATE)
-        self._recalled.update(snapshots)
+                recalled.setdefault(name, _NO_STATE)
+        recalled.update(snapshots)
 
     async def states(self, names: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
         """Those of the tools that have a state which cannot be held, and the states of others."""
@@ -124,7 +135,7 @@ class OpenSessions:
 
     async def _open_recalled(self) -> None:
         """What was used before has its say about the trajectory too."""
-        for name in list(self._recalled):
+        for name in list(self._recalled or ()):
             deadline = Deadline.after(self._tool_s, "limits.tool_s")
             try:
                 await self.open(name, deadline)

@@ -18,11 +18,11 @@ from rollout.tools.open_sessions import OpenFailure, OpenSessions, timed_out
 from rollout.tools.results import (
     CallSums,
     ToolResult,
-    add_call,
     add_metrics,
     error_result,
     named_sums,
     normalise_result,
+    with_call,
 )
 from rollout.tools.tool import ToolContext, ToolContexts
 from rollout.types import InvalidToolCall, ToolCall
@@ -50,7 +50,6 @@ class RunningCalls:
         calls: Calls that reached a tool.
         errors: Results that are errors, whatever their cause.
         is_closed: Whether they were closed.
-        under_way: Calls that run, or wait for their tool's place: name, and since when.
         idle_since: When the last one ended.
         invalid_in_a_row: Latest calls in a row that could not be run as asked: not parsed, of an
             unknown tool, or with wrong arguments.
@@ -73,13 +72,13 @@ class RunningCalls:
         "_tools",
         "_turns_under_way",
         "_uid",
+        "_under_way",
         "calls",
         "errors",
         "idle_since",
         "invalid_in_a_row",
         "is_closed",
         "seconds",
-        "under_way",
     )
 
     def __init__(
@@ -93,19 +92,24 @@ class RunningCalls:
         extra: dict[str, Any],
     ) -> None:
         self.seconds, self.idle_since, self.is_closed = 0.0, 0.0, False
-        self.under_way: dict[object, tuple[str, float]] = {}
+        self._under_way: dict[object, tuple[str, float]] | None = None
         self.calls = self.errors = self.invalid_in_a_row = self._turns_under_way = 0
         self._clock, self._is_on_trio = loop_clock(), runs_on_trio()
         self._kit, self._tools = kit, tools
         self._uid, self._member, self._kwargs, self._extra = uid, member, kwargs, extra
         # Made when they are needed: many trajectories wait long before their first call.
         self._metrics: dict[str, float] | None = None
-        self._counts: dict[str, CallSums] | None = None
+        self._counts: CallSums = ()
         self._breaker_key: object = None
         self._opening: anyio.Lock | None = None
         self._serial: dict[int, anyio.Lock] | None = None
         self._contexts: ToolContexts | None = None
         self._sessions: OpenSessions | None = None
+
+    @property
+    def under_way(self) -> Sequence[tuple[str, float]]:
+        """Calls that run, or wait for their tool's place: name, and since when."""
+        return tuple((self._under_way or {}).values())
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -115,7 +119,7 @@ class RunningCalls:
     @property
     def counts(self) -> dict[str, float]:
         """Of each tool that was called, ``tool/TOOL/{calls,errors,seconds,seconds_max}``."""
-        return named_sums(self._counts or {})
+        return named_sums(self._counts)
 
     @property
     def contexts(self) -> ToolContexts:
@@ -211,8 +215,7 @@ class RunningCalls:
 
     def _note(self, call: ToolCall, result: ToolResult | None, seconds: float) -> None:
         """Count a call that a tool was to answer."""
-        self._counts = self._counts or {}
-        add_call(self._counts, call.name, result, seconds)
+        self._counts = with_call(self._counts, call.name, result, seconds)
 
     def _admit(self, turn: CallTurn, position: int, call: ToolCall | InvalidToolCall) -> None:
         """Let a call run, or answer it; an invalid one counts, one too many does not."""
@@ -239,12 +242,14 @@ class RunningCalls:
 
     async def _open_tools(self, turn: CallTurn) -> None:
         """Open the tools that are used for the first time; where one fails, so do its calls."""
-        self._opening = self._opening or anyio.Lock(fast_acquire=True)
-        await acquire(self._opening, turn.deadline)
+        opening = self._opening = self._opening or anyio.Lock(fast_acquire=True)
+        await acquire(opening, turn.deadline)
         try:
             await self._open_unopened(turn)  # other conversations may have opened some meanwhile
         finally:
-            self._opening.release()
+            opening.release()
+            if not opening.locked():  # nobody waits for it
+                self._opening = None
 
     async def _open_unopened(self, turn: CallTurn) -> None:
         unopened = self._unopened(turn)
@@ -294,14 +299,16 @@ class RunningCalls:
         owner = self.contexts[call.name]
         activity = f"tool {call.name!r} of trajectory {owner.uid}/{owner.member}"  # noqa: F841
         self.calls += 1
-        self.under_way[turn, position] = call.name, started
+        self._under_way = self._under_way or {}
+        self._under_way[turn, position] = call.name, started
         if turn.told is not None:
             turn.told.started(position, call, started)
         try:
             turn.results[position] = await self._result_of(turn, call, owner.kwargs)
         finally:
             self.idle_since = now = self._clock()
-            del self.under_way[turn, position]
+            del self._under_way[turn, position]
+            self._under_way = self._under_way or None
             self.seconds += now - started
             self._note(call, turn.results[position], now - started)
             if turn.told is not None:

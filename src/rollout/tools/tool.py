@@ -54,10 +54,14 @@ class ToolContext(msgspec.Struct, frozen=True, kw_only=True):
 class ToolContexts(dict[str, ToolContext]):
     """The contexts of one trajectory by tool, each made when it is first asked for.
 
+    Tools without kwargs have one in common.
+
     Args:
         trajectory: What they have in common.
         kwargs: The prompt's kwargs by tool.
     """
+
+    __slots__ = ("_kwargs", "_trajectory")
 
     def __init__(self, trajectory: ToolContext, kwargs: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__()
@@ -65,8 +69,10 @@ class ToolContexts(dict[str, ToolContext]):
         self._kwargs = kwargs
 
     def __missing__(self, name: str) -> ToolContext:
-        kwargs = dict(self._kwargs.get(name, {}))
-        context = self[name] = msgspec.structs.replace(self._trajectory, kwargs=kwargs)
+        kwargs = self._kwargs.get(name)
+        if not kwargs:
+            return self._trajectory
+        context = self[name] = msgspec.structs.replace(self._trajectory, kwargs=dict(kwargs))
         return context
 
 
@@ -78,6 +84,8 @@ class ToolSession(ABC):
             in which the model wrote them: for tools with a state that outlives a call, such as an
             interpreter. None: the calls of one turn are begun in that order and run at once.
     """
+
+    __slots__ = ()
 
     serial: object | None = None
 

@@ -153,7 +153,7 @@ class Channel:
         part = generation.begin(request_id, self.name)
         length = 0
         if prefix is not None:
-            request.has_prefix, length = True, len(prefix)
+            request.has_prefix, length = True, prefix.length
         if media:
             request.media = tuple((m.medium.digest, m.start, m.count) for m in media)
         pending = PendingRequest(

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 import anyio
 
 if TYPE_CHECKING:
-    from rollout.engine.driver.channel import Channel
+    from collections.abc import Mapping
+
     from rollout.engine.driver.pending_request import PendingRequest
     from rollout.engine.driver.recovery import Attempt
+    from rollout.engine.driver.replica import Replica
     from rollout.wake_budget import WakeBudget
 
 
@@ -25,20 +27,24 @@ class DeadlineWatch:
     answer; or without one, where it takes too long.
 
     Args:
+        replicas: Those that are asked, by name.
         wakes: What may be woken in a round of the loop.
         last_answer_s: How long the last answer may take.
     """
 
-    def __init__(self, wakes: WakeBudget, last_answer_s: float) -> None:
+    def __init__(
+        self, replicas: Mapping[str, Replica], wakes: WakeBudget, last_answer_s: float
+    ) -> None:
+        self._replicas = replicas
         self._wakes = wakes
         self._last_answer_s = last_answer_s
-        self._waiting: dict[PendingRequest, tuple[Channel, Attempt]] = {}
+        self._waiting: dict[PendingRequest, Attempt] = {}
         self._next = math.inf
         self._scope: anyio.CancelScope | None = None
 
-    def begin(self, pending: PendingRequest, channel: Channel, attempt: Attempt) -> None:
+    def begin(self, pending: PendingRequest, attempt: Attempt) -> None:
         """This request of an attempt is waited for from now on."""
-        self._waiting[pending] = channel, attempt
+        self._waiting[pending] = attempt
         self.look_at(attempt.deadline)
 
     def end(self, pending: PendingRequest) -> None:
@@ -66,13 +72,15 @@ class DeadlineWatch:
     def _look(self, pending: PendingRequest) -> None:
         if pending not in self._waiting or pending.done.is_set():
             return  # it has ended
-        channel, attempt = self._waiting[pending]
+        attempt = self._waiting[pending]
         now, due = anyio.current_time(), pending.given_up_at or attempt.deadline
         if now < due:
             self.look_at(due)
         elif pending.given_up_at is None:
             self._wakes.spend()
-            channel.abandon_nowait(pending)
+            channel = self._replicas[pending.part.replica].channel
+            if channel is not None:
+                channel.abandon_nowait(pending)
             pending.given_up_at = now + self._last_answer_s
             self.look_at(pending.given_up_at)
         else:

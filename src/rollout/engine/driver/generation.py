@@ -116,7 +116,8 @@ class Generation:
         self.parts: tuple[Part, ...] = ()
         self._restarts: tuple[str, ...] = ()
         self.on_tokens: tuple[Callable[[Generation], object], ...] = tuple(on_tokens)
-        # What holds tokens is made when they come: most generations wait for their first ones.
+        # Tokens that came at once stay as they came, packed. Arrays are made where more follow, or
+        # somebody asks for them.
         self._ids: array[int] | None = None
         self._log_probs: array[float] | None = None
         self._versions: list[list[int]] | None = None
@@ -137,12 +138,25 @@ class Generation:
     @property
     def ids(self) -> array[int]:
         """Sampled ids."""
-        return array("i") if self._ids is None else self._ids
+        if self._ids is None:
+            if self._packed is None:
+                return array("i")
+            self._ids = array("i", self._packed[0])
+        return self._ids
 
     @property
     def log_probs(self) -> array[float]:
         """One for each id."""
-        return array("f") if self._log_probs is None else self._log_probs
+        if self._log_probs is None:
+            if self._packed is None:
+                return array("f")
+            self._log_probs = array("f", self._packed[1])
+        return self._log_probs
+
+    @property
+    def count(self) -> int:
+        """How many ids there are."""
+        return len(self.ids) if self._packed is None else len(self._packed[0]) // 4
 
     def packed(self) -> tuple[bytes, bytes]:
         """Ids, int32, and log-probs, float32; the same objects to all who ask once it is over."""
@@ -173,7 +187,7 @@ class Generation:
     @property
     def discarded_tokens(self) -> int:
         """Tokens that were taken and dropped: when it restarted, or past those that are kept."""
-        dropped = 0 if self.kept is None else len(self.ids) - self.kept
+        dropped = 0 if self.kept is None else self.count - self.kept
         return dropped + sum(part.count for part in self.parts if part.is_discarded)
 
     def kept_part(self) -> Generation:
@@ -199,7 +213,7 @@ class Generation:
     def begin(self, request_id: str, replica: str) -> Part:
         """What is taken from now on comes from this request, after the tokens there are."""
         self.finish_reason = None
-        part = Part(request_id, replica, len(self.ids))
+        part = Part(request_id, replica, self.count)
         self.parts += (part,)
         return part
 
@@ -207,7 +221,7 @@ class Generation:
         """The (T, k) most likely ids of its T tokens and their log-probs; None where k = 0."""
         if not self.top_count:
             return None
-        shape = (len(self.ids), self.top_count)
+        shape = (self.count, self.top_count)
         ids = np.frombuffer(self.top_ids, np.int32).reshape(shape)
         return ids, np.frombuffer(self.top_log_probs, np.float32).reshape(shape)
 
@@ -276,20 +290,18 @@ class Generation:
         self, ids: bytes, log_probs: bytes, versions: list[list[int]], finish: FinishReason | None
     ) -> None:
         """It is over, and was made before: tokens, as they came then."""
-        self._ids, self._log_probs = array("i", ids), array("f", log_probs)
-        self._packed = (ids, log_probs)
+        self._ids, self._log_probs, self._packed = None, None, (ids, log_probs)
         self._versions, self.finish_reason = versions, finish
         if self.on_tokens:
             self._tell()
 
     def _extend(self, ids: bytes, log_probs: bytes, version: int, count: int) -> None:
-        self._packed = None
-        if self._ids is None or self._log_probs is None or self._versions is None:
-            self._ids, self._log_probs = array("i", ids), array("f", log_probs)
-            self._versions = [[version, count]]
+        if self._versions is None:
+            self._packed, self._versions = (ids, log_probs), [[version, count]]
             return
-        self._ids.frombytes(ids)
-        self._log_probs.frombytes(log_probs)
+        self.ids.frombytes(ids)
+        self.log_probs.frombytes(log_probs)
+        self._packed = None
         if self._versions[-1][0] == version:
             self._versions[-1][1] += count
         else:
@@ -325,7 +337,7 @@ class Generation:
         size, each = len(chunk.routed_experts), self._bytes_of_experts
         if size % each:
             raise ChunkFault(f"{size} bytes of routed experts; expected {each} for each token")
-        known, count = self.known_experts + size // each, len(self.ids) + len(chunk.ids) // 4
+        known, count = self.known_experts + size // each, self.count + len(chunk.ids) // 4
         if known > self.expert_room + count:
             raise ChunkFault(
                 f"routed experts of {known} tokens; expected at most {self.expert_room + count}"

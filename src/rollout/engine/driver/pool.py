@@ -189,7 +189,7 @@ class EnginePool(PoolMaintenance):
     @property
     def tokens_under_way(self) -> int:
         """Tokens that have arrived for generations that have not ended."""
-        return sum(len(attempt.generation.ids) for attempt in self._requests.active)
+        return sum(attempt.generation.count for attempt in self._requests.active)
 
     def waits(self, now: float) -> dict[str, list[Wait]]:
         """What each generation waits for, by the trajectory's part of its session."""
@@ -336,7 +336,8 @@ class EnginePool(PoolMaintenance):
             trajectory=trajectory,
             media=tuple(media),
         )
-        generation.expert_room = attempt.prompt_tokens - known_experts
+        if info.expert_shape is not None:
+            generation.expert_room = attempt.prompt_tokens - known_experts
         return self._requests.run(attempt, group_id=group_id)
 
     def forget(self, session_id: str) -> None:

@@ -63,7 +63,7 @@ class RecoveryCounts:
     quarantined: int = 0
 
 
-@attrs.define(eq=False, kw_only=True)
+@attrs.define(eq=False, kw_only=True, weakref_slot=False)
 class Attempt:
     """One generation and what has happened to its requests so far.
 
@@ -147,7 +147,7 @@ class Attempt:
     @property
     def prefix(self) -> TokenPrefix | None:
         """That, where it is the trajectory's prefix and nothing else."""
-        if self.generation.ids or isinstance(self._prompt_ids, bytes):
+        if self.generation.count or isinstance(self._prompt_ids, bytes):
             return None
         return self._prompt_ids
 
@@ -155,13 +155,14 @@ class Attempt:
     def prompt_tokens(self) -> int:
         """The length of that."""
         prompt = self._prompt_ids
-        count = len(prompt) // 4 if isinstance(prompt, bytes) else len(prompt)
-        return count + len(self.generation.ids)
+        count = len(prompt) // 4 if isinstance(prompt, bytes) else prompt.length
+        done = self.generation.count
+        return count + done if done else count
 
     @property
     def sampling(self) -> SamplingParams:
         """How the next request is sampled: what is left of the budget, the same seed."""
-        done = len(self.generation.ids)
+        done = self.generation.count
         if not done:
             return self._sampling
         left = self._sampling.max_new_tokens - done
@@ -179,7 +180,7 @@ class Attempt:
 
         One that died before it had a token of that replica, or with a second replica.
         """
-        if len(self.generation.ids) > self._tokens_at_death or not self.deaths:
+        if self.generation.count > self._tokens_at_death or not self.deaths:
             return False
         return self._was_silent or len(self.deaths) >= SUSPECT_DEATHS
 
@@ -209,7 +210,7 @@ class Attempt:
         was_suspect = self.is_suspect
         self.deaths = (*self.deaths, reason)
         self._was_silent = not self.has_answer
-        self._tokens_at_death = len(self.generation.ids)
+        self._tokens_at_death = self.generation.count
         enough = LONE_DEATHS if is_alone else QUARANTINE_DEATHS
         is_confirmed = (is_alone or was_suspect) and len(self.deaths) >= enough
         self._is_poisonous = is_confirmed or len(self.deaths) >= MOST_DEATHS

@@ -84,7 +84,7 @@ class RequestRunner:
         self._wait_queue = wait_queue
         self._changes = changes
         self._last_answer_s = last_answer_s
-        self.deadlines = DeadlineWatch(wakes, last_answer_s)
+        self.deadlines = DeadlineWatch(replicas, wakes, last_answer_s)
         self._ids = RequestIds()
         self._now = loop_clock()
         self._on_gone = self._released  # one for all requests
@@ -106,7 +106,7 @@ class RequestRunner:
                 attempt.waits_since = self._now()
                 events = self._events
                 pending: PendingRequest | None = None
-                dispatch = self._place_at_once(attempt, group_id, avoid)
+                dispatch = self._place_at_once(attempt, group_id, avoid, attempt.waits_since)
                 if dispatch is None:
                     dispatch = await self._place(attempt, group_id, avoid)
                 if dispatch is None:
@@ -120,7 +120,7 @@ class RequestRunner:
                     pending = self._submit(channel, dispatch, request, attempt)
                     if events.is_on:
                         tell_request_placed(events, attempt, pending)
-                    self.deadlines.begin(pending, channel, attempt)
+                    self.deadlines.begin(pending, attempt)
                     try:  # right here: each coroutine around this wait is one for each trajectory
                         await pending.done
                     except BaseException as error:
@@ -228,13 +228,15 @@ class RequestRunner:
             raise attempt.failed(pending.error or f"{generation.replica}: the engine failed")
         return True
 
-    def _place_at_once(self, attempt: Attempt, group_id: str, avoid: str | None) -> Dispatch | None:
+    def _place_at_once(
+        self, attempt: Attempt, group_id: str, avoid: str | None, now: float
+    ) -> Dispatch | None:
         """A place on a replica; None where it is to be waited for.
 
         Args:
             avoid: A replica that gets it only where no other one does.
         """
-        dispatch = None if self._wait_queue else self._ask(attempt, group_id, avoid)
+        dispatch = None if self._wait_queue else self._ask(attempt, group_id, avoid, now)
         if dispatch is not None:
             self._wait_queue.wake_next()  # there may be room for the next one too
         return dispatch
@@ -259,7 +261,7 @@ class RequestRunner:
                     return None
             if not has_turn:
                 raise attempt.failed(f"no engine is left: {self.last_failure}", reason=NO_ENGINE)
-            dispatch = self._ask(attempt, group_id, avoid)
+            dispatch = self._ask(attempt, group_id, avoid, self._now())
         self._wait_queue.wake_next()
         return dispatch
 
@@ -273,8 +275,10 @@ class RequestRunner:
         attempt.queue_scope = None
         return has_turn
 
-    def _ask(self, attempt: Attempt, group_id: str, avoid: str | None) -> Dispatch | None:
-        attempt.asked_at = now = self._now()
+    def _ask(
+        self, attempt: Attempt, group_id: str, avoid: str | None, now: float
+    ) -> Dispatch | None:
+        attempt.asked_at = now
         if self.is_admission_blocked:
             return None
         dispatch = self._router.assign(
@@ -286,7 +290,7 @@ class RequestRunner:
             now=now,
         )
         if dispatch is None and avoid is not None:
-            return self._ask(attempt, group_id, None)
+            return self._ask(attempt, group_id, None, now)
         return dispatch
 
     def _begin(self, attempt: Attempt, dispatch: Dispatch) -> tuple[Replica, Channel]:

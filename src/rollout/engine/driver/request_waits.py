@@ -28,7 +28,7 @@ def waits_of(attempts: Iterable[Attempt], now: float) -> dict[str, list[Wait]]:
 
 def _wait_of(attempt: Attempt, path: str, now: float) -> Wait:
     if attempt.is_running:
-        tokens = len(attempt.generation.ids)
+        tokens = attempt.generation.count
         note = f"{tokens:,} tokens so far" if attempt.has_answer else NO_TOKEN
         since = now - attempt.asked_at
         return Wait("generation", since, attempt.generation.replica, note=note, path=path)

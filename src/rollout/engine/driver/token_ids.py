@@ -45,6 +45,6 @@ def check_ids(prompt: bytes | TokenPrefix, vocab_size: int) -> None:
     if not isinstance(prompt, TokenPrefix):
         fault = outside(prompt, vocab_size)
     elif not (fault := outside(prompt.packed(prompt.checked), vocab_size, prompt.checked)):
-        prompt.checked = len(prompt)
+        prompt.checked = prompt.length
     if fault:
         raise EngineError(fault)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+import msgspec
+
+from rollout.engine.routing.replica_state import ReplicaState
 
 if TYPE_CHECKING:
     from rollout.engine.routing.dispatch import Dispatch
-    from rollout.engine.routing.replica_state import ReplicaState
 
 #: Holders of a group's prompt that are remembered, the latest: more of them decide nothing.
 MAX_HOLDERS = 8
@@ -15,33 +19,31 @@ MAX_HOLDERS = 8
 MAX_SESSIONS = 100_000
 
 
-class _Group:
+_NO_HOLDERS: Mapping[ReplicaState, int] = {}
+
+
+class _Group(msgspec.Struct, eq=False, gc=False):
     """Trajectories with one prompt.
 
     Attributes:
         prompt_tokens: Length of the shared prompt: the shortest that one of them began with.
-        holders: Where trajectories began or moved last, with the epoch of the cache that got it.
+        holders: Where trajectories began or moved last, with the epoch of the cache that got it;
+            replaced, never changed, since groups may share it.
         checked: The number of lost caches when the holders were checked for it.
         members: Trajectories that are remembered.
     """
 
-    __slots__ = ("checked", "holders", "members", "prompt_tokens")
-
-    def __init__(self, prompt_tokens: int, checked: int) -> None:
-        self.prompt_tokens = prompt_tokens
-        self.checked = checked
-        self.holders: dict[ReplicaState, int] = {}
-        self.members = 0
+    prompt_tokens: int
+    checked: int
+    holders: Mapping[ReplicaState, int] = msgspec.field(default_factory=lambda: _NO_HOLDERS)
+    members: int = 0
 
 
-class _Session:
-    __slots__ = ("cache_epoch", "group_id", "replica", "tokens")
-
-    def __init__(self, group_id: str, replica: ReplicaState) -> None:
-        self.group_id = group_id
-        self.replica = replica
-        self.cache_epoch = 0
-        self.tokens = 0
+class _Session(msgspec.Struct, eq=False, gc=False):
+    group_id: str
+    replica: ReplicaState
+    cache_epoch: int = 0
+    tokens: int = 0
 
 
 class Sessions:
@@ -50,6 +52,8 @@ class Sessions:
     def __init__(self) -> None:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._groups: dict[str, _Group] = {}
+        #: The holders of the groups that have one: a group of one trajectory never has more.
+        self._alone: dict[ReplicaState, Mapping[ReplicaState, int]] = {}
         self._lost_caches = 0
 
     def __len__(self) -> int:
@@ -72,7 +76,8 @@ class Sessions:
             dispatch.shared_tokens = min(group.prompt_tokens, dispatch.prompt_tokens)
             if group.checked != self._lost_caches:
                 group.checked = self._lost_caches
-                group.holders = {r: e for r, e in group.holders.items() if e == r.cache_epoch}
+                kept = {r: e for r, e in group.holders.items() if e == r.cache_epoch}
+                group.holders = kept or _NO_HOLDERS
             dispatch.holders = group.holders
 
     def note(self, dispatch: Dispatch, group_id: str) -> None:
@@ -86,11 +91,22 @@ class Sessions:
         session.cache_epoch = replica.cache_epoch
         session.tokens = dispatch.prompt_tokens
         if session.group_id and not (replica is dispatch.pinned and dispatch.warm_tokens):
-            holders = self._groups[session.group_id].holders
-            if replica not in holders:
-                holders[replica] = replica.cache_epoch
-                if len(holders) > MAX_HOLDERS:
-                    del holders[next(iter(holders))]
+            group = self._groups[session.group_id]
+            if replica not in group.holders:
+                group.holders = self._with(group.holders, replica)
+
+    def _with(
+        self, holders: Mapping[ReplicaState, int], replica: ReplicaState
+    ) -> Mapping[ReplicaState, int]:
+        """These and one more; without the earliest where they are too many."""
+        epoch = replica.cache_epoch
+        if holders:
+            kept = list(holders.items())[1 - MAX_HOLDERS :]
+            return {**dict(kept), replica: epoch}
+        alone = self._alone.get(replica)
+        if alone is None or alone[replica] != epoch:
+            alone = self._alone[replica] = {replica: epoch}
+        return alone
 
     def _begin(self, dispatch: Dispatch, group_id: str) -> _Session:
         session = self._sessions[dispatch.session_id] = _Session(group_id, dispatch.replica)
@@ -105,8 +121,9 @@ class Sessions:
         return session
 
     def cache_lost(self) -> None:
-        """The cache epoch of a replica has grown."""
+        """The cache epoch of a replica has grown, or a replica was added."""
         self._lost_caches += 1
+        self._alone.clear()
 
     def grow(self, dispatch: Dispatch, generated: int) -> None:
         """The trajectory's replica has `generated` further tokens of it in its cache."""
