@@ -18,7 +18,7 @@ from http_agents import Client, config_of, prompt_of, user
 from rollout import JournalError, Outcome, Prompt, RolloutBatch
 from rollout.config import GatewayConfig, JournalConfig, LimitsConfig
 from rollout.scheduling.journal.entries import EndEntry
-from rollout.scheduling.journal.frames import Frame, OpenFrame, frames, records_of
+from rollout.scheduling.journal.frames import Frame, FrameBuffer, frames, records_of
 from rollout.scheduling.journal.journal_reading import entries_of, read_journal
 from rollout.testing import Scenario
 
@@ -33,12 +33,12 @@ def cut_before_end(path: Path) -> None:
         if isinstance(each, Frame):
             for payload, entry in entries_of(each):
                 if isinstance(entry, EndEntry):
-                    frame = OpenFrame()
+                    frame = FrameBuffer()
                     for start, record in records_of(each):
                         if start < payload.start:
                             frame.add(msgspec.Raw(record))
-                    frame.close()
-                    path.write_bytes(data[: each.start] + frame.buffer)
+                    with frame.closed() as whole:
+                        path.write_bytes(data[: each.start] + whole)
                     return
 
 

@@ -116,7 +116,7 @@ class Conversation(OpeningConversation):
             if self._unsettled:
                 await self._settle()
             state, stop, is_over, bounded_by = self._state, options.stop, False, ""
-            log, place = state.log, None
+            log = state.log
             started, recalled_s = state.clock(), None
             events, turn = state.services.events, self.assistant_turns
             if events.is_on:
@@ -132,16 +132,15 @@ class Conversation(OpeningConversation):
                     kept = self._wording.kept_tokens
                     budget, bounded_by = state.budget(self.transcript, sampling, kept)
                     drawn = state.sampling_of_turn(sampling, budget, seed)
-                    if log is not None:
-                        place = log.place_of_turn(self.transcript.prefix, drawn)
-                        if log.has_answers:
-                            recalled_s = await log.recall_turn(place, generation)
+                    prefix = self.transcript.prefix
+                    if log is not None and log.has_answers:
+                        recalled_s = await log.recall_turn(prefix, drawn, generation)
                     if recalled_s is None:
                         # Not in a coroutine of its own: every trajectory waits here.
                         await state.services.engines.generate(
                             generation,
                             session_id=self._session_id,
-                            prompt_ids=self.transcript.prefix,
+                            prompt_ids=prefix,
                             sampling=drawn,
                             priority=state.prompt.priority,
                             known_experts=self.transcript.routed_length,
@@ -154,9 +153,9 @@ class Conversation(OpeningConversation):
                     if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
                         raise state.abort_error(self._session_id, deadline.now)
                 is_over = True
-                if log is not None and place is not None and recalled_s is None:
+                if log is not None and recalled_s is None:
                     took_s = state.clock() - started
-                    if log.note_turn(place, self._session_id, turn, generation, took_s):
+                    if log.note_turn(prefix, drawn, self._session_id, turn, generation, took_s):
                         await log.room()
             except (LimitExceeded, UnresponsiveError) as error:
                 self._settling_limits.settle(error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -50,19 +51,25 @@ class TornTail(NamedTuple):
     size: int
 
 
-class OpenFrame:
-    """A frame to which records are added; they are encoded at once, while they are in the cache.
+class FrameBuffer:
+    """A frame that is filled, written and filled again; its memory is the same each time.
+
+    Memory that is new for each frame would come from the system, page by page.
 
     Attributes:
-        buffer: As it stands in the file, once it is closed.
-        count: Of its records.
+        size: In bytes, as far as it is filled.
+        records: So many.
     """
 
-    __slots__ = ("buffer", "count")
+    __slots__ = ("_buffer", "records", "size")
 
     def __init__(self) -> None:
-        self.buffer = bytearray(_EMPTY)
-        self.count = 0
+        self._buffer = bytearray(_EMPTY)
+        self.begin()
+
+    def begin(self) -> None:
+        """It is empty."""
+        self.size, self.records = len(_EMPTY), 0
 
     def add(self, record: Any) -> None:
         """One more record.
@@ -70,30 +77,19 @@ class OpenFrame:
         Raises:
             TypeError, ValueError, OverflowError: It cannot be encoded; the frame is as it was.
         """
-        before = len(self.buffer)
-        try:
-            _encode_into(record, self.buffer, before)
-        except Exception:
-            del self.buffer[before:]
-            raise
-        self.count += 1
+        _encode_into(record, self._buffer, self.size)
+        self.size = len(self._buffer)
+        self.records += 1
 
-    def close(self) -> None:
-        """Add no more; other threads run meanwhile, where it is long."""
-        _COUNT.pack_into(self.buffer, _HEAD.size, _ARRAY, self.count)
-        with memoryview(self.buffer) as view:
-            checksum = zlib.crc32(view[_HEAD.size :])
-        _HEAD.pack_into(self.buffer, 0, len(self.buffer) - _HEAD.size, checksum)
-
-    def divided(self) -> list[OpenFrame]:
-        """Its records, each in a closed frame of its own."""
-        made = []
-        for record in _raw_records.decode(self.buffer[_HEAD.size :]):
-            single = OpenFrame()
-            single.add(record)
-            single.close()
-            made.append(single)
-        return made
+    @contextmanager
+    def closed(self) -> Iterator[memoryview]:
+        """It as it stands in the file, in the block."""
+        _COUNT.pack_into(self._buffer, _HEAD.size, _ARRAY, self.records)
+        with memoryview(self._buffer) as whole, whole[: self.size] as frame:
+            with frame[_HEAD.size :] as payload:
+                checksum = zlib.crc32(payload)
+            _HEAD.pack_into(frame, 0, self.size - _HEAD.size, checksum)
+            yield frame
 
 
 def records_of(frame: Frame) -> list[tuple[int, bytes]]:

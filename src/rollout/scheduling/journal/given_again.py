@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rollout.agents.turn_log import Place
+    from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
     from rollout.scheduling.journal.entries import AnswersEntry, TurnEntry
     from rollout.token_prefix import TokenPrefix
@@ -41,6 +42,12 @@ def answers_of(known: AnswersEntry) -> Answers:
     """What was answered."""
     results = [_result(each) for each in known.results]
     return Answers(results, known.seconds, known.stateful, known.snapshots)
+
+
+def place_of_turn(prefix: TokenPrefix, sampling: SamplingParams) -> Place:
+    """Where a turn begins that is sampled so."""
+    length, digest = prefix.digested()
+    return length, digest, sampling.seed or 0
 
 
 def place_of_calls(
@@ -77,7 +84,8 @@ def fields_of(result: ToolResult, at: int) -> str | list[Any]:
         raise JournalError(f"answers[{at}] shows images or videos")
     says_more = result.metrics or result.extra or result.is_error or result.end_trajectory
     if result.data is None and result.reward is None and not says_more:
-        return result.text
+        text = result.text
+        return text if text.isascii() else str(plain(text, f"answers[{at}].text"))
     return [plain(getattr(result, name), f"answers[{at}].{name}") for name in _RESULT_FIELDS]
 
 

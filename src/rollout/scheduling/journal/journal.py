@@ -235,7 +235,7 @@ async def open_journal(
         path, descriptor, contents.size, syncs=fsync != "never", gather_s=gather_s
     )
     if contents.header is None:
-        writer.begin(header)
+        writer.put(header)
 
     def read(payload: Payload) -> Entry:
         return decode(os.pread(descriptor, payload.size, payload.start))

@@ -13,7 +13,12 @@ import anyio.lowlevel
 from rollout.chat.row_beginnings import common_length
 from rollout.errors import RolloutError
 from rollout.scheduling.journal.entries import AnswersEntry, TurnEntry
-from rollout.scheduling.journal.given_again import answers_of, place_of_calls, recall_into
+from rollout.scheduling.journal.given_again import (
+    answers_of,
+    place_of_calls,
+    place_of_turn,
+    recall_into,
+)
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -96,20 +101,15 @@ class ReplayLog:
         for entry in self._entries:
             self._by_place.setdefault((type(entry), entry.place), deque()).append(entry)
 
-    def place_of_turn(self, prefix: TokenPrefix, sampling: SamplingParams) -> Place:
-        """See `TurnLog`."""
-        self._prefix = prefix
-        length, digest = prefix.digested()
-        return length, digest, sampling.seed or 0
-
-    async def recall_turn(self, place: Place, generation: Generation) -> float | None:
+    async def recall_turn(
+        self, prefix: TokenPrefix, sampling: SamplingParams, generation: Generation
+    ) -> float | None:
         """See `TurnLog`.
 
         Raises:
             Departed: The record has no such turn.
         """
-        prefix = self._prefix
-        assert prefix is not None
+        place = place_of_turn(prefix, sampling)
         entry = self._take(TurnEntry, place)
         if entry is None:
             raise self._departed(self._why_no_turn(place, prefix))

@@ -15,6 +15,7 @@ from rollout.scheduling.journal.given_again import (
     answers_of,
     fields_of,
     place_of_calls,
+    place_of_turn,
     plain_states,
     recall_into,
 )
@@ -153,15 +154,12 @@ class TrajectoryLog:
             ", ".join(sorted(self._recorded.stateful)),
         )
 
-    def place_of_turn(self, prefix: TokenPrefix, sampling: SamplingParams) -> Place:
-        """Where a turn begins that is sampled so."""
-        length, digest = prefix.digested()
-        return length, digest, sampling.seed or 0
-
-    async def recall_turn(self, place: Place, generation: Generation) -> float | None:
+    async def recall_turn(
+        self, prefix: TokenPrefix, sampling: SamplingParams, generation: Generation
+    ) -> float | None:
         """Fill a generation as it was; the seconds that it took, None where nothing is known."""
         await anyio.lowlevel.checkpoint()
-        known = _next(self._turns, place)
+        known = _next(self._turns, place_of_turn(prefix, sampling))
         if known is None:
             return None
         self._count()
@@ -169,13 +167,14 @@ class TrajectoryLog:
 
     def note_turn(
         self,
-        place: Place,
+        prefix: TokenPrefix,
+        sampling: SamplingParams,
         segment: str,
         turn: int,
         generation: Generation,
         seconds: float,
     ) -> bool:
-        """A generation is over; whether to wait for `room`."""
+        """A generation is over that continues `prefix`; whether to wait for `room`."""
         top, experts, shape = None, None, generation.expert_shape
         packed = ids, log_probs = generation.packed()
         self._noted.append(packed)
@@ -189,7 +188,7 @@ class TrajectoryLog:
                 self._start,
                 segment,
                 turn,
-                place,
+                place_of_turn(prefix, sampling),
                 ids,
                 log_probs,
                 generation.versions,
