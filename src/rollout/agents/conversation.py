@@ -279,8 +279,6 @@ class Conversation(OpeningConversation):
         with self._settling_limits:
             state.count_calls(len(calls))
             results = await self._answers_to(calls)
-            if show_something(results):
-                results = await self._seen(calls, results)
             state.tool_rewards += [r.reward for r in results if r.reward is not None]
             self._errors_in_a_row = state.count_errors(results, self._errors_in_a_row)
         return results
@@ -301,6 +299,8 @@ class Conversation(OpeningConversation):
             calls, turn_deadline=self._turn_deadline, offered=offered, told=told
         )
         state.services.tally.tool_calls += len(calls)
+        if show_something(results):
+            results = await self._seen(calls, results)
         if log is not None and place is not None:
             answers = Answers(results, state.tools.seconds - before)
             if state.tools.has_states:

@@ -52,24 +52,28 @@ class TornTail(NamedTuple):
 
 
 class FrameBuffer:
-    """A frame that is filled, written and filled again; its memory is the same each time.
+    """A frame that is filled, written and filled again: memory that is new for each one would come
+    from the system, page by page.
 
-    Memory that is new for each frame would come from the system, page by page.
+    Records are encoded as they come, while they are in the cache.
 
     Attributes:
         size: In bytes, as far as it is filled.
-        records: So many.
+        count: Of its records.
     """
 
-    __slots__ = ("_buffer", "records", "size")
+    __slots__ = ("_buffer", "_together", "count", "size")
 
     def __init__(self) -> None:
         self._buffer = bytearray(_EMPTY)
-        self.begin()
+        #: Of records that are not divided, where they start and stop.
+        self._together: dict[int, int] = {}
+        self.size, self.count = len(_EMPTY), 0
 
-    def begin(self) -> None:
+    def clear(self) -> None:
         """It is empty."""
-        self.size, self.records = len(_EMPTY), 0
+        self.size, self.count = len(_EMPTY), 0
+        self._together.clear()
 
     def add(self, record: Any) -> None:
         """One more record.
@@ -77,19 +81,38 @@ class FrameBuffer:
         Raises:
             TypeError, ValueError, OverflowError: It cannot be encoded; the frame is as it was.
         """
-        _encode_into(record, self._buffer, self.size)
-        self.size = len(self._buffer)
-        self.records += 1
+        buffer = self._buffer
+        _encode_into(record, buffer, self.size)
+        self.size = len(buffer)
+        self.count += 1
+
+    def keep_together(self, start: int) -> None:
+        """The records from this number on are not divided."""
+        self._together[start] = self.count
 
     @contextmanager
     def closed(self) -> Iterator[memoryview]:
         """It as it stands in the file, in the block."""
-        _COUNT.pack_into(self._buffer, _HEAD.size, _ARRAY, self.records)
+        _COUNT.pack_into(self._buffer, _HEAD.size, _ARRAY, self.count)
         with memoryview(self._buffer) as whole, whole[: self.size] as frame:
             with frame[_HEAD.size :] as payload:
                 checksum = zlib.crc32(payload)
             _HEAD.pack_into(frame, 0, self.size - _HEAD.size, checksum)
             yield frame
+
+    def divided(self) -> list[FrameBuffer]:
+        """Its records, each in a frame of its own, or with those that it is kept together with."""
+        with self.closed() as frame:
+            records = _raw_records.decode(frame[_HEAD.size :])
+        made, at = [], 0
+        while at < len(records):
+            part, stop = FrameBuffer(), self._together.get(at, at + 1)
+            for record in records[at:stop]:
+                part.add(record)
+            part.keep_together(0)
+            made.append(part)
+            at = stop
+        return made
 
 
 def records_of(frame: Frame) -> list[tuple[int, bytes]]:

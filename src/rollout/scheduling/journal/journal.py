@@ -62,7 +62,7 @@ class Journal(OpenJournal):
         read: Callable[[Payload], Entry],
         services: Services,
     ) -> None:
-        super().__init__(config, writer, read, services)
+        super().__init__(config, writer, read, services, contents.media)
         self._contents = contents
         self._calls: OrderedDict[tuple[int, bool], Counter[str]] = OrderedDict()
         self._is_counting = threading.Lock()

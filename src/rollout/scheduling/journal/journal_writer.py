@@ -35,7 +35,7 @@ RETRY_S = 1.0
 #: Records that wait to be written before trajectories wait for them.
 MAX_WAITING = 1 << 16
 #: Bytes after which a frame is closed.
-_FRAME = 1 << 20
+_FRAME = 1 << 19
 
 
 class JournalWriter:
@@ -68,12 +68,12 @@ class JournalWriter:
         self.size = size
         self.failure: RolloutError | None = None
         self._path, self._descriptor, self._syncs = path, descriptor, syncs
-        #: Records, and lists of such as are written together: what the thread has not taken, ...
-        self._put: deque[Entry | list[Entry]] = deque()
-        #: ... what it has, and what it makes of them.
-        self._due: list[Entry | list[Entry]] = []
-        self._frame, self._needed = FrameBuffer(), 0
-        self._together: list[Entry] | None = None
+        #: What records are added to; under the lock, for the thread takes it away.
+        self._open, self._lock = FrameBuffer(), threading.RLock()
+        self._is_together = False
+        #: What is to be written, and what was.
+        self._full: deque[FrameBuffer] = deque()
+        self._spare: deque[FrameBuffer] = deque(maxlen=2)
         self._event_type = event_type()
         self._changed = self._event_type()
         self.listeners: dict[Callable[[], object], None] = {}
@@ -89,35 +89,47 @@ class JournalWriter:
             self._thread.start()
 
     def put(self, entry: Entry) -> int:
-        """Have a record written, which nothing changes any more; its number. On the loop."""
+        """Have a record written; its number. On the loop.
+
+        Raises:
+            TypeError, ValueError, OverflowError: It cannot be encoded; nothing has changed.
+        """
+        with self._lock:
+            frame = self._open
+            frame.add(entry)
+            if frame.size > _FRAME:
+                self._fill()
         self.put_count += 1
-        if self._together is not None:
-            self._together.append(entry)
-            return self.put_count
-        self._put.append(entry)
         if not self._is_awake:
             self._awake()
         return self.put_count
 
+    def _fill(self) -> None:
+        """The open frame is to be written."""
+        if not self._is_together:
+            self._full.append(self._open)
+            self._open = self._spare.pop() if self._spare else FrameBuffer()
+
     def _awake(self) -> None:
-        if self._thread is None:
-            self._write_all()
-        else:
+        if self._thread is not None:
             self._is_awake = True
             self._signals.put(None)
+        elif not self._is_together:
+            self._write_all()
 
     @contextmanager
     def together(self) -> Iterator[None]:
         """What is put in the block is in the file as a whole, or not at all."""
-        self._together = together = []
-        try:
-            yield
-        finally:
-            self._together = None
-            if together:
-                self._put.append(together)
-                if not self._is_awake:
-                    self._awake()
+        with self._lock:
+            start, self._is_together = self._open.count, True
+            try:
+                yield
+            finally:
+                self._is_together = False
+                if self._open.count > start:
+                    self._open.keep_together(start)
+        if self._thread is None:
+            self._write_all()
 
     def ask(self) -> None:
         """Have the listeners called when more is written than is now."""
@@ -182,7 +194,7 @@ class JournalWriter:
     def _gather(self) -> None:
         """Until something was put, and time for more has passed."""
         self._is_awake = False
-        if not self._put:  # what is put from here on is followed by a signal
+        if not (self._open.count or self._full):  # what is put from here on sends a signal
             self._signals.get()
         self._is_awake = True
         with suppress(Empty):
@@ -191,16 +203,18 @@ class JournalWriter:
 
     def _write_all(self) -> None:
         """Write what was put so far."""
+        with self._lock:
+            if self._open.count:
+                self._fill()
         before, failure = self.written, self.failure
         try:
             if not self.size:
                 self._append(memoryview(MAGIC))
-            self._due += [self._put.popleft() for _ in range(len(self._put))]
-            while self._due:
-                self._write_some()
+            while self._full:
+                self._write_first()
             self.failure = None
         except Exception as error:  # whatever it is, nobody else would learn of it
-            self.failure = unwritable(self._path, error, self._needed)
+            self.failure = unwritable(self._path, error, sum(each.size for each in [*self._full]))
             if failure is None:
                 logger.warning("%s; it is tried again", self.failure)
         if self._has_waiters and (self.written > before or self.failure is not failure):
@@ -210,32 +224,32 @@ class JournalWriter:
             else:
                 self._post(self._tell)
 
-    def _write_some(self) -> None:
-        """Write the first of what is due in one frame.
+    def _write_first(self) -> None:
+        """The next frame, or the first of its records where there is no room for all.
 
         Raises:
-            OSError: There is no room, not even for the first of all.
+            OSError: There is no room.
         """
+        frame = self._full[0]
         try:
-            self._write_frame(_FRAME)
+            self._write(frame)
         except OSError:
-            self._needed = self._frame.size
-            self._write_frame(0)
+            parts = frame.divided()
+            if len(parts) < 2:
+                raise
+            self._full.popleft()
+            self._full.extendleft(reversed(parts))
+            frame = parts[0]
+            self._write(frame)
+        self._full.popleft()
+        self.written += frame.count
+        if frame.size < 2 * _FRAME:  # that of a film is too much to keep
+            frame.clear()
+            self._spare.append(frame)
 
-    def _write_frame(self, limit: int) -> None:
-        """Write what is due up to about so many bytes, and no less than the first of it."""
-        frame, taken = self._frame, 0
-        frame.begin()
-        for each in self._due:
-            for record in each if type(each) is list else (each,):
-                frame.add(record)
-            taken += 1
-            if frame.size >= limit:
-                break
+    def _write(self, frame: FrameBuffer) -> None:
         with frame.closed() as view:
             self._append(view)
-        self.written += frame.records
-        del self._due[:taken]
 
     def _append(self, frame: memoryview) -> None:
         """All of a frame, or nothing of it."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
+    from rollout.medium import Media
     from rollout.token_prefix import TokenPrefix
     from rollout.tools.answers import Answers
     from rollout.types import InvalidToolCall, ToolCall
@@ -60,6 +61,7 @@ class ReplayLog:
     Args:
         entries: Turns and answers of tools, in order.
         recorded: The trajectory as it ended; None where it had not.
+        whole: Gives a medium of the record its content.
         decode: Text of ids.
         calls_in: The calls in the ids of a turn, in words.
         on_step: Called with each step.
@@ -79,6 +81,7 @@ class ReplayLog:
         entries: Sequence[TurnEntry | AnswersEntry],
         recorded: Trajectory | None,
         *,
+        whole: Callable[[Media], Media],
         decode: Callable[[array[int]], str],
         calls_in: Callable[[array[int]], str],
         on_step: Callable[[ReplayStep], object],
@@ -87,7 +90,7 @@ class ReplayLog:
         self.steps = 0
         self.departure, self.is_beyond = "", False
         self._entries, self._recorded = list(entries), recorded
-        self._decode, self._calls_in = decode, calls_in
+        self._whole, self._decode, self._calls_in = whole, decode, calls_in
         self._on_step, self._on_departure = on_step, on_departure
         self._left: list[TurnEntry | AnswersEntry] = []
         self._by_place: dict[tuple[type, Place], deque[Any]] = {}
@@ -141,7 +144,7 @@ class ReplayLog:
             raise self._departed(self._why_no_answers(place, prefix, calls))
         self._say(f"calls after {_turn(entry, -1)}: {said_calls(calls)}")
         await anyio.lowlevel.checkpoint()
-        return answers_of(entry)
+        return answers_of(entry, self._whole)
 
     async def room(self) -> None:
         """See `TurnLog`."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.lowlevel
 
+from rollout.chat.media_records import contents_of
 from rollout.errors import JournalError
 from rollout.scheduling.journal.entries import AnswersEntry, EndEntry, Key, TurnEntry
 from rollout.scheduling.journal.given_again import (
@@ -18,10 +20,12 @@ from rollout.scheduling.journal.given_again import (
     place_of_turn,
     plain_states,
     recall_into,
+    shown,
 )
 from rollout.scheduling.journal.journal_reading import Recorded, turn_reader
 from rollout.scheduling.journal.packed_trajectory import packed_trajectory, trajectory_of
 from rollout.scheduling.journal.plain_data import plain
+from rollout.tools.results import show_something
 from rollout.types import Cause, Outcome, said
 
 if TYPE_CHECKING:
@@ -114,6 +118,8 @@ class TrajectoryLog:
         assert isinstance(entry, EndEntry)
         reader, known = self._journal.reader_for(prompt), turn_reader(self._recorded, read)
         trajectory = trajectory_of(entry.trajectory, prompt, reader, known)
+        if any(transcript.media for transcript in trajectory.transcripts):
+            self._journal.media.restore([trajectory])
         trajectory.group = group
         self._journal.counts.returned += 1
         return trajectory
@@ -211,7 +217,7 @@ class TrajectoryLog:
         if known is None:
             return None
         self._count()
-        return answers_of(known)
+        return answers_of(known, self._journal.media.whole)
 
     def note_answers(self, place: Place, segment: str, turn: int, answers: Answers) -> bool:
         """Calls have been answered; whether to wait for `room`.
@@ -221,6 +227,9 @@ class TrajectoryLog:
         try:
             results = [fields_of(each, at) for at, each in enumerate(answers.results)]
             snapshots = plain_states(answers.snapshots) if answers.snapshots else {}
+            if show_something(answers.results):
+                for result in answers.results:
+                    self._journal.put_media({m.digest: m.content for m in chain(*shown(result))})
             return self._put(
                 AnswersEntry(
                     self.key,
@@ -247,14 +256,11 @@ class TrajectoryLog:
         await self._journal.room(self._latest)
 
     def end(self, trajectory: Trajectory) -> None:
-        """It has its outcome. One that holds what cannot be written fails by that.
-
-        Images and videos are not written: what has some is run again from its recorded turns.
-        """
+        """It has its outcome. One that holds what cannot be written fails by that."""
         if trajectory.outcome is Outcome.CANCELLED and trajectory.reason in UNFINISHED:
             return
-        if any(transcript.media for transcript in trajectory.transcripts):
-            return
+        if any(segment.transcript.media for segment in trajectory.segments):
+            self._journal.put_media(contents_of([trajectory]))
         self._say_departure()
         self._ticket = self._journal.put(EndEntry(self.key, self._packed(trajectory)))
 
