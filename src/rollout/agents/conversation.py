@@ -240,6 +240,11 @@ class Conversation(OpeningConversation):
             return Generation(readers, is_seeded=True), options.seed
         return Generation(readers), self._identity.seed_of_turn(self.assistant_turns)
 
+    async def until_kept(self) -> None:
+        """Until a journal, where there is one, has the last turn."""
+        if self._state.log is not None:
+            await self._state.log.kept()
+
     def _arrived(
         self, generation: Generation, seed: int, end: TurnEnd, seconds: float, *, stays_open: bool
     ) -> None:

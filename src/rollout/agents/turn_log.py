@@ -27,6 +27,9 @@ class TurnLog(Protocol):
     async def room(self) -> None:
         """Until more can be taken."""
 
+    async def kept(self) -> None:
+        """Until what was noted last is written."""
+
     async def recall_turn(
         self, prefix: TokenPrefix, sampling: SamplingParams, generation: Generation
     ) -> float | None:

@@ -142,9 +142,11 @@ class Journal(OpenJournal):
     def _calls_before(self, step: int, validate: bool) -> Counter[str]:
         """How many calls of a step had each uid so far."""
         with self._is_counting:
-            counted = self._calls.setdefault((step, validate), Counter())
-            while len(self._calls) > _STEPS:
-                self._calls.popitem(last=False)
+            counted = self._calls.get((step, validate))
+            if counted is None:
+                counted = self._calls[step, validate] = Counter()
+                if len(self._calls) > _STEPS:
+                    self._calls.popitem(last=False)
             return counted
 
     def check_announced(self) -> None:

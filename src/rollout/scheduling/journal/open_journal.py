@@ -146,6 +146,11 @@ class OpenJournal:
         while self.taken < ticket and not self._goes_on:
             await self._writer.until_written(ticket - self._allowance, CHECK_S)
 
+    async def kept(self, ticket: int) -> None:
+        """Until a record is written, or need not be."""
+        while not self.has_written(ticket):
+            await self._writer.until_written(ticket, CHECK_S)
+
     async def until_written(
         self, ticket: int, deadline: float, is_over: Callable[[], bool]
     ) -> bool:

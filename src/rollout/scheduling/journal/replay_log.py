@@ -149,6 +149,9 @@ class ReplayLog:
     async def room(self) -> None:
         """See `TurnLog`."""
 
+    async def kept(self) -> None:
+        """See `TurnLog`."""
+
     def note_turn(self, *_: Any) -> bool:
         """See `TurnLog`; nothing is new here."""
         return False

@@ -255,6 +255,10 @@ class TrajectoryLog:
         """Until the journal takes more."""
         await self._journal.room(self._latest)
 
+    async def kept(self) -> None:
+        """Until what was noted last is written."""
+        await self._journal.kept(self._latest)
+
     def end(self, trajectory: Trajectory) -> None:
         """It has its outcome. One that holds what cannot be written fails by that."""
         if trajectory.outcome is Outcome.CANCELLED and trajectory.reason in UNFINISHED:
