@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 #: What a journal begins with; the number is the version of its format.
-MAGIC = b"rollout journal 1\n"
+MAGIC = b"rollout journal 2\n"
 _MAGIC_OF_ANY = b"rollout journal "
 _HEAD = struct.Struct("<II")
 _encode_into = msgspec.msgpack.Encoder().encode_into
