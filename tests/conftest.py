@@ -73,6 +73,7 @@ WITH_PROCESSES = (
     "faults",
     "foreign_tools",
     "full_disk",
+    "journal_kills",
     "gateway",
     "gateway_clients",
     "gateway_hostile",

@@ -10,36 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import msgspec
 import pytest
 
 import rollout
+from cut_journals import cut_before_end
 from http_agents import Client, config_of, prompt_of, user
 from rollout import JournalError, Outcome, Prompt, RolloutBatch
 from rollout.config import GatewayConfig, JournalConfig, LimitsConfig
-from rollout.scheduling.journal.entries import EndEntry
-from rollout.scheduling.journal.frames import Frame, OpenFrame, frames, records_of
-from rollout.scheduling.journal.journal_reading import entries_of, read_journal
+from rollout.scheduling.journal.journal_reading import read_journal
 from rollout.testing import Scenario
 
 ROOT = Path(__file__).parents[1]
 SAID: list[list[Any]] = []
-
-
-def cut_before_end(path: Path) -> None:
-    """As a death leaves it right before its first trajectory was finished."""
-    data = path.read_bytes()
-    for each in frames(memoryview(data)):
-        if isinstance(each, Frame):
-            for payload, entry in entries_of(each):
-                if isinstance(entry, EndEntry):
-                    frame = OpenFrame()
-                    for start, record in records_of(each):
-                        if start < payload.start:
-                            frame.add(msgspec.Raw(record))
-                    frame.close()
-                    path.write_bytes(data[: each.start] + frame.buffer)
-                    return
 
 
 def converse(client: Client) -> None:

@@ -20,8 +20,10 @@ import pytest
 from PIL import Image
 
 import rollout
+from cut_journals import cut_before_end
 from media_material import encoded, frames, picture, video_file, write_model
 from rollout import MediaError, Outcome, Prompt, function_tool
+from rollout.batch import load_trajectories
 from rollout.chat import ChatTemplate, load_chat_template
 from rollout.chat.media_parts import MediaSource
 from rollout.chat.media_reading import read_media
@@ -595,6 +597,21 @@ def template_of(folder: Path) -> ChatTemplate:
     return load_chat_template(str(folder), processor=load_media_processor(str(folder)))
 
 
+def check_same_media(first: RolloutBatch, again: RolloutBatch) -> None:
+    """The only trajectory of each has the same tokens, images and rows."""
+    (before,), (after,) = first.trajectories, again.trajectories
+    assert (before.outcome, after.outcome) == (Outcome.COMPLETED, Outcome.COMPLETED), after.cause
+    assert len(before.transcript.media) == 2
+    assert after.transcript.ids_bytes() == before.transcript.ids_bytes()
+    assert after.transcript.log_probs_bytes() == before.transcript.log_probs_bytes()
+    assert after.transcript.media == before.transcript.media
+    assert all(each.medium.is_intact for each in after.transcript.media)
+    assert list(after.messages) == list(before.messages)
+    for one, other in zip(first.multi_modal_inputs, again.multi_modal_inputs, strict=True):
+        assert one.keys() == other.keys()
+        assert all(bool((one[name] == other[name]).all()) for name in one)
+
+
 async def test_resumed_trajectory_with_images_shows_them_again(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -610,15 +627,17 @@ async def test_resumed_trajectory_with_images_shows_them_again(
     config = attrs.evolve(config_of(folder, (CALL, "A square.")), journal=journal)
     content = [{"type": "image", "image": data_url(encoded(picture(56, 56)))}]
     first = await play(config, content, tools=[show])
-    again = await play(config, content, tools=[show], resume=True)
-    (before,), (after,) = first.trajectories, again.trajectories
-    assert (before.outcome, after.outcome) == (Outcome.COMPLETED, Outcome.COMPLETED)
-    assert len(before.transcript.media) == 2
-    assert list(after.transcript.ids()) == list(before.transcript.ids())
-    assert [m.medium.content for m in after.transcript.media] == [
-        m.medium.content for m in before.transcript.media
-    ]
-    assert len(shown) == 2  # its answer is not in the journal
+    async with rollout.open_rollout(config, [show], resume=True) as runtime:
+        prompt = Prompt(messages=[{"role": "user", "content": content}], uid="0")
+        check_same_media(first, await runtime.generate([prompt], samples=1))
+        statistics = runtime.statistics().journal
+        assert statistics is not None
+        assert (statistics.returned, statistics.recalled) == (1, 0)
+    (loaded,) = load_trajectories(tmp_path / "journal")
+    assert list(loaded.transcript.ids()) == list(first.trajectories[0].transcript.ids())
+    cut_before_end(tmp_path / "journal")
+    check_same_media(first, await play(config, content, tools=[show], resume=True))
+    assert len(shown) == 1
 
 
 @pytest.mark.parametrize("token", ["<|image_pad|>", "<|video_pad|>"])

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rollout.agents.conversation_log import ConversationLog
     from rollout.agents.identity import Identity
     from rollout.agents.trajectory_state import TrajectoryState
-    from rollout.agents.turn_log import Place, TurnLog
+    from rollout.agents.turn_log import TurnLog
     from rollout.agents.turn_options import TurnStop
     from rollout.agents.wording import Given, Worded, Wording
     from rollout.engine.core import SamplingParams
@@ -137,7 +137,7 @@ class Conversation(OpeningConversation):
             if self._unsettled:
                 await self._settle()
             state, stop, is_over, bounded_by = self._state, options.stop, False, ""
-            log, place = state.log, None
+            log = state.log
             started, recalled_s = state.clock(), None
             if state.services.events.is_on:
                 tell_turn_started(
@@ -152,18 +152,17 @@ class Conversation(OpeningConversation):
                         with deadline:
                             await self._render_again()
                     drawn, bounded_by = self._drawn(sampling, seed)
-                    if log is not None:
-                        place = log.place_of_turn(self.transcript.prefix, drawn)
-                        if log.has_answers:
-                            recalled_s = await log.recall_turn(place, generation)
+                    if log is not None and log.has_answers:
+                        prefix = self.transcript.prefix
+                        recalled_s = await log.recall_turn(prefix, drawn, generation)
                     if recalled_s is None:
                         # Every trajectory waits here: what this frame has room for costs each.
                         await self._asked(generation, drawn, deadline)
                     if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
                         raise state.abort_error(self._session_id, deadline.now)
                 is_over = True
-                if (log is not None and place is not None and recalled_s is None) and self._noted(
-                    log, place, generation, started
+                if (log is not None and recalled_s is None) and self._noted(
+                    log, drawn, generation, started
                 ):
                     await log.room()
             except (LimitExceeded, UnresponsiveError) as error:
@@ -209,10 +208,13 @@ class Conversation(OpeningConversation):
             media=transcript.media,
         )
 
-    def _noted(self, log: TurnLog, place: Place, generation: Generation, started: float) -> bool:
+    def _noted(
+        self, log: TurnLog, drawn: SamplingParams, generation: Generation, started: float
+    ) -> bool:
         """Have the log remember a turn; whether to wait for room in it then."""
-        took_s = self._state.clock() - started
-        return log.note_turn(place, self._session_id, self.assistant_turns, generation, took_s)
+        prefix, took_s = self.transcript.prefix, self._state.clock() - started
+        session, turn = self._session_id, self.assistant_turns
+        return log.note_turn(prefix, drawn, session, turn, generation, took_s)
 
     def _ended(
         self, generation: Generation, deadline: PausableDeadline, bounded_by: str, started: float
@@ -301,6 +303,11 @@ class Conversation(OpeningConversation):
         self._state.sampled_placeholders += 1
         return before
 
+    async def until_kept(self) -> None:
+        """Until a journal, where there is one, has the last turn."""
+        if self._state.log is not None:
+            await self._state.log.kept()
+
     def _arrived(
         self, generation: Generation, seed: int, end: TurnEnd, seconds: float, *, stays_open: bool
     ) -> None:
@@ -340,8 +347,6 @@ class Conversation(OpeningConversation):
         with self._settling_limits:
             state.count_calls(len(calls))
             results = await self._answers_to(calls)
-            if show_something(results):
-                results = await self._seen(calls, results)
             state.tool_rewards += [r.reward for r in results if r.reward is not None]
             self._errors_in_a_row = state.count_errors(results, self._errors_in_a_row)
         return results
@@ -362,6 +367,8 @@ class Conversation(OpeningConversation):
             calls, turn_deadline=self._turn_deadline, offered=offered, told=told
         )
         state.services.tally.tool_calls += len(calls)
+        if show_something(results):
+            results = await self._seen(calls, results)
         if log is not None and place is not None:
             answers = Answers(results, state.tools.seconds - before)
             if state.tools.has_states:

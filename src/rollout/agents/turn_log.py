@@ -27,21 +27,24 @@ class TurnLog(Protocol):
     async def room(self) -> None:
         """Until more can be taken."""
 
-    def place_of_turn(self, prefix: TokenPrefix, sampling: SamplingParams) -> Place:
-        """Where a turn begins that is sampled so."""
+    async def kept(self) -> None:
+        """Until what was noted last is written."""
 
-    async def recall_turn(self, place: Place, generation: Generation) -> float | None:
+    async def recall_turn(
+        self, prefix: TokenPrefix, sampling: SamplingParams, generation: Generation
+    ) -> float | None:
         """Fill a generation as it was; the seconds that it took, None where nothing is known."""
 
     def note_turn(
         self,
-        place: Place,
+        prefix: TokenPrefix,
+        sampling: SamplingParams,
         segment: str,
         turn: int,
         generation: Generation,
         seconds: float,
     ) -> bool:
-        """A generation is over; whether the trajectory is to wait for `room`."""
+        """A generation is over that continues `prefix`; whether to wait for `room`."""
 
     def place_of_calls(
         self, prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]

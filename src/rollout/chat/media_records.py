@@ -6,7 +6,8 @@ A record of a trajectory has media without their contents; these stand in a file
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -106,6 +107,13 @@ def shows_more_than_text(messages: Any) -> bool:
     return False
 
 
+class Contents(Protocol):
+    """Contents of media by their digests."""
+
+    def get(self, digest: str, /) -> bytes | None:
+        """One of them; None where there is none."""
+
+
 class KnownContents:
     """Puts contents back into media that were read from records, one object for each.
 
@@ -114,10 +122,10 @@ class KnownContents:
         where: Names their file in errors.
     """
 
-    def __init__(self, contents: Mapping[str, bytes], where: str) -> None:
+    def __init__(self, contents: Contents, where: str) -> None:
         self._contents = contents
         self._where = where
-        self._known: dict[str, Media] = {}
+        self._known: WeakValueDictionary[str, Media] = WeakValueDictionary()
 
     def restore(self, trajectories: Iterable[Trajectory]) -> None:
         """In all of them.
@@ -137,7 +145,7 @@ class KnownContents:
 
     def _transcript(self, transcript: Transcript) -> None:
         transcript.media = tuple(
-            PlacedMedia(self._whole(each.medium), each.start, each.count)
+            PlacedMedia(self.whole(each.medium), each.start, each.count)
             for each in transcript.media
         )
 
@@ -148,14 +156,21 @@ class KnownContents:
         return [
             msgspec.structs.replace(
                 message,
-                parts=tuple(self._whole(p) if isinstance(p, Media) else p for p in message.parts),
+                parts=tuple(self.whole(p) if isinstance(p, Media) else p for p in message.parts),
             )
             if getattr(message, "parts", ())
             else message
             for message in messages
         ]
 
-    def _whole(self, medium: Media) -> Media:
+    def whole(self, medium: Media) -> Media:
+        """It with its content.
+
+        Raises:
+            RolloutError: As `restore`.
+        """
+        if medium.content:
+            return medium
         known = self._known.get(medium.digest)
         if known is not None:
             return known

@@ -56,6 +56,7 @@ class Sample:
                     self.conversation, self.request.call, self._number
                 )
             turn = self._whole(self.conversation) or await self._generate(self.conversation)
+            await self.conversation.until_kept()  # what a program was told is told it again
             self.told = self._tell(turn, self.conversation)
         return self.told
 

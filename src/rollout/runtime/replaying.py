@@ -17,6 +17,7 @@ from rollout.agents.long_texts import LongTexts
 from rollout.agents.media_intake import MediaIntake
 from rollout.agents.services import Services
 from rollout.chat import get_tool_parser
+from rollout.chat.media_records import KnownContents
 from rollout.chat.parsers import stop_token_ids
 from rollout.config import LimitsConfig, RolloutConfig, config_from_dict
 from rollout.engine.core import EngineInfo
@@ -30,7 +31,7 @@ from rollout.runtime.journal_loading import ended_trajectories
 from rollout.runtime.opening import tool_executor
 from rollout.runtime.reward_opening import RewardFunctions, rewarding_of
 from rollout.scheduling.finished import unstarted
-from rollout.scheduling.journal.journal_reading import read_journal, reader_of
+from rollout.scheduling.journal.journal_reading import RecordedMedia, read_journal, reader_of
 from rollout.scheduling.journal.packed_trajectory import prompt_of
 from rollout.scheduling.journal.replay_log import ReplayLog, ReplayStep, said_calls
 from rollout.scheduling.member_runs import MemberRuns
@@ -61,6 +62,7 @@ class Record(NamedTuple):
     """One trajectory of a journal.
 
     Attributes:
+        media: Gives images and videos in it their contents.
         ended: As it ended; None where it had not.
     """
 
@@ -68,6 +70,7 @@ class Record(NamedTuple):
     header: Header
     prompt: Prompt
     entries: list[TurnEntry | AnswersEntry]
+    media: KnownContents
     ended: Trajectory | None
 
 
@@ -127,6 +130,7 @@ def _record_of(path: Path, contents: Contents, key: Key) -> Record:
         contents.header,
         prompt,
         cast("list[TurnEntry | AnswersEntry]", entries),
+        KnownContents(RecordedMedia(contents.media, read), str(path)),
         _ended(path, contents, recorded),
     )
 
@@ -186,6 +190,7 @@ async def _run(
     log = ReplayLog(
         record.entries,
         record.ended,
+        whole=record.media.whole,
         decode=template.decode,
         calls_in=calls_in,
         on_step=on_step,

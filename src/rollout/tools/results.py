@@ -242,6 +242,12 @@ def with_call(sums: CallSums, tool: str, result: ToolResult | None, seconds: flo
     return (*sums[:at], *counted, *sums[end:])
 
 
+def with_error(sums: CallSums, tool: str) -> CallSums:
+    """The same where a counted call of a tool was an error after all."""
+    at = sums.index(tool) + 1 + _SUMS.index("errors")
+    return (*sums[:at], sums[at] + 1, *sums[at + 1 :])
+
+
 def named_sums(sums: CallSums) -> dict[str, float]:
     """The sums of each tool as ``tool/TOOL/{calls,errors,seconds,seconds_max}``."""
     size = 1 + len(_SUMS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rollout.tools.results import with_error
 from rollout.tools.running_calls import RunningCalls
 from rollout.types import InvalidToolCall, ToolCall
 
@@ -68,9 +69,8 @@ class TrajectoryTools(RunningCalls):
     def note_refused_media(self, name: str) -> None:
         """Count an answer as an error after all: the model is shown none of its media."""
         self.errors += 1
-        if self._counts is not None and name in self._counts:
-            calls, errors, seconds, longest = self._counts[name]
-            self._counts[name] = (calls, errors + 1, seconds, longest)
+        if name in self._counts:
+            self._counts = with_error(self._counts, name)
 
     async def states_after(
         self, calls: Sequence[ToolCall | InvalidToolCall]

@@ -112,7 +112,8 @@ class AnswersEntry(msgspec.Struct, array_like=True, tag=3):
     """What tools answered to the calls of one turn.
 
     Attributes:
-        results: Of each call the fields of its `ToolResult`, in order; of most its text is all.
+        results: Of each call the fields of its `ToolResult`, in order, images and videos without
+            their contents; of most its text is all.
         seconds: Time in calls.
         stateful: Tools among them whose state nobody holds.
         snapshots: The states of the others that have one, by tool.
@@ -157,7 +158,23 @@ class VersionEntry(msgspec.Struct, array_like=True, tag=6):
     version: int
 
 
-Entry = Header | PromptEntry | TurnEntry | AnswersEntry | EndEntry | DeliveredEntry | VersionEntry
+class MediumEntry(msgspec.Struct, array_like=True, tag=7):
+    """The content of an image or video, once, before the first record that refers to it."""
+
+    digest: str
+    content: bytes
+
+
+Entry = (
+    Header
+    | PromptEntry
+    | TurnEntry
+    | AnswersEntry
+    | EndEntry
+    | DeliveredEntry
+    | VersionEntry
+    | MediumEntry
+)
 
 _decoder: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry, ext_hook=restored)
 

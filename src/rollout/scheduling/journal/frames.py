@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 #: What a journal begins with; the number is the version of its format.
-MAGIC = b"rollout journal 1\n"
+MAGIC = b"rollout journal 2\n"
 _MAGIC_OF_ANY = b"rollout journal "
 _HEAD = struct.Struct("<II")
 _encode_into = msgspec.msgpack.Encoder().encode_into
@@ -50,19 +51,29 @@ class TornTail(NamedTuple):
     size: int
 
 
-class OpenFrame:
-    """A frame to which records are added; they are encoded at once, while they are in the cache.
+class FrameBuffer:
+    """A frame that is filled, written and filled again: memory that is new for each one would come
+    from the system, page by page.
+
+    Records are encoded as they come, while they are in the cache.
 
     Attributes:
-        buffer: As it stands in the file, once it is closed.
+        size: In bytes, as far as it is filled.
         count: Of its records.
     """
 
-    __slots__ = ("buffer", "count")
+    __slots__ = ("_buffer", "_together", "count", "size")
 
     def __init__(self) -> None:
-        self.buffer = bytearray(_EMPTY)
-        self.count = 0
+        self._buffer = bytearray(_EMPTY)
+        #: Of records that are not divided, where they start and stop.
+        self._together: dict[int, int] = {}
+        self.size, self.count = len(_EMPTY), 0
+
+    def clear(self) -> None:
+        """It is empty."""
+        self.size, self.count = len(_EMPTY), 0
+        self._together.clear()
 
     def add(self, record: Any) -> None:
         """One more record.
@@ -70,29 +81,37 @@ class OpenFrame:
         Raises:
             TypeError, ValueError, OverflowError: It cannot be encoded; the frame is as it was.
         """
-        before = len(self.buffer)
-        try:
-            _encode_into(record, self.buffer, before)
-        except Exception:
-            del self.buffer[before:]
-            raise
+        buffer = self._buffer
+        _encode_into(record, buffer, self.size)
+        self.size = len(buffer)
         self.count += 1
 
-    def close(self) -> None:
-        """Add no more; other threads run meanwhile, where it is long."""
-        _COUNT.pack_into(self.buffer, _HEAD.size, _ARRAY, self.count)
-        with memoryview(self.buffer) as view:
-            checksum = zlib.crc32(view[_HEAD.size :])
-        _HEAD.pack_into(self.buffer, 0, len(self.buffer) - _HEAD.size, checksum)
+    def keep_together(self, start: int) -> None:
+        """The records from this number on are not divided."""
+        self._together[start] = self.count
 
-    def divided(self) -> list[OpenFrame]:
-        """Its records, each in a closed frame of its own."""
-        made = []
-        for record in _raw_records.decode(self.buffer[_HEAD.size :]):
-            single = OpenFrame()
-            single.add(record)
-            single.close()
-            made.append(single)
+    @contextmanager
+    def closed(self) -> Iterator[memoryview]:
+        """It as it stands in the file, in the block."""
+        _COUNT.pack_into(self._buffer, _HEAD.size, _ARRAY, self.count)
+        with memoryview(self._buffer) as whole, whole[: self.size] as frame:
+            with frame[_HEAD.size :] as payload:
+                checksum = zlib.crc32(payload)
+            _HEAD.pack_into(frame, 0, self.size - _HEAD.size, checksum)
+            yield frame
+
+    def divided(self) -> list[FrameBuffer]:
+        """Its records, each in a frame of its own, or with those that it is kept together with."""
+        with self.closed() as frame:
+            records = _raw_records.decode(frame[_HEAD.size :])
+        made, at = [], 0
+        while at < len(records):
+            part, stop = FrameBuffer(), self._together.get(at, at + 1)
+            for record in records[at:stop]:
+                part.add(record)
+            part.keep_together(0)
+            made.append(part)
+            at = stop
         return made
 
 

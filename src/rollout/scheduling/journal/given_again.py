@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.errors import JournalError
+from rollout.chat.media_records import without_content
+from rollout.medium import Media
 from rollout.scheduling.journal.plain_data import plain
 from rollout.tools import ToolResult
 from rollout.tools.answers import Answers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rollout.agents.turn_log import Place
+    from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
     from rollout.scheduling.journal.entries import AnswersEntry, TurnEntry
     from rollout.token_prefix import TokenPrefix
@@ -37,10 +39,21 @@ def recall_into(generation: Generation, known: TurnEntry) -> float:
     return known.seconds
 
 
-def answers_of(known: AnswersEntry) -> Answers:
-    """What was answered."""
-    results = [_result(each) for each in known.results]
+def answers_of(known: AnswersEntry, whole: Callable[[Media], Media]) -> Answers:
+    """What was answered.
+
+    Args:
+        known: As it was written.
+        whole: Gives a medium its content.
+    """
+    results = [_result(each, whole) for each in known.results]
     return Answers(results, known.seconds, known.stateful, known.snapshots)
+
+
+def place_of_turn(prefix: TokenPrefix, sampling: SamplingParams) -> Place:
+    """Where a turn begins that is sampled so."""
+    length, digest = prefix.digested()
+    return length, digest, sampling.seed or 0
 
 
 def place_of_calls(
@@ -71,17 +84,33 @@ def fields_of(result: ToolResult, at: int) -> str | list[Any]:
     """A result as a record holds it: of most their text is all.
 
     Raises:
-        JournalError: It holds what is no plain data, or shows something.
+        JournalError: It holds what is no plain data.
     """
     if result.has_media:
-        raise JournalError(f"answers[{at}] shows images or videos")
+        return [
+            *_fields(result, at),
+            *([without_content(m) for m in each] for each in shown(result)),
+        ]
     says_more = result.metrics or result.extra or result.is_error or result.end_trajectory
     if result.data is None and result.reward is None and not says_more:
         return result.text
+    return _fields(result, at)
+
+
+def _fields(result: ToolResult, at: int) -> list[Any]:
     return [plain(getattr(result, name), f"answers[{at}].{name}") for name in _RESULT_FIELDS]
 
 
-def _result(fields: str | list[Any]) -> ToolResult:
+def shown(result: ToolResult) -> tuple[Sequence[Media], Sequence[Media]]:
+    """Images and videos of an answer, which were read."""
+    return result.images, result.videos
+
+
+def _result(fields: str | list[Any], whole: Callable[[Media], Media]) -> ToolResult:
     if isinstance(fields, str):
         return ToolResult(fields)
-    return ToolResult(**dict(zip(_RESULT_FIELDS, fields, strict=True)))
+    count = len(_RESULT_FIELDS)
+    own = dict(zip(_RESULT_FIELDS, fields[:count], strict=True))
+    for kind, media in zip(("images", "videos"), fields[count:], strict=False):
+        own[kind] = [whole(msgspec.convert(each, Media)) for each in media]
+    return ToolResult(**own)

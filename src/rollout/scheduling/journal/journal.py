@@ -62,7 +62,7 @@ class Journal(OpenJournal):
         read: Callable[[Payload], Entry],
         services: Services,
     ) -> None:
-        super().__init__(config, writer, read, services)
+        super().__init__(config, writer, read, services, contents.media)
         self._contents = contents
         self._calls: OrderedDict[tuple[int, bool], Counter[str]] = OrderedDict()
         self._is_counting = threading.Lock()
@@ -142,9 +142,11 @@ class Journal(OpenJournal):
     def _calls_before(self, step: int, validate: bool) -> Counter[str]:
         """How many calls of a step had each uid so far."""
         with self._is_counting:
-            counted = self._calls.setdefault((step, validate), Counter())
-            while len(self._calls) > _STEPS:
-                self._calls.popitem(last=False)
+            counted = self._calls.get((step, validate))
+            if counted is None:
+                counted = self._calls[step, validate] = Counter()
+                if len(self._calls) > _STEPS:
+                    self._calls.popitem(last=False)
             return counted
 
     def check_announced(self) -> None:
@@ -235,7 +237,7 @@ async def open_journal(
         path, descriptor, contents.size, syncs=fsync != "never", gather_s=gather_s
     )
     if contents.header is None:
-        writer.begin(header)
+        writer.put(header)
 
     def read(payload: Payload) -> Entry:
         return decode(os.pread(descriptor, payload.size, payload.start))

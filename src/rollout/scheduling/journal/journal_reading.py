@@ -19,6 +19,7 @@ from rollout.scheduling.journal.entries import (
     Entry,
     Header,
     Key,
+    MediumEntry,
     PromptEntry,
     TurnEntry,
     VersionEntry,
@@ -34,7 +35,7 @@ from rollout.scheduling.journal.frames import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 logger = logging.getLogger("rollout.journal")
@@ -84,6 +85,7 @@ class Contents:
         version: The weights that the engines had last; None where nobody said.
         prompts: By step, uid and call.
         trajectories: In the order in which they are first spoken of.
+        media: Contents of images and videos, by digest.
         size: Of its whole frames, in bytes.
         torn: What follows them.
     """
@@ -93,6 +95,7 @@ class Contents:
         self.version: int | None = None
         self.prompts: dict[PromptKey, Payload] = {}
         self.trajectories: dict[Key, Recorded] = {}
+        self.media: dict[str, Payload] = {}
         self.size = 0
         self.torn: TornTail | None = None
         self._deliveries: dict[tuple[int, str, int], int] | None = None
@@ -119,6 +122,8 @@ class Contents:
                     self._of(each).delivered_in = each.step if entry.step is None else entry.step
             case VersionEntry():
                 self.version = entry.version
+            case MediumEntry():
+                self.media[entry.digest] = payload
 
     def deliveries(self) -> dict[tuple[int, str, int], int]:
         """Of groups, by step, uid and call, the step of the call that gave them to its caller."""
@@ -212,6 +217,22 @@ def say_torn(path: Path, torn: TornTail) -> None:
         torn.size,
         torn.start,
     )
+
+
+class RecordedMedia:
+    """Contents of images and videos by their digests, read where they are wanted."""
+
+    def __init__(self, payloads: Mapping[str, Payload], read: Callable[[Payload], Entry]) -> None:
+        self._payloads, self._read = payloads, read
+
+    def get(self, digest: str, /) -> bytes | None:
+        """That of one; None where the journal has none."""
+        payload = self._payloads.get(digest)
+        if payload is None:
+            return None
+        entry = self._read(payload)
+        assert isinstance(entry, MediumEntry)
+        return entry.content
 
 
 def turn_reader(

@@ -6,14 +6,15 @@ import logging
 import os
 import threading
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import anyio
 
 from rollout.bridge import event_type, has_virtual_clock, loop_poster
 from rollout.disk_room import unwritable
-from rollout.scheduling.journal.frames import MAGIC, OpenFrame
+from rollout.scheduling.journal.frames import MAGIC, FrameBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,15 +25,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.journal")
 
-#: How long records are gathered where nobody waits for each of them.
-GATHER_S = 0.03
+#: How long records are gathered where nobody waits for them. Each time that the thread takes its
+#: turn costs the loop as much as a turn of a trajectory.
+GATHER_S = 0.1
+#: The same where somebody waits.
+_HURRY_S = 0.03
 #: Between two attempts to write where the last one failed.
 RETRY_S = 1.0
 #: Records that wait to be written before trajectories wait for them.
 MAX_WAITING = 1 << 16
-#: Bytes after which a frame is closed. Larger ones would come from the system, page by page, and go
-#: back to it: their records take three times as long.
-_FRAME = 64 << 10
+#: Bytes after which a frame is closed.
+_FRAME = 1 << 19
 
 
 class JournalWriter:
@@ -66,29 +69,24 @@ class JournalWriter:
         self.failure: RolloutError | None = None
         self._path, self._descriptor, self._syncs = path, descriptor, syncs
         #: What records are added to; under the lock, for the thread takes it away.
-        self._open, self._lock = OpenFrame(), threading.RLock()
+        self._open, self._lock = FrameBuffer(), threading.RLock()
         self._is_together = False
-        self._full: deque[OpenFrame] = deque()
-        #: What is to be written; the thread's.
-        self._closed: deque[OpenFrame] = deque()
+        #: What is to be written, and what was.
+        self._full: deque[FrameBuffer] = deque()
+        self._spare: deque[FrameBuffer] = deque(maxlen=2)
         self._event_type = event_type()
         self._changed = self._event_type()
         self.listeners: dict[Callable[[], object], None] = {}
         self._has_waiters = False
-        self._is_awake = False
-        self._wake, self._closing, self._done = (threading.Event() for _ in range(3))
+        self._is_awake = self._is_hurried = False
+        #: What wakes the thread: something was put while it idled, or somebody waits.
+        self._signals: SimpleQueue[None] = SimpleQueue()
+        self._closing, self._done = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._post = loop_poster()
         if not has_virtual_clock():
             self._thread = threading.Thread(target=self._run, name="rollout-journal", daemon=True)
             self._thread.start()
-
-    def begin(self, header: Entry) -> None:
-        """The first record of a new file."""
-        first = OpenFrame()
-        first.buffer[:] = MAGIC
-        self._closed.append(first)
-        self.put(header)
 
     def put(self, entry: Entry) -> int:
         """Have a record written; its number. On the loop.
@@ -99,33 +97,39 @@ class JournalWriter:
         with self._lock:
             frame = self._open
             frame.add(entry)
-            if len(frame.buffer) > _FRAME and not self._is_together:
-                self._full.append(frame)
-                self._open = OpenFrame()
+            if frame.size > _FRAME:
+                self._fill()
         self.put_count += 1
-        if self._is_together:
-            pass
-        elif self._thread is None:
-            self._write_all()
-        elif not self._is_awake:
-            self._is_awake = True
-            self._wake.set()
+        if not self._is_awake:
+            self._awake()
         return self.put_count
+
+    def _fill(self) -> None:
+        """The open frame is to be written."""
+        if not self._is_together:
+            self._full.append(self._open)
+            self._open = self._spare.pop() if self._spare else FrameBuffer()
+
+    def _awake(self) -> None:
+        if self._thread is not None:
+            self._is_awake = True
+            self._signals.put(None)
+        elif not self._is_together:
+            self._write_all()
 
     @contextmanager
     def together(self) -> Iterator[None]:
         """What is put in the block is in the file as a whole, or not at all."""
         with self._lock:
-            self._is_together = True
+            start, self._is_together = self._open.count, True
             try:
                 yield
             finally:
                 self._is_together = False
+                if self._open.count > start:
+                    self._open.keep_together(start)
         if self._thread is None:
             self._write_all()
-        else:
-            self._is_awake = True
-            self._wake.set()
 
     def ask(self) -> None:
         """Have the listeners called when more is written than is now."""
@@ -142,6 +146,9 @@ class JournalWriter:
         if self.written >= number:  # the thread looks for waiters after it has written
             return
         if self.failure is None and self._thread is not None:
+            if not self._is_hurried:
+                self._is_hurried = True
+                self._signals.put(None)
             await changed.wait()
             return
         with anyio.move_on_after(look_s):
@@ -160,7 +167,7 @@ class JournalWriter:
             self._write_all()
         else:
             self._closing.set()
-            self._wake.set()
+            self._signals.put(None)
             with anyio.CancelScope(deadline=anyio.current_time() + limit_s, shield=True):
                 while not self._done.is_set():
                     await self.until_written(self.put_count + 1, limit_s)
@@ -174,34 +181,40 @@ class JournalWriter:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            self._wake.wait(RETRY_S if self._closed else None)
-            self._wake.clear()
-            self._closing.wait(self._gather_s)
-            self._is_awake = False
+            if self.failure is None:
+                self._gather()
+            else:
+                self._closing.wait(RETRY_S)
+            self._is_hurried = False
             self._write_all()
         self._write_all()
         self._done.set()
         self._post(self._tell)
 
+    def _gather(self) -> None:
+        """Until something was put, and time for more has passed."""
+        self._is_awake = False
+        if not (self._open.count or self._full):  # what is put from here on sends a signal
+            self._signals.get()
+        self._is_awake = True
+        with suppress(Empty):
+            self._signals.get(timeout=self._gather_s)
+            self._closing.wait(min(_HURRY_S, self._gather_s))
+
     def _write_all(self) -> None:
         """Write what was put so far."""
         with self._lock:
             if self._open.count:
-                self._full.append(self._open)
-                self._open = OpenFrame()
-        while self._full:
-            frame = self._full.popleft()
-            frame.close()
-            self._closed.append(frame)
+                self._fill()
         before, failure = self.written, self.failure
         try:
-            while self._closed:
+            if not self.size:
+                self._append(memoryview(MAGIC))
+            while self._full:
                 self._write_first()
             self.failure = None
         except Exception as error:  # whatever it is, nobody else would learn of it
-            self.failure = unwritable(
-                self._path, error, sum(len(each.buffer) for each in self._closed)
-            )
+            self.failure = unwritable(self._path, error, sum(each.size for each in [*self._full]))
             if failure is None:
                 logger.warning("%s; it is tried again", self.failure)
         if self._has_waiters and (self.written > before or self.failure is not failure):
@@ -217,26 +230,33 @@ class JournalWriter:
         Raises:
             OSError: There is no room.
         """
-        frame = self._closed[0]
+        frame = self._full[0]
         try:
-            self._append(frame.buffer)
+            self._write(frame)
         except OSError:
-            if frame.count <= 1:
+            parts = frame.divided()
+            if len(parts) < 2:
                 raise
-            self._closed.popleft()
-            self._closed.extendleft(reversed(frame.divided()))
-            frame = self._closed[0]
-            self._append(frame.buffer)
-        self._closed.popleft()
+            self._full.popleft()
+            self._full.extendleft(reversed(parts))
+            frame = parts[0]
+            self._write(frame)
+        self._full.popleft()
         self.written += frame.count
+        if frame.size < 2 * _FRAME:  # that of a film is too much to keep
+            frame.clear()
+            self._spare.append(frame)
 
-    def _append(self, frame: bytearray) -> None:
+    def _write(self, frame: FrameBuffer) -> None:
+        with frame.closed() as view:
+            self._append(view)
+
+    def _append(self, frame: memoryview) -> None:
         """All of a frame, or nothing of it."""
         done = 0
         try:
-            with memoryview(frame) as view:
-                while done < len(frame):
-                    done += os.write(self._descriptor, view[done:])
+            while done < len(frame):
+                done += os.write(self._descriptor, frame[done:])
             if self._syncs:
                 os.fdatasync(self._descriptor)
         except OSError:

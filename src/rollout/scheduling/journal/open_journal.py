@@ -9,8 +9,10 @@ import attrs
 
 from rollout.agents.kept_messages import TurnReader
 from rollout.bridge import loop_clock
+from rollout.chat.media_records import KnownContents
 from rollout.errors import JournalError, ToolError
-from rollout.scheduling.journal.entries import DeliveredEntry, Entry, Key
+from rollout.scheduling.journal.entries import DeliveredEntry, Entry, Key, MediumEntry
+from rollout.scheduling.journal.journal_reading import RecordedMedia
 from rollout.scheduling.journal.journal_writer import MAX_WAITING
 from rollout.scheduling.journal.plain_data import Unwritable, logger
 
@@ -73,6 +75,7 @@ class OpenJournal:
         together: What is put in its block is written as a whole, or not at all.
         ask: Has what `telling` names called when more is written.
         read: A record of before.
+        media: Gives images and videos of before their contents.
     """
 
     def __init__(
@@ -81,10 +84,13 @@ class OpenJournal:
         writer: JournalWriter,
         read: Callable[[Payload], Entry],
         services: Services,
+        media: Mapping[str, Payload],
     ) -> None:
         self.counts = JournalCounts()
         self.unwritable = Unwritable(as_text=config.unwritable == "text")
         self.read = read
+        self.media = KnownContents(RecordedMedia(media, read), str(config.path))
+        self._written_media = set(media)
         self._config, self._writer, self._services = config, writer, services
         self._readers: dict[tuple[str, ...] | None, TurnReader] = {}
         self._said = False
@@ -96,6 +102,12 @@ class OpenJournal:
         """Have these written."""
         for entry in entries:
             self.put(entry)
+
+    def put_media(self, contents: Mapping[str, bytes]) -> None:
+        """Have these contents written, by digest, unless they are."""
+        for digest in contents.keys() - self._written_media:
+            self.put(MediumEntry(digest, contents[digest]))
+            self._written_media.add(digest)
 
     @property
     def failure(self) -> JournalError | None:
@@ -133,6 +145,11 @@ class OpenJournal:
         """Until the record of this number is among those that are `taken`."""
         while self.taken < ticket and not self._goes_on:
             await self._writer.until_written(ticket - self._allowance, CHECK_S)
+
+    async def kept(self, ticket: int) -> None:
+        """Until a record is written, or need not be."""
+        while not self.has_written(ticket):
+            await self._writer.until_written(ticket, CHECK_S)
 
     async def until_written(
         self, ticket: int, deadline: float, is_over: Callable[[], bool]

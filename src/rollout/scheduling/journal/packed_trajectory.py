@@ -6,11 +6,14 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import convert
 
 from rollout.agents.kept_messages import KeptMessages, PackedMessages, TurnReader, pack_texts
+from rollout.chat.media_records import message_record, without_content
 from rollout.chat.packed_transcript import PackedTranscript
 from rollout.chat.trajectory import Parent, Segment, Trajectory
 from rollout.chat.transcript import Transcript
+from rollout.medium import Media, PlacedMedia
 from rollout.scheduling.journal.plain_data import Unwritable, plain, restored
 from rollout.types import Cause, Message, Outcome, Prompt, ToolCall
 
@@ -37,6 +40,7 @@ class _Segment(msgspec.Struct, array_like=True):
     session_id: str
     seeds: list[int]
     messages: int
+    media: list[PlacedMedia] = []
 
 
 class _Trajectory(msgspec.Struct, array_like=True):
@@ -93,7 +97,8 @@ def packed_trajectory(
             for call in each.tool_calls
         ]
         extra, fields = items(each.extra, "messages.extra"), items(each.fields, "messages.fields")
-        return [each.role, each.content, calls, each.tool_call_id, each.name, extra, fields]
+        parts = message_record(each).parts
+        return [each.role, each.content, calls, each.tool_call_id, each.name, extra, fields, parts]
 
     numbers: dict[int, int] = {}
     conversations: list[tuple[PackedMessages, Schemas | None]] = []
@@ -145,6 +150,10 @@ def _packed_segment(segment: Segment, messages: int, known: Mapping[int, int]) -
         session_id=segment.session_id,
         seeds=segment.seeds,
         messages=messages,
+        media=[
+            PlacedMedia(without_content(each.medium), each.start, each.count)
+            for each in segment.transcript.media
+        ],
     )
 
 
@@ -184,7 +193,7 @@ def trajectory_of(
     reader: ReaderOf,
     known: Callable[[int], tuple[bytes, bytes]],
 ) -> Trajectory:
-    """The trajectory that was packed.
+    """The trajectory that was packed; its images and videos are without their contents.
 
     Args:
         packed: By `packed_trajectory`.
@@ -194,6 +203,8 @@ def trajectory_of(
     """
     record = _decoder.decode(packed)
     transcripts = [Transcript.from_packed(each.transcript, known) for each in record.segments]
+    for each, transcript in zip(record.segments, transcripts, strict=True):
+        transcript.media = tuple(each.media)
     rows = [each.prefix for each in transcripts]
     conversations = [
         KeptMessages.from_packed(each, rows, reader(schemas), _message)
@@ -223,7 +234,7 @@ _SHARED = tuple(
 
 
 def _message(packed: list[Any]) -> Message:
-    role, content, calls, tool_call_id, name, extra, fields = packed
+    role, content, calls, tool_call_id, name, extra, fields, parts = packed
     return Message(
         role=role,
         content=content,
@@ -235,6 +246,7 @@ def _message(packed: list[Any]) -> Message:
         name=name,
         extra=extra,
         fields=fields,
+        parts=tuple(part if isinstance(part, str) else convert(part, Media) for part in parts),
     )
 
 

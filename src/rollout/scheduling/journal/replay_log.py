@@ -13,7 +13,12 @@ import anyio.lowlevel
 from rollout.chat.row_beginnings import common_length
 from rollout.errors import RolloutError
 from rollout.scheduling.journal.entries import AnswersEntry, TurnEntry
-from rollout.scheduling.journal.given_again import answers_of, place_of_calls, recall_into
+from rollout.scheduling.journal.given_again import (
+    answers_of,
+    place_of_calls,
+    place_of_turn,
+    recall_into,
+)
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
+    from rollout.medium import Media
     from rollout.token_prefix import TokenPrefix
     from rollout.tools.answers import Answers
     from rollout.types import InvalidToolCall, ToolCall
@@ -55,6 +61,7 @@ class ReplayLog:
     Args:
         entries: Turns and answers of tools, in order.
         recorded: The trajectory as it ended; None where it had not.
+        whole: Gives a medium of the record its content.
         decode: Text of ids.
         calls_in: The calls in the ids of a turn, in words.
         on_step: Called with each step.
@@ -74,6 +81,7 @@ class ReplayLog:
         entries: Sequence[TurnEntry | AnswersEntry],
         recorded: Trajectory | None,
         *,
+        whole: Callable[[Media], Media],
         decode: Callable[[array[int]], str],
         calls_in: Callable[[array[int]], str],
         on_step: Callable[[ReplayStep], object],
@@ -82,7 +90,7 @@ class ReplayLog:
         self.steps = 0
         self.departure, self.is_beyond = "", False
         self._entries, self._recorded = list(entries), recorded
-        self._decode, self._calls_in = decode, calls_in
+        self._whole, self._decode, self._calls_in = whole, decode, calls_in
         self._on_step, self._on_departure = on_step, on_departure
         self._left: list[TurnEntry | AnswersEntry] = []
         self._by_place: dict[tuple[type, Place], deque[Any]] = {}
@@ -96,20 +104,15 @@ class ReplayLog:
         for entry in self._entries:
             self._by_place.setdefault((type(entry), entry.place), deque()).append(entry)
 
-    def place_of_turn(self, prefix: TokenPrefix, sampling: SamplingParams) -> Place:
-        """See `TurnLog`."""
-        self._prefix = prefix
-        length, digest = prefix.digested()
-        return length, digest, sampling.seed or 0
-
-    async def recall_turn(self, place: Place, generation: Generation) -> float | None:
+    async def recall_turn(
+        self, prefix: TokenPrefix, sampling: SamplingParams, generation: Generation
+    ) -> float | None:
         """See `TurnLog`.
 
         Raises:
             Departed: The record has no such turn.
         """
-        prefix = self._prefix
-        assert prefix is not None
+        place = place_of_turn(prefix, sampling)
         entry = self._take(TurnEntry, place)
         if entry is None:
             raise self._departed(self._why_no_turn(place, prefix))
@@ -141,9 +144,12 @@ class ReplayLog:
             raise self._departed(self._why_no_answers(place, prefix, calls))
         self._say(f"calls after {_turn(entry, -1)}: {said_calls(calls)}")
         await anyio.lowlevel.checkpoint()
-        return answers_of(entry)
+        return answers_of(entry, self._whole)
 
     async def room(self) -> None:
+        """See `TurnLog`."""
+
+    async def kept(self) -> None:
         """See `TurnLog`."""
 
     def note_turn(self, *_: Any) -> bool:

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.lowlevel
 
+from rollout.chat.media_records import contents_of
 from rollout.errors import JournalError
 from rollout.scheduling.journal.entries import AnswersEntry, EndEntry, Key, TurnEntry
 from rollout.scheduling.journal.given_again import (
     answers_of,
     fields_of,
     place_of_calls,
+    place_of_turn,
     plain_states,
     recall_into,
+    shown,
 )
 from rollout.scheduling.journal.journal_reading import Recorded, turn_reader
 from rollout.scheduling.journal.packed_trajectory import packed_trajectory, trajectory_of
 from rollout.scheduling.journal.plain_data import plain
+from rollout.tools.results import show_something
 from rollout.types import Cause, Outcome, said
 
 if TYPE_CHECKING:
@@ -113,6 +118,8 @@ class TrajectoryLog:
         assert isinstance(entry, EndEntry)
         reader, known = self._journal.reader_for(prompt), turn_reader(self._recorded, read)
         trajectory = trajectory_of(entry.trajectory, prompt, reader, known)
+        if any(transcript.media for transcript in trajectory.transcripts):
+            self._journal.media.restore([trajectory])
         trajectory.group = group
         self._journal.counts.returned += 1
         return trajectory
@@ -153,15 +160,12 @@ class TrajectoryLog:
             ", ".join(sorted(self._recorded.stateful)),
         )
 
-    def place_of_turn(self, prefix: TokenPrefix, sampling: SamplingParams) -> Place:
-        """Where a turn begins that is sampled so."""
-        length, digest = prefix.digested()
-        return length, digest, sampling.seed or 0
-
-    async def recall_turn(self, place: Place, generation: Generation) -> float | None:
+    async def recall_turn(
+        self, prefix: TokenPrefix, sampling: SamplingParams, generation: Generation
+    ) -> float | None:
         """Fill a generation as it was; the seconds that it took, None where nothing is known."""
         await anyio.lowlevel.checkpoint()
-        known = _next(self._turns, place)
+        known = _next(self._turns, place_of_turn(prefix, sampling))
         if known is None:
             return None
         self._count()
@@ -169,13 +173,14 @@ class TrajectoryLog:
 
     def note_turn(
         self,
-        place: Place,
+        prefix: TokenPrefix,
+        sampling: SamplingParams,
         segment: str,
         turn: int,
         generation: Generation,
         seconds: float,
     ) -> bool:
-        """A generation is over; whether to wait for `room`."""
+        """A generation is over that continues `prefix`; whether to wait for `room`."""
         top, experts, shape = None, None, generation.expert_shape
         packed = ids, log_probs = generation.packed()
         self._noted.append(packed)
@@ -189,7 +194,7 @@ class TrajectoryLog:
                 self._start,
                 segment,
                 turn,
-                place,
+                place_of_turn(prefix, sampling),
                 ids,
                 log_probs,
                 generation.versions,
@@ -212,7 +217,7 @@ class TrajectoryLog:
         if known is None:
             return None
         self._count()
-        return answers_of(known)
+        return answers_of(known, self._journal.media.whole)
 
     def note_answers(self, place: Place, segment: str, turn: int, answers: Answers) -> bool:
         """Calls have been answered; whether to wait for `room`.
@@ -222,6 +227,9 @@ class TrajectoryLog:
         try:
             results = [fields_of(each, at) for at, each in enumerate(answers.results)]
             snapshots = plain_states(answers.snapshots) if answers.snapshots else {}
+            if show_something(answers.results):
+                for result in answers.results:
+                    self._journal.put_media({m.digest: m.content for m in chain(*shown(result))})
             return self._put(
                 AnswersEntry(
                     self.key,
@@ -247,15 +255,16 @@ class TrajectoryLog:
         """Until the journal takes more."""
         await self._journal.room(self._latest)
 
-    def end(self, trajectory: Trajectory) -> None:
-        """It has its outcome. One that holds what cannot be written fails by that.
+    async def kept(self) -> None:
+        """Until what was noted last is written."""
+        await self._journal.kept(self._latest)
 
-        Images and videos are not written: what has some is run again from its recorded turns.
-        """
+    def end(self, trajectory: Trajectory) -> None:
+        """It has its outcome. One that holds what cannot be written fails by that."""
         if trajectory.outcome is Outcome.CANCELLED and trajectory.reason in UNFINISHED:
             return
-        if any(transcript.media for transcript in trajectory.transcripts):
-            return
+        if any(segment.transcript.media for segment in trajectory.segments):
+            self._journal.put_media(contents_of([trajectory]))
         self._say_departure()
         self._ticket = self._journal.put(EndEntry(self.key, self._packed(trajectory)))
 
