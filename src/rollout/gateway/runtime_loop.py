@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
@@ -41,6 +42,13 @@ class RuntimeLoop:
         except BaseException:
             self._post(visit.cancel)
             raise
+
+    def back(self, function: Callable[..., object]) -> Callable[..., object]:
+        """What the runtime may call, from its loop, to have `function` called soon on this one."""
+        if self._post is None:
+            return function
+        post = loop_poster()
+        return lambda *args: post(partial(function, *args))
 
     def post(self, function: Callable[..., object], *args: object) -> None:
         """`function(*args)`, soon."""

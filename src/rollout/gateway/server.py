@@ -7,14 +7,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-import anyio
 import attrs
+import msgspec
 
 from rollout.clocks import wall
 from rollout.gateway.apis import chat, messages, responses
-from rollout.gateway.apis.writing import ApiRequest, Teller, openai_error
+from rollout.gateway.apis.writing import AnswerStream, ApiRequest, Teller, openai_error
 from rollout.gateway.asgi import EVENTS, Exchange, ExchangeLimits
 from rollout.gateway.calls import Completion, GatewayCall, GatewayError
+from rollout.gateway.live_events import LiveEvents
 from rollout.gateway.runtime_loop import RuntimeLoop
 from rollout.scopes import open_task_group
 
@@ -63,6 +64,7 @@ class Service:
         models: Names that clients may ask for, that of the model first.
         decode: The text of token ids.
         keep_alive_s: Between two signs of life of a stream.
+        stream_interval_s: Least time between two pieces of a streamed answer.
     """
 
     sessions: SessionFinder
@@ -71,6 +73,7 @@ class Service:
     models: tuple[str, ...]
     decode: Callable[[tuple[int, ...]], str]
     keep_alive_s: float
+    stream_interval_s: float = 0.25
 
 
 def routes(service: Service) -> list[tuple[str, Application]]:
@@ -128,6 +131,7 @@ class _Visit:
         self.api = api
         self.exchange = exchange
         self.request: ApiRequest | None = None
+        self._stream: AnswerStream | None = None
 
     def session(self) -> Session:
         """That of the path.
@@ -167,6 +171,12 @@ class _Visit:
         named = self.request.model if self.request is not None else None
         return Teller(named or self.service.models[0], int(wall()), self.service.decode)
 
+    def stream(self, request: ApiRequest) -> AnswerStream:
+        """Tells the answer in events: one for all of the reply."""
+        if self._stream is None:
+            self._stream = request.stream(self.teller())
+        return self._stream
+
     async def refuse(self, error: GatewayError) -> None:
         """Tell an error: as a reply, or where that has begun already, at its end."""
         request = self.request
@@ -176,7 +186,7 @@ class _Visit:
         if request is not None and in_events:
             if not self.exchange.has_begun:
                 await self.exchange.begin(200, EVENTS)
-            await self.exchange.end(request.failure(error, self.teller()))
+            await self.exchange.end(self.stream(request).failure(error))
         else:
             await self.exchange.reply_json(self.api.error_body(error), error.status)
 
@@ -195,40 +205,39 @@ async def _generate(visit: _Visit) -> None:
 
 async def _completed(visit: _Visit, session: Session, request: ApiRequest) -> Completion:
     """What the session answers; a client that leaves meanwhile cancels it."""
-    complete = partial(visit.service.loop.run, session.complete, request.call)
+    service, call = visit.service, request.call
     if not request.is_streamed:
+        complete = partial(service.loop.run, session.complete, call)
         return await visit.exchange.while_there(complete)
     async with open_task_group() as tasks:
-        timer = visit.exchange.call_later(
-            visit.service.keep_alive_s, tasks.start_soon, _show_life, visit, request
+        live = LiveEvents(
+            visit.exchange,
+            visit.stream(request),
+            request.keep_alive,
+            keep_alive_s=service.keep_alive_s,
+            pace_s=service.stream_interval_s,
+            tasks=tasks,
         )
+        call = msgspec.structs.replace(call, hear=service.loop.back(live.take))
         try:
+            complete = partial(service.loop.run, session.complete, call)
             return await visit.exchange.while_there(complete)
         finally:
-            timer.cancel()
-
-
-async def _show_life(visit: _Visit, request: ApiRequest) -> None:
-    """Send events of no content while the model generates."""
-    while True:
-        if not visit.exchange.has_begun:
-            await visit.exchange.begin(200, EVENTS)
-        await visit.exchange.write(request.keep_alive)
-        await anyio.sleep(visit.service.keep_alive_s)
+            live.end()
 
 
 async def _deliver(
     visit: _Visit, session: Session, request: ApiRequest, completion: Completion
 ) -> None:
     """Send the answer, and tell the session what became of it."""
-    loop, exchange, teller = visit.service.loop, visit.exchange, visit.teller()
+    loop, exchange = visit.service.loop, visit.exchange
     try:
         if not request.is_streamed:
-            await exchange.reply_json(request.body(completion, teller))
+            await exchange.reply_json(request.body(completion, visit.teller()))
         elif exchange.has_begun:
-            await exchange.end(b"".join(request.events(completion, teller)))
+            await exchange.end(visit.stream(request).end(completion))
         else:
-            await exchange.reply(b"".join(request.events(completion, teller)), EVENTS)
+            await exchange.reply(visit.stream(request).end(completion), EVENTS)
     except BaseException:
         loop.post(session.left, completion.id)
         raise

@@ -8,8 +8,9 @@ import msgspec
 
 from rollout.gateway.apis import reading
 from rollout.gateway.apis.reading import FunctionTool, refuse
-from rollout.gateway.apis.response_events import ResponsesRequest, Tools, error_body
+from rollout.gateway.apis.response_events import ResponsesRequest, error_body
 from rollout.gateway.apis.response_items import Item, messages_of
+from rollout.gateway.apis.response_output import Tools
 from rollout.gateway.calls import GatewayCall, GivenMessage
 
 if TYPE_CHECKING:
