@@ -181,6 +181,7 @@ async def served(
                 decode=lambda ids: "".join(f"<{each}>" for each in ids),
                 keep_alive_s=config.keep_alive_s,
                 stream_interval_s=stream_interval_s,
+                unenforced=config.unenforced,
             )
             async with host.serving(routes(service), not_found(service)):
                 yield host.url

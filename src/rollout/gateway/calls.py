@@ -77,6 +77,7 @@ class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):
         agent_id: Names a sub-agent, where the client says one.
         is_side: Whether its form says that it is beside the work: a title, a summary for people.
         wants_log_probs, wants_ids: Whether the answer carries them.
+        forced_by: Fields of the body that would force what the model says, which no engine does.
         digest: Of the body and the route, the same for the same bytes.
         hear: Told, on the runtime's loop, what is certain of the answers while they are made; it
             must return at once.
@@ -96,6 +97,7 @@ class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):
     is_side: bool = False
     wants_log_probs: bool = False
     wants_ids: bool = False
+    forced_by: tuple[str, ...] = ()
     digest: bytes = b""
     hear: Callable[[Draft], object] | None = None
 

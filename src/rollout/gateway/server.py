@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import attrs
 import msgspec
@@ -65,6 +65,7 @@ class Service:
         decode: The text of token ids.
         keep_alive_s: Between two signs of life of a stream.
         stream_interval_s: Least time between two pieces of a streamed answer.
+        unenforced: What becomes of a request that would force the model.
     """
 
     sessions: SessionFinder
@@ -74,6 +75,7 @@ class Service:
     decode: Callable[[tuple[int, ...]], str]
     keep_alive_s: float
     stream_interval_s: float = 0.25
+    unenforced: Literal["accept", "refuse"] = "accept"
 
 
 def routes(service: Service) -> list[tuple[str, Application]]:
@@ -155,6 +157,17 @@ class _Visit:
             self.check_model(request.model)
         return request
 
+    def check_forced(self, call: GatewayCall) -> None:
+        """Refuse what would force the model, unless the configuration accepts it.
+
+        Raises:
+            GatewayError: It is refused.
+        """
+        if self.service.unenforced == "refuse" and call.forced_by:
+            field = call.forced_by[0]
+            why = 'nothing holds the model to it, and gateway.unenforced is "refuse"'
+            raise GatewayError(400, "invalid_request", f"{field}: {why}; expected none", field)
+
     def check_model(self, name: str) -> None:
         """Refuse names of other models.
 
@@ -199,6 +212,7 @@ async def _generate(visit: _Visit) -> None:
     visit.exchange.require("POST")
     session = visit.session()
     request = await visit.read()
+    visit.check_forced(request.call)
     completion = await _completed(visit, session, request)
     await _deliver(visit, session, request, completion)
 

@@ -66,6 +66,7 @@ class _Body(reading.OpenAIBody):
     stop_token_ids: list[reading.TokenId] | None = None
     n: reading.Samples | None = None
     logprobs: bool | None = None
+    response_format: Any = None
     modalities: list[str] | None = None
     functions: list[Any] | None = None
 
@@ -101,6 +102,7 @@ def read(body: bytes, headers: Mapping[str, str]) -> ChatRequest:
         is_side=not tools and reading.asks_for_title(messages),
         wants_log_probs=bool(asked.logprobs),
         wants_ids=bool(asked.return_token_ids),
+        forced_by=asked.forced_by(response_format=asked.response_format),
         digest=reading.digest_of(ROUTE, body),
     )
     options = asked.stream_options

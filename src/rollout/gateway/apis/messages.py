@@ -102,9 +102,21 @@ def read(body: bytes, headers: Mapping[str, str]) -> MessagesRequest:
         is_side=not tools
         and ((is_claude_code and _wants_json(asked)) or reading.asks_for_title(system)),
         wants_ids=bool(asked.return_token_ids),
+        forced_by=tuple(_forcing(asked)),
         digest=reading.digest_of(ROUTE, body),
     )
     return MessagesRequest(reading.checked(call), model=asked.model, is_streamed=bool(asked.stream))
+
+
+def _forcing(asked: _Body) -> Iterator[str]:
+    """The fields that would force the model."""
+    config = asked.output_config
+    if asked.tool_choice is not None and asked.tool_choice.type in ("any", "tool"):
+        yield "tool_choice"
+    if config is not None and config.format is not None:
+        yield "output_config.format"
+    if asked.output_format is not None:
+        yield "output_format"
 
 
 def _wants_json(asked: _Body) -> bool:
