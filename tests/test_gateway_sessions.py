@@ -327,6 +327,26 @@ async def test_session_conversation_that_begins_again_follows_a_compaction() -> 
     assert found.purposes == ["main", "branch", "compaction"]
 
 
+@pytest.mark.parametrize(
+    ("told", "purpose"),
+    [("They say: {}", "compaction"), ("{}", "compaction"), ("Nothing of it", "branch")],
+)
+async def test_session_sum_beside_what_users_said_follows_a_compaction(
+    told: str, purpose: str
+) -> None:
+    """As Codex compacts: a sum without tools, then the first messages again, and the sum."""
+
+    async def trial(session: GatewaySession, context: AgentContext) -> None:
+        head = [system("Work"), user("question")]
+        (first,) = (await ask(session, *head, tools=(ADD,))).answers
+        before = [*head, echo(first), user("Sum it up")]
+        (sum_,) = (await ask(session, *before)).answers
+        await ask(session, *head, user(told.format(sum_.text)), tools=(ADD,))
+
+    found = await tried(trial, HELLO)
+    assert found.purposes == ["main", "branch", purpose]
+
+
 async def test_session_too_long_a_conversation_is_told_and_ends_nothing() -> None:
     async def trial(session: GatewaySession, context: AgentContext) -> None:
         for text in ("x" * 2000, "x" * 40_000):

@@ -62,6 +62,22 @@ async def test_conversation_is_one_exact_row(directory: Directory) -> None:
     assert "héllo\né/" in done.story()
 
 
+async def test_compaction_gives_three_rows(directory: Directory) -> None:
+    """It asks for a sum without tools, and begins again with what users said and the sum."""
+    (directory.work / "a.txt").write_text("héllo\n")
+    limit = ["-c", "model_auto_compact_token_limit=1000"]
+    scenario = (
+        Scenario()
+        .reply("CONTEXT CHECKPOINT COMPACTION", "It is read, and says héllo.")
+        .reply("It is read, and says", ANSWER)
+        .reply(QUESTION, READ)
+    )
+    done = await run(lambda task: codex(task, directory, *limit, QUESTION), scenario)
+    done.assert_exact("main", "branch", "compaction")
+    assert [len(row.turns) for row in done.rows] == [1, 1, 1]
+    assert done.result == ANSWER
+
+
 async def test_two_parallel_sub_agents_have_rows_of_their_own(directory: Directory) -> None:
     """They have the tools and the system prompt of the main agent; a header tells them apart."""
     (directory.work / "a.txt").write_text("héllo\n")

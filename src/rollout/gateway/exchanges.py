@@ -64,14 +64,15 @@ class Exchange:
     def tell(self) -> None:
         """Let its client hear what is certain of its answers."""
         first = self.samples[0] if self.samples else None
-        if self.hear is None or first is None or first.conversation is None or not first.answer_id:
+        drafts = tuple(sample.draft for sample in self.samples)
+        if self.hear is None or first is None or first.conversation is None or not any(drafts):
             return
         if first.request.call.wants_ids and self._prompt_ids is None:
             self._prompt_ids = first.conversation.transcript.prefix.slice(0, first.start)
         self.hear(
             Draft(
                 id=completion_id_of(first.answer_id),
-                answers=tuple(sample.draft for sample in self.samples),
+                answers=drafts,
                 prompt_tokens=first.start,
                 prompt_ids=self._prompt_ids,
             )

@@ -55,9 +55,11 @@ class Sample:
 
     @property
     def draft(self) -> AnswerDraft | None:
-        """What may be told of it; None before it has its place, and where nobody hears it."""
+        """What may be told of it; None where that is nothing yet."""
         said = self._draft
-        return None if said is None else AnswerDraft(self._answer_id, said.text, said.reasoning)
+        if said is None or (not said.text and said.reasoning is None):
+            return None
+        return AnswerDraft(self._answer_id, said.text, said.reasoning)
 
     async def run(
         self, places: Places, seeding: Seeding, tell: Callable[[], object] | None = None
