@@ -63,9 +63,10 @@ class Exchange:
 
     def tell(self) -> None:
         """Let its client hear what is certain of its answers."""
-        first = self.samples[0] if self.samples else None
-        drafts = tuple(sample.draft for sample in self.samples)
-        if self.hear is None or first is None or first.conversation is None or not any(drafts):
+        if self.hear is None or not self.samples:
+            return
+        first, drafts = self.samples[0], tuple(sample.draft for sample in self.samples)
+        if first.conversation is None or not any(drafts):
             return
         if first.request.call.wants_ids and self._prompt_ids is None:
             self._prompt_ids = first.conversation.transcript.prefix.slice(0, first.start)
