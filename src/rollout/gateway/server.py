@@ -208,20 +208,49 @@ def _is_told_in_events(request: ApiRequest, error: GatewayError) -> bool:
     return error.code == "context_length" and getattr(request, "tells_length_in_events", False)
 
 
+class _Asked:
+    """A call on the runtime's loop; its client may leave at any moment, and is gone then."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._completion: Completion | None = None
+        self._has_left = False
+
+    async def complete(self, call: GatewayCall) -> Completion:
+        completion = await self._session.complete(call)
+        self._completion = completion
+        if self._has_left:  # while the answer was on its way
+            self._session.left(completion.id)
+        return completion
+
+    def leave(self) -> None:
+        """The client has not got all of the answer, if there is one."""
+        self._has_left = True
+        if self._completion is not None:
+            self._session.left(self._completion.id)
+
+
 async def _generate(visit: _Visit) -> None:
     visit.exchange.require("POST")
     session = visit.session()
     request = await visit.read()
     visit.check_forced(request.call)
-    completion = await _completed(visit, session, request)
-    await _deliver(visit, session, request, completion)
+    loop, asked = visit.service.loop, _Asked(session)
+    try:
+        completion = await _completed(visit, asked, request)
+        await _deliver(visit, request, completion)
+    except BaseException:
+        loop.post(asked.leave)
+        raise
+    loop.post(session.delivered, completion.id)
+    visit.exchange.if_unread(lambda: loop.post(session.left, completion.id))
 
 
-async def _completed(visit: _Visit, session: Session, request: ApiRequest) -> Completion:
+async def _completed(visit: _Visit, asked: _Asked, request: ApiRequest) -> Completion:
     """What the session answers; a client that leaves meanwhile cancels it."""
     service, call = visit.service, request.call
     if not request.is_streamed:
-        complete = partial(service.loop.run, session.complete, call)
+        complete = partial(service.loop.run, asked.complete, call)
         return await visit.exchange.while_there(complete)
     async with open_task_group() as tasks:
         live = LiveEvents(
@@ -234,29 +263,21 @@ async def _completed(visit: _Visit, session: Session, request: ApiRequest) -> Co
         )
         call = msgspec.structs.replace(call, hear=service.loop.back(live.take))
         try:
-            complete = partial(service.loop.run, session.complete, call)
+            complete = partial(service.loop.run, asked.complete, call)
             return await visit.exchange.while_there(complete)
         finally:
             live.end()
 
 
-async def _deliver(
-    visit: _Visit, session: Session, request: ApiRequest, completion: Completion
-) -> None:
-    """Send the answer, and tell the session what became of it."""
-    loop, exchange = visit.service.loop, visit.exchange
-    try:
-        if not request.is_streamed:
-            await exchange.reply_json(request.body(completion, visit.teller()))
-        elif exchange.has_begun:
-            await exchange.end(visit.stream(request).end(completion))
-        else:
-            await exchange.reply(visit.stream(request).end(completion), EVENTS)
-    except BaseException:
-        loop.post(session.left, completion.id)
-        raise
-    loop.post(session.delivered, completion.id)
-    exchange.if_unread(lambda: loop.post(session.left, completion.id))
+async def _deliver(visit: _Visit, request: ApiRequest, completion: Completion) -> None:
+    """Send the answer."""
+    exchange = visit.exchange
+    if not request.is_streamed:
+        await exchange.reply_json(request.body(completion, visit.teller()))
+    elif exchange.has_begun:
+        await exchange.end(visit.stream(request).end(completion))
+    else:
+        await exchange.reply(visit.stream(request).end(completion), EVENTS)
 
 
 async def _count(visit: _Visit) -> None:
