@@ -12,7 +12,14 @@ import anyio
 
 from rollout.config import GatewayConfig
 from rollout.gateway.asgi import ExchangeLimits
-from rollout.gateway.calls import Answer, Completion, GatewayCall, GatewayError
+from rollout.gateway.calls import (
+    Answer,
+    AnswerDraft,
+    Completion,
+    Draft,
+    GatewayCall,
+    GatewayError,
+)
 from rollout.gateway.hosting import prepare
 from rollout.gateway.runtime_loop import open_runtime_loop
 from rollout.gateway.server import Service, not_found, routes
@@ -49,6 +56,8 @@ class FakeSession:
         delivered_ids, left_ids: What the server says became of them.
         hold: Where set, answers wait until it is.
         cancelled: Generations that were cancelled.
+        pieces: How many come of each answer that somebody hears, the last with the answer.
+        pause_s: Between two of them.
     """
 
     def __init__(self, path: str, key: str) -> None:
@@ -60,11 +69,14 @@ class FakeSession:
         self.left_ids: list[str] = []
         self.hold: anyio.Event | None = None
         self.cancelled = 0
+        self.pieces, self.pause_s = 1, 0.0
         self.tokens = 11
         self._stored: dict[bytes, Completion] = {}
+        self._cut: dict[bytes, Completion] = {}
 
     async def complete(self, call: GatewayCall) -> Completion:
         self.calls.append(call)
+        await self._know_fate(call.digest)
         stored = self._stored.pop(call.digest, None)
         if stored is not None and stored.id in self.left_ids:
             self._stored[call.digest] = stored
@@ -76,15 +88,48 @@ class FakeSession:
         except anyio.get_cancelled_exc_class():
             self.cancelled += 1
             raise
+        completion = self._cut.pop(call.digest, None) or self._sample(call)
+        try:
+            await self._say(call, completion)
+        except anyio.get_cancelled_exc_class():
+            self.cancelled += 1
+            self._cut[call.digest] = completion
+            raise
+        self._stored[call.digest] = completion
+        return completion
+
+    def _sample(self, call: GatewayCall) -> Completion:
         answers = tuple(self._next() for _ in range(call.n))
-        completion = Completion(
+        return Completion(
             id=f"completion-{self.sampled}",
             answers=answers,
             prompt_ids=array("i", [1, 2, 3, 4]),
             cached_tokens=2,
         )
-        self._stored[call.digest] = completion
-        return completion
+
+    async def _know_fate(self, digest: bytes) -> None:
+        """Of an equal call whose answer is on its way, as the gateway waits for that."""
+        with anyio.move_on_after(1.0):
+            while (
+                (stored := self._stored.get(digest)) is not None
+                and stored.id not in self.left_ids
+                and stored.id not in self.delivered_ids
+            ):
+                await anyio.sleep(0.001)
+
+    async def _say(self, call: GatewayCall, completion: Completion) -> None:
+        """First all that is thought, then all that is said, in equal pieces."""
+        for piece in range(1, self.pieces):
+            drafts = tuple(_draft(each, piece / self.pieces) for each in completion.answers)
+            draft = Draft(
+                id=completion.id,
+                answers=drafts,
+                prompt_tokens=4,
+                prompt_ids=completion.prompt_ids if call.wants_ids else None,
+            )
+            if call.hear is not None:
+                call.hear(draft)
+            await anyio.sleep(self.pause_s)
 
     def _next(self) -> Answer:
         self.sampled += 1
@@ -104,6 +149,13 @@ class FakeSession:
         return self.tokens
 
 
+def _draft(said: Answer, share: float) -> AnswerDraft:
+    thought = said.reasoning or ""
+    count = round(share * len(thought + said.text))
+    reasoning = None if said.reasoning is None else thought[:count]
+    return AnswerDraft(said.id, said.text[: max(0, count - len(thought))], reasoning)
+
+
 class FakeSessions:
     """Sessions by their paths."""
 
@@ -120,7 +172,9 @@ class FakeSessions:
 
 
 @asynccontextmanager
-async def served(*sessions: FakeSession, **settings: Any) -> AsyncIterator[str]:
+async def served(
+    *sessions: FakeSession, stream_interval_s: float = 0.25, **settings: Any
+) -> AsyncIterator[str]:
     """The URL of a server with these sessions, as the gateway makes it."""
     config = GatewayConfig(**settings)
     threads = WorkerThreads(max_threads=4, max_abandoned=1)
@@ -137,6 +191,8 @@ async def served(*sessions: FakeSession, **settings: Any) -> AsyncIterator[str]:
                 models=(config.model, *config.model_aliases),
                 decode=lambda ids: "".join(f"<{each}>" for each in ids),
                 keep_alive_s=config.keep_alive_s,
+                stream_interval_s=stream_interval_s,
+                unenforced=config.unenforced,
             )
             async with host.serving(routes(service), not_found(service)):
                 yield host.url

@@ -14,6 +14,7 @@ from rollout import AgentContext, AgentLoop, Prompt, RolloutRuntime, Trajectory,
 from rollout.agents.gateway_door import GatewayAddress
 from rollout.config import (
     AgentConfig,
+    ChannelConfig,
     GatewayConfig,
     LengthsConfig,
     RolloutConfig,
@@ -30,24 +31,24 @@ class Client:
     """A plain client of one trajectory.
 
     Attributes:
-        results: What its program returned is kept there.
+        http: Has its address and its key.
     """
 
     def __init__(self, address: GatewayAddress) -> None:
         self.address = address
         headers = {"authorization": f"Bearer {address.api_key}"}
-        self._http = httpx.Client(
+        self.http = httpx.Client(
             base_url=address.root_url, headers=headers, timeout=30, trust_env=False
         )
 
     def post(self, path: str, **body: Any) -> httpx.Response:
-        return self._http.post(path, json={"model": self.address.model} | body)
+        return self.http.post(path, json={"model": self.address.model} | body)
 
     def chat(self, *messages: Any, **body: Any) -> httpx.Response:
         return self.post("/v1/chat/completions", messages=list(messages), **body)
 
     def close(self) -> None:
-        self._http.close()
+        self.http.close()
 
 
 @register_agent("http_agent")
@@ -101,10 +102,13 @@ async def tried(
     open_runtime: Callable[[RolloutConfig], AbstractAsyncContextManager[RolloutRuntime]],
     program: Program,
     scenario: Scenario,
+    *,
+    channel: ChannelConfig | None = None,
     **gateway: Any,
 ) -> Trajectory:
     """The trajectory whose client is this program."""
-    config = config_of(scenario, GatewayConfig(**gateway))
+    sections = {} if channel is None else {"channel": channel}
+    config = config_of(scenario, GatewayConfig(**gateway), **sections)
     async with open_runtime(config) as runtime:
         batch = await runtime.generate([prompt_of(program)])
     return batch.trajectories[0]

@@ -588,6 +588,47 @@ async def test_impossible_field_is_refused_by_name(change: dict[str, Any], field
     assert asked.calls == []
 
 
+JSON_FORMAT = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+FORCING = [
+    ("chat", {"tool_choice": "required"}, "tool_choice"),
+    ("chat", {"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
+    ("chat", {"response_format": {"type": "json_object"}}, "response_format"),
+    ("responses", {"tool_choice": {"type": "function", "name": "add"}}, "tool_choice"),
+    ("responses", {"text": {"format": JSON_FORMAT}}, "text.format"),
+    ("messages", {"tool_choice": {"type": "any"}}, "tool_choice"),
+    ("messages", {"output_config": {"format": JSON_FORMAT}}, "output_config.format"),
+    ("chat", {"tool_choice": "auto", "response_format": {"type": "text"}}, None),
+    ("responses", {"tool_choice": "none", "text": {"format": {"type": "text"}}}, None),
+    ("messages", {"tool_choice": {"type": "auto"}}, None),
+]
+
+
+@pytest.mark.parametrize(("api", "change", "field"), FORCING)
+async def test_what_would_force_the_model_is_accepted_or_refused_by_name(
+    api: str, change: dict[str, Any], field: str | None
+) -> None:
+    def create(o: Any, a: Any) -> Any:
+        if api == "chat":
+            body = {"messages": ASKED, "tools": [TOOL]} | change
+            return o.chat.completions.create(model="rollout", **body)
+        if api == "responses":
+            body = {"input": "hi", "tools": [RESPONSES_TOOL]} | change
+            return o.responses.create(model="rollout", **body)
+        body = {"messages": ASKED, "tools": [MESSAGES_TOOL]}
+        return a.messages.create(model="rollout", max_tokens=9, extra_body=change, **body)
+
+    accepting = session()
+    await ask(accepting, create)
+    assert accepting.calls[0].forced_by == ((field,) if field else ())
+    refusing = session()
+    if field is None:
+        await ask(refusing, create, unenforced="refuse")
+    else:
+        with pytest.raises((openai.BadRequestError, anthropic.BadRequestError), match=field):
+            await ask(refusing, create, unenforced="refuse")
+        assert refusing.calls == []
+
+
 async def test_error_after_signs_of_life_ends_the_stream() -> None:
     late = session(GatewayError(400, "limit", "enough"))
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import msgspec
 import pytest
 
 from gateway_clients import ADD, SESSIONS, TRIALS, asked, echo, result, system, user
@@ -20,6 +21,7 @@ from rollout.config import (
     SchedulingConfig,
     SimulatedEngine,
 )
+from rollout.gateway.calls import Draft, told_text
 from rollout.gateway.sessions import GatewaySettings, Sessions
 from rollout.testing import Recorder, Scenario, balance_of, run_virtual, tool_call
 
@@ -63,14 +65,26 @@ class Client:
         """Ask until the answer is there."""
         while True:
             completion: Completion | None = None
+            drafts: list[Draft] = []
+            if self.rng.random() < 0.5:
+                call = msgspec.structs.replace(call, hear=drafts.append)
             with anyio.move_on_after(self.rng.choice([100.0, 100.0, 0.3, 0.02])):
                 completion = await self.session.complete(call)
             if completion is not None:
+                check(drafts, completion)
                 self.answered += len(completion.answers)
                 if self.rng.random() < 0.8:
                     self.session.delivered(completion.id)
                     return completion
                 self.session.left(completion.id)
+
+
+def check(drafts: list[Draft], completion: Completion) -> None:
+    """What was told while the model spoke is the beginning of what it said."""
+    for draft in drafts:
+        assert draft.id == completion.id
+        for said, answer in zip(draft.answers, completion.answers, strict=True):
+            assert said is None or told_text(answer).startswith(said.text)
 
 
 async def converse(session: GatewaySession, context: AgentContext) -> None:
@@ -104,7 +118,7 @@ async def crowd(recorder: Recorder, trial: Any, count: int, **sections: Any) -> 
     assert sessions.running == 0
 
 
-def check(recorder: Recorder, count: int) -> Counter[str]:
+def check_crowd(recorder: Recorder, count: int) -> Counter[str]:
     """Outcomes add up, each token is somewhere once, and nothing is left."""
     assert recorder.anomalies() == []
     (runtime,) = recorder.runtimes
@@ -123,7 +137,7 @@ def test_crowd_of_clients_that_leave_gets_whole_answers(seed: int) -> None:
     recorder = Recorder()
     engine = SimulatedEngine(replicas=3)
     run_virtual(partial(crowd, engine=engine), recorder, converse, 40, seed=seed)
-    outcomes = check(recorder, 40)
+    outcomes = check_crowd(recorder, 40)
     assert set(outcomes) <= {Outcome.COMPLETED, Outcome.LIMIT, Outcome.LENGTH, Outcome.FAILED}
     assert outcomes[Outcome.COMPLETED] > 20
 
@@ -140,6 +154,6 @@ def test_thousand_trajectories_with_disconnects_deadlines_and_deaths_leave_nothi
         converse_elsewhere,
         1000,
     )
-    outcomes = check(recorder, 1000)
+    outcomes = check_crowd(recorder, 1000)
     assert sum(outcomes.values()) == 1000
     assert {Outcome.COMPLETED, Outcome.DEADLINE, Outcome.FAILED} <= set(outcomes)

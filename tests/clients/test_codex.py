@@ -60,3 +60,43 @@ async def test_conversation_is_one_exact_row(directory: Directory) -> None:
     assert done.result == [ANSWER, "Quite."]
     assert len(done.rows[0].turns) == 4
     assert "héllo\né/" in done.story()
+
+
+async def test_compaction_gives_three_rows(directory: Directory) -> None:
+    """It asks for a sum without tools, and begins again with what users said and the sum."""
+    (directory.work / "a.txt").write_text("héllo\n")
+    limit = ["-c", "model_auto_compact_token_limit=1000"]
+    scenario = (
+        Scenario()
+        .reply("CONTEXT CHECKPOINT COMPACTION", "It is read, and says héllo.")
+        .reply("It is read, and says", ANSWER)
+        .reply(QUESTION, READ)
+    )
+    done = await run(lambda task: codex(task, directory, *limit, QUESTION), scenario)
+    done.assert_exact("main", "branch", "compaction")
+    assert [len(row.turns) for row in done.rows] == [1, 1, 1]
+    assert done.result == ANSWER
+
+
+async def test_two_parallel_sub_agents_have_rows_of_their_own(directory: Directory) -> None:
+    """They have the tools and the system prompt of the main agent; a header tells them apart."""
+    (directory.work / "a.txt").write_text("héllo\n")
+    names = ("lines", "words")
+    two = "<think>Two at once.</think>I ask two.\n" + "\n".join(
+        tool_call("multi_agent_v1__spawn_agent", message=f"Kindly count the {name} of a.txt")
+        for name in names
+    )
+    # Nobody can script the ids with which it would wait for them.
+    both = "until [ -e lines ] && [ -e words ]; do sleep 0.2; done; sleep 3"
+    wait = tool_call("exec_command", cmd=both, yield_time_ms=30_000)
+    scenario = Scenario().reply(QUESTION, two).then(wait).then("One of each.")
+    for name in names:
+        count = tool_call("exec_command", cmd=f"wc --{name} a.txt | tee {name}")
+        scenario = scenario.reply(f"Kindly count the {name}", count).then(f"One of {name}.")
+
+    done = await run(lambda task: codex(task, directory, QUESTION), scenario)
+    done.assert_exact("main", "subagent", "subagent")
+    assert done.result == "One of each."
+    assert [len(row.turns) for row in done.rows] == [3, 2, 2]
+    for name in names:
+        assert f"One of {name}." in done.story()

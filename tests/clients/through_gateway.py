@@ -18,7 +18,7 @@ import rollout
 from rollout import Prompt, Trajectory
 from rollout.agents import AgentTask
 from rollout.batch import RolloutBatch
-from rollout.config import AgentConfig, GatewayConfig, LengthsConfig
+from rollout.config import AgentConfig, ChannelConfig, GatewayConfig, LengthsConfig
 from rollout.testing import Recorder, Scenario, decode_ids
 
 Program = Callable[[AgentTask], Any]
@@ -153,7 +153,7 @@ async def opened(
     agent: str = "client",
     recorder: Recorder | None = None,
     lengths: LengthsConfig = LENGTHS,
-    base_s: float = 0,
+    base_s: float = 0.0005,
     **gateway: Any,
 ) -> AsyncIterator[Gatewayed]:
     """A runtime whose agents are clients.
@@ -163,12 +163,15 @@ async def opened(
         agent: Which of the agents above runs them.
         recorder: Records it.
         lengths: Of the rows.
-        base_s: Real seconds that the engine takes for a token.
+        base_s: Real seconds that the engine takes for a token; streams come in pieces.
         gateway: Fields of the `gateway` section.
     """
     scenario = scenario.capacity(context_length=CONTEXT).kv(tokens=2 * CONTEXT)
     config = scenario.timing(base_s=base_s, slope_s=0, prefill_tokens_per_s=None).config(
-        agent=AgentConfig(name=agent), gateway=GatewayConfig(**gateway), lengths=lengths
+        agent=AgentConfig(name=agent),
+        gateway=GatewayConfig(**gateway),
+        lengths=lengths,
+        channel=ChannelConfig(stream_interval_s=0.01),
     )
     recorder = recorder or Recorder()
     async with recorder.open_rollout(config) as runtime:

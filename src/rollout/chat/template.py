@@ -20,7 +20,7 @@ from rollout.chat.prompt_forms import PromptForms
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.rendering import Renderer, around, own_template
 from rollout.chat.special_token_escaping import render_escaped
-from rollout.chat.token_text import token_text
+from rollout.chat.token_text import GrowingText, token_text
 from rollout.errors import MediaError, TemplateError
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class ChatTemplate:
         self._continuations = ContinuationRenderer(self._renderer.render, self.encoder, source)
         self._ends = EndTokens(self._continuations, self.encoder, source)
         backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._backend = backend
         self._token_text = None if backend is None else token_text(backend)
 
     def prompt_ids(
@@ -303,6 +304,10 @@ class ChatTemplate:
         )
         assert isinstance(text, str)
         return text
+
+    def growing_text(self) -> GrowingText:
+        """Decodes ids that come bit by bit, in time linear in their number."""
+        return GrowingText(self.decode, self._token_text, self._backend)
 
     def spells(self, text: str) -> bool:
         """Whether the ids of `text` certainly decode to it; costs next to nothing."""

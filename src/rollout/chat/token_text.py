@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
+import re
 from typing import TYPE_CHECKING, Any
 
 from rollout.chat.tokenizer_parts import byte_letters, parts_of, state_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
+
+#: How tokenizers that spell what they do not know byte by byte name these tokens.
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+#: So many tokens before a new one decide how it is written: whether after a space, at most.
+_CONTEXT = 8
 
 
 class TokenText(dict[int, bytes]):
@@ -45,3 +52,41 @@ def token_text(backend: Any) -> TokenText | None:
     """
     kinds = [part["type"] for part in parts_of(state_of(backend.decoder))]
     return TokenText(backend) if kinds == ["ByteLevel"] else None
+
+
+class GrowingText:
+    """The text of ids that come bit by bit, as far as no later id can change it.
+
+    Args:
+        decode: Gives the text of all ids, which begins with what is told here.
+        spellings: The bytes of each id, where texts are nothing but these.
+        backend: Else a `tokenizers.Tokenizer`; where there is none, nothing is certain.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], spellings: TokenText | None, backend: Any
+    ) -> None:
+        self._spellings = spellings
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decode = decode
+        self._backend = backend
+        self._ids: list[int] = []  # told ones, as context, and those that wait
+        self._context = ""  # the text of the former
+
+    def more(self, ids: Iterable[int]) -> str:
+        """What is certain by these ids, after what was told before."""
+        if self._spellings is not None:
+            return self._utf8.decode(b"".join(map(self._spellings.__getitem__, ids)))
+        if self._backend is None:
+            return ""
+        self._ids += ids
+        if not self._ids or _BYTE.fullmatch(self._backend.id_to_token(self._ids[-1]) or ""):
+            return ""  # bytes that make no character together change all of their run
+        text = self._decode(self._ids)
+        if text.endswith("\ufffd") or not text.startswith(self._context):
+            return ""
+        said = text[len(self._context) :]
+        if said:
+            self._ids = self._ids[-_CONTEXT:]
+            self._context = self._decode(self._ids)
+        return said

@@ -44,6 +44,9 @@ class GatewayConfig(Section):
     #: Of a turn that a client gives back without its reasoning: "accept" continues the row that
     #: holds it, "fork" begins another one.
     dropped_reasoning: Literal["accept", "fork"] = "accept"
+    #: Of a `tool_choice` that forces a call, and of a form or schema of the answer, to which no
+    #: engine can hold the model: "accept" lets it speak freely, "refuse" refuses the request.
+    unenforced: Literal["accept", "refuse"] = "accept"
     #: Whether titles, summaries and the like are trained on.
     train_side_calls: Flag = False
     #: Time for the head of a request, from its first byte or from the connection.

@@ -7,7 +7,7 @@ Each API is a pair of functions: one makes a `GatewayCall` of a body, one makes 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -77,7 +77,10 @@ class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):
         agent_id: Names a sub-agent, where the client says one.
         is_side: Whether its form says that it is beside the work: a title, a summary for people.
         wants_log_probs, wants_ids: Whether the answer carries them.
+        forced_by: Fields of the body that would force what the model says, which no engine does.
         digest: Of the body and the route, the same for the same bytes.
+        hear: Told, on the runtime's loop, what is certain of the answers while they are made; it
+            must return at once.
     """
 
     api: Api
@@ -94,7 +97,39 @@ class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):
     is_side: bool = False
     wants_log_probs: bool = False
     wants_ids: bool = False
+    forced_by: tuple[str, ...] = ()
     digest: bytes = b""
+    hear: Callable[[Draft], object] | None = None
+
+
+class AnswerDraft(msgspec.Struct, frozen=True):
+    """The beginning of an `Answer`.
+
+    Attributes:
+        id: That of the answer.
+        text, reasoning: What those of the answer begin with; reasoning is None while it is not
+            certain that there is any.
+    """
+
+    id: str
+    text: str
+    reasoning: str | None
+
+
+class Draft(msgspec.Struct, frozen=True, kw_only=True):
+    """The beginning of a `Completion`.
+
+    Attributes:
+        id: That of the completion.
+        answers: As many as were asked for; None of those that have not begun.
+        prompt_tokens: What the model read.
+        prompt_ids: These, int32, where they were asked for.
+    """
+
+    id: str
+    answers: tuple[AnswerDraft | None, ...]
+    prompt_tokens: int
+    prompt_ids: array[int] | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from rollout.gateway.answers import minted
+from rollout.gateway.calls import Draft
+
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Callable
 
     from rollout.gateway.calls import Completion
@@ -42,6 +46,7 @@ class Exchange:
         completion: Makes its answer, once it is whole; the conversation is not kept for that.
         completion_id: Names it then.
         changed: Set when its state changes; None while nobody waits for that.
+        hear: As that of the call that it is answered for.
     """
 
     def __init__(self, digest: bytes, samples: list[Sample]) -> None:
@@ -53,11 +58,32 @@ class Exchange:
         self.state = State.RUNNING
         self.working = anyio.Lock(fast_acquire=True)
         self.changed: anyio.Event | None = None
+        self.hear: Callable[[Draft], object] | None = None
+        self._prompt_ids: array[int] | None = None
+
+    def tell(self) -> None:
+        """Let its client hear what is certain of its answers."""
+        if self.hear is None or not self.samples:
+            return
+        first, drafts = self.samples[0], tuple(sample.draft for sample in self.samples)
+        if first.conversation is None or not any(drafts):
+            return
+        if first.request.call.wants_ids and self._prompt_ids is None:
+            self._prompt_ids = first.conversation.transcript.prefix.slice(0, first.start)
+        self.hear(
+            Draft(
+                id=completion_id_of(first.answer_id),
+                answers=drafts,
+                prompt_tokens=first.start,
+                prompt_ids=self._prompt_ids,
+            )
+        )
 
     def finish(self, completion_id: str, completion: Callable[[], Completion]) -> None:
         """Its answer is whole: what it was sampled for is not needed any more."""
         self.completion_id, self.completion = completion_id, completion
         self.samples = []
+        self.hear = None
 
     def become(self, state: State) -> None:
         """Who waits for a change learns of it."""
@@ -65,6 +91,11 @@ class Exchange:
         changed, self.changed = self.changed, None
         if changed is not None:
             changed.set()
+
+
+def completion_id_of(answer_id: str) -> str:
+    """Names the completion whose first answer this is."""
+    return minted("completion", answer_id)
 
 
 class Exchanges:

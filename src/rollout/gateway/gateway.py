@@ -107,4 +107,6 @@ def _service(services: Services, sessions: Sessions, loop: RuntimeLoop) -> Servi
         models=(config.model, *config.model_aliases),
         decode=services.template.decode,
         keep_alive_s=config.keep_alive_s,
+        unenforced=config.unenforced,
+        stream_interval_s=services.config.channel.stream_interval_s,
     )

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from rollout.gateway.tree import Turn
 
 
+#: A text of fewer is no sum of a conversation.
+SUMMARY_CHARS = 16
+
+
 class Place:
     """Where the turns after a node begin: known once the first of them has its tokens.
 
@@ -154,11 +158,26 @@ class Places:
         if request.call.agent_id is not None or main is None:
             return SUBAGENT
         if turn is not None or shape.opening == main.opening:
-            return BRANCH  # the same conversation, told otherwise
+            # The same conversation, told otherwise; some agents keep what users said beside a sum.
+            is_summed = shape.tools == main.tools and self._has_summary(request)
+            return COMPACTION if is_summed else BRANCH
         if (shape.tools, shape.system) != (main.tools, main.system):
             return SUBAGENT
         # The main agent begins again while nothing else of its own is under way.
         return COMPACTION if self.main_calls <= 1 else SUBAGENT
+
+    def _has_summary(self, request: Request) -> bool:
+        """Whether it has nothing of the model's but a text of its, which somebody else tells."""
+        given = [message for message, _ in request.messages]
+        if any(message.role == "assistant" for message in given):
+            return False
+        texts = [message.text for message in given[len(request.shape.opening) :]]
+        said = (
+            conversation.messages.turn(at).content
+            for conversation in self._context.main.all()
+            for at in conversation.messages.said
+        )
+        return any(len(sum_) >= SUMMARY_CHARS and sum_ in text for sum_ in said for text in texts)
 
     def _marked(self, opened: Conversation, request: Request) -> Conversation:
         if request.call.is_side and not self._settings.train_side_calls:

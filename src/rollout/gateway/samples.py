@@ -8,8 +8,12 @@ import msgspec
 
 from rollout.agents.turn_options import StopStrings, TurnOptions
 from rollout.gateway.answers import Told, told
+from rollout.gateway.calls import AnswerDraft
+from rollout.gateway.turn_drafts import TurnDraft
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rollout.agents import AssistantTurn, Conversation
     from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
@@ -42,11 +46,31 @@ class Sample:
         self._seed = 0
         self._answer_id = ""
         self._stop: StopStrings | None = None
+        self._draft: TurnDraft | None = None
 
-    async def run(self, places: Places, seeding: Seeding) -> Told:
+    @property
+    def answer_id(self) -> str:
+        """Of its answer; "" until it has its place."""
+        return self._answer_id
+
+    @property
+    def draft(self) -> AnswerDraft | None:
+        """What may be told of it; None where that is nothing yet."""
+        said = self._draft
+        if said is None or (not said.text and said.reasoning is None):
+            return None
+        return AnswerDraft(self._answer_id, said.text, said.reasoning)
+
+    async def run(
+        self, places: Places, seeding: Seeding, tell: Callable[[], object] | None = None
+    ) -> Told:
         """Generate what is missing of the turn.
 
         Cancelled, the tokens stay with the conversation, and the next run continues from them.
+
+        Args:
+            places, seeding: Of its trajectory.
+            tell: Called when there is more of the draft.
         """
         if self.told is None:
             if self.conversation is None:
@@ -55,7 +79,7 @@ class Sample:
                 self._seed, self._answer_id = seeding.of(
                     self.conversation, self.request.call, self._number
                 )
-            turn = self._whole(self.conversation) or await self._generate(self.conversation)
+            turn = self._whole(self.conversation) or await self._generate(self.conversation, tell)
             await self.conversation.until_kept()  # what a program was told is told it again
             self.told = self._tell(turn, self.conversation)
         return self.told
@@ -66,7 +90,9 @@ class Sample:
             return None
         return conversation.messages.turn(len(conversation.messages) - 1)
 
-    async def _generate(self, conversation: Conversation) -> AssistantTurn:
+    async def _generate(
+        self, conversation: Conversation, tell: Callable[[], object] | None
+    ) -> AssistantTurn:
         said = conversation.open_turn or ()
         bounds = (self._sampling.max_new_tokens, conversation.wording.turn_room)
         most = min(bound for bound in bounds if bound is not None) - len(said)
@@ -76,23 +102,31 @@ class Sample:
         )
         conversation.sampling = msgspec.structs.replace(self._sampling, max_new_tokens=max(1, most))
         conversation.on_tokens = [self._note]
+        if tell is not None:
+            self._draft = self._draft or TurnDraft(conversation, stops)
+            self._draft.begin(said, tell)
+            conversation.on_tokens.append(self._draft)
         try:
             options = TurnOptions(seed=self._seed, stop=self._stop, stays_open=True)
             return await conversation.generate(options)
         finally:
             conversation.on_tokens = []
+            if self._draft is not None:
+                self._draft.end()
 
     def _note(self, generation: Generation) -> None:
         if not self.generations or self.generations[-1] is not generation:
             self.generations.append(generation)
 
     def _tell(self, turn: AssistantTurn, conversation: Conversation) -> Told:
-        stop_string = None
+        stop_string, text, cut_by = None, turn.text, turn.cut_by
+        in_reasoning = conversation.in_reasoning
         if self._stop is not None and self._stop.found is not None:
-            stop_string = self._stop.found
-            turn = conversation.wording.reader.read(
-                self._stop.before(turn.text), None, in_reasoning=conversation.in_reasoning
-            )
+            stop_string, text, cut_by = self._stop.found, self._stop.before(text), None
+        if stop_string is not None or (turn.reasoning is not None and not in_reasoning):
+            # The same of a turn that was streamed and of one that was not.
+            reader = conversation.wording.reader
+            turn = reader.read_heard(text, cut_by, in_reasoning=in_reasoning)
         found = told(
             turn,
             self.request.call,

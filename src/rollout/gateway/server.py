@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import anyio
 import attrs
+import msgspec
 
 from rollout.clocks import wall
 from rollout.gateway.apis import chat, messages, responses
-from rollout.gateway.apis.writing import ApiRequest, Teller, openai_error
+from rollout.gateway.apis.writing import AnswerStream, ApiRequest, Teller, openai_error
 from rollout.gateway.asgi import EVENTS, Exchange, ExchangeLimits
 from rollout.gateway.calls import Completion, GatewayCall, GatewayError
+from rollout.gateway.live_events import LiveEvents
 from rollout.gateway.runtime_loop import RuntimeLoop
 from rollout.scopes import open_task_group
 
@@ -63,6 +64,8 @@ class Service:
         models: Names that clients may ask for, that of the model first.
         decode: The text of token ids.
         keep_alive_s: Between two signs of life of a stream.
+        stream_interval_s: Least time between two pieces of a streamed answer.
+        unenforced: What becomes of a request that would force the model.
     """
 
     sessions: SessionFinder
@@ -71,6 +74,8 @@ class Service:
     models: tuple[str, ...]
     decode: Callable[[tuple[int, ...]], str]
     keep_alive_s: float
+    stream_interval_s: float = 0.25
+    unenforced: Literal["accept", "refuse"] = "accept"
 
 
 def routes(service: Service) -> list[tuple[str, Application]]:
@@ -128,6 +133,7 @@ class _Visit:
         self.api = api
         self.exchange = exchange
         self.request: ApiRequest | None = None
+        self._stream: AnswerStream | None = None
 
     def session(self) -> Session:
         """That of the path.
@@ -151,6 +157,17 @@ class _Visit:
             self.check_model(request.model)
         return request
 
+    def check_forced(self, call: GatewayCall) -> None:
+        """Refuse what would force the model, unless the configuration accepts it.
+
+        Raises:
+            GatewayError: It is refused.
+        """
+        if self.service.unenforced == "refuse" and call.forced_by:
+            field = call.forced_by[0]
+            why = 'nothing holds the model to it, and gateway.unenforced is "refuse"'
+            raise GatewayError(400, "invalid_request", f"{field}: {why}; expected none", field)
+
     def check_model(self, name: str) -> None:
         """Refuse names of other models.
 
@@ -167,6 +184,12 @@ class _Visit:
         named = self.request.model if self.request is not None else None
         return Teller(named or self.service.models[0], int(wall()), self.service.decode)
 
+    def stream(self, request: ApiRequest) -> AnswerStream:
+        """Tells the answer in events: one for all of the reply."""
+        if self._stream is None:
+            self._stream = request.stream(self.teller())
+        return self._stream
+
     async def refuse(self, error: GatewayError) -> None:
         """Tell an error: as a reply, or where that has begun already, at its end."""
         request = self.request
@@ -176,7 +199,7 @@ class _Visit:
         if request is not None and in_events:
             if not self.exchange.has_begun:
                 await self.exchange.begin(200, EVENTS)
-            await self.exchange.end(request.failure(error, self.teller()))
+            await self.exchange.end(self.stream(request).failure(error))
         else:
             await self.exchange.reply_json(self.api.error_body(error), error.status)
 
@@ -185,55 +208,76 @@ def _is_told_in_events(request: ApiRequest, error: GatewayError) -> bool:
     return error.code == "context_length" and getattr(request, "tells_length_in_events", False)
 
 
+class _Asked:
+    """A call on the runtime's loop; its client may leave at any moment, and is gone then."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._completion: Completion | None = None
+        self._has_left = False
+
+    async def complete(self, call: GatewayCall) -> Completion:
+        completion = await self._session.complete(call)
+        self._completion = completion
+        if self._has_left:  # while the answer was on its way
+            self._session.left(completion.id)
+        return completion
+
+    def leave(self) -> None:
+        """The client has not got all of the answer, if there is one."""
+        self._has_left = True
+        if self._completion is not None:
+            self._session.left(self._completion.id)
+
+
 async def _generate(visit: _Visit) -> None:
     visit.exchange.require("POST")
     session = visit.session()
     request = await visit.read()
-    completion = await _completed(visit, session, request)
-    await _deliver(visit, session, request, completion)
-
-
-async def _completed(visit: _Visit, session: Session, request: ApiRequest) -> Completion:
-    """What the session answers; a client that leaves meanwhile cancels it."""
-    complete = partial(visit.service.loop.run, session.complete, request.call)
-    if not request.is_streamed:
-        return await visit.exchange.while_there(complete)
-    async with open_task_group() as tasks:
-        timer = visit.exchange.call_later(
-            visit.service.keep_alive_s, tasks.start_soon, _show_life, visit, request
-        )
-        try:
-            return await visit.exchange.while_there(complete)
-        finally:
-            timer.cancel()
-
-
-async def _show_life(visit: _Visit, request: ApiRequest) -> None:
-    """Send events of no content while the model generates."""
-    while True:
-        if not visit.exchange.has_begun:
-            await visit.exchange.begin(200, EVENTS)
-        await visit.exchange.write(request.keep_alive)
-        await anyio.sleep(visit.service.keep_alive_s)
-
-
-async def _deliver(
-    visit: _Visit, session: Session, request: ApiRequest, completion: Completion
-) -> None:
-    """Send the answer, and tell the session what became of it."""
-    loop, exchange, teller = visit.service.loop, visit.exchange, visit.teller()
+    visit.check_forced(request.call)
+    loop, asked = visit.service.loop, _Asked(session)
     try:
-        if not request.is_streamed:
-            await exchange.reply_json(request.body(completion, teller))
-        elif exchange.has_begun:
-            await exchange.end(b"".join(request.events(completion, teller)))
-        else:
-            await exchange.reply(b"".join(request.events(completion, teller)), EVENTS)
+        completion = await _completed(visit, asked, request)
+        await _deliver(visit, request, completion)
     except BaseException:
-        loop.post(session.left, completion.id)
+        loop.post(asked.leave)
         raise
     loop.post(session.delivered, completion.id)
-    exchange.if_unread(lambda: loop.post(session.left, completion.id))
+    visit.exchange.if_unread(lambda: loop.post(session.left, completion.id))
+
+
+async def _completed(visit: _Visit, asked: _Asked, request: ApiRequest) -> Completion:
+    """What the session answers; a client that leaves meanwhile cancels it."""
+    service, call = visit.service, request.call
+    if not request.is_streamed:
+        complete = partial(service.loop.run, asked.complete, call)
+        return await visit.exchange.while_there(complete)
+    async with open_task_group() as tasks:
+        live = LiveEvents(
+            visit.exchange,
+            visit.stream(request),
+            request.keep_alive,
+            keep_alive_s=service.keep_alive_s,
+            pace_s=service.stream_interval_s,
+            tasks=tasks,
+        )
+        call = msgspec.structs.replace(call, hear=service.loop.back(live.take))
+        try:
+            complete = partial(service.loop.run, asked.complete, call)
+            return await visit.exchange.while_there(complete)
+        finally:
+            live.end()
+
+
+async def _deliver(visit: _Visit, request: ApiRequest, completion: Completion) -> None:
+    """Send the answer."""
+    exchange = visit.exchange
+    if not request.is_streamed:
+        await exchange.reply_json(request.body(completion, visit.teller()))
+    elif exchange.has_begun:
+        await exchange.end(visit.stream(request).end(completion))
+    else:
+        await exchange.reply(visit.stream(request).end(completion), EVENTS)
 
 
 async def _count(visit: _Visit) -> None:

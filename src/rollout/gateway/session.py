@@ -8,13 +8,14 @@ from contextvars import copy_context
 from typing import TYPE_CHECKING
 
 import anyio
+import msgspec
 
 from rollout.bridge import cancel_scope
 from rollout.errors import EngineError, LimitExceeded
-from rollout.gateway.answers import given_back, minted
+from rollout.gateway.answers import given_back
 from rollout.gateway.calls import Completion, GatewayCall, GatewayError
 from rollout.gateway.counting import count_tokens
-from rollout.gateway.exchanges import Exchange, Exchanges
+from rollout.gateway.exchanges import Exchange, Exchanges, completion_id_of
 from rollout.gateway.placing import Places
 from rollout.gateway.request import Request, matched
 from rollout.gateway.samples import Sample
@@ -185,7 +186,8 @@ class GatewaySession:
         exchange = await trajectory.exchanges.claim(work.call.digest) if work.call.digest else None
         if exchange is None:
             exchange = self._new(trajectory, work.call)
-        work.exchange, exchange.owner = exchange, work.token
+        work.exchange, exchange.owner, exchange.hear = exchange, work.token, work.call.hear
+        exchange.tell()  # what there is of one that was cut
         async with exchange.working:
             if exchange.completion is None:
                 with _counted(trajectory, exchange.samples[0].request):
@@ -198,6 +200,8 @@ class GatewaySession:
 
     def _new(self, trajectory: _Trajectory, call: GatewayCall) -> Exchange:
         self._check_limits(trajectory)
+        if call.hear is not None:  # it is the work's; the exchange may be another's later
+            call = msgspec.structs.replace(call, hear=None)
         request = self._matched(trajectory, call)
         sampling = sampling_of_call(trajectory.context, call)
         trajectory.calls += 1
@@ -229,13 +233,14 @@ class GatewaySession:
         """Have every sample generated as far as it is missing."""
         places, seeding = trajectory.places, trajectory.seeding
         missing = [sample for sample in exchange.samples if sample.told is None]
+        tell = None if exchange.hear is None else exchange.tell
         try:
             if len(missing) == 1:
-                await missing[0].run(places, seeding)
+                await missing[0].run(places, seeding, tell)
             else:
                 async with anyio.create_task_group() as tasks:
                     for sample in missing:
-                        tasks.start_soon(sample.run, places, seeding)
+                        tasks.start_soon(sample.run, places, seeding, tell)
         except BaseExceptionGroup as group:
             raise leaf_of(group) from None
 
@@ -246,7 +251,7 @@ class GatewaySession:
         told = [sample.told for sample in exchange.samples if sample.told is not None]
         trajectory.heard.update(each.turn.conversation for each in told)
         nodes = [trajectory.tree.add(request.found.node, each.said, each.turn) for each in told]
-        completion_id = minted("completion", told[0].answer.id)
+        completion_id = completion_id_of(told[0].answer.id)
         if request.call.api == "responses":
             trajectory.answered[completion_id] = nodes[0]
             for node, each in zip(nodes, told, strict=True):
@@ -288,6 +293,7 @@ def _limit_error(error: LimitExceeded) -> GatewayError:
 def _leave(trajectory: _Trajectory, work: _Work) -> None:
     """Its client is gone; unless another call has taken its exchange over."""
     if work.exchange is not None and work.exchange.owner is work.token:
+        work.exchange.hear = None
         trajectory.exchanges.left(work.exchange)
 
 

@@ -28,6 +28,7 @@ class FunctionTagParser(TaggedParser):
         cls.opening = (
             rf"(?:<{cls.block}>\s*)?<function=(?P<name>[^<>\n]*)>|<{cls.block}>|<function="
         )
+        cls.heads = (f"<{cls.block}>", "<function=")
         cls.markup = CallMarkup(
             parameter=re.compile(r"<parameter=([^<>\n]+)>"),
             end_parameter="</parameter>",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
 from rollout.errors import ConfigError
 from rollout.types import InvalidToolCall, ToolCall
+
+if TYPE_CHECKING:
+    from rollout.chat.parsers.listening import Listener
 
 
 class ParsedTurn(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +50,26 @@ class ToolParser(Protocol):
             tools: OpenAI-style function dicts, for formats that need types to read arguments.
             in_reasoning: Whether the prompt ended inside ``<think>``
                 (`ChatTemplate.opens_reasoning`).
+        """
+
+
+class ListenedParser(ToolParser, Protocol):
+    """A parser that can tell what is certain of a turn before it is whole; others need not."""
+
+    def listen(self, *, in_reasoning: bool) -> Listener | None:
+        """Tells the beginnings of what `parse_heard` makes of a turn; None where it cannot."""
+
+    def parse_heard(
+        self,
+        text: str,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        in_reasoning: bool = False,
+    ) -> ParsedTurn:
+        """As `parse`, but for one rule, which what was told cannot wait for.
+
+        Where a tag closes reasoning that nothing has opened, neither the prompt nor the text, the
+        tag is content; `parse` takes all before it for reasoning.
         """
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from rollout.chat.parsers.argument_types import ArgumentTypes, function_name
+from rollout.chat.parsers.listening import TaggedListener, marks_of
 from rollout.chat.parsers.reader import ReadingBudget
 from rollout.chat.parsers.registry import ParsedTurn
 from rollout.chat.parsers.text import without_end
@@ -16,6 +17,8 @@ from rollout.utf8 import encodable, is_encodable, unencodable_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from rollout.chat.parsers.listening import Listener, Marks
 
 #: Calls of one turn, invalid ones included. A model that writes as many has lost its way.
 MAX_CALLS = 10_000
@@ -36,10 +39,22 @@ class TurnScan:
         text: The turn without the tokens that end it.
         tools: OpenAI-style function dicts.
         budget: How many values may still be read.
+
+    Args:
+        text, tools: As the attributes.
+        opens_late: Whether a tag that closes reasoning which nothing has opened says that all
+            before it is reasoning; else it is text.
     """
 
-    def __init__(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> None:
+    def __init__(
+        self,
+        text: str,
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        opens_late: bool = True,
+    ) -> None:
         self.text = text
+        self._opens_late = opens_late
         self.tools = tools or ()
         self.budget = ReadingBudget()
         self._content: list[str] = []
@@ -107,7 +122,7 @@ class TurnScan:
 
     def begin_with_reasoning(self, stop: int) -> bool:
         """Whether all up to `stop` can be reasoning; if so it is, and no call of it remains."""
-        if self._reasoning:
+        if self._reasoning or not self._opens_late:
             return False
         self._content.clear()
         self._calls.clear()
@@ -164,13 +179,22 @@ class TaggedParser(ABC):
         stop_tokens: Special tokens that end a turn in this format.
         reasoning_tags: Pairs of what opens and closes reasoning.
         opening: Regular expression of what may open a call.
+        heads: Texts that everything begins with that opens a call, unless the two below say it;
+            a class that sets `opening` and not these is not listened to.
+        more_heads: Regular expressions of what else may open one, each with another of its
+            beginnings, which ends with the text.
+        heads_at_start: Regular expression of what may become a call where content begins.
     """
 
     stop_tokens: ClassVar[tuple[str, ...]] = ()
     reasoning_tags: ClassVar[tuple[tuple[str, str], ...]] = (("<think>", "</think>"),)
     opening: ClassVar[str]
+    heads: ClassVar[tuple[str, ...] | None] = None
+    more_heads: ClassVar[tuple[tuple[str, str], ...]] = ()
+    heads_at_start: ClassVar[str | None] = None
     _of_reasoning: ClassVar[tuple[str, ...]]
     _tag: ClassVar[re.Pattern[str]]
+    _marks: ClassVar[Marks | None] = None
 
     def __init_subclass__(cls) -> None:
         if "opening" in vars(cls):
@@ -179,6 +203,11 @@ class TaggedParser(ABC):
             # searching for the character that all of them begin with.
             reasoning = "|".join(map(re.escape, cls._of_reasoning))
             cls._tag = re.compile(f"{reasoning}|{cls.opening}")
+            heads = vars(cls).get("heads")
+            cls._marks = None
+            if heads is not None:
+                literals = (*cls._of_reasoning, *heads)
+                cls._marks = marks_of(literals, cls.more_heads, cls.heads_at_start)
 
     def parse(
         self,
@@ -188,7 +217,33 @@ class TaggedParser(ABC):
         in_reasoning: bool = False,
     ) -> ParsedTurn:
         """See `ToolParser.parse`."""
-        scan = TurnScan(without_end(text), tools)
+        return self._parsed(text, tools, in_reasoning, opens_late=True)
+
+    def listen(self, *, in_reasoning: bool) -> Listener | None:
+        """See `ListenedParser`."""
+        if self._marks is None or type(self).parse is not TaggedParser.parse:
+            return None
+        return TaggedListener(self._marks, self.reasoning_tags, in_reasoning=in_reasoning)
+
+    def parse_heard(
+        self,
+        text: str,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        in_reasoning: bool = False,
+    ) -> ParsedTurn:
+        """See `ListenedParser`."""
+        return self._parsed(text, tools, in_reasoning, opens_late=False)
+
+    def _parsed(
+        self,
+        text: str,
+        tools: Sequence[Mapping[str, Any]] | None,
+        in_reasoning: bool,
+        *,
+        opens_late: bool,
+    ) -> ParsedTurn:
+        scan = TurnScan(without_end(text), tools, opens_late=opens_late)
         try:
             self._read(scan, in_reasoning)
         except TooManyCalls as error:

@@ -7,31 +7,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.gateway.apis import reading
+from rollout.gateway.apis.chat_events import ChatRequest, error_body
 from rollout.gateway.apis.reading import FunctionTool, refuse
-from rollout.gateway.apis.writing import (
-    COMMENT,
-    Teller,
-    arguments_text,
-    event,
-    openai_error,
-    valid_calls,
-)
-from rollout.gateway.calls import (
-    Answer,
-    Completion,
-    GatewayCall,
-    GatewayError,
-    GivenCall,
-    GivenMessage,
-    told_text,
-)
+from rollout.gateway.calls import GatewayCall, GivenCall, GivenMessage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+__all__ = ["ROUTE", "error_body", "read"]
+
 ROUTE = "chat"
 ROLES = ("system", "developer", "user", "assistant", "tool")
-FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls", "stop_string": "stop"}
 
 
 class _Part(msgspec.Struct):
@@ -80,6 +66,7 @@ class _Body(reading.OpenAIBody):
     stop_token_ids: list[reading.TokenId] | None = None
     n: reading.Samples | None = None
     logprobs: bool | None = None
+    response_format: Any = None
     modalities: list[str] | None = None
     functions: list[Any] | None = None
 
@@ -115,14 +102,16 @@ def read(body: bytes, headers: Mapping[str, str]) -> ChatRequest:
         is_side=not tools and reading.asks_for_title(messages),
         wants_log_probs=bool(asked.logprobs),
         wants_ids=bool(asked.return_token_ids),
+        forced_by=asked.forced_by(response_format=asked.response_format),
         digest=reading.digest_of(ROUTE, body),
     )
-    return ChatRequest(reading.checked(call), asked)
-
-
-def error_body(error: GatewayError) -> Mapping[str, Any]:
-    """An error, as this API tells it."""
-    return openai_error(error)
+    options = asked.stream_options
+    return ChatRequest(
+        reading.checked(call),
+        model=asked.model,
+        is_streamed=bool(asked.stream),
+        tells_usage=options is not None and bool(options.include_usage),
+    )
 
 
 def _refuse_impossible(asked: _Body) -> None:
@@ -200,123 +189,3 @@ def _said(content: str | list[_Part] | None, field: str) -> reading.Shown:
             value = part.image_url if part.type == "image_url" else part.video_url
             parts.append(reading.image_part(part.type, value, f"{field}[{index}]"))
     return reading.shown(parts)
-
-
-class ChatRequest:
-    """A body that was read; see `ApiRequest`."""
-
-    keep_alive = COMMENT
-
-    def __init__(self, call: GatewayCall, asked: _Body) -> None:
-        self.call = call
-        self.model = asked.model
-        self.is_streamed = bool(asked.stream)
-        options = asked.stream_options
-        self._tells_usage = options is not None and bool(options.include_usage)
-
-    def body(self, completion: Completion, teller: Teller) -> Mapping[str, Any]:
-        """The whole answer."""
-        choices = []
-        for index, answer in enumerate(completion.answers):
-            choice = {
-                "index": index,
-                "message": _message(answer),
-                "logprobs": self._log_probs(answer, teller),
-                "finish_reason": _finish(answer),
-            }
-            choices.append(choice | self._token_ids(answer))
-        whole = _head(completion, teller, "chat.completion")
-        return whole | {"choices": choices, "usage": _usage(completion)} | self._prompt(completion)
-
-    def events(self, completion: Completion, teller: Teller) -> Iterator[bytes]:
-        """Of each choice what the whole would say, as differences."""
-        head = _head(completion, teller, "chat.completion.chunk")
-        rest = {"usage": None} if self._tells_usage else {}
-        prompt = self._prompt(completion)
-        for index, answer in enumerate(completion.answers):
-            for choice in self._deltas(answer, teller):
-                yield event(head | {"choices": [{"index": index} | choice]} | rest | prompt)
-                prompt = {}
-        if self._tells_usage:
-            yield event(head | {"choices": [], "usage": _usage(completion)})
-        yield b"data: [DONE]\n\n"
-
-    def failure(self, error: GatewayError, teller: Teller) -> bytes:
-        """The end of a stream that has begun already."""
-        return event(error_body(error))
-
-    def _deltas(self, answer: Answer, teller: Teller) -> Iterator[dict[str, Any]]:
-        said = _message(answer)
-        log_probs = {"logprobs": self._log_probs(answer, teller)}
-        none = {"logprobs": None, "finish_reason": None}
-        yield {"delta": {"role": "assistant", "content": ""}} | none
-        if answer.reasoning is not None:
-            yield {"delta": {"reasoning_content": answer.reasoning}} | none
-        if said["content"]:
-            yield {"delta": {"content": said["content"]}} | none | log_probs
-            log_probs = {}
-        for index, call in enumerate(said.get("tool_calls", ())):
-            yield {"delta": {"tool_calls": [{"index": index} | call]}} | none
-        end: dict[str, Any] = {
-            "delta": {},
-            "logprobs": None,
-            "finish_reason": _finish(answer),
-        } | log_probs
-        yield end | self._token_ids(answer)
-
-    def _log_probs(self, answer: Answer, teller: Teller) -> Mapping[str, Any] | None:
-        if not self.call.wants_log_probs:
-            return None
-        return {"content": teller.log_probs(answer), "refusal": None}
-
-    def _token_ids(self, answer: Answer) -> dict[str, Any]:
-        return {"token_ids": answer.ids.tolist()} if self.call.wants_ids else {}
-
-    def _prompt(self, completion: Completion) -> dict[str, Any]:
-        return {"prompt_token_ids": completion.prompt_ids.tolist()} if self.call.wants_ids else {}
-
-
-def _head(completion: Completion, teller: Teller, kind: str) -> dict[str, Any]:
-    return {
-        "id": completion.id,
-        "object": kind,
-        "created": teller.created,
-        "model": teller.model,
-        "system_fingerprint": None,
-    }
-
-
-def _message(answer: Answer) -> dict[str, Any]:
-    calls = [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": arguments_text(call)},
-        }
-        for call in valid_calls(answer)
-    ]
-    text = told_text(answer)
-    message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
-    message["refusal"] = None
-    if answer.reasoning is not None:
-        message["reasoning_content"] = answer.reasoning
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
-def _finish(answer: Answer) -> str:
-    if answer.finish == "calls" and not valid_calls(answer):
-        return "stop"
-    return FINISH[answer.finish]
-
-
-def _usage(completion: Completion) -> Mapping[str, Any]:
-    read = len(completion.prompt_ids)
-    sampled = sum(len(answer.ids) for answer in completion.answers)
-    return {
-        "prompt_tokens": read,
-        "completion_tokens": sampled,
-        "total_tokens": read + sampled,
-        "prompt_tokens_details": {"cached_tokens": completion.cached_tokens},
-    }

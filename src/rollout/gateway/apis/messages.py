@@ -7,39 +7,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.gateway.apis import reading
+from rollout.gateway.apis.message_events import MessagesRequest, count_body, error_body
 from rollout.gateway.apis.reading import FunctionTool, refuse
-from rollout.gateway.apis.writing import (
-    Teller,
-    encode,
-    event,
-    ids_of,
-    valid_calls,
-)
-from rollout.gateway.calls import (
-    Answer,
-    Completion,
-    GatewayCall,
-    GatewayError,
-    GivenCall,
-    GivenMessage,
-    told_text,
-)
+from rollout.gateway.calls import GatewayCall, GivenCall, GivenMessage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+__all__ = ["ROUTE", "count_body", "error_body", "read"]
+
 ROUTE = "messages"
 ROLES = ("user", "assistant", "system")
-FINISH = {
-    "stop": "end_turn",
-    "length": "max_tokens",
-    "calls": "tool_use",
-    "stop_string": "stop_sequence",
-}
 #: Begins a block of Claude Code's system prompt that differs from call to call.
 BILLING = "x-anthropic-billing-header"
-#: Agents compact their conversation when an error begins with this.
-TOO_LONG = "prompt is too long: "
 #: Blocks of tools that Anthropic's servers run; they can only be foreign.
 SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "redacted_thinking")
 
@@ -122,27 +102,21 @@ def read(body: bytes, headers: Mapping[str, str]) -> MessagesRequest:
         is_side=not tools
         and ((is_claude_code and _wants_json(asked)) or reading.asks_for_title(system)),
         wants_ids=bool(asked.return_token_ids),
+        forced_by=tuple(_forcing(asked)),
         digest=reading.digest_of(ROUTE, body),
     )
-    return MessagesRequest(reading.checked(call), asked)
+    return MessagesRequest(reading.checked(call), model=asked.model, is_streamed=bool(asked.stream))
 
 
-def error_body(error: GatewayError) -> Mapping[str, Any]:
-    """An error, as this API tells it."""
-    message = str(error)
-    if error.code == "context_length" and not message.startswith(TOO_LONG):
-        message = TOO_LONG + message
-    kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
-
-
-_ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    500: "api_error",
-}
+def _forcing(asked: _Body) -> Iterator[str]:
+    """The fields that would force the model."""
+    config = asked.output_config
+    if asked.tool_choice is not None and asked.tool_choice.type in ("any", "tool"):
+        yield "tool_choice"
+    if config is not None and config.format is not None:
+        yield "output_config.format"
+    if asked.output_format is not None:
+        yield "output_format"
 
 
 def _wants_json(asked: _Body) -> bool:
@@ -260,104 +234,3 @@ def _shown(block: _Block, field: str) -> str | Mapping[str, Any]:
     if block.type == "text":
         return block.text or ""
     return reading.image_part(block.type, block.source, field)
-
-
-class MessagesRequest:
-    """A body that was read; see `ApiRequest`."""
-
-    keep_alive = event({"type": "ping"}, "ping")
-
-    def __init__(self, call: GatewayCall, asked: _Body) -> None:
-        self.call = call
-        self.model = asked.model
-        self.is_streamed = bool(asked.stream)
-
-    def body(self, completion: Completion, teller: Teller) -> Mapping[str, Any]:
-        """The whole answer."""
-        (answer,) = completion.answers
-        message = _message(completion, teller) | {"content": list(_blocks(answer))} | _end(answer)
-        return message | (ids_of(completion, answer) if self.call.wants_ids else {})
-
-    def events(self, completion: Completion, teller: Teller) -> Iterator[bytes]:
-        """Each block opened, told in one difference, and closed."""
-        (answer,) = completion.answers
-        opened = _message(completion, teller)
-        opened["usage"] = opened["usage"] | {"output_tokens": 0}
-        yield _event("message_start", message=opened)
-        for index, block in enumerate(_blocks(answer)):
-            empty, deltas = _opening(block)
-            yield _event("content_block_start", index=index, content_block=empty)
-            for delta in deltas:
-                yield _event("content_block_delta", index=index, delta=delta)
-            yield _event("content_block_stop", index=index)
-        more = ids_of(completion, answer) if self.call.wants_ids else {}
-        usage = _usage(completion)
-        yield _event("message_delta", delta=_end(answer) | more, usage=usage)
-        yield _event("message_stop")
-
-    def failure(self, error: GatewayError, teller: Teller) -> bytes:
-        """The end of a stream that has begun already."""
-        return event(error_body(error), "error")
-
-
-def count_body(tokens: int) -> Mapping[str, Any]:
-    """What ``count_tokens`` answers."""
-    return {"input_tokens": tokens}
-
-
-def _event(kind: str, **data: Any) -> bytes:
-    return event({"type": kind} | data, kind)
-
-
-def _message(completion: Completion, teller: Teller) -> dict[str, Any]:
-    return {
-        "id": completion.id,
-        "type": "message",
-        "role": "assistant",
-        "model": teller.model,
-        "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-        "usage": _usage(completion),
-    }
-
-
-def _end(answer: Answer) -> dict[str, Any]:
-    reason = FINISH[answer.finish]
-    if reason == "tool_use" and not valid_calls(answer):
-        reason = "end_turn"
-    return {"stop_reason": reason, "stop_sequence": answer.stop_string}
-
-
-def _blocks(answer: Answer) -> Iterator[dict[str, Any]]:
-    if answer.reasoning is not None:
-        yield {"type": "thinking", "thinking": answer.reasoning, "signature": answer.id}
-    text = told_text(answer)
-    if text:
-        yield {"type": "text", "text": text}
-    for call in valid_calls(answer):
-        yield {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
-
-
-def _opening(block: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
-    """A block as it is opened, and what fills it."""
-    if block["type"] == "thinking":
-        return {**block, "thinking": "", "signature": ""}, [
-            {"type": "thinking_delta", "thinking": block["thinking"]},
-            {"type": "signature_delta", "signature": block["signature"]},
-        ]
-    if block["type"] == "text":
-        return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
-    json = encode(block["input"]).decode()
-    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": json}]
-
-
-def _usage(completion: Completion) -> dict[str, Any]:
-    """As Anthropic counts: what was cached is not among `input_tokens`."""
-    sampled = sum(len(answer.ids) for answer in completion.answers)
-    return {
-        "input_tokens": len(completion.prompt_ids) - completion.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": completion.cached_tokens,
-        "output_tokens": sampled,
-    }

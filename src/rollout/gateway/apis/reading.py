@@ -244,6 +244,11 @@ def asks_for_title(messages: Sequence[GivenMessage]) -> bool:
     return first is not None and first.role == "system" and bool(_TITLE.search(first.text[:2000]))
 
 
+def is_free(form: object) -> bool:
+    """Whether a ``{"type": …}`` that a client gives leaves the model free in what it says."""
+    return not isinstance(form, dict) or form.get("type") in (None, "text", "auto", "none")
+
+
 def checked(call: GatewayCall) -> GatewayCall:
     """A call that says something.
 
@@ -308,6 +313,12 @@ class OpenAIBody(Body):
             repetition_penalty=self.repetition_penalty,
             **more,
         )
+
+    def forced_by(self, **forms: Any) -> tuple[str, ...]:
+        """The fields that would force the model: the choice among tools, or one of these forms."""
+        is_chosen = self.tool_choice == "required" or not is_free(self.tool_choice)
+        forcing = [name for name, form in forms.items() if not is_free(form)]
+        return (*(["tool_choice"] if is_chosen else []), *forcing)
 
     def choice(self, tools: Sequence[Mapping[str, Any]], name: Any, field: str) -> str:
         """The choice among tools; `name` is that of the one at `field`, where it names one.

@@ -2,76 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from rollout.gateway.apis.response_items import CALL_ID, MESSAGE_ID, REASONING_ID, sealed
+from rollout.gateway.apis.response_output import Tools, message_item, opened, reasoning_item
 from rollout.gateway.apis.writing import (
     COMMENT,
+    AnswerStream,
     Teller,
-    arguments_text,
+    Telling,
     event,
     ids_of,
     openai_error,
     valid_calls,
 )
-from rollout.gateway.calls import Answer, Completion, GatewayCall, GatewayError, told_text
+from rollout.gateway.calls import Answer, Completion, Draft, GatewayCall, GatewayError, told_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from rollout.types import ToolCall
+    from collections.abc import Callable, Iterator, Mapping
 
 
-class _Origin(NamedTuple):
-    """How the client knows a tool."""
-
-    name: str
-    space: str
-    is_text: bool
-
-
-class Tools:
-    """The tools of a body, under the names that the model sees.
-
-    Attributes:
-        schemas: As `GatewayCall.tools`.
-    """
-
-    def __init__(self) -> None:
-        self.schemas: list[Mapping[str, Any]] = []
-        self._origins: dict[str, _Origin] = {}
-
-    def add(
-        self, schema: Mapping[str, Any], name: str, space: str, *, is_text: bool = False
-    ) -> None:
-        """Offer a tool; one of a namespace has that in its name."""
-        flat = self.flat_name(name, space)
-        function = {**schema["function"], "name": flat}
-        self.schemas.append({**schema, "function": function})
-        self._origins[flat] = _Origin(name, space, is_text)
-
-    def update(self, other: Tools) -> None:
-        """Offer those of another collection too."""
-        self.schemas += other.schemas
-        self._origins |= other._origins
-
-    @staticmethod
-    def flat_name(name: str, space: str | None) -> str:
-        """The name of a tool for the model."""
-        return f"{space.rstrip('_')}__{name}" if space else name
-
-    def item(self, call: ToolCall) -> dict[str, Any]:
-        """A call in the form of the tool that it is of."""
-        origin = self._origins.get(call.name, _Origin(call.name, "", False))
-        item = {"id": f"{CALL_ID}{call.id}", "call_id": call.id, "name": origin.name}
-        if origin.space:
-            item["namespace"] = origin.space
-        text = call.arguments.get("input")
-        if origin.is_text:
-            said = text if isinstance(text, str) else arguments_text(call)
-            return {"type": "custom_tool_call", **item, "input": said, "status": "completed"}
-        arguments = arguments_text(call)
-        return {"type": "function_call", **item, "arguments": arguments, "status": "completed"}
+#: A sign of life that is an event.
+KEEP_ALIVE = event({"type": "keepalive"}, "keepalive")
 
 
 def error_body(error: GatewayError) -> Mapping[str, Any]:
@@ -85,9 +37,10 @@ class ResponsesRequest:
     Attributes:
         tells_length_in_events: Whether an over-long prompt is told in the stream, where Codex
             looks for it.
+        keep_alive: See `ApiRequest`; Codex counts events only, and skips those that it does not
+            know.
+        tools: Those of the body.
     """
-
-    keep_alive = COMMENT
 
     def __init__(
         self,
@@ -103,9 +56,9 @@ class ResponsesRequest:
         self.model = model
         self.is_streamed = is_streamed
         self.tells_length_in_events = is_streamed and is_codex
-        self._tools = tools
+        self.tools = tools
+        self.keep_alive = KEEP_ALIVE if is_codex else COMMENT
         self._echoed = echoed
-        self._number = 0
 
     def body(self, completion: Completion, teller: Teller) -> Mapping[str, Any]:
         """The whole answer."""
@@ -118,38 +71,13 @@ class ResponsesRequest:
             "usage": _usage(completion),
         }
         ids = ids_of(completion, answer) if self.call.wants_ids else {}
-        return self._head(completion.id, teller) | more | ids
+        return self.head(completion.id, teller) | more | ids
 
-    def events(self, completion: Completion, teller: Teller) -> Iterator[bytes]:
-        """Each item added, told in one difference, and done."""
-        (answer,) = completion.answers
-        head = self._head(completion.id, teller)
-        yield self._event("response.created", response=head)
-        yield self._event("response.in_progress", response=head)
-        for index, item in enumerate(self._items(answer, teller)):
-            place = {"output_index": index}
-            yield self._event("response.output_item.added", **place, item=_opened(item))
-            yield from self._filling(item, place | {"item_id": item["id"]})
-            yield self._event("response.output_item.done", **place, item=item)
-        whole = self.body(completion, teller)
-        yield self._event(f"response.{whole['status']}", response=whole)
+    def stream(self, teller: Teller) -> AnswerStream:
+        """Each item added, told in differences, and done."""
+        return _ResponsesStream(self, teller)
 
-    def failure(self, error: GatewayError, teller: Teller) -> bytes:
-        """The end of a stream that has begun already."""
-        told = error_body(error)["error"]
-        head = self._head("", teller) | {"status": "failed"}
-        failed = head | {"error": {"code": told["code"], "message": told["message"]}}
-        created = self._event("response.created", response=self._head("", teller))
-        if self.tells_length_in_events:
-            return created + self._event("response.failed", response=failed)
-        return event({"type": "error", "error": told, "sequence_number": self._number}, "error")
-
-    def _event(self, kind: str, **data: Any) -> bytes:
-        numbered = {"type": kind, "sequence_number": self._number} | data
-        self._number += 1
-        return event(numbered, kind)
-
-    def _head(self, response_id: str, teller: Teller) -> dict[str, Any]:
+    def head(self, response_id: str, teller: Teller) -> dict[str, Any]:
         return {
             "id": response_id,
             "object": "response",
@@ -165,74 +93,160 @@ class ResponsesRequest:
 
     def _items(self, answer: Answer, teller: Teller) -> Iterator[dict[str, Any]]:
         if answer.reasoning is not None:
-            yield {
-                "type": "reasoning",
-                "id": f"{REASONING_ID}{answer.id}",
-                # Some clients show summaries only, others give back nothing but the thought itself.
-                "summary": [{"type": "summary_text", "text": answer.reasoning}],
-                "content": [{"type": "reasoning_text", "text": answer.reasoning}],
-                "encrypted_content": sealed(answer.id, answer.reasoning),
-                "status": "completed",
-            }
+            yield reasoning_item(answer.id, answer.reasoning)
         text, calls = told_text(answer), valid_calls(answer)
         if text or not calls:
-            log_probs = teller.log_probs(answer) if self.call.wants_log_probs else []
-            part = {"type": "output_text", "text": text, "annotations": [], "logprobs": log_probs}
-            yield {
-                "type": "message",
-                "id": f"{MESSAGE_ID}{answer.id}",
-                "role": "assistant",
-                "content": [part],
-                "status": "completed",
-            }
+            yield message_item(answer.id, text, self.log_probs(answer, teller))
         for call in calls:
-            yield self._tools.item(call)
+            yield self.tools.item(call)
 
-    def _filling(self, item: Mapping[str, Any], place: Mapping[str, Any]) -> Iterator[bytes]:
-        kind = item["type"]
-        if kind == "reasoning":
-            (part,) = item["summary"]
-            where = {**place, "summary_index": 0}
-            stem = "response.reasoning_summary"
-            empty = {**part, "text": ""}
-            yield self._event(f"{stem}_part.added", **where, part=empty)
-            yield self._event(f"{stem}_text.delta", **where, delta=part["text"])
-            yield self._event(f"{stem}_text.done", **where, text=part["text"])
-            yield self._event(f"{stem}_part.done", **where, part=part)
-            where = {**place, "content_index": 0}
-            yield self._event("response.reasoning_text.delta", **where, delta=part["text"])
-            yield self._event("response.reasoning_text.done", **where, text=part["text"])
-        elif kind == "message":
+    def log_probs(self, answer: Answer, teller: Teller) -> list[dict[str, Any]]:
+        """Of its text, where they are asked for."""
+        return teller.log_probs(answer) if self.call.wants_log_probs else []
+
+
+class _ResponsesStream:
+    """See `AnswerStream`."""
+
+    def __init__(self, request: ResponsesRequest, teller: Teller) -> None:
+        self._request = request
+        self._teller = teller
+        self._telling = Telling()
+        self._has_begun = False
+        self._number = 0  # of the next event
+        self._count = 0  # items that are done
+        self._item: dict[str, Any] = {}  # as the open one was added; else empty
+        self._said = ""  # in it
+        self._whole: Callable[..., dict[str, Any]] = dict  # makes it of its text
+        self._log_probs: list[Any] = []  # those of the text, known at the end
+
+    def more(self, draft: Draft) -> bytes:
+        (said,) = draft.answers
+        if said is None:
+            return b""
+        events = [*self._begin(draft.id), *self._texts(said.id, said.text, said.reasoning)]
+        return b"".join(events)
+
+    def end(self, completion: Completion) -> bytes:
+        return b"".join(self._rest(completion))
+
+    def failure(self, error: GatewayError) -> bytes:
+        told = error_body(error)["error"]
+        if not self._request.tells_length_in_events:
+            return event({"type": "error", "error": told, "sequence_number": self._number}, "error")
+        head = self._request.head("", self._teller) | {"status": "failed"}
+        failed = head | {"error": {"code": told["code"], "message": told["message"]}}
+        return b"".join([*self._begin(""), self._event("response.failed", response=failed)])
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        numbered = {"type": kind, "sequence_number": self._number} | data
+        self._number += 1
+        return event(numbered, kind)
+
+    def _begin(self, response_id: str) -> Iterator[bytes]:
+        if not self._has_begun:
+            self._has_begun = True
+            head = self._request.head(response_id, self._teller)
+            yield self._event("response.created", response=head)
+            yield self._event("response.in_progress", response=head)
+
+    def _texts(self, answer_id: str, text: str, reasoning: str | None) -> Iterator[bytes]:
+        """What is new of thoughts and text, each in its item; thoughts that come late after it."""
+        has_thought = self._telling.reasoning is not None
+        thought, said = self._telling.more_reasoning(reasoning), self._telling.more_text(text)
+        is_late = self._is_open("message")
+        if thought is not None and not is_late:
+            yield from self._think(answer_id, thought)
+        if said:
+            yield from self._say(answer_id, said)
+        if thought and is_late:
+            thought = thought.removeprefix("\n") if has_thought else thought
+            yield from self._think(answer_id, thought, is_late=True)
+
+    def _is_open(self, kind: str) -> bool:
+        return bool(self._item) and self._item["type"] == kind
+
+    def _add(self, item: dict[str, Any]) -> Iterator[bytes]:
+        yield from self._close()
+        yield self._event("response.output_item.added", output_index=self._count, item=opened(item))
+        self._item, self._said = item, ""
+
+    def _think(self, answer_id: str, text: str, *, is_late: bool = False) -> Iterator[bytes]:
+        """Add to the thoughts that are open; else open some."""
+        if not self._is_open("reasoning"):
+            yield from self._add(reasoning_item(answer_id, "", is_late=is_late))
+            yield self._of_summary("part.added", part=self._item["summary"][0])
+            self._whole = partial(reasoning_item, answer_id, is_late=is_late)
+        if text:
+            self._said += text
+            yield self._of_summary("text.delta", delta=text)
+            yield self._of_text("response.reasoning_text.delta", delta=text)
+
+    def _say(self, answer_id: str, text: str) -> Iterator[bytes]:
+        """Add to the text that is open; else open one."""
+        if not self._is_open("message"):
+            yield from self._add(message_item(answer_id, "", []))
+            yield self._of_text("response.content_part.added", part=self._item["content"][0])
+            self._whole = partial(message_item, answer_id, log_probs=self._log_probs)
+        if text:
+            self._said += text
+            yield self._of_text("response.output_text.delta", delta=text, logprobs=[])
+
+    def _close(self) -> Iterator[bytes]:
+        """Say what the open item is, if one is."""
+        if not self._item:
+            return
+        item = self._whole(text=self._said)
+        if item["type"] == "message":
             (part,) = item["content"]
-            where = {**place, "content_index": 0}
-            told = {"logprobs": part["logprobs"]}
-            empty = {**part, "text": "", "logprobs": []}
-            yield self._event("response.content_part.added", **where, part=empty)
-            yield self._event("response.output_text.delta", **where, delta=part["text"], **told)
-            yield self._event("response.output_text.done", **where, text=part["text"], **told)
-            yield self._event("response.content_part.done", **where, part=part)
-        elif kind == "function_call":
-            stem = "response.function_call_arguments"
-            text = item["arguments"]
-            yield self._event(f"{stem}.delta", **place, delta=text)
-            yield self._event(f"{stem}.done", **place, arguments=text, name=item["name"])
+            told = {"text": self._said, "logprobs": part["logprobs"]}
+            yield self._of_text("response.output_text.done", **told)
+            yield self._of_text("response.content_part.done", part=part)
         else:
-            stem = "response.custom_tool_call_input"
-            yield self._event(f"{stem}.delta", **place, delta=item["input"])
-            yield self._event(f"{stem}.done", **place, input=item["input"])
+            yield self._of_summary("text.done", text=self._said)
+            yield self._of_summary("part.done", part=item["summary"][0])
+            yield self._of_text("response.reasoning_text.done", text=self._said)
+        yield self._event("response.output_item.done", output_index=self._count, item=item)
+        self._count += 1
+        self._item = {}
 
+    def _rest(self, completion: Completion) -> Iterator[bytes]:
+        (answer,) = completion.answers
+        self._log_probs += self._request.log_probs(answer, self._teller)
+        yield from self._begin(completion.id)
+        text, calls = told_text(answer), valid_calls(answer)
+        yield from self._texts(answer.id, text, answer.reasoning)
+        if not text and not calls:
+            yield from self._say(answer.id, "")
+        yield from self._close()
+        for call in calls:
+            yield from self._call(self._request.tools.item(call))
+        whole = self._request.body(completion, self._teller)
+        yield self._event(f"response.{whole['status']}", response=whole)
 
-def _opened(item: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An item as it is added, before it is filled."""
-    return {**item, **_EMPTY[item["type"]], "status": "in_progress"}
+    def _call(self, item: Mapping[str, Any]) -> Iterator[bytes]:
+        place, where = {"output_index": self._count}, {"item_id": item["id"]}
+        yield self._event("response.output_item.added", **place, item=opened(item))
+        if item["type"] == "function_call":
+            stem, text = "response.function_call_arguments", item["arguments"]
+            named = {"arguments": text, "name": item["name"]}
+        else:
+            stem, text = "response.custom_tool_call_input", item["input"]
+            named = {"input": text}
+        yield self._event(f"{stem}.delta", **place, **where, delta=text)
+        yield self._event(f"{stem}.done", **place, **where, **named)
+        yield self._event("response.output_item.done", **place, item=item)
+        self._count += 1
 
+    def _of_text(self, kind: str, **data: Any) -> bytes:
+        return self._event(kind, **self._place(), content_index=0, **data)
 
-_EMPTY: Mapping[str, Mapping[str, Any]] = {
-    "reasoning": {"summary": [], "content": []},
-    "message": {"content": []},
-    "function_call": {"arguments": ""},
-    "custom_tool_call": {"input": ""},
-}
+    def _of_summary(self, kind: str, **data: Any) -> bytes:
+        kind = f"response.reasoning_summary_{kind}"
+        return self._event(kind, **self._place(), summary_index=0, **data)
+
+    def _place(self) -> dict[str, Any]:
+        return {"output_index": self._count, "item_id": self._item["id"]}
 
 
 def _usage(completion: Completion) -> Mapping[str, Any]:

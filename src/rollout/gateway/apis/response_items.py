@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 ROLES = ("system", "developer", "user", "assistant")
 #: Begin the ids of items; an answer's own id follows.
 MESSAGE_ID, REASONING_ID, CALL_ID = "msg_", "rs_", "fc_"
+#: Follows `REASONING_ID` where thoughts are told after the text of their turn.
+LATE_ID = "late_"
 #: Of tools that servers run: what they found is not in the conversation.
 SERVER_ITEMS = ("web_search_call", "file_search_call", "image_generation_call", "tool_search_call")
 
@@ -138,18 +140,20 @@ class _Reader:
         self._note(turn, item, MESSAGE_ID)
 
     def _reasoning(self, item: Item, place: str) -> None:
+        answer_id, said = unsealed(item.encrypted_content or "")
+        item_id = (item.id or "").removeprefix(REASONING_ID).removeprefix(LATE_ID)
         turn = self._turn
         if turn is not None and (turn.text is not None or turn.calls or turn.reasoning is not None):
-            self.end_turn()
+            is_late = any(each and each in turn.ids for each in (answer_id, item_id))
+            if not is_late:
+                self.end_turn()
         turn = self._open()
-        self._note(turn, item, REASONING_ID)
+        turn.ids += [each for each in (item_id, answer_id) if each]
         parts = item.content if isinstance(item.content, list) and item.content else item.summary
         if parts:
-            turn.reasoning = "\n".join(part.text or "" for part in parts)
-        if item.encrypted_content:
-            answer_id, reasoning = unsealed(item.encrypted_content)
-            turn.ids.append(answer_id)
-            turn.reasoning = reasoning if turn.reasoning is None else turn.reasoning
+            said = "\n".join(part.text or "" for part in parts)
+        if said is not None:
+            turn.reasoning = said if turn.reasoning is None else f"{turn.reasoning}\n{said}"
 
     def _call(self, item: Item, place: str) -> None:
         name = self._flat_name(item.name, item.namespace)

@@ -8,8 +8,9 @@ import msgspec
 
 from rollout.gateway.apis import reading
 from rollout.gateway.apis.reading import FunctionTool, refuse
-from rollout.gateway.apis.response_events import ResponsesRequest, Tools, error_body
+from rollout.gateway.apis.response_events import ResponsesRequest, error_body
 from rollout.gateway.apis.response_items import Item, messages_of
+from rollout.gateway.apis.response_output import Tools
 from rollout.gateway.calls import GatewayCall, GivenMessage
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class _Body(reading.OpenAIBody):
     conversation: Any = None
     background: bool | None = None
     tools: list[_Tool] | None = None
+    text: Any = None
     include: list[str] | None = None
     max_output_tokens: reading.Tokens | None = None
     metadata: dict[str, Any] | None = None
@@ -70,6 +72,7 @@ def read(body: bytes, headers: Mapping[str, str]) -> ResponsesRequest:
         is_side=not tools.schemas and reading.asks_for_title(messages),
         wants_log_probs=LOG_PROBS in (asked.include or ()) or asked.top_logprobs is not None,
         wants_ids=bool(asked.return_token_ids),
+        forced_by=asked.forced_by(**{"text.format": _format(asked.text)}),
         digest=reading.digest_of(ROUTE, body),
     )
     return ResponsesRequest(
@@ -125,6 +128,10 @@ def _tool_choice(asked: _Body, tools: Sequence[Mapping[str, Any]]) -> str:
     if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
         name = choice.get("name")
     return asked.choice(tools, name, "tool_choice.name")
+
+
+def _format(text: Any) -> Any:
+    return text.get("format") if isinstance(text, dict) else None
 
 
 def _echoed(asked: _Body) -> dict[str, Any]:

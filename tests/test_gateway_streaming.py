@@ -1,0 +1,346 @@
+"""Streamed answers over HTTP: what clients get while the model speaks, and what at the end."""
+
+from __future__ import annotations
+
+import json
+import socket
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import pytest
+from anyio.to_thread import run_sync
+
+from fake_sessions import KEY, PATH, FakeSession, answer, served
+from rollout.gateway.calls import AnswerDraft, Draft, GatewayError
+from rollout.types import ToolCall
+
+pytest.importorskip("httptools")
+openai = pytest.importorskip("openai")
+anthropic = pytest.importorskip("anthropic")
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rollout.gateway.calls import Answer, Completion, GatewayCall
+
+pytestmark = pytest.mark.anyio
+
+ASKED = [{"role": "user", "content": "2 + 2?"}]
+CALL = ToolCall(name="add", arguments={"a": 1, "b": "ü"}, id="call-1", raw="")
+SAID = answer(
+    text="Well, I would äd\n\nthat.",
+    reasoning="Hm.\nFour?",
+    calls=(CALL,),
+    finish="calls",
+)
+BODIES = {
+    "chat/completions": {"messages": ASKED, "stream": True},
+    "responses": {"input": "2 + 2?", "stream": True},
+    "messages": {"messages": ASKED, "stream": True},
+}
+APIS = sorted(BODIES)
+
+
+@pytest.fixture(params=["trio", "asyncio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    """Real sockets, so real time."""
+    return str(request.param)
+
+
+def speaking(*script: Answer, pieces: int = 12, pause_s: float = 0.01) -> FakeSession:
+    session = FakeSession(PATH, KEY)
+    session.script.extend(script)
+    session.pieces, session.pause_s = pieces, pause_s
+    return session
+
+
+async def ask(session: FakeSession, body: Callable[..., Any], **settings: Any) -> Any:
+    """What `body` returns, given a client of each company; it runs in a thread."""
+    async with served(session, **{"stream_interval_s": 0.001} | settings) as url:
+        root = f"{url}/t/{session.path}"
+        return await run_sync(partial(_in_thread, root, body))
+
+
+def _in_thread(root: str, body: Callable[..., Any]) -> Any:
+    with (
+        openai.OpenAI(base_url=f"{root}/v1", api_key=KEY) as ours,
+        anthropic.Anthropic(base_url=root, api_key=KEY) as theirs,
+    ):
+        return body(ours, theirs)
+
+
+def chat(o: Any, _: Any) -> Any:
+    thought = said = 0
+    options = {"include_usage": True}
+    with o.chat.completions.stream(
+        model="rollout", messages=ASKED, stream_options=options, logprobs=True
+    ) as events:
+        for each in events:
+            if each.type == "chunk" and each.chunk.choices:
+                delta = each.chunk.choices[0].delta
+                thought += bool((delta.model_extra or {}).get("reasoning_content"))
+                said += bool(delta.content)
+        whole = events.get_final_completion()
+    (choice,) = whole.choices
+    call = choice.message.tool_calls[0].function
+    told = choice.message.reasoning_content, choice.message.content, (call.name, call.arguments)
+    assert choice.finish_reason == "tool_calls"
+    assert len(choice.logprobs.content) == 3
+    return told, thought, said, whole.usage.prompt_tokens
+
+
+def responses(o: Any, _: Any) -> Any:
+    thought = said = 0
+    items = []
+    with o.responses.stream(model="rollout", input="2 + 2?") as events:
+        for number, each in enumerate(events):
+            assert each.sequence_number == number
+            thought += each.type == "response.reasoning_summary_text.delta"
+            said += each.type == "response.output_text.delta"
+            if each.type == "response.output_item.done":
+                assert each.output_index == len(items)
+                items.append(each.item)
+        whole = events.get_final_response()
+    told, done = (
+        (mind.content[0].text, message.content[0].text, (call.name, call.arguments))
+        for mind, message, call in (whole.output, items)
+    )
+    assert told == done
+    assert [each.id for each in items] == [each.id for each in whole.output]
+    assert items[0].summary[0].text == told[0]
+    return told, thought, said, whole.usage.input_tokens
+
+
+def messages(_: Any, a: Any) -> Any:
+    thought = said = 0
+    with a.messages.stream(model="rollout", max_tokens=9, messages=ASKED) as events:
+        for each in events:
+            thought += each.type == "thinking"
+            said += each.type == "text"
+        whole = events.get_final_message()
+    mind, text, call = whole.content
+    assert (mind.signature, whole.stop_reason) == ("answer-0", "tool_use")
+    arguments = json.dumps(call.input, separators=(",", ":"), ensure_ascii=False)
+    told = mind.thinking, text.text, (call.name, arguments)
+    return told, thought, said, whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+
+
+READERS = {"chat/completions": chat, "responses": responses, "messages": messages}
+
+
+@pytest.mark.parametrize("api", APIS)
+async def test_stream_comes_in_pieces_that_make_the_answer(api: str) -> None:
+    told, thought, said, read = await ask(speaking(SAID), READERS[api])
+    assert told == (SAID.reasoning, SAID.text, ("add", '{"a":1,"b":"ü"}'))
+    assert thought > 1
+    assert said > 1
+    assert read == 4
+
+
+@pytest.mark.parametrize("api", APIS)
+async def test_stream_of_one_piece_makes_the_same_answer(api: str) -> None:
+    told, *_ = await ask(speaking(SAID, pieces=1), READERS[api])
+    assert told == (SAID.reasoning, SAID.text, ("add", '{"a":1,"b":"ü"}'))
+
+
+async def test_stream_of_two_samples_comes_in_pieces_of_both() -> None:
+    def stream(o: Any, _: Any) -> Any:
+        texts: dict[int, list[str]] = {0: [], 1: []}
+        for chunk in o.chat.completions.create(model="rollout", messages=ASKED, n=2, stream=True):
+            for choice in chunk.choices:
+                texts[choice.index] += [choice.delta.content] if choice.delta.content else []
+        return texts
+
+    texts = await ask(speaking(answer(1, "abcdef"), answer(2, "ghijkl")), stream)
+    assert ["".join(each) for each in texts.values()] == ["abcdef", "ghijkl"]
+    assert all(len(each) > 1 for each in texts.values())
+
+
+async def test_stream_keeps_the_pace_whatever_the_engine_does() -> None:
+    def stream(o: Any, _: Any) -> int:
+        chunks = o.chat.completions.create(model="rollout", messages=ASKED, stream=True)
+        return sum(bool(each.choices and each.choices[0].delta.content) for each in chunks)
+
+    session = speaking(answer(text="a" * 400), pieces=200, pause_s=0.001)
+    assert await ask(session, stream, stream_interval_s=60.0) == 2
+
+
+class LateThought(FakeSession):
+    """Thinks after it has spoken, which is told with the whole turn."""
+
+    async def complete(self, call: GatewayCall) -> Completion:
+        said = answer(text="One. Two.", reasoning="Hm.\nSo.")
+        self.script.append(said)
+        if call.hear is not None:
+            drafts = (AnswerDraft(said.id, "One.", "Hm."),)
+            call.hear(Draft(id="completion-1", answers=drafts, prompt_tokens=4))
+            await anyio.sleep(0.05)
+        return await super().complete(call)
+
+
+@pytest.mark.parametrize("api", ["responses", "messages"])
+async def test_thought_after_text_comes_back_as_that_of_the_turn(api: str) -> None:
+    """Clients that keep what is told in pieces give back all of it as one turn."""
+    session = LateThought(PATH, KEY)
+
+    def twice(o: Any, a: Any) -> None:
+        if api == "responses":
+            with o.responses.stream(model="rollout", input="hi") as events:
+                items = [e.item for e in events if e.type == "response.output_item.done"]
+            assert [each.type for each in items] == ["reasoning", "message", "reasoning"]
+            back = [{"role": "user", "content": "hi"}]
+            back += [each.model_dump(exclude_none=True, exclude={"status"}) for each in items]
+            o.responses.create(model="rollout", input=back)
+            for each in back[1:]:  # as Codex keeps them
+                del each["id"]
+            o.responses.create(model="rollout", input=back)
+        else:
+            with a.messages.stream(model="rollout", max_tokens=9, messages=ASKED) as events:
+                blocks = events.get_final_message().content
+            assert [each.type for each in blocks] == ["thinking", "text", "thinking"]
+            told = {"role": "assistant", "content": [each.model_dump() for each in blocks]}
+            for each in told["content"]:
+                each.pop("citations", None)
+                each.pop("parsed_output", None)
+            a.messages.create(model="rollout", max_tokens=9, messages=[*ASKED, told])
+
+    await ask(session, twice)
+    for call in session.calls[1:]:
+        *_, turn = call.messages
+        assert (turn.role, turn.text, turn.reasoning) == ("assistant", "One. Two.", "Hm.\nSo.")
+
+
+async def test_turn_that_comes_out_otherwise_ends_the_stream_and_is_replayed() -> None:
+    class Restarted(FakeSession):
+        async def complete(self, call: GatewayCall) -> Completion:
+            if call.hear is not None and not self.sampled:
+                drafts = (AnswerDraft("answer-1", "Fi", None),)
+                call.hear(Draft(id="completion-1", answers=drafts, prompt_tokens=4))
+                await anyio.sleep(0.05)
+            return await super().complete(call)
+
+    def twice(o: Any, _: Any) -> str:
+        with pytest.raises(openai.APIError, match="differs from what had been streamed"):
+            list(o.chat.completions.create(model="rollout", messages=ASKED, stream=True))
+        again = o.chat.completions.create(model="rollout", messages=ASKED, stream=True)
+        return "".join(each.choices[0].delta.content or "" for each in again)
+
+    session = Restarted(PATH, KEY)
+    assert await ask(session, twice) == "Four."
+    assert session.left_ids == ["completion-1"]
+
+
+async def test_error_in_the_middle_of_a_stream_ends_it() -> None:
+    class Failing(FakeSession):
+        async def complete(self, call: GatewayCall) -> Completion:
+            if call.hear is not None:
+                drafts = (AnswerDraft("answer-1", "Fo", None),)
+                call.hear(Draft(id="completion-1", answers=drafts, prompt_tokens=4))
+                await anyio.sleep(0.05)
+            raise GatewayError(400, "engine", "the engine is gone")
+
+    def each(o: Any, a: Any) -> None:
+        with pytest.raises(openai.APIError, match="gone"):
+            list(o.chat.completions.create(model="rollout", messages=ASKED, stream=True))
+        with pytest.raises(openai.APIError, match="gone"):
+            list(o.responses.create(model="rollout", input="hi", stream=True))
+        with pytest.raises(anthropic.APIStatusError, match="gone"):
+            list(a.messages.create(model="rollout", max_tokens=9, messages=ASKED, stream=True))
+
+    await ask(Failing(PATH, KEY), each)
+
+
+def told_of(api: str, events: bytes) -> str:
+    """The texts of events, of which the last may have been cut."""
+    text = ""
+    for each in events.split(b"\n\n")[:-1]:
+        data = each.partition(b"data: ")[2]
+        if not (data.startswith(b"{") and data.endswith(b"}")):
+            continue
+        said = json.loads(data)
+        if api == "chat/completions":
+            text += "".join(c["delta"].get("content") or "" for c in said["choices"])
+        elif api == "messages":
+            text += said.get("delta", {}).get("text", "")
+        elif said["type"] == "response.output_text.delta":
+            text += said["delta"]
+    return text
+
+
+STEPS = [
+    *((api, step) for api, step in zip(APIS, (29, 61, 113), strict=True)),
+    *(pytest.param(api, 1, marks=pytest.mark.full) for api in APIS),
+]
+
+
+@pytest.mark.parametrize(("api", "step"), STEPS)
+async def test_retry_after_a_cut_within_pieces_samples_nothing(api: str, step: int) -> None:
+    session = speaking(pieces=4, pause_s=0.002)
+    async with served(session, stream_interval_s=0.0001) as url:
+        address = url.removeprefix("http://").split(":")
+        cut = partial(cut_reply, (address[0], int(address[1])))
+        whole, count = await run_sync(cut, request_of(api, 0), None), 1
+        while count < len(whole):
+            session.script.append(answer(count, "Four, I would say."))
+            before = session.sampled
+            first = await run_sync(cut, request_of(api, count), count)
+            again = await run_sync(cut, request_of(api, count), None)
+            if not first.endswith(LAST):  # in fewer pieces it has fewer bytes, and was read whole
+                assert session.sampled == before + 1, count
+                assert told_of(api, again) == "Four, I would say.", count
+                assert told_of(api, again).startswith(told_of(api, first))
+            count += step
+            session.script.clear()
+
+
+#: Ends a reply that came in pieces.
+LAST = b"\r\n0\r\n\r\n"
+
+
+def request_of(api: str, number: int) -> bytes:
+    body = json.dumps(BODIES[api] | {"user": f"{number:05}"})
+    head = (
+        f"POST /t/{PATH}/v1/{api} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return (head + body).encode()
+
+
+def cut_reply(address: tuple[str, int], request: bytes, count: int | None) -> bytes:
+    """Take so many bytes of a reply, or all of it where it has fewer, and close."""
+    with socket.create_connection(address, timeout=10) as sock:
+        sock.sendall(request)
+        got = b""
+        while (count is None or len(got) < count) and not got.endswith(LAST):
+            more = sock.recv(4096 if count is None else count - len(got))
+            assert more
+            got += more
+            if count is None and b"content-length" in got and got.endswith(b"\n\n"):
+                break
+        return got
+
+
+async def test_client_that_leaves_within_pieces_cancels_its_generation() -> None:
+    session = speaking(answer(text="a" * 300), pieces=300, pause_s=0.05)
+    async with served(session, stream_interval_s=0.01) as url:
+        host, port = url.removeprefix("http://").split(":")
+        request = request_of("chat/completions", 1)
+        first = await run_sync(cut_reply, (host, int(port)), request, 1000)
+        assert told_of("chat/completions", first).startswith("a")
+        with anyio.fail_after(10):
+            while not session.cancelled:
+                await anyio.sleep(0.01)
+    assert session.delivered_ids == []
+
+
+async def test_client_that_takes_no_pieces_is_left() -> None:
+    session = speaking(answer(text="a" * 40_000_000), pieces=20, pause_s=0.02)
+    async with served(session, stream_interval_s=0.001, write_s=0.3) as url:
+        host, port = url.removeprefix("http://").split(":")
+        async with await anyio.connect_tcp(host, int(port)) as stream:
+            await stream.send(request_of("chat/completions", 1))
+            with anyio.fail_after(10):
+                while not (session.cancelled or session.left_ids):
+                    await anyio.sleep(0.01)
+    assert session.delivered_ids == []

@@ -1,0 +1,69 @@
+"""Texts of ids that come bit by bit."""
+
+from __future__ import annotations
+
+from random import Random  # noqa: TID251  (seeded: the same ids on every machine)
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from chat_material import chat
+from rollout.chat.token_text import GrowingText, token_text
+
+
+def spelled() -> Tokenizer:
+    """Words after a mark of their space, and bytes for what has no word."""
+    words = ["▁a", "▁day", "s", "▁", "é", "。"]
+    names = [*words, *(f"<0x{byte:02X}>" for byte in range(256))]
+    made = Tokenizer(models.BPE({name: at for at, name in enumerate(names)}, []))
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return made
+
+
+def check(growing: GrowingText, ids: list[int], whole: str, random: Random) -> str:
+    told = ""
+    while ids:
+        size = random.choice((1, 1, 2, 5))
+        told += growing.more(ids[:size])
+        ids = ids[size:]
+        assert whole.startswith(told)
+    return told
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_text_of_bytes_that_make_characters_grows(seed: int) -> None:
+    backend, random = spelled(), Random(seed)
+    ids: list[int] = []
+    for _ in range(60):
+        word = random.choice(["word", "word", "漢", "\n", "bad"])
+        if word == "word":
+            ids.append(random.randrange(6))
+        elif word == "bad":
+            ids.append(6 + random.randrange(256))
+        else:
+            ids += [6 + byte for byte in word.encode()]
+    ids.append(0)
+
+    def decode(some: object) -> str:
+        return str(backend.decode(some, skip_special_tokens=False))
+
+    growing = GrowingText(decode, token_text(backend), backend)
+    assert check(growing, ids, decode(ids), random)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("vocabulary", ["smollm2", "qwen"])
+def test_text_of_byte_level_ids_grows_to_all_of_it(vocabulary: str, seed: int) -> None:
+    template, random = chat(vocabulary, "chatml"), Random(seed)
+    text = "Grüße, 漢字 👩‍👩‍👧 and <|im_end|> so.\n" * 2
+    ids = template.encoder.encode(text) + [random.randrange(1000) for _ in range(20)]
+    ids += template.encoder.encode(" end")
+    told = check(template.growing_text(), list(ids), template.decode(ids), random)
+    assert told == template.decode(ids)
