@@ -11,12 +11,11 @@ from rollout.chat.trajectory import Trajectory
 from rollout.errors import RolloutError
 
 if TYPE_CHECKING:
-    from anyio.streams.memory import MemoryObjectReceiveStream
-
     from rollout.engine.core import EngineInfo, EngineLoad
     from rollout.engine.driver.pool import EnginePool
     from rollout.engine.driver.replica_statistics import ReplicaStatistics
     from rollout.engine.routing import Router
+    from rollout.scheduling.streamed_run import TrajectoryStream
 
 T = TypeVar("T")
 
@@ -81,7 +80,7 @@ class BlockingTrajectories(Iterator[Trajectory]):
 
     def __init__(
         self,
-        receive: MemoryObjectReceiveStream[Trajectory],
+        receive: TrajectoryStream,
         wait: Wait,
         end: Callable[[], None],
     ) -> None:

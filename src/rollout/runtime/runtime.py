@@ -35,14 +35,13 @@ from rollout.scheduling.member_runs import MemberRuns
 from rollout.scheduling.pressure import Progress
 from rollout.scheduling.prompt_names import check_names
 from rollout.scheduling.prompts import check_prompts, members_of
-from rollout.scheduling.streamed_run import STREAM_DROPPED, StreamedRun
+from rollout.scheduling.streamed_run import STREAM_DROPPED, StreamedRun, TrajectoryStream
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 
     from anyio.abc import TaskGroup
-    from anyio.streams.memory import MemoryObjectReceiveStream
 
     from rollout.batch import RolloutBatch
     from rollout.chat import ChatTemplate
@@ -195,7 +194,7 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
         samples: int | None = None,
         step: int | None = None,
         validate: bool = False,
-    ) -> AsyncIterator[MemoryObjectReceiveStream[Trajectory]]:
+    ) -> AsyncIterator[TrajectoryStream]:
         """Trajectories as they end, in the order in which they do; leaving cancels the rest.
 
         A slow consumer slows the admission of further members. Use it with ``async with``: entered

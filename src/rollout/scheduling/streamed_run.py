@@ -7,12 +7,14 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import anyio
+from anyio.abc import ObjectReceiveStream
 from anyio.lowlevel import checkpoint_if_cancelled
-from anyio.streams.memory import MemoryObjectReceiveStream
 
 from rollout.chat.trajectory import Trajectory
 
 if TYPE_CHECKING:
+    from anyio.streams.memory import MemoryObjectReceiveStream
+
     from rollout.scheduling.batch_run import BatchRun
 
 #: Finished trajectories that wait for a slow receiver before members wait too.
@@ -24,26 +26,52 @@ STREAM_DROPPED = (
 )
 
 
-class _Received(MemoryObjectReceiveStream[Trajectory]):
-    """Gives a receiver all that waits in one round of the loop, up to a buffer of it.
+class TrajectoryStream(ObjectReceiveStream[Trajectory]):
+    """Trajectories as they end: iterate over it, or `receive` one after the other.
 
-    One in each round would let those pile up that end in the same round, each in a task that waits.
+    A receiver gets all that waits in one round of the loop, up to a buffer of it: one in each round
+    would let those pile up that end in the same round, each in a task that waits.
     """
 
-    _given = 0
+    def __init__(self, waiting: MemoryObjectReceiveStream[Trajectory]) -> None:
+        self._waiting = waiting
+        self._given = 0
 
     async def receive(self) -> Trajectory:
+        """The next one, once it has ended.
+
+        Raises:
+            anyio.EndOfStream: There will be no more.
+            anyio.ClosedResourceError: The stream has been left.
+        """
         if self._given < STREAM_BUFFER:
             await checkpoint_if_cancelled()
             try:
-                trajectory = self.receive_nowait()
+                trajectory = self._waiting.receive_nowait()
             except anyio.WouldBlock:
                 pass
             else:
                 self._given += 1
                 return trajectory
         self._given = 0
-        return await super().receive()
+        return await self._waiting.receive()
+
+    def receive_nowait(self) -> Trajectory:
+        """One that has ended.
+
+        Raises:
+            anyio.WouldBlock: None waits.
+            anyio.EndOfStream, anyio.ClosedResourceError: As `receive`.
+        """
+        return self._waiting.receive_nowait()
+
+    def close(self) -> None:
+        """Receive no more."""
+        self._waiting.close()
+
+    async def aclose(self) -> None:
+        """Receive no more."""
+        self.close()
 
 
 class StreamedRun:
@@ -58,8 +86,7 @@ class StreamedRun:
     def __init__(self, run: BatchRun) -> None:
         self._run = run
         self._send, received = anyio.create_memory_object_stream[Trajectory](STREAM_BUFFER)
-        self.received = _Received(received._state)
-        received.close()
+        self.received = TrajectoryStream(received)
         self._scope = anyio.CancelScope()
         self._ended = anyio.Event()
         self.is_closed = False
