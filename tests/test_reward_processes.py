@@ -16,7 +16,14 @@ import rollout
 from race_situations import add
 from rollout import Outcome, Prompt
 from rollout.batch import RolloutBatch
-from rollout.config import LengthsConfig, LimitsConfig, RewardsConfig, SchedulingConfig
+from rollout.config import (
+    LengthsConfig,
+    LimitsConfig,
+    RewardsConfig,
+    SamplingConfig,
+    SchedulingConfig,
+    SimulatedEngine,
+)
 from rollout.testing import Scenario, tool_call
 
 pytestmark = pytest.mark.anyio
@@ -53,7 +60,9 @@ async def rewarded(
     samples: int = 1,
 ) -> RolloutBatch:
     config = scenario.config(
+        engine=SimulatedEngine(routed_experts=True),
         lengths=LENGTHS,
+        sampling=SamplingConfig(top_log_probs=2),
         limits=LimitsConfig(reward_s=reward_s),
         rewards=RewardsConfig(processes=processes, retries=retries, backoff_s=0.01),
         scheduling=SchedulingConfig(samples_per_prompt=samples),
@@ -130,6 +139,12 @@ async def test_reward_process_sees_the_trajectory_as_it_is() -> None:
     assert extra["log_probs"] == transcript.log_probs().tolist()
     assert extra["versions"] == transcript.weight_versions().tolist()
     assert extra["mask"] == transcript.mask().tolist()
+    assert extra["top_ids"] == transcript.top_ids().tolist()
+    assert extra["top_log_probs"] == transcript.top_log_probs().tolist()
+    assert transcript.top_ids().shape[1] == 2
+    experts = transcript.routed_experts()
+    assert experts is not None
+    assert extra["experts"] == experts.tolist()
     assert extra["finish_reasons"] == ["stop", "stop"]
     assert extra["session_id"] == trajectory.segments[0].session_id
     assert extra["seeds"] == list(trajectory.segments[0].seeds)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from typing import Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class PackedTranscript(NamedTuple):
@@ -29,6 +33,15 @@ class PackedTranscript(NamedTuple):
     log_probs: list[bytes | int]
     top: dict[int, tuple[int, bytes, bytes]] | None
     experts: tuple[int, int, bytes] | None
+
+
+#: What a reader has already that was told nothing before.
+NOTHING_KNOWN: Mapping[int, int] = MappingProxyType({})
+
+
+def no_number(number: int) -> tuple[bytes, bytes]:
+    """What a number stands for to a reader that was told nothing before."""
+    raise ValueError(f"a packed transcript says number {number}; expected bytes")
 
 
 def packed_values(code: Literal["i", "f"], dtype: type[np.generic], values: Any) -> bytes:

@@ -22,7 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.chat.likely_ids import Likely, likely_of, packed_top, unpacked_top
-from rollout.chat.packed_transcript import PackedTranscript, packed_values
+from rollout.chat.packed_transcript import (
+    NOTHING_KNOWN,
+    PackedTranscript,
+    no_number,
+    packed_values,
+)
 from rollout.chat.spans import Span, SpanKind, SpanTable
 from rollout.medium import PlacedMedia
 from rollout.token_prefix import TokenPrefix
@@ -220,7 +225,7 @@ class Transcript:
         """Those of the generated ids, in order, as packed float32."""
         return b"".join(self._log_probs)
 
-    def packed(self, known: Mapping[int, int]) -> PackedTranscript:
+    def packed(self, known: Mapping[int, int] = NOTHING_KNOWN) -> PackedTranscript:
         """All of it.
 
         Args:
@@ -243,7 +248,9 @@ class Transcript:
 
     @classmethod
     def from_packed(
-        cls, packed: PackedTranscript, known: Callable[[int], tuple[bytes, bytes]]
+        cls,
+        packed: PackedTranscript,
+        known: Callable[[int], tuple[bytes, bytes]] = no_number,
     ) -> Transcript:
         """The transcript of which this was `packed`.
 

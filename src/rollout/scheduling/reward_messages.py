@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from rollout.chat.group import Group
 from rollout.chat.media_records import (
@@ -18,7 +17,7 @@ from rollout.chat.media_records import (
     prompt_messages,
     shows_more_than_text,
 )
-from rollout.chat.spans import SpanKind
+from rollout.chat.packed_transcript import PackedTranscript
 from rollout.chat.trajectory import Parent, Segment, Trajectory
 from rollout.chat.transcript import Transcript
 from rollout.function_refs import FunctionRef
@@ -37,24 +36,8 @@ class Load(msgspec.Struct, tag=True):
     functions: list[FunctionRef]
 
 
-class _Span(msgspec.Struct, array_like=True):
-    kind: SpanKind
-    length: int
-    finish_reason: str
-    versions: list[tuple[int, int]]
-
-
-class _Transcript(msgspec.Struct):
-    """Ids int32 and log-probs float32 of the generated ones, packed."""
-
-    ids: bytes
-    log_probs: bytes
-    spans: list[_Span]
-    media: list[PlacedMedia] = []
-
-
 class _Segment(msgspec.Struct, omit_defaults=True):
-    transcript: _Transcript
+    transcript: PackedTranscript
     purpose: str
     parent: Parent | None = None
     trainable: bool | None = None
@@ -62,6 +45,7 @@ class _Segment(msgspec.Struct, omit_defaults=True):
     token_rewards: bytes | None = None
     session_id: str = ""
     seeds: list[int] = []
+    media: list[PlacedMedia] = []
     #: None: those of the trajectory.
     messages: list[Message] | None = None
 
@@ -197,7 +181,7 @@ def encoded(message: Load | Ask | Reply) -> bytes:
 def _segment(segment: Segment, trajectory: Trajectory) -> _Segment:
     rewards = segment.token_rewards
     return _Segment(
-        transcript=_transcript(segment.transcript),
+        transcript=segment.transcript.packed(),
         purpose=segment.purpose,
         parent=segment.parent,
         trainable=segment.trainable,
@@ -205,6 +189,7 @@ def _segment(segment: Segment, trajectory: Trajectory) -> _Segment:
         token_rewards=None if rewards is None else array("f", rewards).tobytes(),
         session_id=segment.session_id,
         seeds=list(segment.seeds),
+        media=placed_records(segment.transcript.media, 0, len(segment.transcript)),
         messages=None
         if segment.messages is trajectory.messages
         else list(map(message_record, segment.messages)),
@@ -212,9 +197,10 @@ def _segment(segment: Segment, trajectory: Trajectory) -> _Segment:
 
 
 def _restored_segment(segment: _Segment, messages: list[Message]) -> Segment:
-    rewards = segment.token_rewards
+    rewards, transcript = segment.token_rewards, Transcript.from_packed(segment.transcript)
+    transcript.media = tuple(segment.media)
     return Segment(
-        transcript=_restored_transcript(segment.transcript),
+        transcript=transcript,
         parent=segment.parent,
         purpose=segment.purpose,
         trainable=segment.trainable,
@@ -224,37 +210,6 @@ def _restored_segment(segment: _Segment, messages: list[Message]) -> Segment:
         seeds=segment.seeds,
         messages=messages if segment.messages is None else segment.messages,
     )
-
-
-def _transcript(transcript: Transcript) -> _Transcript:
-    return _Transcript(
-        ids=transcript.ids_bytes(),
-        log_probs=transcript.log_probs_bytes(),
-        spans=[
-            _Span(span.kind, len(span), span.finish_reason or "", list(span.versions))
-            for span in transcript.spans
-        ],
-        media=placed_records(transcript.media, 0, len(transcript)),
-    )
-
-
-def _restored_transcript(message: _Transcript) -> Transcript:
-    transcript = Transcript()
-    ids = np.frombuffer(message.ids, dtype=np.int32)
-    log_probs = np.frombuffer(message.log_probs, dtype=np.float32)
-    for span in message.spans:
-        own, ids = ids[: span.length], ids[span.length :]
-        if span.kind == "prompt":
-            transcript.append_prompt(own)
-        elif span.kind == "observation":
-            transcript.append_observation(own)
-        else:
-            said, log_probs = log_probs[: span.length], log_probs[span.length :]
-            transcript.append_generated(
-                own, said, versions=span.versions, finish_reason=span.finish_reason
-            )
-    transcript.media = tuple(message.media)
-    return transcript
 
 
 def _prompt(prompt: Prompt, trajectory: Trajectory) -> _Prompt:
