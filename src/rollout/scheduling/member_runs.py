@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import anyio
 
+from rollout.bridge import cancel_scope
 from rollout.scheduling.agent_run import AgentRun, MemberHome
 from rollout.scopes import leaf_of
 from rollout.supervision import open_supervision
@@ -261,7 +262,7 @@ class MemberRuns:
             self._runner.note(run)
             self._leave(run, run)
             return
-        scope = anyio.CancelScope()
+        scope = cancel_scope()
         self._running[scope] = self._running.pop(run)
         self._concluding.start_soon(self._conclude, run, scope)
 
