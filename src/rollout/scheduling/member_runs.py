@@ -91,7 +91,7 @@ class MemberRuns:
         #: Agents that run, and the scopes of what concludes trajectories.
         self._running: dict[Cancellable, None] = {}
         self._has_left = anyio.Event()
-        self._conclude_run = self._conclude_soon  # one for all runs
+        self._conclude_run: Callable[[AgentRun], None]
 
     def cancel(self, members: Iterable[Member], reason: str) -> None:
         """Cancel members, also those that have not started.
@@ -118,6 +118,7 @@ class MemberRuns:
         Cancellation ends every member, bounded, and passes through.
         """
         error: BaseException | None = None
+        self._conclude_run = self._conclude_soon  # one for all runs
         try:
             async with (
                 open_supervision(self._runner.cleanup_s) as self.supervision,
@@ -130,6 +131,7 @@ class MemberRuns:
             error.__cause__ = error.__cause__ or group
         finally:
             self._tasks = None
+            del self._conclude_run  # it refers to us, and only the collector would end that
         if error is not None:
             try:
                 raise error
