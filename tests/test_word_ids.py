@@ -43,6 +43,7 @@ AWKWARD = st.sampled_from(
 )
 TEXTS = st.lists(AWKWARD, max_size=30).map("".join) | st.text(max_size=200)
 ASCII = st.text(st.characters(max_codepoint=127), max_size=200)
+ENDS = st.sampled_from(["", "\n", "\n\n", "\r\n", "\t", " ", "\n ", " \n"])
 BLANKS = st.lists(AWKWARD | st.text(st.characters(max_codepoint=127), max_size=6)).map(" ".join)
 SOURCES = sorted(Path(rollout.__file__).parent.rglob("*.py"))
 
@@ -76,6 +77,38 @@ def test_encode_any_text_is_what_the_library_makes_of_it(vocabulary: str, text: 
     text = text.encode("utf-8", "ignore").decode()
     own = tokenizer(vocabulary)
     assert encoder_of(own).encode(text) == of_library(own, text)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "llama3"])
+@given(words=st.lists(AWKWARD, min_size=1, max_size=6), begin=ENDS, end=ENDS)
+@settings(deadline=None, max_examples=200)
+def test_encode_words_between_white_space_is_what_the_library_makes_of_them(
+    name: str, words: list[str], begin: str, end: str
+) -> None:
+    own = _DIVIDED[name]
+    text = begin + " ".join(words) + end
+    assert encoder_of(own).encode(text) == of_library(own, text)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "llama3"])
+def test_word_ids_text_between_line_ends_has_only_new_words_divided(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = _DIVIDED[name]
+    ids = word_ids(own.backend_tokenizer, lambda text, _: of_library(own, text))
+    assert ids is not None
+    ids("\nthe result of the call was found\n")
+    divided: list[str] = []
+    by_patterns = ids.by_patterns
+
+    def note(text: str) -> bytes:
+        divided.append(text)
+        return by_patterns(text)
+
+    monkeypatch.setattr(ids, "by_patterns", note)
+    text = "\nthe call of the result was lost\n"
+    assert ids(text) == of_library(own, text)
+    assert divided == [" lost\n"]
 
 
 @each_vocabulary

@@ -98,8 +98,11 @@ class TokenPrefix:
         if start >= stop:
             return b""
         pieces, begun = self._pieces, self.length
+        newest = pieces[-1]
+        if stop == begun and start == begun - len(newest) // 4:  # as a rule
+            return newest
         last = at = len(pieces)
-        while begun > start:  # from the end, where what is asked for stands as a rule
+        while begun > start:  # from the end, near which it stands
             if begun >= stop:
                 last = at
             at -= 1

@@ -342,13 +342,19 @@ class Conversation(OpeningConversation):
             LimitExceeded: A deadline fired.
         """
         self._check_idle("run_tools")
-        await self._settle()
+        if self._unsettled:
+            await self._settle()
         state = self._state
-        with self._settling_limits:
+        try:
             state.count_calls(len(calls))
             results = await self._answers_to(calls)
-            state.tool_rewards += [r.reward for r in results if r.reward is not None]
+            rewards = [r.reward for r in results if r.reward is not None]
+            if rewards:
+                state.tool_rewards += rewards
             self._errors_in_a_row = state.count_errors(results, self._errors_in_a_row)
+        except BaseException as error:
+            self._settling_limits.settle(error)
+            raise
         return results
 
     async def _answers_to(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:

@@ -118,7 +118,8 @@ class ListeningConversation(ConversationView):
             LimitExceeded: It would leave no room for one more token; nothing is appended.
         """
         self._check_idle("answer")
-        await self._settle()
+        if self._unsettled:
+            await self._settle()
         await self._observe(messages)
         self.user_turns += 1
 
@@ -210,10 +211,12 @@ class ListeningConversation(ConversationView):
 
     async def _observe(self, messages: Given) -> None:
         self.end_turn()
-        log = self._log
-        with self._settling_limits:
-            wording = self._wording
+        log, wording = self._log, self._wording
+        try:
             log.observe(await wording.observation(messages, log.transcript, log.last_turn))
+        except BaseException as error:
+            self._settling_limits.settle(error)
+            raise
 
     def _observe_ids(self, ids: array[int]) -> None:
         room, source = self._wording.room(self.transcript)

@@ -6,7 +6,7 @@ import struct
 from typing import TYPE_CHECKING
 
 from rollout.agents.message_log import MessageLog
-from rollout.agents.places import Mark, Marks, Row, mark_at
+from rollout.agents.places import Marks, Row, mark_at
 from rollout.chat.row_beginnings import append_split, common_length
 from rollout.chat.trajectory import COMPACTION
 from rollout.chat.transcript import Transcript
@@ -86,17 +86,21 @@ class ConversationLog:
 
     def take(self, generation: Generation, finish_reason: str, seed: int) -> None:
         """Tokens that an engine sampled: of a turn that begins with them, or is open."""
+        prefix = self.transcript.prefix
+        had = prefix.length
         if self._open_from is None:
-            self._open_from = len(self.transcript)
+            self._open_from = had
         packed = generation.packed()
         self.transcript.append_generated(
             memoryview(packed[0]).cast("i"),
             memoryview(packed[1]).cast("f"),
-            versions=[(version, count) for version, count in generation.versions],
+            versions=generation.versions,
             finish_reason=finish_reason,
             top=generation.top(),
             packed=packed,
         )
+        if prefix.checked == had and generation.parts:  # each was looked at as it came
+            prefix.checked = prefix.length
         experts = generation.experts()
         if experts is not None:
             self.transcript.append_routed_experts(experts)
@@ -193,4 +197,4 @@ class ConversationLog:
 
     def _mark(self, *, ends_turn: bool = False) -> None:
         length, count = len(self.transcript), len(self.message_log.messages)
-        self._marks.append(Mark(length, count, self.in_reasoning, ends_turn))
+        self._marks.append(length, count, self.in_reasoning, ends_turn)

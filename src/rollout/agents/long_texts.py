@@ -103,9 +103,10 @@ def _room_beside(value: object, room: int) -> int:
                     room -= len(each)
                 elif type(each) not in _NOTHING or each:
                     waiting.append(each)
-        elif type(item) is list or (
-            isinstance(item, Collection) and getattr(item, "shape", None) != ()
-        ):
+        elif type(item) is list:
+            room -= _OVERHEAD * len(item)
+            waiting += item if room >= 0 else ()
+        elif isinstance(item, Collection) and getattr(item, "shape", None) != ():
             room -= _OVERHEAD * len(item)
             if room >= 0:
                 waiting.extend(item)

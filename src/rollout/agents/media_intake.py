@@ -35,6 +35,7 @@ MediaFetcher = Callable[[str], Any]
 
 #: Lists of messages whose media are remembered: members of a group begin after one another.
 _MOST_LISTS = 32
+_SEQUENCES = (list, tuple, Sequence)
 #: By what threads that were left behind are counted.
 _NAME = "rollout.media"
 
@@ -278,7 +279,7 @@ def _is_objects(value: object) -> bool:
 
 def may_show(messages: object) -> bool:
     """Whether one of them is more than text."""
-    if not isinstance(messages, list | tuple | Sequence) and not _is_objects(messages):
+    if not isinstance(messages, _SEQUENCES) and not _is_objects(messages):
         return False
     for message in messages:  # type: ignore[attr-defined]
         content = content_of(message)

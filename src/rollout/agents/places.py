@@ -84,8 +84,8 @@ class Marks(Sequence[Mark]):
     def __init__(self, marks: Iterable[Mark] = ()) -> None:
         self._packed = b"".join(_MARK.pack(*mark) for mark in marks)
 
-    def append(self, mark: Mark) -> None:
-        """One more."""
+    def append(self, *mark: int) -> None:
+        """One more: the fields of a `Mark`."""
         self._packed += _MARK.pack(*mark)
 
     def __len__(self) -> int:

@@ -258,9 +258,10 @@ class TrajectoryState:
         """Count what a generation took, and what the loss of replicas did to it."""
         self.generation_s += seconds
         self.resumes += generation.resumes
-        if generation.restarts:
-            self.restarts += generation.restarts
-        if generation.restarts or generation.kept is not None:
+        restarts = generation.restarts
+        if restarts:
+            self.restarts += restarts
+        if restarts or generation.kept is not None:
             self.discarded_tokens += generation.discarded_tokens
 
     def note_cut(self, tokens: int) -> None:

@@ -58,7 +58,9 @@ class EndTokens:
         templates) is then past, and what comes after it may or may not have been sampled.
         """
         end = self._end_ids(turn_end, ids)
-        special = next((at for at, token in enumerate(end) if token in self._specials), len(end))
+        special = 0
+        while special < len(end) and end[special] not in self._specials:
+            special += 1
         for stop in range(len(end), special, -1):
             if list(after[special - stop :]) == list(end[special:stop]):
                 return stop

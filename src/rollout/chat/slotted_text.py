@@ -102,7 +102,7 @@ class SlottedText(msgspec.Struct, frozen=True):
 
 def pattern_of(messages: Sequence[TemplateMessage]) -> tuple[object, ...]:
     """What messages have in common that a template writes alike, but for their contents."""
-    return tuple((message["role"], *sorted(message)) for message in messages)
+    return tuple([(message["role"], *sorted(message)) for message in messages])
 
 
 def find_slots(write: Write, messages: Sequence[TemplateMessage]) -> SlottedText | None:

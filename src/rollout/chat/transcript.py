@@ -138,7 +138,7 @@ class Transcript:
         ids: Ids,
         log_probs: Sequence[float] | npt.NDArray[np.float32],
         *,
-        versions: Sequence[tuple[int, int]],
+        versions: Sequence[Sequence[int]],
         finish_reason: str,
         top: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
         packed: tuple[bytes, bytes] | None = None,
@@ -157,19 +157,20 @@ class Transcript:
             ValueError: The lengths do not agree; the transcript is unchanged.
         """
         self._require_prompt("append_generated")
-        covered = sum(count for _, count in versions)
+        counts = [count for _, count in versions]
+        covered = sum(counts)
         if len(log_probs) != len(ids) or covered != len(ids):
             raise ValueError(
                 f"append_generated: {len(ids)} ids, {len(log_probs)} log-probs and versions of "
                 f"{covered} ids; expected the same number of each"
             )
-        if any(count < 0 for _, count in versions):
+        if min(counts, default=0) < 0:
             raise ValueError(f"append_generated: a run of versions is negative: {list(versions)}")
         likely = None if top is None else likely_of(top, len(ids))
         # First what may fail, so that then nothing has changed.
         if packed is None:
             packed = packed_values("i", np.int32, ids), packed_values("f", np.float32, log_probs)
-        runs = array("i", chain.from_iterable((v, n) for v, n in versions if n)).tobytes()
+        runs = array("i", chain.from_iterable([run for run in versions if run[1]])).tobytes()
         if likely is not None and len(ids):
             self._top = self._top or {}
             self._top[len(self)] = likely

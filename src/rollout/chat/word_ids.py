@@ -89,7 +89,10 @@ class WordIds(dict[str, bytes]):
         self._patterns = patterns
         self._library = library
         self._letters = dict(enumerate(byte_letters()))
-        self._parts = _PartIds(self) if is_divided_at_blanks else None
+        self._is_divided_at_blanks = is_divided_at_blanks
+        self._heads = _PartIds(self, "", may_begin_blank=True)
+        self._middles = _PartIds(self, " ")
+        self._ends = _PartIds(self, " ", may_end_blank=True)
 
     def __call__(self, text: str, most: int | None = None) -> list[int]:
         """See `Ids`; of a text in which no added token occurs."""
@@ -99,15 +102,13 @@ class WordIds(dict[str, bytes]):
 
     def packed(self, text: str) -> bytes:
         """The ids of an ASCII text in which no added token occurs, int32."""
-        if self._parts is not None:
-            head, _, tail = text.partition(" ")
-            if tail and not head[-1:].isspace():
-                try:
-                    return self.by_patterns(head) + b"".join(
-                        map(self._parts.__getitem__, tail.split(" "))
-                    )
-                except _NotAlone:
-                    pass
+        if self._is_divided_at_blanks and " " in text:
+            head, *middles, end = text.split(" ")
+            try:
+                known = map(self._middles.__getitem__, middles)
+                return b"".join([self._heads[head], *known, self._ends[end]])
+            except _NotAlone:
+                pass
         return self.by_patterns(text)
 
     def by_patterns(self, text: str) -> bytes:
@@ -129,15 +130,30 @@ class _NotAlone(Exception):
 
 
 class _PartIds(dict[str, bytes]):
-    """Ids of what stands between two blanks, or the last one and the end, the first included."""
+    """Ids of what stands between two blanks that stand alone, or one and an end of the text.
 
-    def __init__(self, words: WordIds) -> None:
-        self._words = words
+    Args:
+        before: The blank, where one stands before the parts.
+        may_begin_blank, may_end_blank: Whether they may with white space, where no blank is.
+    """
+
+    def __init__(
+        self,
+        words: WordIds,
+        before: str,
+        *,
+        may_begin_blank: bool = False,
+        may_end_blank: bool = False,
+    ) -> None:
+        self._words, self._before = words, before
+        self._may_begin_blank, self._may_end_blank = may_begin_blank, may_end_blank
 
     def __missing__(self, part: str) -> bytes:
-        if not part or part[0].isspace() or part[-1].isspace():
+        if not self._may_begin_blank and (not part or part[0].isspace()):
             raise _NotAlone
-        ids = self._words.by_patterns(" " + part)
+        if not self._may_end_blank and part[-1:].isspace():
+            raise _NotAlone
+        ids = self._words.by_patterns(self._before + part)
         _keep(self, part, ids)
         return ids
 

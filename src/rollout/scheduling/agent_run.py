@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
-import anyio
-
 from rollout.agents.identity import RejectedPrompt
 from rollout.drives import UnresponsiveError
 from rollout.errors import EngineError, LimitExceeded
@@ -83,7 +81,7 @@ class AgentRun(Supervised[Cause]):
         self._context: AgentContext | None = None
         self.member, self.home = member, home
         self.batch_deadline = batch_deadline
-        self.started = anyio.current_time()
+        self.started = supervision.clock()
         self.attempt = 1
         self.discarded = self.resumes = 0
         self.restarts: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import anyio
 
+from rollout.bridge import cancel_scope
 from rollout.scheduling.agent_run import AgentRun, MemberHome
 from rollout.scopes import leaf_of
 from rollout.supervision import open_supervision
@@ -90,7 +91,7 @@ class MemberRuns:
         #: Agents that run, and the scopes of what concludes trajectories.
         self._running: dict[Cancellable, None] = {}
         self._has_left = anyio.Event()
-        self._conclude_run = self._conclude_soon  # one for all runs
+        self._conclude_run: Callable[[AgentRun], None]
 
     def cancel(self, members: Iterable[Member], reason: str) -> None:
         """Cancel members, also those that have not started.
@@ -117,6 +118,7 @@ class MemberRuns:
         Cancellation ends every member, bounded, and passes through.
         """
         error: BaseException | None = None
+        self._conclude_run = self._conclude_soon  # one for all runs
         try:
             async with (
                 open_supervision(self._runner.cleanup_s) as self.supervision,
@@ -129,6 +131,7 @@ class MemberRuns:
             error.__cause__ = error.__cause__ or group
         finally:
             self._tasks = None
+            del self._conclude_run  # it refers to us, and only the collector would end that
         if error is not None:
             try:
                 raise error
@@ -261,7 +264,7 @@ class MemberRuns:
             self._runner.note(run)
             self._leave(run, run)
             return
-        scope = anyio.CancelScope()
+        scope = cancel_scope()
         self._running[scope] = self._running.pop(run)
         self._concluding.start_soon(self._conclude, run, scope)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-import anyio
 import attrs
 
 from rollout.agents.agent_loop import AgentLoop, get_agent
@@ -65,7 +64,10 @@ class TrajectoryRunner:
             tell_started(self.services.events, run)
         if deadline is None:
             after = Deadline.after
-            deadline = after(limits.trajectory_s, "limits.trajectory_s", run.batch_deadline)
+            now = run.supervision.clock()
+            deadline = after(
+                limits.trajectory_s, "limits.trajectory_s", run.batch_deadline, now=now
+            )
         try:
             loop, context = self._prepare(run.member, deadline, run.batch_deadline)
         except RejectedPrompt as error:
@@ -100,7 +102,7 @@ class TrajectoryRunner:
         if trajectory.trainable:
             await self._reward(run, trajectory)
         held_s = 0.0 if run.member.hold is None else run.member.hold.seconds
-        trajectory.metrics["total_s"] = anyio.current_time() - run.started - held_s
+        trajectory.metrics["total_s"] = run.supervision.clock() - run.started - held_s
         for segment in trajectory.segments:
             if isinstance(segment.messages, KeptMessages):
                 segment.messages.settle()
@@ -111,7 +113,7 @@ class TrajectoryRunner:
         if self.rewarding.single is None:
             if given is not None:
                 _take_reward(trajectory, given)
-        elif anyio.current_time() < run.batch_deadline.at:
+        elif run.supervision.clock() < run.batch_deadline.at:
             supervision, deadline = run.supervision, run.batch_deadline
             if events.is_on:
                 enter_trajectory(events, run.member.identity.number)

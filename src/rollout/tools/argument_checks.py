@@ -88,10 +88,13 @@ class SchemaCheck:
         Raises:
             ArgumentsError: It names each missing, unknown and wrong one, and what was expected.
         """
-        if not isinstance(arguments, Mapping):
+        if isinstance(arguments, dict):
+            given = arguments
+        elif isinstance(arguments, Mapping):
+            given = dict(arguments)
+        else:
             found = f"arguments = {shown(arguments)}: expected an object, got {_kind(arguments)}"
             raise ArgumentsError(self._tool, [found])
-        given = arguments if isinstance(arguments, dict) else dict(arguments)
         try:
             if self._validator.is_valid(given):
                 return

@@ -129,11 +129,15 @@ class FunctionTool(Tool, Generic[P, R]):
         """
         if type(arguments) is not dict and not isinstance(arguments, Mapping):
             SchemaCheck(self.name, None).check(arguments)
-        fixed = self.fixed(kwargs) if kwargs else {}
+        shown = given = arguments
+        if kwargs:
+            fixed = self.fixed(kwargs)
+            names = () if self._schema_check is None else self._schema_check.names
+            shown = {**arguments, **{name: fixed[name] for name in names if name in fixed}}
+            given = {**arguments, **fixed}
         if self._schema_check is not None:
-            shown = {name: fixed[name] for name in self._schema_check.names if name in fixed}
-            self._schema_check.check({**arguments, **shown})
-        self.parameters.validated({**arguments, **fixed})
+            self._schema_check.check(shown)
+        self.parameters.validated(given)
 
     def fixed(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments that a prompt's kwargs give; `**kwargs` of the function take the others."""

@@ -190,8 +190,8 @@ class RunningCalls:
     def _count(
         self, calls: Sequence[ToolCall | InvalidToolCall], results: list[ToolResult]
     ) -> list[ToolResult]:
-        self.errors += sum(result.is_error for result in results)
         for call, result in zip(calls, results, strict=True):
+            self.errors += result.is_error
             if result.metrics and isinstance(call, ToolCall):
                 self._metrics = self._metrics or {}
                 add_metrics(self._metrics, call.name, result.metrics)
