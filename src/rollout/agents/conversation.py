@@ -10,7 +10,7 @@ from rollout.agents.conversation_opening import OpeningConversation
 from rollout.agents.openings import begun, first_log
 from rollout.agents.places import check_ids
 from rollout.agents.trajectory_state import NOT_MADE, ListOnDemand
-from rollout.agents.turn import AssistantTurn, SampledTokens, answer
+from rollout.agents.turn import AssistantTurn, SampledTokens
 from rollout.agents.turn_end import TurnEnd
 from rollout.agents.turn_events import tell_turn_ended, tell_turn_started
 from rollout.agents.turn_options import AS_EVER, TurnOptions
@@ -19,10 +19,6 @@ from rollout.drives import UnresponsiveError
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.generation import Generation
 from rollout.errors import AgentError, LimitExceeded
-from rollout.limits import fail_at_deadline
-from rollout.tools.answers import Answers
-from rollout.tools.call_events import CallEvents
-from rollout.tools.results import show_something
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence
@@ -36,8 +32,6 @@ if TYPE_CHECKING:
     from rollout.agents.wording import Given, Worded, Wording
     from rollout.engine.core import SamplingParams
     from rollout.limits import PausableDeadline
-    from rollout.tools import ToolResult
-    from rollout.types import InvalidToolCall, ToolCall
 
 
 class _NoStop:
@@ -74,7 +68,7 @@ class Conversation(OpeningConversation):
 
     on_tokens = ListOnDemand()
 
-    __slots__ = ("_errors_in_a_row", "_on_tokens", "assistant_turns", "reward", "trainable")
+    __slots__ = ("_on_tokens", "reward", "trainable")
 
     def __init__(
         self,
@@ -90,8 +84,6 @@ class Conversation(OpeningConversation):
         self.trainable: bool | None = None
         self.reward: float | None = None
         self._on_tokens = NOT_MADE
-        self.assistant_turns = 0
-        self._errors_in_a_row = 0
 
     def begin(self, worded: Worded) -> None:
         """The prompt."""
@@ -324,87 +316,6 @@ class Conversation(OpeningConversation):
         if not stays_open:
             with suppress(Exception):  # a parser must not hide what ended the wait
                 self._say()
-
-    async def call_tools(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
-        """Run the calls side by side and append what they answer; results in the order of calls.
-
-        Raises:
-            LimitExceeded: A deadline fired, or the answers leave no room for another token.
-        """
-        results = await self.run_tools(calls)
-        await self.answer([answer(call, r) for call, r in zip(calls, results, strict=True)])
-        return results
-
-    async def run_tools(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
-        """Run the calls side by side; nothing is appended. Results in the order of calls.
-
-        Raises:
-            LimitExceeded: A deadline fired.
-        """
-        self._check_idle("run_tools")
-        if self._unsettled:
-            await self._settle()
-        state = self._state
-        try:
-            state.count_calls(len(calls))
-            results = await self._answers_to(calls)
-            rewards = [r.reward for r in results if r.reward is not None]
-            if rewards:
-                state.tool_rewards += rewards
-            self._errors_in_a_row = state.count_errors(results, self._errors_in_a_row)
-        except BaseException as error:
-            self._settling_limits.settle(error)
-            raise
-        return results
-
-    async def _answers_to(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
-        """What the tools answer, or have answered when the trajectory came here before."""
-        state, log, offered = self._state, self._state.log, self._offered
-        place = None if log is None else log.place_of_calls(self.transcript.prefix, calls)
-        if log is not None and place is not None and log.has_answers:
-            known = await log.recall_answers(place)
-            if known is not None:
-                return state.tools.recall(calls, known, self._turn_deadline, offered)
-        before, events, told = state.tools.seconds, state.services.events, None
-        if events.is_on:
-            who = self._identity
-            told = CallEvents(events, who.number, self.assistant_turns - 1, who.path)
-        results = await state.tools.run(
-            calls, turn_deadline=self._turn_deadline, offered=offered, told=told
-        )
-        state.services.tally.tool_calls += len(calls)
-        if show_something(results):
-            results = await self._seen(calls, results)
-        if log is not None and place is not None:
-            answers = Answers(results, state.tools.seconds - before)
-            if state.tools.has_states:
-                stateful, snapshots = await state.tools.states_after(calls)
-                answers = answers._replace(stateful=stateful, snapshots=snapshots)
-            if log.note_answers(place, self._session_id, self.assistant_turns, answers):
-                await log.room()
-        return results
-
-    async def _seen(
-        self, calls: Sequence[ToolCall | InvalidToolCall], results: list[ToolResult]
-    ) -> list[ToolResult]:
-        """What tools answered with its images and videos read, within the turn's time."""
-        own: list[ToolResult] = []
-        count = len(self.transcript.media)
-        with fail_at_deadline(self._turn_deadline):
-            for call, result in zip(calls, results, strict=True):
-                name = getattr(call, "name", "tool")
-                own.append(await self._state.services.media.seen(name, result, count))
-                if own[-1].is_error and not result.is_error:
-                    self._state.tools.note_refused_media(name)
-                count += len(own[-1].images) + len(own[-1].videos)
-        return own
-
-    @property
-    def _offered(self) -> set[str] | None:
-        """Names of its tools, where they are not all of the trajectory's."""
-        if self._wording.reader is self._state.wording.reader:
-            return None
-        return {str(schema["function"]["name"]) for schema in self._wording.reader.schemas}
 
     async def _render_again(self) -> None:
         """Open another row where the template writes the history otherwise than the row has it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollout.agents.conversation_listening import ListeningConversation
+from rollout.agents.conversation_calling import CallingConversation
 from rollout.agents.openings import begun, opened_log
 from rollout.agents.places import check_ids, check_purpose
 from rollout.chat.trajectory import BRANCH, SUBAGENT
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rollout.engine.core import SamplingParams
 
 
-class OpeningConversation(ListeningConversation):
+class OpeningConversation(CallingConversation):
     """The part of a `Conversation` that opens others, which take over its settings.
 
     Attributes:

@@ -51,6 +51,10 @@ class CallTurn:
         self.results[position] = result
         self.pending = [placed for placed in self.pending if placed[0] != position]
 
+    def unopened(self, sessions: OpenSessions) -> list[PlacedCall]:
+        """Those that are to run whose tool is not open."""
+        return [placed for placed in self.pending if placed[1].name not in sessions]
+
     def lanes(self, sessions: OpenSessions) -> list[list[PlacedCall]]:
         """Those that are to run; calls of one lane must not run at once."""
         lanes: dict[int, list[PlacedCall]] = {}

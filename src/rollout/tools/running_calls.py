@@ -174,7 +174,7 @@ class RunningCalls:
         turn = self._turn(calls, turn_deadline, offered, told)
         self._turns_under_way += 1
         try:
-            if self._unopened(turn):
+            if turn.unopened(self.sessions):
                 await self._open_tools(turn)
             if len(turn.pending) == 1 and self._is_on_trio:
                 await self._run_call(turn, *turn.pending[0])
@@ -237,9 +237,6 @@ class RunningCalls:
         self.invalid_in_a_row += 1
         turn.results[position] = error_result(fault)
 
-    def _unopened(self, turn: CallTurn) -> list[PlacedCall]:
-        return [placed for placed in turn.pending if placed[1].name not in self.sessions]
-
     async def _open_tools(self, turn: CallTurn) -> None:
         """Open the tools that are used for the first time; where one fails, so do its calls."""
         opening = self._opening = self._opening or anyio.Lock(fast_acquire=True)
@@ -252,7 +249,7 @@ class RunningCalls:
                 self._opening = None
 
     async def _open_unopened(self, turn: CallTurn) -> None:
-        unopened = self._unopened(turn)
+        unopened = turn.unopened(self.sessions)
         for name in dict.fromkeys(call.name for _, call in unopened):
             breaker = self._kit.gates[name].breaker
             failure = breaker.refusal(self._clock())
@@ -372,13 +369,9 @@ class RunningCalls:
         if gate.never_waits:
             return await attempt_at_once(_answer, session, call)
         try:
+            owns = not self._is_on_trio
             return await attempt(
-                _answer,
-                session,
-                call,
-                deadline=deadline,
-                what=gate.what,
-                owns_task=not self._is_on_trio,
+                _answer, session, call, deadline=deadline, what=gate.what, owns_task=owns
             )
         except LimitExceeded:
             if deadline is turn.deadline:
