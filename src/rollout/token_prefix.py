@@ -43,7 +43,7 @@ class TokenPrefix:
 
     def __init__(self) -> None:
         self.checked = 0
-        self._pieces: tuple[bytes, ...] = ()  # a list that grows has room for more
+        self._pieces: list[bytes] = []
         self.length = 0
         self._sum = self._summed = 0  # of the first `_summed` ids
         self._digested = _NOTHING
@@ -67,7 +67,10 @@ class TokenPrefix:
         """Append packed ids, int32; bytes are kept as they are."""
         piece = ids if isinstance(ids, bytes) else ids.tobytes()
         if piece:
-            self._pieces += (piece,)
+            if self._pieces:  # a new tuple would touch all pieces, at each turn
+                self._pieces.append(piece)
+            else:
+                self._pieces = [piece]  # a list that grows has room for more
             self.length += len(piece) // 4
 
     def sum_of(self, length: int) -> int:
