@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 import rollout
 from gateway_clients import SESSIONS, TRIALS, ask, user
 from rollout import AgentConfig, GroupPolicy, Prompt, SchedulingConfig, function_tool
-from rollout.cli.explain_signal import explaining_at_signal
+from rollout.cli.explain_signal import STARTING, explaining_at_signal
 from rollout.gateway.sessions import GatewaySettings, Sessions
 from rollout.observe.explanation import Explanation, TrajectoryWaits
 from rollout.scopes import open_task_group
@@ -256,3 +258,35 @@ def test_signal_before_anything_runs_says_so(capfd: pytest.CaptureFixture[str]) 
         signal.raise_signal(signal.SIGUSR1)
 
     assert capfd.readouterr().err == "\nnothing runs so far\n"
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+@pytest.mark.anyio
+async def test_explain_is_asked_from_a_thread_and_between_tasks(anyio_backend: str) -> None:
+    said: list[Explanation] = []
+    async with rollout.open_rollout(scenario().config(), [search]) as runtime:
+        async with open_task_group() as tasks:
+            tasks.start_soon(runtime.generate, prompts())
+            while not runtime.explain().calls:
+                await anyio.lowlevel.checkpoint()
+            thread = threading.Thread(target=lambda: said.append(runtime.explain()))
+            thread.start()
+            thread.join()
+            tasks.cancel_scope.cancel()
+    assert [len(each.calls) for each in said] == [1]
+
+
+def test_signals_in_a_row_are_answered_once_each(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patience_s = 0.01
+    monkeypatch.setattr("rollout.cli.explain_signal.PATIENCE_S", patience_s)
+    asked: list[None] = []
+    with explaining_at_signal(lambda: asked.append(None)):
+        for count in range(1, 4):
+            signal.raise_signal(signal.SIGUSR1)
+            assert len(asked) == count
+            # A thread answers those that the main one does not.
+            threading.Event().wait(3 * patience_s)
+    assert len(asked) == 3
+    assert capfd.readouterr().err.count(STARTING) == 3

@@ -71,10 +71,11 @@ def runs_on_trio() -> bool:
 def loop_clock() -> Callable[[], float]:
     """`anyio.current_time` of this event loop; of no use in another one.
 
-    For frequent callers: anyio looks its backend up at every call.
+    For frequent callers, since anyio looks its backend up at every call, and for callers in other
+    threads or in signal handlers, which run on no loop.
     """
     if not runs_on_trio():
-        return anyio.current_time
+        return asyncio.get_running_loop().time
     import trio
 
     return _time_of(trio.lowlevel.current_clock())

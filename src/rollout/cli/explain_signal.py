@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import select
 import signal
 import sys
 import threading
@@ -53,15 +54,16 @@ class _Teller:
     """Answers the signal; on the main thread, or from another where that one cannot.
 
     Python calls its handlers on the main thread between two steps of its own. Below them
-    `faulthandler` has one that the system calls at once: what it writes to a pipe is how a thread
-    learns of the signal.
+    `faulthandler` has one that the system calls at once. What that writes to a pipe is how a thread
+    learns of the signal, and stays there until one of the two answers.
     """
 
     def __init__(self, explain: Callable[[], Explanation | None]) -> None:
         self._explain = explain
-        self._answered = threading.Event()
+        self._over = threading.Event()
         self._loop = threading.get_ident()
         self._told_of, self._tell = os.pipe()
+        os.set_blocking(self._told_of, False)
         os.set_blocking(self._tell, False)
         threading.Thread(target=self._watch, name="rollout-explain", daemon=True).start()
 
@@ -74,19 +76,26 @@ class _Teller:
     def end(self) -> None:
         """It answers no more."""
         faulthandler.unregister(signal.SIGUSR1)
-        os.close(self._tell)  # the thread reads that it is over
+        self._over.set()
+        os.close(self._tell)  # wakes the thread
 
     def __call__(self, _: int, frame: FrameType | None) -> None:
         """On the main thread."""
-        self._answered.set()
-        self._say(frame, is_blocked=False)
+        if self._take():
+            self._say(frame, is_blocked=False)
 
     def _watch(self) -> None:
-        while os.read(self._told_of, 1 << 16):
-            if not self._answered.wait(PATIENCE_S):
+        while not self._over.is_set():
+            select.select([self._told_of], [], [])
+            if not self._over.wait(PATIENCE_S) and self._take():
                 self._say(sys._current_frames().get(self._loop), is_blocked=True)
-            self._answered.clear()
         os.close(self._told_of)
+
+    def _take(self) -> bool:
+        """Whether there is a signal that nobody has answered; the one who asks does."""
+        with suppress(BlockingIOError):
+            return bool(os.read(self._told_of, 1 << 16))
+        return False
 
     def _say(self, frame: FrameType | None, *, is_blocked: bool) -> None:
         """Past whatever is being written to the terminal just then."""
