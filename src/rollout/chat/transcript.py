@@ -59,7 +59,7 @@ class Transcript:
     def __init__(self) -> None:
         self.prefix = TokenPrefix()
         #: Of each generated span, float32.
-        self._log_probs: tuple[bytes, ...] = ()
+        self._log_probs: list[bytes] = []
         self._spans = SpanTable()
         self._experts: array[int] | None = None
         self.expert_shape: tuple[int, int] | None = None
@@ -176,7 +176,7 @@ class Transcript:
             self._top[len(self)] = likely
         self.prefix.extend(packed[0])
         self._spans.append_generated(len(ids), finish_reason, runs)
-        self._log_probs += (packed[1],)
+        self._log_probs.append(packed[1])
 
     def fork(self, position: int) -> Transcript:
         """A transcript that begins with the first `position` tokens of this one, as context.
@@ -263,7 +263,7 @@ class Transcript:
             made.prefix.extend(known(piece)[0] if isinstance(piece, int) else piece)
         made._spans = SpanTable(len(made.prefix), packed.spans, packed.runs, packed.reasons)
         own = (known(each)[1] if isinstance(each, int) else each for each in packed.log_probs)
-        made._log_probs = tuple(own)
+        made._log_probs = list(own)
         if packed.top is not None:
             made._top = unpacked_top(packed.top)
         if packed.experts is not None:
