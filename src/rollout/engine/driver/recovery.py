@@ -180,7 +180,7 @@ class Attempt:
 
         One that died before it had a token of that replica, or with a second replica.
         """
-        if self.generation.count > self._tokens_at_death or not self.deaths:
+        if not self.deaths or self.generation.count > self._tokens_at_death:
             return False
         return self._was_silent or len(self.deaths) >= SUSPECT_DEATHS
 
