@@ -36,8 +36,12 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 LEARNING_RATE, BETAS, CLIP = 2e-3, (0.9, 0.95), 0.2
+#: About as long as most gradients are here: Adam makes a large step of one that is much longer than
+#: those before it.
+CLIP_NORM = 0.1
 #: Steps until the learning rate is whole: Adam's first ones are as long as any, however little the
-#: first rewards say.
+#: first rewards say. In the last third it falls to nothing: where nearly all succeed, gradients are
+#: small, and at the whole rate one odd answer makes a step that can undo all.
 WARM_UP = 8
 
 
@@ -84,7 +88,7 @@ def learn(
         gain = torch.minimum(ratio * advantages[at], clipped * advantages[at])
         (-gain[kept].sum() / mask.sum().clamp(min=1)).backward()
         errors += (ratio.detach()[kept] - 1).abs().tolist()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
     optimizer.step()
     return max(errors, default=0.0)
 
@@ -94,7 +98,11 @@ async def train(task: Task, steps: int) -> dict[str, list[float]]:
     directory = rollout.resolve_model(task.config.model.path)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, betas=BETAS)
-    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARM_UP, total_iters=WARM_UP)
+
+    def rate(step: int) -> float:
+        return min((step + 1) / WARM_UP, 3 * (steps - step) / steps, 1.0)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     curves: dict[str, list[float]] = {
         name: [] for name in ("reward", "ratio_error", "generate_s", "learn_s", "weights_s")
     }
@@ -104,7 +112,7 @@ async def train(task: Task, steps: int) -> dict[str, list[float]]:
             batch = await runtime.generate(task.prompts(step), step=step, trim=True)
             times.append(time.perf_counter())
             error = await anyio.to_thread.run_sync(learn, task, model, optimizer, batch)
-            warm_up.step()
+            schedule.step()
             times.append(time.perf_counter())
             weights = rollout.TensorWeights(model.state_dict())
             await runtime.update_weights(version=step + 1, source=weights)
