@@ -167,9 +167,9 @@ def test_replay_of_an_agent_that_ends_early_or_late_says_what_the_record_has(
 def test_replay_of_an_agent_that_raises_says_what(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(folder, "raising")
+    write(folder, "raising_in_a_replay")
     assert main(RUN) == 0
-    write(folder, "raising", hook="assert calls, 'no calls'")
+    write(folder, "raising_in_a_replay", hook="assert calls, 'no calls'")
     code, lines = replayed(capsys)
     assert code == 1
     assert lines[-1] == (
