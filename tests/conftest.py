@@ -113,7 +113,7 @@ WITH_PROCESSES = (
 #: Directories of tests that need environments of their own.
 OWN_PACKAGES = ("sglang", "clients", "trainers", "trace_backends")
 #: Files whose tests take seconds each: they start processes, clusters and models, or try many
-#: examples. One test in four is run by `make test`, as the seed says; all by `make test-full`.
+#: examples. One test in five is run by `make test`, as the seed says; all by `make test-full`.
 SHARED = frozenset(
     (
         *("attacks", "blocking", "bridge", "cli", "containment", "driver_death", "engine_pairs"),
@@ -134,7 +134,7 @@ SHARED = frozenset(
         *("template_properties", "transformers_core", "unencodable_calls"),
     )
 )
-_SHARE = 4
+_SHARE = 5
 # Workers inherit it: all collect the same tests.
 _SEED = os.environ.setdefault("ROLLOUT_TEST_SEED", str(int.from_bytes(os.urandom(2))))
 
