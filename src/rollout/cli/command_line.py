@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from rollout.cli.command_arguments import make_parser
-from rollout.cli.explain_signal import explaining_at_signal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: ``--help``, ``--version``, or bad usage (code 2).
     """
     arguments = make_parser().parse_args(argv)
+    from rollout.cli.explain_signal import explaining_at_signal
+
     try:
         try:
             with _terminable(), explaining_at_signal(lambda: None):
