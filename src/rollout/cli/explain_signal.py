@@ -43,11 +43,13 @@ def explaining_at_signal(explain: Callable[[], Explanation | None]) -> Iterator[
     try:
         yield
     finally:
-        teller.end()
+        # First another one answers: what this one reads from is closed then.
         if isinstance(before, _Teller):
             before.begin()
         else:
+            faulthandler.unregister(signal.SIGUSR1)
             signal.signal(signal.SIGUSR1, before)
+        teller.end()
 
 
 class _Teller:
@@ -74,8 +76,7 @@ class _Teller:
         faulthandler.register(signal.SIGUSR1, file=self._tell, all_threads=False, chain=True)
 
     def end(self) -> None:
-        """It answers no more."""
-        faulthandler.unregister(signal.SIGUSR1)
+        """It is asked no more."""
         self._over.set()
         os.close(self._tell)  # wakes the thread
 
@@ -85,8 +86,10 @@ class _Teller:
             self._say(frame, is_blocked=False)
 
     def _watch(self) -> None:
+        told = select.poll()  # `select.select` takes no descriptor past 1023
+        told.register(self._told_of, select.POLLIN)
         while not self._over.is_set():
-            select.select([self._told_of], [], [])
+            told.poll()
             if not self._over.wait(PATIENCE_S) and self._take():
                 self._say(sys._current_frames().get(self._loop), is_blocked=True)
         os.close(self._told_of)
