@@ -9,13 +9,6 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-#: How many pieces a digest is of, and that.
-_NOTHING = (0, 0)
 
 
 class TokenPrefix:
@@ -30,7 +23,6 @@ class TokenPrefix:
     """
 
     __slots__ = (
-        "_digested",
         "_others",
         "_pieces",
         "_sent",
@@ -46,7 +38,6 @@ class TokenPrefix:
         self._pieces: list[bytes] = []
         self.length = 0
         self._sum = self._summed = 0  # of the first `_summed` ids
-        self._digested = _NOTHING
         #: What the replica has that was asked last; of earlier ones in `_others`.
         self._session, self._sent = "", 0
         self._others: dict[str, int] | None = None
@@ -77,23 +68,15 @@ class TokenPrefix:
         """CRC-32 of the first `length` ids; cheap where they are more than the last time."""
         if length < self._summed:
             self._sum = self._summed = 0
-        self._sum = zlib.crc32(self.packed(self._summed, length), self._sum)
-        self._summed = length
+        if length > self._summed:
+            self._sum = zlib.crc32(self.packed(self._summed, length), self._sum)
+            self._summed = length
         return self._sum
 
     @property
-    def pieces(self) -> Sequence[bytes]:
+    def pieces(self) -> list[bytes]:
         """All ids, packed, as they were appended."""
         return self._pieces
-
-    def digested(self) -> tuple[int, int]:
-        """How many ids there are, and their CRC-32; cheap where few came since the last time."""
-        count, digest = self._digested
-        if count < len(self._pieces):
-            for piece in self._pieces[count:]:
-                digest = zlib.crc32(piece, digest)
-            self._digested = (len(self._pieces), digest)
-        return self.length, digest
 
     def packed(self, start: int = 0, stop: int | None = None) -> bytes:
         """The ids from index `start` up to `stop`, int32 little-endian."""
