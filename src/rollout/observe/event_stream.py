@@ -11,7 +11,7 @@ from rollout.clocks import wall
 from rollout.observe.events import RunStarted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from typing import Any
 
     from rollout.bridge import Post
@@ -34,8 +34,8 @@ class Reader(Protocol):
         Args:
             event: What happened.
             subject: What it happened to, where readers in this process may look at it: the
-                `Trajectory` of a `TrajectoryEnded`, the call and the result of a `ToolEnded`, the
-                arguments and the value of a `SpanEnded`.
+                `Trajectory` of a `TrajectoryEnded`, the call of a `ToolEnded` and the text of its
+                result, the arguments and the value of a `SpanEnded`.
         """
 
 
@@ -60,27 +60,28 @@ class EventStream:
     Attributes:
         is_on: Whether anybody reads.
         tells_all: Whether anybody wants all of it, as it happens.
-        emit: Hands an event to every reader, and what it happened to, which is not kept.
     """
 
     __slots__ = (
         "_clock",
+        "_kinds",
         "_loop",
         "_notes",
         "_numbers",
         "_post",
         "_readers",
+        "_readers_of",
         "_start",
         "_wants",
-        "emit",
         "is_on",
         "tells_all",
     )
 
     def __init__(self) -> None:
         self.is_on = self.tells_all = False
-        self.emit: Callable[..., None] = self._tell
         self._readers: tuple[Reader, ...] = ()
+        self._readers_of: dict[type[Event], tuple[Reader, ...]] = {}
+        self._kinds: dict[Reader, Collection[type[Event]]] = {}
         self._wants: dict[Reader, Wants] = {}
         self._notes: dict[int, list[Any]] = {}
         self._loop = 0
@@ -118,9 +119,7 @@ class EventStream:
             self.emit(*make(self._start, *facts))
         elif (notes := self._notes.get(facts[0])) is not None:
             # Flat, so that no container stays for each, which Python's collector would look at.
-            notes.append(make)
-            notes.append(len(facts))
-            notes += facts
+            notes += make, len(facts), *facts
 
     def tell_from_thread(self, make: Make, *facts: Any) -> None:
         """`tell`, from whatever thread; from another one than the loop's it happens soon."""
@@ -145,21 +144,43 @@ class EventStream:
             at = after
         return True
 
-    def attach(self, reader: Reader, *, wants: Wants | None = None) -> None:
-        """Give it all events from now on.
+    def attach(
+        self,
+        reader: Reader,
+        *,
+        wants: Wants | None = None,
+        kinds: Collection[type[Event]] | None = None,
+    ) -> None:
+        """Give it events from now on.
 
         Args:
             wants: Of a reader that has use for whole trajectories only: for which ones. It may get
                 others too.
+            kinds: Those that it gets; None: all.
         """
         if wants is not None:
             self._wants[reader] = wants
+        if kinds is not None:
+            self._kinds[reader] = kinds
         self._set((*self._readers, reader))
 
     def detach(self, reader: Reader) -> None:
         """Give it none any more; harmless where it gets none."""
         self._wants.pop(reader, None)
+        self._kinds.pop(reader, None)
         self._set(tuple(each for each in self._readers if each is not reader))
+
+    def emit(self, event: Event, subject: Any = None) -> None:
+        """Hand an event to its readers, and what it happened to, which is not kept."""
+        readers = self._readers_of.get(type(event))
+        if readers is None:
+            readers = self._find_readers(type(event))
+        for reader in readers:
+            try:
+                reader(event, subject)
+            except Exception:
+                logger.exception("a reader of events raised; it is not called again")
+                self.detach(reader)
 
     def now(self) -> float:
         """Seconds since the start of the run."""
@@ -176,17 +197,15 @@ class EventStream:
 
     def _set(self, readers: tuple[Reader, ...]) -> None:
         self._readers, self.is_on = readers, bool(readers)
+        self._readers_of = {}
         self.tells_all = len(readers) > len(self._wants)
         if not self.is_on:
             self._notes.clear()
 
-    def _tell(self, event: Event, subject: Any = None) -> None:
-        for reader in self._readers:
-            try:
-                reader(event, subject)
-            except Exception:
-                logger.exception("a reader of events raised; it is not called again")
-                self.detach(reader)
+    def _find_readers(self, kind: type[Event]) -> tuple[Reader, ...]:
+        readers = [each for each in self._readers if kind in self._kinds.get(each, (kind,))]
+        found = self._readers_of[kind] = tuple(readers)
+        return found
 
 
 def _not_started() -> float:

@@ -53,6 +53,7 @@ class CallEvents:
         is_refused: bool = False,
     ) -> None:
         """It has its result; None: it was cancelled."""
+        is_error, text = (True, None) if result is None else (result.is_error, result.text)
         self._events.tell(
             _tool_ended,
             self._trajectory,
@@ -60,7 +61,8 @@ class CallEvents:
             self._path,
             position,
             call,
-            result,
+            is_error,
+            text,  # and not the result, which may hold anything else
             began,
             now,
             is_refused,
@@ -74,13 +76,13 @@ def _tool_ended(
     path: str,
     position: int,
     call: ToolCall | InvalidToolCall,
-    result: ToolResult | None,
+    is_error: bool,
+    text: str | None,
     began: float,
     now: float,
     is_refused: bool,
-) -> tuple[ToolEnded, tuple[ToolCall | InvalidToolCall, ToolResult | None]]:
+) -> tuple[ToolEnded, tuple[ToolCall | InvalidToolCall, str | None]]:
     name, call_id = (call.name, call.id or "") if isinstance(call, ToolCall) else ("", "")
-    is_error, text = (True, NO_RESULT) if result is None else (result.is_error, result.text)
     event = ToolEnded(
         at=now - start,
         trajectory=trajectory,
@@ -92,7 +94,7 @@ def _tool_ended(
         call_id=call_id,
         is_refused=is_refused,
         is_error=is_error,
-        error=text[:SHOWN] if is_error else "",
-        characters=0 if result is None else len(result.text),
+        error=(NO_RESULT if text is None else text[:SHOWN]) if is_error else "",
+        characters=0 if text is None else len(text),
     )
-    return event, (call, result)
+    return event, (call, text)
