@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
@@ -215,18 +215,19 @@ def test_stream_keeps_nothing_of_a_trajectory_that_nobody_wants() -> None:
     events.attach(take, wants=lambda step, uid, member, *, is_failed: is_failed)
     made = []
 
-    def make(start: float, trajectory: int, turn: int) -> tuple[TurnEnded, str]:
+    def make(start: float, facts: Sequence[int]) -> tuple[TurnEnded, str]:
+        trajectory, turn = facts
         made.append(turn)
         event = TurnEnded(at=1.0 - start, trajectory=trajectory, turn=turn, began=0.0)
         return event, f"turn {turn}"
 
     for number, is_failed in ((1, False), (2, True)):
         events.begin(number)
-        events.tell(make, number, 7)
-        events.tell(make, number, 8)
+        events.tell(make, (number, 7))
+        events.tell(make, (number, 8))
         assert read == made == []
         assert events.tell_notes(number, 0, "p", 0, is_failed=is_failed) is is_failed
     assert made == [7, 8]
     assert [(each.trajectory, each.turn) for each in read] == [(2, 7), (2, 8)]
-    events.tell(make, 2, 9)  # after its end
+    events.tell(make, (2, 9))  # after its end
     assert made == [7, 8]

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from rollout.bridge import Post
     from rollout.observe.events import Event
 
-    Make = Callable[..., tuple[Event, Any]]
+    #: Of the start of the run on the loop's clock, and of facts, an event and its subject.
+    Make = Callable[[float, Sequence[Any]], tuple[Event, Any]]
 
 logger = logging.getLogger("rollout.observe")
 
@@ -52,7 +53,7 @@ class EventStream:
     Who has something to tell asks `is_on` first, so that without a reader nothing is made::
 
         if events.is_on:
-            events.tell(turn_ended, trajectory, turn, began, now)
+            events.tell(turn_ended, (trajectory, turn, began, now))
 
     Where all readers want some trajectories only, nothing but these facts is kept of a trajectory
     while it runs, and events are made of them once it has ended as one of those.
@@ -107,26 +108,28 @@ class EventStream:
         if not self.tells_all:
             self._notes[trajectory] = []
 
-    def tell(self, make: Make, *facts: Any) -> None:
+    def tell(self, make: Make, facts: tuple[Any, ...]) -> None:
         """Something happened to a trajectory: emitted now, or once its end shows who wants it.
 
         Args:
-            make: Makes the event, and its subject, of the start of the run on the loop's clock and
-                the facts.
+            make: Makes the event, and its subject, of the facts.
             facts: The first is the trajectory's number.
         """
         if self.tells_all:
-            self.emit(*make(self._start, *facts))
+            event, subject = make(self._start, facts)
+            self.emit(event, subject)
         elif (notes := self._notes.get(facts[0])) is not None:
             # Flat, so that no container stays for each, which Python's collector would look at.
-            notes += make, len(facts), *facts
+            notes.append(make)
+            notes.append(len(facts))
+            notes += facts
 
-    def tell_from_thread(self, make: Make, *facts: Any) -> None:
+    def tell_from_thread(self, make: Make, facts: tuple[Any, ...]) -> None:
         """`tell`, from whatever thread; from another one than the loop's it happens soon."""
         if threading.get_ident() == self._loop or self._post is None:
-            self.tell(make, *facts)
+            self.tell(make, facts)
         else:
-            self._post(lambda: self.tell(make, *facts))
+            self._post(lambda: self.tell(make, facts))
 
     def tell_notes(
         self, trajectory: int, step: int, uid: str, member: int, *, is_failed: bool
@@ -140,7 +143,7 @@ class EventStream:
         at = 0
         while at < len(notes):
             make, first, after = notes[at], at + 2, at + 2 + notes[at + 1]
-            self.emit(*make(self._start, *notes[first:after]))
+            self.emit(*make(self._start, notes[first:after]))
             at = after
         return True
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollout.observe.events import ToolEnded, ToolStarted
 from rollout.types import ToolCall
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rollout.observe.event_stream import EventStream
     from rollout.tools.results import ToolResult
     from rollout.types import InvalidToolCall
@@ -54,8 +56,7 @@ class CallEvents:
     ) -> None:
         """It has its result; None: it was cancelled."""
         is_error, text = (True, None) if result is None else (result.is_error, result.text)
-        self._events.tell(
-            _tool_ended,
+        facts = (
             self._trajectory,
             self._turn,
             self._path,
@@ -67,21 +68,13 @@ class CallEvents:
             now,
             is_refused,
         )
+        self._events.tell(_tool_ended, facts)
 
 
 def _tool_ended(
-    start: float,
-    trajectory: int,
-    turn: int,
-    path: str,
-    position: int,
-    call: ToolCall | InvalidToolCall,
-    is_error: bool,
-    text: str | None,
-    began: float,
-    now: float,
-    is_refused: bool,
+    start: float, facts: Sequence[Any]
 ) -> tuple[ToolEnded, tuple[ToolCall | InvalidToolCall, str | None]]:
+    trajectory, turn, path, position, call, is_error, text, began, now, is_refused = facts
     name, call_id = (call.name, call.id or "") if isinstance(call, ToolCall) else ("", "")
     event = ToolEnded(
         at=now - start,
