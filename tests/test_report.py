@@ -47,6 +47,7 @@ def findings(directory: Path) -> list[tuple[str, str]]:
         ({"replicas": 4, "shares": (5, 5, 5)}, "starved_replica", "Replica replica-3 is starved"),
         ({"blocked_s": 0.4}, "blocked_loop", "The event loop was blocked for 3.2 s"),
         ({"blocked_s": 0.11}, "blocked_loop", "The event loop was blocked for 0.9 s"),
+        ({"groups": 4, "blocked_s": 0.27, "blocks": 1}, "blocked_loop", "The event loop was"),
         ({"losses": 3}, "flapping_replica", "Replica replica-1 flaps: it was lost 3 times"),
         ({"losses": 1}, "lost_replica", "Replica replica-1 was lost 1 time"),
         ({"cut": 6}, "truncated", "A majority of trajectories (60 %) were cut by length"),
