@@ -131,7 +131,7 @@ class Conversation(OpeningConversation):
             state, stop, is_over, bounded_by = self._state, options.stop, False, ""
             log = state.log
             started, recalled_s = state.clock(), None
-            if state.services.events.is_on:
+            if state.services.events.tells_all:
                 tell_turn_started(
                     state.services.events, self._identity, self.assistant_turns, started
                 )

@@ -118,7 +118,7 @@ class RequestRunner:
                         with attempt.in_time():
                             await self._wait_for_room(channel, dispatch, request, attempt.prefix)
                     pending = self._submit(channel, dispatch, request, attempt)
-                    if events.is_on:
+                    if events.tells_all:
                         tell_request_placed(events, attempt, pending)
                     self.deadlines.begin(pending, attempt)
                     try:  # right here: each coroutine around this wait is one for each trajectory
