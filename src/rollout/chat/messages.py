@@ -32,6 +32,8 @@ class TemplateMessages(list[TemplateMessage]):
         records: Those of them that were given as records of mere words; None in place of others.
     """
 
+    __slots__ = ("extras", "records")
+
     def __init__(self) -> None:
         super().__init__()
         self.extras: list[Mapping[str, Any]] = []
@@ -70,6 +72,18 @@ def template_messages(messages: Iterable[Message | Mapping[str, Any]]) -> Templa
     if not converted:
         raise TemplateError("messages is empty; expected at least one message")
     return converted
+
+
+def words_of(messages: object) -> TemplateMessages | None:
+    """As `template_messages` of a list of nothing but mere words; None of anything else."""
+    if type(messages) is not list:
+        return None
+    converted = TemplateMessages()
+    for message in messages:
+        if not is_mere_words(message):
+            return None
+        converted.add(_words(message), message.extra, message)
+    return converted or None
 
 
 def is_mere_words(message: object) -> TypeGuard[Message]:
