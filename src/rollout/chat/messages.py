@@ -18,6 +18,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 #: What messages have as a rule; other keys travel along.
 _KNOWN_IN_ORDER = ("role", "content", "tool_calls", "tool_call_id", "name")
 _KNOWN = frozenset(_KNOWN_IN_ORDER)
+#: More messages may be work for a thread, however short they are.
+_FEW = 64
 
 #: A message in the form that chat templates read; `content` is a string, or, of a message with
 #: media, a list of parts: ``{"type": "text", "text": …}``, ``{"type": "image", "image": Media}``.
@@ -75,8 +77,8 @@ def template_messages(messages: Iterable[Message | Mapping[str, Any]]) -> Templa
 
 
 def words_of(messages: object) -> TemplateMessages | None:
-    """As `template_messages` of a list of nothing but mere words; None of anything else."""
-    if type(messages) is not list:
+    """As `template_messages` of a few messages of mere words in a list; None of anything else."""
+    if type(messages) is not list or len(messages) > _FEW:
         return None
     converted = TemplateMessages()
     for message in messages:
