@@ -73,6 +73,11 @@ class TokenPrefix:
                 self._pieces = [piece]  # a list that grows has room for more
             self.length += len(piece) // 4
 
+    def begin(self, pieces: Sequence[bytes]) -> None:
+        """The first packed ids, in pieces of which none is empty."""
+        self._pieces = list(pieces)
+        self.length = sum(map(len, pieces)) // 4
+
     def sum_of(self, length: int) -> int:
         """CRC-32 of the first `length` ids; cheap where they are more than the last time."""
         if length < self._summed:

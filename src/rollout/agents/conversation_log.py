@@ -6,7 +6,7 @@ import struct
 from typing import TYPE_CHECKING
 
 from rollout.agents.message_log import MessageLog
-from rollout.agents.places import Marks, Row, mark_at
+from rollout.agents.places import Marks, Row, mark_at, packed_mark
 from rollout.chat.row_beginnings import append_split, common_length
 from rollout.chat.trajectory import COMPACTION
 from rollout.chat.transcript import Transcript
@@ -52,7 +52,7 @@ class ConversationLog:
         self.message_log = message_log
         self.in_reasoning = False
         self.has_raw_ids = False
-        self._marks = Marks()
+        self._marks = b""  # see `Marks`
         self._open_from: int | None = None
         self._last_turn = (0, -1)  # where it begins and ends
 
@@ -163,7 +163,7 @@ class ConversationLog:
     def _add(self, row: Row) -> None:
         self.rows = (*self.rows, row)
         self.transcript = row.transcript
-        self._marks, self._last_turn = Marks(), (0, -1)
+        self._marks, self._last_turn = b"", (0, -1)
 
     def reward_turn(self, value: float) -> bool:
         """Add to the reward of the last turn's last token; False where the row has no turn."""
@@ -181,12 +181,13 @@ class ConversationLog:
         Raises:
             AgentError: It cannot be continued there.
         """
-        mark, marks = mark_at(position, self._marks, len(self.transcript))
+        own = Marks(self._marks)
+        mark, marks = mark_at(position, own, len(self.transcript))
         row = Row(self.transcript.fork(position), purpose, self.rows[-1], position)
         forked = ConversationLog(row, self.message_log.fork(mark.messages))
         forked.in_reasoning, forked.has_raw_ids = mark.in_reasoning, self.has_raw_ids
-        forked._marks = Marks(marks)
-        is_past_all = len(marks) == len(self._marks) and self._open_from is None
+        forked._marks = b"".join(packed_mark(*each) for each in marks)
+        is_past_all = len(marks) == len(own) and self._open_from is None
         if mark.position < position and is_past_all:
             forked.has_raw_ids = True  # tokens that an agent appended by itself
         elif mark.position < position:
@@ -197,4 +198,4 @@ class ConversationLog:
 
     def _mark(self, *, ends_turn: bool = False) -> None:
         length, count = len(self.transcript), len(self.message_log.messages)
-        self._marks.append(length, count, self.in_reasoning, ends_turn)
+        self._marks += packed_mark(length, count, self.in_reasoning, ends_turn)
