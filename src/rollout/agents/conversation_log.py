@@ -120,7 +120,7 @@ class ConversationLog:
         """The open turn is over; None: it could not be parsed and is in no message."""
         assert self._open_from is not None
         start, self._open_from = self._open_from, None
-        self._last_turn = (start, len(self.transcript))
+        self._last_turn = (start, self.transcript.prefix.length)
         if turn is not None:
             tokens, messages = self.transcript.prefix, self.message_log.messages
             messages.say(turn, tokens, start, in_reasoning=self.in_reasoning)
