@@ -27,27 +27,28 @@ class ConversationLog:
     """Tokens and messages of a conversation, which only ever grow.
 
     Attributes:
-        rows: Its rows; the last one is written, those before it are where the history was
-            rendered again since.
-        transcript: The tokens of the last row.
+        row: The last of its rows, which is written.
+        transcript: The tokens of that.
         message_log: Its messages.
         in_reasoning: Whether the next turn begins inside reasoning.
         has_raw_ids: Whether it has tokens that are not what the template makes of its messages.
     """
 
     __slots__ = (
+        "_earlier",
         "_last_turn",
         "_marks",
         "_open_from",
         "has_raw_ids",
         "in_reasoning",
         "message_log",
-        "rows",
+        "row",
         "transcript",
     )
 
     def __init__(self, row: Row, message_log: MessageLog) -> None:
-        self.rows: tuple[Row, ...] = (row,)
+        self.row = row
+        self._earlier: tuple[Row, ...] = ()
         self.transcript = row.transcript
         self.message_log = message_log
         self.in_reasoning = False
@@ -55,6 +56,11 @@ class ConversationLog:
         self._marks = b""  # see `Marks`
         self._open_from: int | None = None
         self._last_turn = (0, -1)  # where it begins and ends
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """All of them; those before the last are where the history was rendered again since."""
+        return (*self._earlier, self.row)
 
     @property
     def open_turn(self) -> array[int] | None:
@@ -104,7 +110,7 @@ class ConversationLog:
         experts = generation.experts()
         if experts is not None:
             self.transcript.append_routed_experts(experts)
-        self.rows[-1].seeds += _SEED.pack(seed)
+        self.row.seeds += _SEED.pack(seed)
 
     def end_turn(self, reader: TurnReader, cut_by: str | None) -> AssistantTurn:
         """Parse the open turn and record it."""
@@ -147,13 +153,13 @@ class ConversationLog:
         if transcript.ids_bytes() == self.transcript.ids_bytes():
             return False
         shared = common_length(transcript.prefix.ids, self.transcript.prefix.ids)
-        self._add(Row(transcript, purpose, self.rows[-1], shared))
+        self._add(Row(transcript, purpose, self.row, shared))
         self._mark()
         return True
 
     def begin_again(self, worded: Worded, reader: TurnReader, prompt_room: int) -> None:
         """Open another row that begins with these messages, in place of all that was said."""
-        last = self.rows[-1]
+        last = self.row
         last.messages = self.message_log.messages
         shared = common_length(worded.ids, self.transcript.prefix.ids)
         self._add(Row(Transcript(), COMPACTION, last, shared))
@@ -161,13 +167,13 @@ class ConversationLog:
         self.begin(worded, prompt_room)
 
     def _add(self, row: Row) -> None:
-        self.rows = (*self.rows, row)
+        self._earlier, self.row = self.rows, row
         self.transcript = row.transcript
         self._marks, self._last_turn = b"", (0, -1)
 
     def reward_turn(self, value: float) -> bool:
         """Add to the reward of the last turn's last token; False where the row has no turn."""
-        row, (start, stop) = self.rows[-1], self._last_turn
+        row, (start, stop) = self.row, self._last_turn
         if not row.seeds:
             return False
         if start < stop:  # else the turn has no token
@@ -183,7 +189,7 @@ class ConversationLog:
         """
         own = Marks(self._marks)
         mark, marks = mark_at(position, own, len(self.transcript))
-        row = Row(self.transcript.fork(position), purpose, self.rows[-1], position)
+        row = Row(self.transcript.fork(position), purpose, self.row, position)
         forked = ConversationLog(row, self.message_log.fork(mark.messages))
         forked.in_reasoning, forked.has_raw_ids = mark.in_reasoning, self.has_raw_ids
         forked._marks = b"".join(packed_mark(*each) for each in marks)
