@@ -11,6 +11,8 @@ import zlib
 from array import array
 from typing import TYPE_CHECKING
 
+import msgspec
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 _NOTHING = (0, 0)
 
 
-class TokenPrefix:
+class TokenPrefix(msgspec.Struct, eq=False, gc=False):
     """Append-only token ids, held as the pieces in which they came.
 
     A piece is never moved or changed: nothing is allocated beyond its size, and trajectories may
@@ -29,27 +31,16 @@ class TokenPrefix:
         length: How many ids there are. `len` makes another number for each who keeps it.
     """
 
-    __slots__ = (
-        "_digested",
-        "_others",
-        "_pieces",
-        "_sent",
-        "_session",
-        "_sum",
-        "_summed",
-        "checked",
-        "length",
-    )
-
-    def __init__(self) -> None:
-        self.checked = 0
-        self._pieces: list[bytes] = []
-        self.length = 0
-        self._sum = self._summed = 0  # of the first `_summed` ids
-        self._digested = _NOTHING
-        #: What the replica has that was asked last; of earlier ones in `_others`.
-        self._session, self._sent = "", 0
-        self._others: dict[str, int] | None = None
+    checked: int = 0
+    length: int = 0
+    _pieces: list[bytes] = []
+    _sum: int = 0  # of the first `_summed` ids
+    _summed: int = 0
+    _digested: tuple[int, int] = _NOTHING
+    #: What the replica has that was asked last; of earlier ones in `_others`.
+    _session: str = ""
+    _sent: int = 0
+    _others: dict[str, int] | None = None
 
     def __len__(self) -> int:
         return self.length
@@ -72,6 +63,11 @@ class TokenPrefix:
             else:
                 self._pieces = [piece]  # a list that grows has room for more
             self.length += len(piece) // 4
+
+    def begin(self, pieces: Sequence[bytes]) -> None:
+        """The first packed ids, in pieces of which none is empty."""
+        self._pieces = list(pieces)
+        self.length = sum(map(len, pieces)) // 4
 
     def sum_of(self, length: int) -> int:
         """CRC-32 of the first `length` ids; cheap where they are more than the last time."""
