@@ -178,10 +178,8 @@ async def _run_guarded(
     activity = context.identity  # noqa: F841  (see observe.loop_lag)
     if context.events.is_on:
         enter_trajectory(context.events, context.identity.number)
-    cause: Cause | None = None
     try:
-        run.__enter__()  # each agent that waits would hold a method, which `with` is to call then
-        try:
+        with run:
             try:
                 try:
                     await (loop() if isinstance(loop, type) else loop).run(context)
@@ -190,16 +188,11 @@ async def _run_guarded(
                 await context.score()
             except BaseException as error:
                 _let_pass(error)
-                cause = _failed(context, error)
-        except BaseException as error:
-            if not run.__exit__(type(error), error, error.__traceback__):
-                raise
-        else:
-            run.__exit__(None, None, None)
+                return _failed(context, error)
     finally:
         if not is_given_up():
             await context.close()
-    return cause
+    return None
 
 
 def _let_pass(error: BaseException) -> None:
