@@ -103,7 +103,11 @@ class Rounds:
             readers = readers_of(kind, directory)
             for reader in readers:
                 reader(RunStarted(at=0.0, wall_s=wall()), None)
-                events.attach(reader, wants=getattr(reader, "wants", None))
+                events.attach(
+                    reader,
+                    wants=getattr(reader, "wants", None),
+                    kinds=getattr(reader, "kinds", None),
+                )
             yield [reader for reader in readers if not hasattr(reader, "port")]
             for reader in readers:
                 events.detach(reader)

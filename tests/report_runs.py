@@ -45,7 +45,7 @@ class MadeUpRun:
         cut: How many of ten are cut by length.
         drifting: How many of ten drift.
         equal: How many of ten groups have equal rewards.
-        blocked_s: Of the event loop, eight times.
+        blocked_s: Of the event loop, so often as `blocks` says.
         blocked_by: What did that.
         losses: Of the last replica.
         result: Of the tool.
@@ -60,6 +60,7 @@ class MadeUpRun:
     drifting: int = 0
     equal: int = 1
     blocked_s: float = 0.0
+    blocks: int = 8
     blocked_by: str = "fetch at tools.py:12 called time.sleep"
     losses: int = 0
     result: str = "found"
@@ -112,11 +113,11 @@ class MadeUpRun:
         span = end - BATCH_AT
         blocked = [
             LoopBlocked(
-                at=BATCH_AT + span * (at + 1) / 9,
+                at=BATCH_AT + span * (at + 1) / (self.blocks + 1),
                 seconds=self.blocked_s,
                 cause=self.blocked_by,
             )
-            for at in range(8 if self.blocked_s else 0)
+            for at in range(self.blocks if self.blocked_s else 0)
         ]
         last = self._names()[-1]
         lost = [

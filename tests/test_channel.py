@@ -369,7 +369,7 @@ async def test_writer_has_much_to_write_callers_wait(
             ids = packed([number] * 100)
             request = Submit(f"w{number:031x}", ids, SamplingParams(max_new_tokens=1))
             if channel.is_full:
-                await channel.wait_for_room(request)
+                await channel.wait_for_room(100)
             pending = channel.submit_nowait(request, Generation(), lambda _: None)
             queued.append(channel._data._queued)
             await pending.done

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from rollout import Outcome, RolloutBatch, RolloutError, Trajectory
-from rollout.batch import collate, load_trajectories
+from rollout import Outcome, RolloutBatch, RolloutError, Trajectory, load_trajectories
+from rollout.batch import collate
 from rollout.batch.storage import FILES, JOURNAL, META, TENSORS, TRAJECTORIES
 from rollout.chat import Transcript
 from rollout.cli import main
@@ -122,7 +122,7 @@ def test_load_trajectories_leaves_out_a_line_that_was_cut_short(
         load_trajectories(path)
     with pytest.raises(RolloutError, match=r"no\.jsonl cannot be read: No such file"):
         load_trajectories(tmp_path / "no.jsonl")
-    with pytest.raises(RolloutError, match=f"rollout.batch.load_trajectories reads {path}$"):
+    with pytest.raises(RolloutError, match=f"rollout.load_trajectories reads {path}$"):
         RolloutBatch.load(tmp_path)
 
 
@@ -182,7 +182,7 @@ def test_cli_run_on_a_full_disk_keeps_what_fits_and_exits_with_a_code_of_its_own
     assert re.fullmatch(f"error: out/{TENSORS} cannot be written: {WHAT_THERE_IS}", error)
     found = re.fullmatch(
         rf"  kept is out/{JOURNAL} with (\d) of 4 trajectories, as they ended; --resume continues "
-        "from it, rollout.batch.load_trajectories reads it",
+        "from it, rollout.load_trajectories reads it",
         kept,
     )
     assert found is not None
@@ -239,9 +239,7 @@ def test_cli_run_killed_has_on_disk_what_had_ended(folder: Path) -> None:
     rows = load_trajectories(out / TRAJECTORIES)
     assert sorted(row.uid for row in rows) == ["prompt-1", "prompt-3"]
     assert {row.outcome for row in rows} == {Outcome.COMPLETED}
-    with pytest.raises(
-        RolloutError, match=f"rollout.batch.load_trajectories reads {out / JOURNAL}"
-    ):
+    with pytest.raises(RolloutError, match=f"rollout.load_trajectories reads {out / JOURNAL}"):
         RolloutBatch.load(out)
     assert main(RUN) == 2  # is not empty
     write_config(folder, base_s=0.01)

@@ -105,6 +105,18 @@ async def test_head_of_a_base_url_is_answered() -> None:
             assert (await client.head(path)).status_code == 200
 
 
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+async def test_reply_comes_with_its_head_in_one_piece(path: str) -> None:
+    async with client_of(FakeSession(PATH, KEY)) as client:
+        async with await anyio.connect_tcp(*address_of(client)) as stream:
+            for _ in range(3):
+                await stream.send(request_of(json.dumps(ASKED).encode(), path))
+                head, _, body = (await stream.receive()).partition(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 200 ")
+                assert b"content-length: %d" % len(body) in head
+                assert json.loads(body)["id"]
+
+
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 async def test_body_of_100_megabytes_is_refused_before_it_is_read(path: str) -> None:
     session = FakeSession(PATH, KEY)

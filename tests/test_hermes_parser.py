@@ -43,6 +43,14 @@ def only_reason(body: str) -> str:
     return call.reason
 
 
+@pytest.mark.parametrize("end", ["\n", " ", "<|im_end|>", "<|im_end|>\n", "</s> <eos>", "<|im_end"])
+def test_hermes_text_before_any_number_of_ends_is_kept(end: str) -> None:
+    for count in range(120):
+        text = "Let me look." + end * count
+        said = text.strip() if end == "<|im_end" else "Let me look."
+        assert parse(text).content == said
+
+
 def test_hermes_call_with_text_around_it_is_read() -> None:
     raw = block('{"name": "search", "arguments": {"query": "Zürich", "k": 3}}')
     turn = parse(f"Let me look.\n{raw}<|im_end|>\n")

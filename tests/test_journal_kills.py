@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from killed_driver import CONVERSATIONS, GROUPS, MEMBERS, QUESTIONS, STEPS, content_of
-from rollout.batch import load_trajectories
+from rollout import load_trajectories
 from rollout.scheduling.journal.entries import AnswersEntry, EndEntry, TurnEntry
 from rollout.scheduling.journal.frames import Frame, frames
 from rollout.scheduling.journal.journal_reading import entries_of

@@ -91,6 +91,8 @@ def imports_of(path: Path, known: object) -> set[str]:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             modules = {name for name in names if name in known}  # type: ignore[operator]
             found |= modules | ({node.module} if names - modules else set())
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            found |= {each.value for each in node.args if isinstance(each, ast.Constant)}
     return {name for name in found if name in known}  # type: ignore[operator]
 
 
@@ -142,6 +144,7 @@ def plant(tmp_path: Path, **files: str) -> Path:
         "import rollout.agents",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rollout import agents",
         "def late():\n    from rollout.agents import AgentLoop",
+        "import importlib\ndef late():\n    importlib.import_module('rollout.agents')",
     ],
 )
 def test_layout_upward_import_is_found(tmp_path: Path, statement: str) -> None:

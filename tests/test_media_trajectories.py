@@ -22,8 +22,7 @@ from PIL import Image
 import rollout
 from cut_journals import cut_before_end
 from media_material import encoded, frames, picture, video_file, write_model
-from rollout import MediaError, Outcome, Prompt, function_tool
-from rollout.batch import load_trajectories
+from rollout import MediaError, Outcome, Prompt, function_tool, load_trajectories
 from rollout.chat import ChatTemplate, load_chat_template
 from rollout.chat.media_parts import MediaSource
 from rollout.chat.media_reading import read_media

@@ -14,15 +14,21 @@ import msgspec
 import numpy as np
 import pytest
 
+import observed
 from report_runs import MadeUpRun
+from rollout import RolloutBatch, open_rollout
 from rollout.batch.records import trajectory_from_line
 from rollout.cli import main
 from rollout.cli.tokenizers import load_tokenizer_of
+from rollout.config import ObserveConfig, SchedulingConfig, SimulatedEngine
 from rollout.errors import RolloutError
+from rollout.observe import read_events
 from rollout.observe.event_file import EVENTS
+from rollout.observe.events import RequestEnded
 from rollout.observe.report import RunReport, write_report
 from rollout.observe.report.page import embedded
 from rollout.observe.report.token_texts import TokenTexts
+from rollout.testing import Scenario, run_virtual, tool_call
 
 DECODE = load_tokenizer_of("simulated")
 
@@ -41,6 +47,7 @@ def findings(directory: Path) -> list[tuple[str, str]]:
         ({"replicas": 4, "shares": (5, 5, 5)}, "starved_replica", "Replica replica-3 is starved"),
         ({"blocked_s": 0.4}, "blocked_loop", "The event loop was blocked for 3.2 s"),
         ({"blocked_s": 0.11}, "blocked_loop", "The event loop was blocked for 0.9 s"),
+        ({"groups": 4, "blocked_s": 0.27, "blocks": 1}, "blocked_loop", "The event loop was"),
         ({"losses": 3}, "flapping_replica", "Replica replica-1 flaps: it was lost 3 times"),
         ({"losses": 1}, "lost_replica", "Replica replica-1 was lost 1 time"),
         ({"cut": 6}, "truncated", "A majority of trajectories (60 %) were cut by length"),
@@ -60,6 +67,29 @@ def test_finding_of_a_planted_fault_comes_first(
 @pytest.mark.parametrize("size", [{}, {"groups": 2}, {"groups": 40, "replicas": 4}])
 def test_findings_of_a_healthy_run_are_none(tmp_path: Path, size: dict[str, int]) -> None:
     assert findings(MadeUpRun(**size).write(tmp_path)) == []
+
+
+def test_findings_of_few_trajectories_on_many_replicas_are_none(tmp_path: Path) -> None:
+    turns = [tool_call("add", a=turn, b=1) for turn in range(7)]
+    scenario = Scenario(seed=1).reply("please", turns[0], filler=150)
+    for turn in (*turns[1:], "It is 8."):
+        scenario = scenario.then(turn)
+    config = scenario.timing(base_s=0.02).config(
+        engine=SimulatedEngine(replicas=8),
+        scheduling=SchedulingConfig(samples_per_prompt=16),
+        observe=ObserveConfig(path=str(tmp_path)),
+    )
+
+    async def body() -> RolloutBatch:
+        async with open_rollout(config, [observed.add]) as runtime:
+            return await runtime.generate(observed.prompts("sum please sum"))
+
+    run_virtual(body).save(tmp_path)
+
+    requests = [each for each in read_events(tmp_path) if isinstance(each, RequestEnded)]
+    assert len(requests) == 8 * 16
+    assert len({each.replica for each in requests}) < 8
+    assert findings(tmp_path) == []
 
 
 def test_findings_do_not_take_pauses_of_python_for_a_blocked_loop(tmp_path: Path) -> None:

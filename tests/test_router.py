@@ -132,6 +132,7 @@ def test_forget_a_trajectory_it_is_new_again() -> None:
 
 def test_assign_the_oldest_trajectories_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "MAX_SESSIONS", 3)
+    monkeypatch.setattr(sessions, "SURPLUS", 1)
     router = router_of("a")
     for number in range(10):
         send(router, f"s{number}", group_id="g", prompt_tokens=5)

@@ -11,10 +11,10 @@ import anyio
 import pytest
 
 from race_situations import RESEARCH, add, user
-from rollout import AgentError, AgentLoop, LimitExceeded, Outcome, Trajectory
+from rollout import AgentError, AgentLoop, LimitExceeded, Outcome, Trajectory, load_trajectories
 from rollout.agents import register_agent
 from rollout.agents.turn_options import TurnOptions
-from rollout.batch import RolloutBatch, load_trajectories
+from rollout.batch import RolloutBatch
 from rollout.chat.trajectory import Parent
 from rollout.config import (
     AgentConfig,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
@@ -13,12 +14,12 @@ import pytest
 import observed
 import rollout
 from observed import prompts
-from rollout.config import ObserveConfig
+from rollout.config import LengthsConfig, ObserveConfig, SimulatedEngine, ToolsConfig
 from rollout.observe.event_stream import EventStream
 from rollout.observe.events import TrajectoryEnded, TrajectoryStarted, TurnEnded
-from rollout.observe.trace_spans import Span
+from rollout.observe.trace_spans import MOST_CHARACTERS, Span
 from rollout.observe.traces import Tracer
-from rollout.testing import run_virtual
+from rollout.testing import Scenario, run_virtual, tool_call
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -206,6 +207,71 @@ def test_failed_trajectory_that_no_share_chose_is_traced_with_its_requests_and_t
     assert asked.status.message == "RuntimeError: no reward for that"
 
 
+LONG = "long " * 8192
+
+
+class Data:
+    """What a tool has beside its text."""
+
+
+@rollout.function_tool
+async def long_text(topic: str) -> rollout.ToolResult:
+    """Say much.
+
+    Args:
+        topic: Of what.
+    """
+    data = Data()
+    made.append(weakref.ref(data))
+    return rollout.ToolResult(LONG, data=data)
+
+
+made: list[weakref.ref[Data]] = []
+
+
+def long_run(observe: ObserveConfig, seen: list[bool]) -> None:
+    """A trajectory whose tool says much; what its reward sees of the tool's data."""
+    scenario = Scenario(seed=1).reply("please", tool_call("long_text", topic="x")).then("Oh.")
+    config = scenario.config(
+        observe=observe,
+        tools=ToolsConfig(max_response_length=2 * len(LONG)),
+        lengths=LengthsConfig(prompt=2048, response=2 * len(LONG)),
+        engine=SimulatedEngine(scenario=scenario.capacity(context_length=4 * len(LONG)).to_dict()),
+    )
+
+    async def reward(trajectory: rollout.Trajectory) -> float:
+        seen.append(made[-1]() is not None)
+        return 1.0
+
+    async def body() -> rollout.RolloutBatch:
+        async with rollout.open_rollout(config, [long_text], reward) as runtime:
+            return await runtime.generate(prompts("a please"))
+
+    (trajectory,) = run_virtual(body).trajectories
+    assert (str(trajectory.outcome), trajectory.cause) == ("completed", None)
+
+
+def test_long_answer_of_a_tool_has_its_beginning_in_the_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with collector() as (address, spans):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", address)
+        long_run(ObserveConfig(trace_backend="otel"), [])
+    (call,) = [each for each in spans if each.name == "execute_tool long_text"]
+    assert attributes(call)["gen_ai.tool.call.result"] == LONG[:MOST_CHARACTERS] + "…"
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_tracer_keeps_the_text_of_a_tools_answer_and_not_its_data(
+    monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    with collector() as (address, _):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", address)
+        seen: list[bool] = []
+        long_run(ObserveConfig(trace_backend="otel", trace_share=share), seen)
+    assert seen == [False]
+
+
 def test_stream_keeps_nothing_of_a_trajectory_that_nobody_wants() -> None:
     events, read = EventStream(), []
 
@@ -215,18 +281,19 @@ def test_stream_keeps_nothing_of_a_trajectory_that_nobody_wants() -> None:
     events.attach(take, wants=lambda step, uid, member, *, is_failed: is_failed)
     made = []
 
-    def make(start: float, trajectory: int, turn: int) -> tuple[TurnEnded, str]:
+    def make(start: float, facts: Sequence[int]) -> tuple[TurnEnded, str]:
+        trajectory, turn = facts
         made.append(turn)
         event = TurnEnded(at=1.0 - start, trajectory=trajectory, turn=turn, began=0.0)
         return event, f"turn {turn}"
 
     for number, is_failed in ((1, False), (2, True)):
         events.begin(number)
-        events.tell(make, number, 7)
-        events.tell(make, number, 8)
+        events.tell(make, (number, 7))
+        events.tell(make, (number, 8))
         assert read == made == []
         assert events.tell_notes(number, 0, "p", 0, is_failed=is_failed) is is_failed
     assert made == [7, 8]
     assert [(each.trajectory, each.turn) for each in read] == [(2, 7), (2, 8)]
-    events.tell(make, 2, 9)  # after its end
+    events.tell(make, (2, 9))  # after its end
     assert made == [7, 8]

@@ -338,7 +338,7 @@ async def test_core_and_driver_read_media_of_a_model_that_is_in_the_hubs_cache(
     models: Any, hub: Path
 ) -> None:
     from rollout.config import ModelConfig, RolloutConfig
-    from rollout.runtime.driver_model import template_of
+    from rollout.engine.driver.model_template import template_of
 
     name = cached_in(hub, "owner/tiny-vl", models("qwen2_5_vl"))
     reference = Reference(models("qwen2_5_vl"))

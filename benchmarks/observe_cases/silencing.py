@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: What asks whether anybody reads: an attribute, or a teller that is None where nobody does.
-IS_ON, TELLER = "is_on", "told"
+#: What asks whether anybody reads: attributes, or a teller that is None where nobody does.
+ASKED, TELLER = ("is_on", "tells_all"), "told"
 #: The stream and its readers, which stay as they are.
 READERS = "rollout.observe"
 
@@ -58,7 +58,7 @@ class _Silencer(ast.NodeTransformer):
 
 def _asks(test: ast.expr) -> bool:
     if isinstance(test, ast.Attribute):
-        return test.attr == IS_ON
+        return test.attr in ASKED
     return isinstance(test, ast.Compare) and ast.unparse(test).split(".")[-1].startswith(
         f"{TELLER} is not None"
     )
@@ -69,7 +69,7 @@ def _pairs_of(module: ModuleType) -> Iterator[tuple[FunctionType, CodeType, Code
     if path is None or not path.endswith(".py"):
         return
     text = Path(path).read_text(encoding="utf-8")
-    if IS_ON not in text and TELLER not in text:
+    if not any(name in text for name in (*ASKED, TELLER)):
         return
     silent = compile(ast.fix_missing_locations(_Silencer().visit(ast.parse(text))), path, "exec")
     codes = {_place(code): code for code in _codes_of(silent)}

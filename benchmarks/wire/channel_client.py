@@ -48,7 +48,8 @@ class Asker:
         request = Submit(self._ids.new(), prompt, SAMPLING, session_id)
         deadline = self._now() + GENERATION_S
         if self._channel.is_full:
-            await self._channel.wait_for_room(request, prefix)
+            size = len(prompt) // 4 if prefix is None else len(prefix)
+            await self._channel.wait_for_room(size)
         pending = self._channel.submit_nowait(
             request, generation, _nothing, prefix=prefix, deadline=deadline
         )

@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from rollout.runtime.blocking import BlockingRollout, open_rollout_blocking
     from rollout.runtime.opening import open_rollout
     from rollout.runtime.runtime import RolloutRuntime
+    from rollout.scheduling.saved_trajectories import load_trajectories
     from rollout.tools import Tool, ToolResult, ToolSession, function_tool
     from rollout.types import Cause, InvalidToolCall, Message, Outcome, Prompt, Reward, ToolCall
 
@@ -143,6 +144,7 @@ _HOMES = {
     "rollout.observe.user_spans": ("trace",),
     "rollout.runtime.opening": ("open_rollout",),
     "rollout.runtime.runtime": ("RolloutRuntime",),
+    "rollout.scheduling.saved_trajectories": ("load_trajectories",),
     "rollout.tools": ("Tool", "ToolResult", "ToolSession", "function_tool"),
     "rollout.types": (
         "Cause",

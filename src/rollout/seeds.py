@@ -15,7 +15,7 @@ SEED_BITS = 63
 
 def derive_seed(run_seed: int, *parts: int | str) -> int:
     """A seed in [0, 2**63) for `parts` of the run `run_seed`; equal parts give equal seeds."""
-    text = "\x1f".join(map(str, (run_seed, *parts)))
+    text = "\x1f".join([str(part) for part in (run_seed, *parts)])
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - SEED_BITS)
 

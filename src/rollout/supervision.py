@@ -326,7 +326,9 @@ class Supervision:
 
     def look_at(self, at: float) -> None:
         """Something is to end at that time."""
-        self._alarm.deadline = min(self._alarm.deadline, at + self.cleanup_s)
+        due = at + self.cleanup_s
+        if due < self._alarm.deadline:
+            self._alarm.deadline = due
 
     async def watch(self) -> None:
         """Give up what should have ended long ago; until `stop`, whatever is cancelled."""

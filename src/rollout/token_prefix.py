@@ -9,9 +9,15 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
-class TokenPrefix:
+class TokenPrefix(msgspec.Struct, eq=False, gc=False):
     """Append-only token ids, held as the pieces in which they came.
 
     A piece is never moved or changed: nothing is allocated beyond its size, and trajectories may
@@ -22,25 +28,15 @@ class TokenPrefix:
         length: How many ids there are. `len` makes another number for each who keeps it.
     """
 
-    __slots__ = (
-        "_others",
-        "_pieces",
-        "_sent",
-        "_session",
-        "_sum",
-        "_summed",
-        "checked",
-        "length",
-    )
-
-    def __init__(self) -> None:
-        self.checked = 0
-        self._pieces: list[bytes] = []
-        self.length = 0
-        self._sum = self._summed = 0  # of the first `_summed` ids
-        #: What the replica has that was asked last; of earlier ones in `_others`.
-        self._session, self._sent = "", 0
-        self._others: dict[str, int] | None = None
+    checked: int = 0
+    length: int = 0
+    _pieces: list[bytes] = []
+    _sum: int = 0  # of the first `_summed` ids
+    _summed: int = 0
+    #: What the replica has that was asked last; of earlier ones in `_others`.
+    _session: str = ""
+    _sent: int = 0
+    _others: dict[str, int] | None = None
 
     def __len__(self) -> int:
         return self.length
@@ -63,6 +59,11 @@ class TokenPrefix:
             else:
                 self._pieces = [piece]  # a list that grows has room for more
             self.length += len(piece) // 4
+
+    def begin(self, pieces: Sequence[bytes]) -> None:
+        """The first packed ids, in pieces of which none is empty."""
+        self._pieces = list(pieces)
+        self.length = sum(map(len, pieces)) // 4
 
     def sum_of(self, length: int) -> int:
         """CRC-32 of the first `length` ids; cheap where they are more than the last time."""

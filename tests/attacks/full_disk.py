@@ -20,8 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from rollout import RolloutBatch
-from rollout.batch import load_trajectories
+from rollout import RolloutBatch, load_trajectories
 
 CONFIG = """
 from rollout.config import *

@@ -400,21 +400,21 @@ async def test_core_process_that_is_frozen_is_lost_by_name(
     try:
         answers: list[Answer] = []
 
-        async def one() -> None:
-            answers.append(
-                await collect(core, asked(prompts(1)[0], max_new_tokens=480, ignore_eos=True))
-            )
+        async def one_after_another() -> None:
+            while not answers or answers[-1].last.finish_reason == "length":
+                request = asked(prompts(1)[0], max_new_tokens=480, ignore_eos=True)
+                answers.append(await collect(core, request))
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(one)
+            tasks.start_soon(one_after_another)
             while not core.load().generated_tokens:
                 await anyio.sleep(0.002)
             scheduler = core._sglang._processes[0]
             os.kill(scheduler.pid, signal.SIGSTOP)
             assert await core.watch() == "SGLang's process has been stopped for 0.5 s"
-        assert answers[0].last.finish_reason == "error"
-        assert answers[0].last.error == "SGLang's process has been stopped for 0.5 s"
-        assert answers[0].last.is_fatal
+        assert answers[-1].last.finish_reason == "error"
+        assert answers[-1].last.error == "SGLang's process has been stopped for 0.5 s"
+        assert answers[-1].last.is_fatal
         assert (await collect(core, asked([5]))).last.finish_reason == "rejected"
     finally:
         await core.aclose()

@@ -131,7 +131,7 @@ class Conversation(OpeningConversation):
             state, stop, is_over, bounded_by = self._state, options.stop, False, ""
             log = state.log
             started, recalled_s = state.clock(), None
-            if state.services.events.is_on:
+            if state.services.events.tells_all:
                 tell_turn_started(
                     state.services.events, self._identity, self.assistant_turns, started
                 )
@@ -310,7 +310,7 @@ class Conversation(OpeningConversation):
             return
         self._log.take(generation.kept_part(), end.finish_reason, seed)
         state.count_tokens(generation, self._known_tokens)
-        self._known_tokens = len(self.transcript)
+        self._known_tokens = self.transcript.prefix.length
         self.assistant_turns += 1
         self.cut_by = end.cut_by
         if not stays_open:

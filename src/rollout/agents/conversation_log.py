@@ -6,7 +6,7 @@ import struct
 from typing import TYPE_CHECKING
 
 from rollout.agents.message_log import MessageLog
-from rollout.agents.places import Marks, Row, mark_at
+from rollout.agents.places import Marks, Row, mark_at, packed_mark
 from rollout.chat.row_beginnings import append_split, common_length
 from rollout.chat.trajectory import COMPACTION
 from rollout.chat.transcript import Transcript
@@ -27,34 +27,40 @@ class ConversationLog:
     """Tokens and messages of a conversation, which only ever grow.
 
     Attributes:
-        rows: Its rows; the last one is written, those before it are where the history was
-            rendered again since.
-        transcript: The tokens of the last row.
+        row: The last of its rows, which is written.
+        transcript: The tokens of that.
         message_log: Its messages.
         in_reasoning: Whether the next turn begins inside reasoning.
         has_raw_ids: Whether it has tokens that are not what the template makes of its messages.
     """
 
     __slots__ = (
+        "_earlier",
         "_last_turn",
         "_marks",
         "_open_from",
         "has_raw_ids",
         "in_reasoning",
         "message_log",
-        "rows",
+        "row",
         "transcript",
     )
 
     def __init__(self, row: Row, message_log: MessageLog) -> None:
-        self.rows: tuple[Row, ...] = (row,)
+        self.row = row
+        self._earlier: tuple[Row, ...] = ()
         self.transcript = row.transcript
         self.message_log = message_log
         self.in_reasoning = False
         self.has_raw_ids = False
-        self._marks = Marks()
+        self._marks = b""  # see `Marks`
         self._open_from: int | None = None
         self._last_turn = (0, -1)  # where it begins and ends
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """All of them; those before the last are where the history was rendered again since."""
+        return (*self._earlier, self.row)
 
     @property
     def open_turn(self) -> array[int] | None:
@@ -104,7 +110,7 @@ class ConversationLog:
         experts = generation.experts()
         if experts is not None:
             self.transcript.append_routed_experts(experts)
-        self.rows[-1].seeds += _SEED.pack(seed)
+        self.row.seeds += _SEED.pack(seed)
 
     def end_turn(self, reader: TurnReader, cut_by: str | None) -> AssistantTurn:
         """Parse the open turn and record it."""
@@ -120,7 +126,7 @@ class ConversationLog:
         """The open turn is over; None: it could not be parsed and is in no message."""
         assert self._open_from is not None
         start, self._open_from = self._open_from, None
-        self._last_turn = (start, len(self.transcript))
+        self._last_turn = (start, self.transcript.prefix.length)
         if turn is not None:
             tokens, messages = self.transcript.prefix, self.message_log.messages
             messages.say(turn, tokens, start, in_reasoning=self.in_reasoning)
@@ -147,13 +153,13 @@ class ConversationLog:
         if transcript.ids_bytes() == self.transcript.ids_bytes():
             return False
         shared = common_length(transcript.prefix.ids, self.transcript.prefix.ids)
-        self._add(Row(transcript, purpose, self.rows[-1], shared))
+        self._add(Row(transcript, purpose, self.row, shared))
         self._mark()
         return True
 
     def begin_again(self, worded: Worded, reader: TurnReader, prompt_room: int) -> None:
         """Open another row that begins with these messages, in place of all that was said."""
-        last = self.rows[-1]
+        last = self.row
         last.messages = self.message_log.messages
         shared = common_length(worded.ids, self.transcript.prefix.ids)
         self._add(Row(Transcript(), COMPACTION, last, shared))
@@ -161,13 +167,13 @@ class ConversationLog:
         self.begin(worded, prompt_room)
 
     def _add(self, row: Row) -> None:
-        self.rows = (*self.rows, row)
+        self._earlier, self.row = self.rows, row
         self.transcript = row.transcript
-        self._marks, self._last_turn = Marks(), (0, -1)
+        self._marks, self._last_turn = b"", (0, -1)
 
     def reward_turn(self, value: float) -> bool:
         """Add to the reward of the last turn's last token; False where the row has no turn."""
-        row, (start, stop) = self.rows[-1], self._last_turn
+        row, (start, stop) = self.row, self._last_turn
         if not row.seeds:
             return False
         if start < stop:  # else the turn has no token
@@ -181,12 +187,13 @@ class ConversationLog:
         Raises:
             AgentError: It cannot be continued there.
         """
-        mark, marks = mark_at(position, self._marks, len(self.transcript))
-        row = Row(self.transcript.fork(position), purpose, self.rows[-1], position)
+        own = Marks(self._marks)
+        mark, marks = mark_at(position, own, len(self.transcript))
+        row = Row(self.transcript.fork(position), purpose, self.row, position)
         forked = ConversationLog(row, self.message_log.fork(mark.messages))
         forked.in_reasoning, forked.has_raw_ids = mark.in_reasoning, self.has_raw_ids
-        forked._marks = Marks(marks)
-        is_past_all = len(marks) == len(self._marks) and self._open_from is None
+        forked._marks = b"".join(packed_mark(*each) for each in marks)
+        is_past_all = len(marks) == len(own) and self._open_from is None
         if mark.position < position and is_past_all:
             forked.has_raw_ids = True  # tokens that an agent appended by itself
         elif mark.position < position:
@@ -197,4 +204,4 @@ class ConversationLog:
 
     def _mark(self, *, ends_turn: bool = False) -> None:
         length, count = len(self.transcript), len(self.message_log.messages)
-        self._marks.append(length, count, self.in_reasoning, ends_turn)
+        self._marks += packed_mark(length, count, self.in_reasoning, ends_turn)

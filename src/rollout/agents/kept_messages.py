@@ -113,8 +113,9 @@ class KeptMessages(Sequence[Message]):
 
     def __init__(self, reader: TurnReader) -> None:
         self._reader = reader
-        #: Of each message what is not in its tokens; None of what the model said.
-        self._entries: list[Message | _Head | _Plain | None] = []
+        #: Of each message what is not in its tokens; None of what the model said. A list would have
+        #: room for nearly as many more.
+        self._entries: tuple[Message | _Head | _Plain | None, ...] = ()
         self._places = b""
         self._rows: tuple[TokenPrefix, ...] = ()
         self._read: dict[int, Message | AssistantTurn] | None = None
@@ -190,12 +191,12 @@ class KeptMessages(Sequence[Message]):
 
     def stay_silent(self) -> None:
         """The model said nothing, and it was its turn."""
-        self._entries.append(None)
+        self._entries += (None,)
         self._places += _PLACE.pack(_NO_ROW, 0, 0, _IS_SILENT, 0)
 
     def add(self, messages: Iterable[Message]) -> None:
         """Messages whose texts are kept as they are."""
-        added = list(map(_as_plain, messages))
+        added = tuple(map(_as_plain, messages))
         self._entries += added
         self._places += _NOWHERE * len(added)
 
@@ -252,7 +253,7 @@ class KeptMessages(Sequence[Message]):
     ) -> KeptMessages:
         """Those that were `packed`, of these rows."""
         made = cls(reader)
-        made._entries = [_entry(each, unpack) for each in packed.entries]
+        made._entries = tuple([_entry(each, unpack) for each in packed.entries])
         made._places = packed.places
         made._rows = tuple(rows[number] for number in packed.rows)
         made._is_settled = True
@@ -272,7 +273,7 @@ class KeptMessages(Sequence[Message]):
     ) -> None:
         if not self._rows or self._rows[-1] is not tokens:
             self._rows = (*self._rows, tokens)
-        self._entries.append(entry)
+        self._entries += (entry,)
         self._places += _PLACE.pack(len(self._rows) - 1, start, len(tokens), *more)
 
     def _place(self, at: int) -> tuple[int, ...]:

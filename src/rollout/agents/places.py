@@ -76,17 +76,18 @@ class Mark(NamedTuple):
 _MARK = struct.Struct("=ii??")
 
 
+def packed_mark(*mark: int) -> bytes:
+    """A `Mark` of these fields, as `Marks` read it."""
+    return _MARK.pack(*mark)
+
+
 class Marks(Sequence[Mark]):
-    """Marks in their order, packed."""
+    """Marks in their order, read from where a conversation keeps them packed."""
 
     __slots__ = ("_packed",)
 
-    def __init__(self, marks: Iterable[Mark] = ()) -> None:
-        self._packed = b"".join(_MARK.pack(*mark) for mark in marks)
-
-    def append(self, *mark: int) -> None:
-        """One more: the fields of a `Mark`."""
-        self._packed += _MARK.pack(*mark)
+    def __init__(self, packed: bytes) -> None:
+        self._packed = packed
 
     def __len__(self) -> int:
         return len(self._packed) // _MARK.size

@@ -287,7 +287,8 @@ class Shared(Generic[T]):
     def __get__(self, context: Any, owner: type) -> T:
         if context is None:
             return cast("T", self)
-        return cast("T", getattr(context._state, self._name))
+        value: T = getattr(context._state, self._name)
+        return value
 
     def __set__(self, context: Any, value: T) -> None:
         setattr(context._state, self._name, value)
@@ -302,7 +303,8 @@ class OfMain(Generic[T]):
     def __get__(self, context: Any, owner: type) -> T:
         if context is None:
             return cast("T", self)
-        return cast("T", getattr(context._main, self._name))
+        value: T = getattr(context._main, self._name)
+        return value
 
     def __set__(self, context: Any, value: T) -> None:
         setattr(context._main, self._name, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollout.observe.events import TurnEnded, TurnStarted, UserEnded
 
@@ -11,14 +11,12 @@ if TYPE_CHECKING:
 
     from rollout.agents.identity import Identity
     from rollout.agents.turn_end import TurnEnd
-    from rollout.engine.driver.generation import Generation, Part
+    from rollout.engine.driver.generation import Generation
     from rollout.observe.event_stream import EventStream
 
 
 def tell_turn_started(events: EventStream, identity: Identity, turn: int, now: float) -> None:
     """The model is asked for a turn."""
-    if not events.tells_all:
-        return
     events.emit(
         TurnStarted(
             at=events.since_start(now), trajectory=identity.number, turn=turn, path=identity.path
@@ -43,8 +41,7 @@ def tell_turn_ended(
     """
     (began, now), count = times, generation.count
     is_said = count > 0 or generation.finish_reason is not None
-    events.tell(
-        _turn_ended,
+    facts = (
         identity.number,
         turn,
         began,
@@ -58,23 +55,12 @@ def tell_turn_ended(
         end.finish_reason if is_said else "",
         end.cut_by or "",
     )
+    events.tell(_turn_ended, facts)
 
 
-def _turn_ended(
-    start: float,
-    trajectory: int,
-    turn: int,
-    began: float,
-    now: float,
-    path: str,
-    parts: Sequence[Part],
-    prompt_tokens: int,
-    cached_tokens: int,
-    generated_tokens: int,
-    held_s: float,
-    finish_reason: str,
-    cut_by: str,
-) -> tuple[TurnEnded, None]:
+def _turn_ended(start: float, facts: Sequence[Any]) -> tuple[TurnEnded, None]:
+    trajectory, turn, began, now, path, parts, prompt_tokens, cached_tokens = facts[:8]
+    generated_tokens, held_s, finish_reason, cut_by = facts[8:]
     event = TurnEnded(
         at=now - start,
         trajectory=trajectory,
@@ -94,8 +80,9 @@ def _turn_ended(
 
 def tell_user_ended(events: EventStream, identity: Identity, began: float, now: float) -> None:
     """A simulated user has answered."""
-    events.tell(_user_ended, identity.number, began, now)
+    events.tell(_user_ended, (identity.number, began, now))
 
 
-def _user_ended(start: float, trajectory: int, began: float, now: float) -> tuple[UserEnded, None]:
+def _user_ended(start: float, facts: Sequence[Any]) -> tuple[UserEnded, None]:
+    trajectory, began, now = facts
     return UserEnded(at=now - start, trajectory=trajectory, began=began - start), None

@@ -12,7 +12,8 @@ from rollout.agents.long_texts import LONG_TOKENS, is_long
 from rollout.agents.media_intake import may_show
 from rollout.agents.places import check_ids
 from rollout.chat.encoding import NOTHING_READY
-from rollout.chat.messages import as_messages, has_media, media_of, template_messages
+from rollout.chat.ids import LONG
+from rollout.chat.messages import as_messages, has_media, media_of, template_messages, words_of
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.token_bounds import TooManyTokens
 from rollout.errors import AgentError, LimitExceeded, MediaError, TemplateError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from rollout.chat import ChatTemplate
     from rollout.chat.drift import Drift
     from rollout.chat.encoding import Ready, WrittenText
+    from rollout.chat.messages import TemplateMessages
     from rollout.chat.transcript import Transcript
     from rollout.media import Media, PlacedMedia
 
@@ -175,13 +177,15 @@ class Wording:
             LimitExceeded: They would leave no room for one more token.
         """
         room, texts = self.room(transcript), self._services.texts
-        if may_show(messages):
+        words = words_of(messages)
+        if words is None and may_show(messages):
             before = [each.medium for each in transcript.media]
             messages = await self._services.media.prepared(messages, len(before))
             return await self._shown(self._observation, messages, room, after, before)
-        if is_long(messages):
-            return await texts.run(True, self._observation, messages, room, after)
-        drawn = self._drawn(messages, room)
+        is_much = is_long(messages) if words is None else _length_of(words) > LONG
+        if is_much:
+            return await texts.run(True, self._observation, words or messages, room, after)
+        drawn = self._drawn(words or messages, room)
         return self._observation_of(*drawn, room, after, await texts.ahead(drawn[1]))
 
     async def _shown(self, render: Callable[..., Worded], *args: Any) -> Worded:
@@ -338,6 +342,11 @@ class Wording:
         text = written.text if template.spells(written.text) else template.decode(ids)
         media = template.places_of(ids, media_of(plain)) if has_media(plain) else ()
         return Worded(ids, own, opens_reasoning, found=find_texts(own, text), media=media)
+
+
+def _length_of(words: TemplateMessages) -> int:
+    """Characters of messages of mere words."""
+    return sum([len(each["content"]) for each in words])
 
 
 def no_room(source: str, count: str) -> LimitExceeded:

@@ -4,6 +4,5 @@ from rollout.batch.collate import collate
 from rollout.batch.multi_modal import MultiModalInputs
 from rollout.batch.rollout_batch import RolloutBatch
 from rollout.batch.sample import Sample
-from rollout.batch.storage import load_trajectories
 
-__all__ = ["MultiModalInputs", "RolloutBatch", "Sample", "collate", "load_trajectories"]
+__all__ = ["MultiModalInputs", "RolloutBatch", "Sample", "collate"]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import logging
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
@@ -29,6 +27,7 @@ from rollout.errors import RolloutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from rollout.batch.sample import Sample
     from rollout.chat.trajectory import Trajectory
@@ -39,7 +38,7 @@ TENSORS = "tensors.safetensors"
 SAMPLES = "samples.jsonl"
 TRAJECTORIES = "trajectories.jsonl"
 #: What ``rollout run`` writes while it runs.
-JOURNAL, JOURNAL_MAGIC = "trajectories.journal", b"rollout journal "
+JOURNAL = "trajectories.journal"
 METRICS = "metrics.json"
 META = "meta.json"
 FILES = (TENSORS, SAMPLES, TRAJECTORIES, METRICS)
@@ -192,41 +191,14 @@ def _read_tensors(path: Path, meta: _Meta) -> TensorDict:
         raise RolloutError(f"{path} cannot be read as tensors: {error}") from error
 
 
-def load_trajectories(path: Path | str) -> list[Trajectory]:
-    """The trajectories of a ``trajectories.jsonl``, or those that a journal has finished.
-
-    In the order of the file: that of the rows where `RolloutBatch.save` wrote it. In the order of
-    (group, member) `collate` makes a batch of them. Where ``rollout run`` did not come to save a
-    batch, the journal is read that it left beside the path. Images and videos are there without
-    their contents, which `RolloutBatch.load` has. A last line or record that was cut short is left
-    out, with a warning.
+def read_trajectories(path: Path) -> list[Trajectory]:
+    """Those of a ``trajectories.jsonl``; a last line that was cut short is left out.
 
     Raises:
         RolloutError: The file cannot be read, or a line describes no trajectory; names it.
     """
-    path = Path(path)
-    beside = path.with_name(JOURNAL)
-    if not path.exists() and path.name == TRAJECTORIES and beside.exists():
-        path = beside
-    if _is_journal(path):
-        return _ended_trajectories(path)
     with _reading(path):
         return _read_lines(path, trajectory_from_line, may_be_cut=True)
-
-
-def _is_journal(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(JOURNAL_MAGIC)) == JOURNAL_MAGIC
-    except OSError:
-        return False  # which reading it says better
-
-
-def _ended_trajectories(path: Path) -> list[Trajectory]:
-    """Those of a journal; what reads it is floors above, and found by its name."""
-    loading = importlib.import_module("rollout.runtime.journal_loading")
-    trajectories: list[Trajectory] = loading.ended_trajectories(path)
-    return trajectories
 
 
 def _read_lines(path: Path, read: Callable[[bytes], T], *, may_be_cut: bool = False) -> list[T]:
@@ -256,7 +228,7 @@ def _read_meta(path: Path) -> _Meta:
         rest = next(
             (each for each in map(path.with_name, (TRAJECTORIES, JOURNAL)) if each.is_file()), path
         )
-        hint = f"; rollout.batch.load_trajectories reads {rest}" if rest.is_file() else ""
+        hint = f"; rollout.load_trajectories reads {rest}" if rest.is_file() else ""
         raise RolloutError(
             f"{path} does not exist; expected a directory that RolloutBatch.save wrote{hint}"
         )

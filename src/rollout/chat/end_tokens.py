@@ -61,8 +61,9 @@ class EndTokens:
         special = 0
         while special < len(end) and end[special] not in self._specials:
             special += 1
+        tail = tuple(after[-len(end) :])
         for stop in range(len(end), special, -1):
-            if list(after[special - stop :]) == list(end[special:stop]):
+            if tail[special - stop :] == end[special:stop]:
                 return stop
         # The model may end a turn by another token than a template that continues (harmony).
         return special + 1 if turn_end and int(after[-1]) in self._own else 0
@@ -95,6 +96,8 @@ class EndTokens:
         end = self._turn_end_ids.get(turn_end)
         if end is None:
             end = self._turn_end_ids[turn_end] = tuple(self._encoder.encode(turn_end))
+        if tuple(ids[: len(end)]) == end:  # as a rule
+            return end or tuple(ids[:1])
         length = 0
         while length < len(end) and length < len(ids) and ids[length] == end[length]:
             length += 1

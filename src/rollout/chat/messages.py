@@ -18,6 +18,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 #: What messages have as a rule; other keys travel along.
 _KNOWN_IN_ORDER = ("role", "content", "tool_calls", "tool_call_id", "name")
 _KNOWN = frozenset(_KNOWN_IN_ORDER)
+#: More messages may be work for a thread, however short they are.
+_FEW = 64
 
 #: A message in the form that chat templates read; `content` is a string, or, of a message with
 #: media, a list of parts: ``{"type": "text", "text": …}``, ``{"type": "image", "image": Media}``.
@@ -31,6 +33,8 @@ class TemplateMessages(list[TemplateMessage]):
         extras: What each carries for others than the template.
         records: Those of them that were given as records of mere words; None in place of others.
     """
+
+    __slots__ = ("extras", "records")
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,6 +74,18 @@ def template_messages(messages: Iterable[Message | Mapping[str, Any]]) -> Templa
     if not converted:
         raise TemplateError("messages is empty; expected at least one message")
     return converted
+
+
+def words_of(messages: object) -> TemplateMessages | None:
+    """As `template_messages` of a few messages of mere words in a list; None of anything else."""
+    if type(messages) is not list or len(messages) > _FEW:
+        return None
+    converted = TemplateMessages()
+    for message in messages:
+        if not is_mere_words(message):
+            return None
+        converted.add(_words(message), message.extra, message)
+    return converted or None
 
 
 def is_mere_words(message: object) -> TypeGuard[Message]:

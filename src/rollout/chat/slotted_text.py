@@ -97,7 +97,7 @@ class SlottedText(msgspec.Struct, frozen=True):
     def join(self, contents: Sequence[str]) -> str:
         """The text with these contents."""
         pieces = itertools.chain.from_iterable(zip(self.literals, contents, strict=False))
-        return "".join(pieces) + self.literals[-1]
+        return "".join([*pieces, self.literals[-1]])
 
 
 def pattern_of(messages: Sequence[TemplateMessage]) -> tuple[object, ...]:

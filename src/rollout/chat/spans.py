@@ -86,18 +86,18 @@ class SpanTable(msgspec.Struct, eq=False, gc=False):
                 yield start, stop
             start = stop
 
-    def append(self, kind: SpanKind, length: int) -> None:
-        """A span that nobody generated."""
-        self._append(_PROMPT if kind == "prompt" else _OBSERVATION, length)
+    def append(self, kind: SpanKind, stop: int) -> None:
+        """A span that nobody generated, up to `stop`."""
+        self._append(_PROMPT if kind == "prompt" else _OBSERVATION, stop)
 
-    def append_generated(self, length: int, finish_reason: str, runs: bytes) -> None:
+    def append_generated(self, stop: int, finish_reason: str, runs: bytes) -> None:
         """A generated one; of its runs, none empty, weight version and number of ids, int32."""
         self.runs += runs
-        self._append(_GENERATED + self._code(finish_reason), length)
+        self._append(_GENERATED + self._code(finish_reason), stop)
 
-    def _append(self, author: int, length: int) -> None:
-        self.stop += length
-        self.places += _PAIR.pack(author, self.stop)
+    def _append(self, author: int, stop: int) -> None:
+        self.stop = stop
+        self.places += _PAIR.pack(author, stop)
 
     def _code(self, reason: str) -> int:
         if reason in _REASONS:

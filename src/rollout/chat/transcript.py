@@ -57,7 +57,7 @@ class Transcript:
     def __init__(self) -> None:
         self.prefix = TokenPrefix()
         #: Of each generated span, float32.
-        self._log_probs: list[bytes] = []
+        self._log_probs: list[bytes] | tuple[()] = ()
         self._spans = SpanTable()
         self._experts: array[int] | None = None
         self.expert_shape: tuple[int, int] | None = None
@@ -173,8 +173,11 @@ class Transcript:
             self._top = self._top or {}
             self._top[len(self)] = likely
         self.prefix.extend(packed[0])
-        self._spans.append_generated(len(ids), finish_reason, runs)
-        self._log_probs.append(packed[1])
+        self._spans.append_generated(self.prefix.length, finish_reason, runs)
+        if self._log_probs:
+            self._log_probs.append(packed[1])
+        else:
+            self._log_probs = [packed[1]]
 
     def fork(self, position: int) -> Transcript:
         """A transcript that begins with the first `position` tokens of this one, as context.
@@ -382,6 +385,9 @@ class Transcript:
         self.media = (*self.media, *placed)
 
     def _extend(self, kind: SpanKind, *packed: bytes) -> None:
-        for piece in packed:
-            self.prefix.extend(piece)
-        self._spans.append(kind, sum(map(len, packed)) // 4)
+        if kind == "prompt":
+            self.prefix.begin(packed)
+        else:
+            for piece in packed:
+                self.prefix.extend(piece)
+        self._spans.append(kind, self.prefix.length)

@@ -20,10 +20,10 @@ from rollout.config import (
     TransformersEngine,
 )
 from rollout.engine.driver.engine_opening import core_spec
+from rollout.engine.driver.model_template import SIMULATED_MODEL
 from rollout.engine.model_files import model_path_fault
 from rollout.errors import AgentError, ConfigError, EngineError, ToolError
 from rollout.interactions import InteractionRegistry
-from rollout.runtime.driver_model import SIMULATED_MODEL
 from rollout.tools import PythonTool
 from rollout.tools.sandbox.sandbox_tool import SandboxTool
 from rollout.tools.shipped import shipped_tools

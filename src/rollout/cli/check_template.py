@@ -14,8 +14,8 @@ from rollout.chat.drift import DRIFT_KINDS
 from rollout.chat.template_conformance import SceneReport, conformance_reports
 from rollout.chat.template_loading import with_template
 from rollout.cli.wrapping import column_widths, print_line, wrapped
+from rollout.engine.driver.model_template import SIMULATED_MODEL
 from rollout.engine.model_files import resolve_model
-from rollout.runtime.driver_model import SIMULATED_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -301,7 +301,7 @@ def _loss(result: JobResult, path: Path) -> str:
     assert result.batch is not None
     ended = count(len(result.batch.trajectories), "trajectory")
     kept = f"kept is {path} with {result.written:,} of {ended}, as they ended; "
-    hint = "--resume continues from it, rollout.batch.load_trajectories reads it"
+    hint = "--resume continues from it, rollout.load_trajectories reads it"
     return f"{result.fault}\n  {kept + hint if result.written else f'none of {ended} is saved'}"
 
 

@@ -18,8 +18,8 @@ def load_tokenizer_of(model: str, revision: str | None = None) -> Callable[[Sequ
     """
     from rollout.chat.template_loading import load_tokenizer
     from rollout.engine.cores.simulated.tokenizer import simulated_fast_tokenizer
+    from rollout.engine.driver.model_template import SIMULATED_MODEL
     from rollout.engine.model_files import resolve_model
-    from rollout.runtime.driver_model import SIMULATED_MODEL
 
     tokenizer: AnyTokenizer
     if model == SIMULATED_MODEL:

@@ -118,6 +118,8 @@ class Exchange:
         length = self.headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._limits.max_body_bytes:
             raise self._too_large()
+        if self._connection.has_whole_request:  # as a rule: there is nothing to wait for
+            return await self._whole_body()
         with anyio.move_on_after(self._limits.body_s):
             return await self._whole_body()
         limit = f"gateway.body_s = {self._limits.body_s:g}"

@@ -11,13 +11,14 @@ from rollout.clocks import wall
 from rollout.observe.events import RunStarted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from typing import Any
 
     from rollout.bridge import Post
     from rollout.observe.events import Event
 
-    Make = Callable[..., tuple[Event, Any]]
+    #: Of the start of the run on the loop's clock, and of facts, an event and its subject.
+    Make = Callable[[float, Sequence[Any]], tuple[Event, Any]]
 
 logger = logging.getLogger("rollout.observe")
 
@@ -34,8 +35,8 @@ class Reader(Protocol):
         Args:
             event: What happened.
             subject: What it happened to, where readers in this process may look at it: the
-                `Trajectory` of a `TrajectoryEnded`, the call and the result of a `ToolEnded`, the
-                arguments and the value of a `SpanEnded`.
+                `Trajectory` of a `TrajectoryEnded`, the call of a `ToolEnded` and the text of its
+                result, the arguments and the value of a `SpanEnded`.
         """
 
 
@@ -52,7 +53,7 @@ class EventStream:
     Who has something to tell asks `is_on` first, so that without a reader nothing is made::
 
         if events.is_on:
-            events.tell(turn_ended, trajectory, turn, began, now)
+            events.tell(turn_ended, (trajectory, turn, began, now))
 
     Where all readers want some trajectories only, nothing but these facts is kept of a trajectory
     while it runs, and events are made of them once it has ended as one of those.
@@ -60,27 +61,28 @@ class EventStream:
     Attributes:
         is_on: Whether anybody reads.
         tells_all: Whether anybody wants all of it, as it happens.
-        emit: Hands an event to every reader, and what it happened to, which is not kept.
     """
 
     __slots__ = (
         "_clock",
+        "_kinds",
         "_loop",
         "_notes",
         "_numbers",
         "_post",
         "_readers",
+        "_readers_of",
         "_start",
         "_wants",
-        "emit",
         "is_on",
         "tells_all",
     )
 
     def __init__(self) -> None:
         self.is_on = self.tells_all = False
-        self.emit: Callable[..., None] = self._tell
         self._readers: tuple[Reader, ...] = ()
+        self._readers_of: dict[type[Event], tuple[Reader, ...]] = {}
+        self._kinds: dict[Reader, Collection[type[Event]]] = {}
         self._wants: dict[Reader, Wants] = {}
         self._notes: dict[int, list[Any]] = {}
         self._loop = 0
@@ -106,28 +108,28 @@ class EventStream:
         if not self.tells_all:
             self._notes[trajectory] = []
 
-    def tell(self, make: Make, *facts: Any) -> None:
+    def tell(self, make: Make, facts: tuple[Any, ...]) -> None:
         """Something happened to a trajectory: emitted now, or once its end shows who wants it.
 
         Args:
-            make: Makes the event, and its subject, of the start of the run on the loop's clock and
-                the facts.
+            make: Makes the event, and its subject, of the facts.
             facts: The first is the trajectory's number.
         """
         if self.tells_all:
-            self.emit(*make(self._start, *facts))
+            event, subject = make(self._start, facts)
+            self.emit(event, subject)
         elif (notes := self._notes.get(facts[0])) is not None:
             # Flat, so that no container stays for each, which Python's collector would look at.
             notes.append(make)
             notes.append(len(facts))
             notes += facts
 
-    def tell_from_thread(self, make: Make, *facts: Any) -> None:
+    def tell_from_thread(self, make: Make, facts: tuple[Any, ...]) -> None:
         """`tell`, from whatever thread; from another one than the loop's it happens soon."""
         if threading.get_ident() == self._loop or self._post is None:
-            self.tell(make, *facts)
+            self.tell(make, facts)
         else:
-            self._post(lambda: self.tell(make, *facts))
+            self._post(lambda: self.tell(make, facts))
 
     def tell_notes(
         self, trajectory: int, step: int, uid: str, member: int, *, is_failed: bool
@@ -141,25 +143,47 @@ class EventStream:
         at = 0
         while at < len(notes):
             make, first, after = notes[at], at + 2, at + 2 + notes[at + 1]
-            self.emit(*make(self._start, *notes[first:after]))
+            self.emit(*make(self._start, notes[first:after]))
             at = after
         return True
 
-    def attach(self, reader: Reader, *, wants: Wants | None = None) -> None:
-        """Give it all events from now on.
+    def attach(
+        self,
+        reader: Reader,
+        *,
+        wants: Wants | None = None,
+        kinds: Collection[type[Event]] | None = None,
+    ) -> None:
+        """Give it events from now on.
 
         Args:
             wants: Of a reader that has use for whole trajectories only: for which ones. It may get
                 others too.
+            kinds: Those that it gets; None: all.
         """
         if wants is not None:
             self._wants[reader] = wants
+        if kinds is not None:
+            self._kinds[reader] = kinds
         self._set((*self._readers, reader))
 
     def detach(self, reader: Reader) -> None:
         """Give it none any more; harmless where it gets none."""
         self._wants.pop(reader, None)
+        self._kinds.pop(reader, None)
         self._set(tuple(each for each in self._readers if each is not reader))
+
+    def emit(self, event: Event, subject: Any = None) -> None:
+        """Hand an event to its readers, and what it happened to, which is not kept."""
+        readers = self._readers_of.get(type(event))
+        if readers is None:
+            readers = self._find_readers(type(event))
+        for reader in readers:
+            try:
+                reader(event, subject)
+            except Exception:
+                logger.exception("a reader of events raised; it is not called again")
+                self.detach(reader)
 
     def now(self) -> float:
         """Seconds since the start of the run."""
@@ -176,17 +200,15 @@ class EventStream:
 
     def _set(self, readers: tuple[Reader, ...]) -> None:
         self._readers, self.is_on = readers, bool(readers)
+        self._readers_of = {}
         self.tells_all = len(readers) > len(self._wants)
         if not self.is_on:
             self._notes.clear()
 
-    def _tell(self, event: Event, subject: Any = None) -> None:
-        for reader in self._readers:
-            try:
-                reader(event, subject)
-            except Exception:
-                logger.exception("a reader of events raised; it is not called again")
-                self.detach(reader)
+    def _find_readers(self, kind: type[Event]) -> tuple[Reader, ...]:
+        readers = [each for each in self._readers if kind in self._kinds.get(each, (kind,))]
+        found = self._readers_of[kind] = tuple(readers)
+        return found
 
 
 def _not_started() -> float:

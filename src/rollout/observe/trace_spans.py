@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -15,10 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rollout.chat.trajectory import Trajectory
-    from rollout.observe.events import TrajectoryEvent
+    from rollout.types import InvalidToolCall
 
-#: An event of a trajectory, and what it happened to.
-Told = tuple["TrajectoryEvent", Any]
 Decode = Callable[[Sequence[int]], str]
 
 AGENT, CHAT, TOOL, FUNCTION, USER, REWARD = "agent", "chat", "tool", "function", "user", "reward"
@@ -30,17 +29,32 @@ MOST_CHARACTERS = 16_384
 
 def plain(value: Any) -> Any:
     """What JSON can hold, of other objects their `repr`; of long ones the beginning."""
+    if isinstance(value, str):
+        return _beginning(value)
     try:
         text = msgspec.json.encode(value, enc_hook=repr)
-        if len(text) <= MOST_CHARACTERS:
-            return msgspec.json.decode(text)
-        return text[:MOST_CHARACTERS].decode("utf-8", "replace") + "…"
     except Exception:  # whatever a user's function takes and returns
+        return f"{value!r:.{MOST_CHARACTERS}}"
+    if len(text) <= MOST_CHARACTERS:
+        return msgspec.json.decode(text)
+    return _beginning(text.decode())
+
+
+def text_of(value: Any) -> str:
+    """A text, or something else as JSON; of long ones the beginning."""
+    if isinstance(value, str):
+        return _beginning(value)
+    try:
+        return _beginning(msgspec.json.encode(value, enc_hook=repr).decode())
+    except Exception:  # as above
         return f"{value!r:.{MOST_CHARACTERS}}"
 
 
-@attrs.define(kw_only=True)
-class Span:
+def _beginning(text: str) -> str:
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
+
+
+class Span(msgspec.Struct, kw_only=True):
     """A piece of a trajectory's time.
 
     Attributes:
@@ -50,7 +64,8 @@ class Span:
         began, ended: Seconds since 1970.
         attributes: By the names of the GenAI semantic conventions of OpenTelemetry where they have
             one, else ``rollout.…``.
-        inputs, outputs: What went in and came out, where that is known; plain values.
+        inputs, outputs: What went in and came out, where that is known: whatever it is; `plain` and
+            `text_of` make of it what can be written.
         error: What went wrong; empty where nothing did.
         children: What happened within.
     """
@@ -59,14 +74,14 @@ class Span:
     kind: str
     began: float
     ended: float
-    attributes: dict[str, Any] = attrs.field(factory=dict)
+    attributes: dict[str, Any] = {}
     inputs: Any = None
     outputs: Any = None
     error: str = ""
-    children: list[Span] = attrs.field(factory=list)
+    children: list[Span] = []
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class RunFacts:
     """What all traces of a run share.
 
@@ -82,6 +97,22 @@ class RunFacts:
     agent: str = ""
     decode: Decode | None = None
 
+    @cached_property
+    def of_chats(self) -> dict[str, Any]:
+        """The attributes that all turns share."""
+        return _known(
+            {
+                "gen_ai.operation.name": "chat",
+                "gen_ai.provider.name": self.provider,
+                "gen_ai.request.model": self.model,
+            }
+        )
+
+    @cached_property
+    def chat(self) -> str:
+        """The name of the span of a turn."""
+        return f"chat {self.model}".strip()
+
     @classmethod
     def of(cls, run: told.RunStarted) -> RunFacts:
         """Those that its first event tells."""
@@ -96,21 +127,23 @@ class RunFacts:
 
 def trace_of(
     ended: told.TrajectoryEnded,
-    happened: Sequence[Told],
+    happened: Iterable[Any],
     trajectory: Trajectory | None,
     run: RunFacts,
 ) -> Span:
     """The tree of one trajectory.
 
     Args:
-        happened: Its events from its start on, in their order.
+        happened: Its events from its start on, in their order, each followed by what it happened
+            to.
         trajectory: Where there is one that somebody got.
     """
     root = _root(ended, trajectory, run)
     texts = _Texts(ended, trajectory, run.decode)
     functions: dict[int, Span] = {}
     parents: list[tuple[Span, int]] = []
-    for event, subject in happened:
+    each = iter(happened)
+    for event, subject in zip(each, each, strict=True):
         match event:
             case told.RequestEnded():  # before its turn's end
                 texts.requests[event.request] = event
@@ -191,55 +224,69 @@ def _timed(kind: str, name: str, began: float, ended: float, run: RunFacts) -> S
 
 
 def _turn(event: told.TurnEnded, run: RunFacts, texts: _Texts) -> Span:
-    span = _timed(CHAT, f"chat {run.model}".strip(), event.began, event.at, run)
-    span.attributes = _known(
-        {
-            "gen_ai.operation.name": "chat",
-            "gen_ai.provider.name": run.provider,
-            "gen_ai.request.model": run.model,
-            "gen_ai.response.id": event.requests[-1] if event.requests else "",
-            "gen_ai.response.finish_reasons": (event.finish_reason,) if event.finish_reason else "",
-            "gen_ai.usage.input_tokens": event.prompt_tokens,
-            "gen_ai.usage.cache_read.input_tokens": event.cached_tokens,
-            "gen_ai.usage.output_tokens": event.generated_tokens,
-            "rollout.turn": event.turn,
-            "rollout.conversation": event.path,
-            "rollout.cut_by": event.cut_by,
-            **texts.phases(event),
-        }
-    )
-    span.error = "" if event.finish_reason else "no answer"
+    attributes = {
+        **run.of_chats,
+        "gen_ai.usage.input_tokens": event.prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": event.cached_tokens,
+        "gen_ai.usage.output_tokens": event.generated_tokens,
+        "rollout.turn": event.turn,
+    }
+    if event.requests:
+        attributes["gen_ai.response.id"] = event.requests[-1]
+        texts.add_phases(attributes, event.requests)
     if event.finish_reason:
-        span.outputs = texts.next_turn(event.path)
-    return span
+        attributes["gen_ai.response.finish_reasons"] = (event.finish_reason,)
+    if event.path:
+        attributes["rollout.conversation"] = event.path
+    if event.cut_by:
+        attributes["rollout.cut_by"] = event.cut_by
+    return Span(
+        name=run.chat,
+        kind=CHAT,
+        began=run.wall_s + event.began,
+        ended=run.wall_s + event.at,
+        attributes=attributes,
+        outputs=texts.next_turn(event.path) if event.finish_reason else None,
+        error="" if event.finish_reason else "no answer",
+    )
 
 
 def _tool(event: told.ToolEnded, subject: Any, run: RunFacts) -> Span:
-    span = _timed(TOOL, f"execute_tool {event.tool}".strip(), event.began, event.at, run)
-    span.attributes = _known(
-        {
-            "gen_ai.operation.name": "execute_tool",
-            "gen_ai.tool.name": event.tool,
-            "gen_ai.tool.call.id": event.call_id,
-            "gen_ai.tool.type": "function",
-            "rollout.turn": event.turn,
-            "rollout.conversation": event.path,
-        }
+    attributes: dict[str, Any] = {
+        "gen_ai.operation.name": "execute_tool",
+        "gen_ai.tool.type": "function",
+        "rollout.turn": event.turn,
+    }
+    if event.tool:
+        attributes["gen_ai.tool.name"] = event.tool
+    if event.call_id:
+        attributes["gen_ai.tool.call.id"] = event.call_id
+    if event.path:
+        attributes["rollout.conversation"] = event.path
+    call, text = subject or (None, None)
+    return Span(
+        name=f"execute_tool {event.tool}" if event.tool else "execute_tool",
+        kind=TOOL,
+        began=run.wall_s + event.began,
+        ended=run.wall_s + event.at,
+        attributes=attributes,
+        inputs=_asked(call),
+        outputs=text,
+        error=(event.error or "error") if event.is_error else "",
     )
-    span.error = (event.error or "error") if event.is_error else ""
-    call, result = subject or (None, None)
-    if isinstance(call, ToolCall):
-        span.inputs = plain(call.arguments)
-    elif call is not None:
-        span.inputs = {"raw": call.raw}
-    span.outputs = None if result is None else result.text
-    return span
+
+
+def _asked(call: ToolCall | InvalidToolCall | None) -> Any:
+    """What a tool was called with."""
+    if call is None:
+        return None
+    return call.arguments if isinstance(call, ToolCall) else {"raw": call.raw}
 
 
 def _function(event: told.SpanEnded, subject: Any, run: RunFacts) -> Span:
     span = _timed(FUNCTION, event.name, event.began, event.at, run)
     span.error = event.error
-    span.inputs, span.outputs = map(plain, subject or (None, None))
+    span.inputs, span.outputs = subject or (None, None)
     return span
 
 
@@ -254,17 +301,14 @@ class _Texts:
         self._turns: dict[str, Iterator[str]] = {}
         self.requests: dict[str, told.RequestEnded] = {}
 
-    def phases(self, event: told.TurnEnded) -> dict[str, Any]:
-        """Seconds of its requests in each phase."""
-        known = [self.requests[each] for each in event.requests if each in self.requests]
-        if not known:
-            return {}
-        return {
-            "rollout.queue_s": sum([each.queue_s for each in known]),
-            "rollout.prefill_s": sum([each.prefill_s for each in known]),
-            "rollout.decode_s": sum([each.decode_s for each in known]),
-            "rollout.replica": known[-1].replica,
-        }
+    def add_phases(self, attributes: dict[str, Any], requests: Iterable[str]) -> None:
+        """Add the seconds of a turn's requests in each phase."""
+        known = [self.requests[each] for each in requests if each in self.requests]
+        if known:
+            attributes["rollout.queue_s"] = sum([each.queue_s for each in known])
+            attributes["rollout.prefill_s"] = sum([each.prefill_s for each in known])
+            attributes["rollout.decode_s"] = sum([each.decode_s for each in known])
+            attributes["rollout.replica"] = known[-1].replica
 
     def next_turn(self, path: str) -> str | None:
         """The text of a conversation's next turn."""

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import importlib
 import logging
-import queue
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from collections import deque
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import attrs
 
 from rollout.errors import ConfigError
 from rollout.observe import events as told
 from rollout.observe.trace_spans import RunFacts, trace_of
-from rollout.seeds import derive_seed
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from rollout.chat.trajectory import Trajectory
     from rollout.config import ObserveConfig
     from rollout.observe.events import Event
-    from rollout.observe.trace_spans import Decode, Span, Told
+    from rollout.observe.trace_spans import Decode, Span
 
 logger = logging.getLogger("rollout.observe")
 
 #: Ended trajectories that may wait for a slow backend; further ones are dropped and counted.
 MOST_WAITING = 4096
+#: How long an ended trajectory waits for others before it is handed over: a thread that is woken
+#: for each takes the interpreter from the loop each time.
+EXPORT_EVERY_S = 0.25
 #: How long `close` waits for the backend.
 CLOSE_S = 15.0
 
@@ -36,7 +41,7 @@ BACKENDS = {
     "weave": ("rollout.observe.backends.weave", "weave"),
 }
 #: What the tree of a trajectory is made of.
-_KEPT = frozenset(
+_KEPT: frozenset[type[Event]] = frozenset(
     {
         told.TurnEnded,
         told.RequestEnded,
@@ -71,6 +76,14 @@ class Tracer:
         decode: Ids to text; set when the tokenizer has been loaded.
     """
 
+    #: The events that it reads.
+    kinds: ClassVar[Collection[type[Event]]] = (
+        *_KEPT,
+        told.RunStarted,
+        told.TrajectoryStarted,
+        told.TrajectoryEnded,
+    )
+
     def __init__(
         self,
         backend: TraceBackend,
@@ -80,20 +93,22 @@ class Tracer:
     ) -> None:
         self.decode: Decode | None = None
         self._backend, self._share, self._has_texts = backend, share, has_texts
-        self._happened: dict[int, list[Told]] = {}
+        # Of each trajectory its events in turn with what they happened to: pairs would be as many
+        # containers, which Python's collector would look at.
+        self._happened: dict[int, list[Any]] = {}
         self._run = RunFacts(wall_s=0.0)
-        self._ended: queue.Queue[_Ended | None] = queue.Queue(MOST_WAITING)
+        self._waiting: deque[tuple[told.TrajectoryEnded, list[Any], Trajectory | None]] = deque()
         self._dropped = 0
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="rollout-traces", daemon=True)
         self._thread.start()
 
     def __call__(self, event: Event, subject: Any) -> None:
         kind = type(event)
         if kind in _KEPT:
-            try:
-                self._happened[event.trajectory].append((event, subject))  # type: ignore[attr-defined,arg-type]
-            except KeyError:
-                return  # of a request without a trajectory, or after its end
+            happened = self._happened.get(event.trajectory)  # type: ignore[attr-defined]
+            if happened is not None:  # else without a trajectory, or after its end
+                happened += event, subject
         elif kind is told.TrajectoryStarted:
             self._happened.setdefault(event.trajectory, [])  # type: ignore[attr-defined]
         elif kind is told.TrajectoryEnded:
@@ -105,11 +120,12 @@ class Tracer:
         """See `Wants`; the same ones in every run."""
         if is_failed or self._share >= 1:
             return True
-        return derive_seed(0, "trace", step, uid, member) % 2**32 < self._share * 2**32
+        who = blake2b(f"{step}/{uid}/{member}".encode(), digest_size=4).digest()
+        return int.from_bytes(who) < self._share * 2**32
 
     def close(self) -> None:
         """Hand over what is left; bounded by `CLOSE_S`."""
-        self._ended.put(None)
+        self._stop.set()
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             logger.error("traces: the backend does not take them; the last ones are lost")
@@ -121,31 +137,32 @@ class Tracer:
         is_failed = event.outcome == Outcome.FAILED
         if not self.wants(event.step, event.uid, event.member, is_failed=is_failed):
             return
-        try:
-            self._ended.put_nowait(_Ended(event, happened, trajectory))
-        except queue.Full:
+        if len(self._waiting) < MOST_WAITING:
+            self._waiting.append((event, happened, trajectory))
+        else:
             self._dropped += 1
 
     def _work(self) -> None:
-        while (ended := self._ended.get()) is not None:
-            try:
-                run = self._run
-                if self._has_texts and self.decode is not None:
-                    run = attrs.evolve(run, decode=self.decode)
-                self._backend.export(trace_of(ended.event, ended.happened, ended.trajectory, run))
-            except Exception:
-                logger.exception("a trace of %s is lost", ended.event.uid)
+        is_over = False
+        while not is_over:
+            is_over = self._stop.wait(EXPORT_EVERY_S)
+            while self._waiting:
+                self._export(*self._waiting.popleft())
         try:
             self._backend.close()
         except Exception:
             logger.exception("traces: the backend did not close")
 
-
-@attrs.frozen
-class _Ended:
-    event: told.TrajectoryEnded
-    happened: list[Any]
-    trajectory: Any
+    def _export(
+        self, event: told.TrajectoryEnded, happened: list[Any], trajectory: Trajectory | None
+    ) -> None:
+        run = self._run
+        if self._has_texts and self.decode is not None:
+            run = attrs.evolve(run, decode=self.decode)
+        try:
+            self._backend.export(trace_of(event, happened, trajectory, run))
+        except Exception:
+            logger.exception("a trace of %s is lost", event.uid)
 
 
 def open_tracer(observe: ObserveConfig) -> Tracer | None:

@@ -11,6 +11,7 @@ from rollout.observe.events import SpanEnded
 from rollout.worker_threads import carried
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from contextvars import Token
 
     from rollout.observe.event_stream import EventStream
@@ -46,22 +47,12 @@ class TrajectorySpans:
         """
         fault = "" if error is None else f"{type(error).__name__}: {error}"
         at, who = self._events.now(), self._trajectory
-        self._events.tell_from_thread(
-            _span_ended, who, at, name, span, parent, began, fault, called
-        )
+        facts = (who, at, name, span, parent, began, fault, called)
+        self._events.tell_from_thread(_span_ended, facts)
 
 
-def _span_ended(
-    _: float,
-    trajectory: int,
-    at: float,
-    name: str,
-    span: int,
-    parent: int,
-    began: float,
-    error: str,
-    called: tuple[Any, Any],
-) -> tuple[SpanEnded, tuple[Any, Any]]:
+def _span_ended(_: float, facts: Sequence[Any]) -> tuple[SpanEnded, tuple[Any, Any]]:
+    trajectory, at, name, span, parent, began, error, called = facts
     event = SpanEnded(
         at=at,
         trajectory=trajectory,

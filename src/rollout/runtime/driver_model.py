@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rollout.bridge import has_virtual_clock
-from rollout.chat import ChatTemplate, load_chat_template
-from rollout.chat.processors import load_media_processor
-from rollout.chat.template_loading import with_template
+from rollout.chat import ChatTemplate
 from rollout.config import SimulatedEngine
-from rollout.engine.cores.simulated.tokenizer import simulated_fast_tokenizer
 from rollout.engine.cores.simulated.vocabulary import FINGERPRINT
+from rollout.engine.driver.model_template import SIMULATED_MODEL, template_of
 from rollout.engine.model_files import resolve_model
 from rollout.engine.model_identity import end_ids, model_fingerprint
 from rollout.engine.wire.protocol import DriverFacts
@@ -23,14 +21,11 @@ from rollout.errors import TemplateError
 from rollout.runtime.tensor_imports import import_tensors
 
 if TYPE_CHECKING:
-    from rollout.config import ModelConfig, RolloutConfig
+    from rollout.config import RolloutConfig
     from rollout.engine.core import EngineInfo
     from rollout.worker_threads import WorkerThreads
 
 logger = logging.getLogger("rollout")
-
-#: Path of the model that `rollout.testing` simulates: a byte-level tokenizer, no files.
-SIMULATED_MODEL = "simulated"
 
 
 @attrs.frozen
@@ -114,41 +109,3 @@ def warn_of_end_token(template: ChatTemplate, info: EngineInfo) -> None:
             template.eos_token_id,
             info.eos_ids,
         )
-
-
-def template_of(config: RolloutConfig) -> ChatTemplate:
-    """The tokenizer and chat format of a configuration's model.
-
-    Raises:
-        TemplateError, EngineError: They cannot be loaded.
-    """
-    model = config.model
-    if model.path == SIMULATED_MODEL:
-        is_plain = model.chat_template is None and not model.chat_template_kwargs
-        return _simulated_template() if is_plain else _other_simulated_template(model)
-    path = resolve_model(model.path, model.revision, needs_weights=config.engine.loads_weights)
-    processor = load_media_processor(
-        path, revision=model.revision, trust_remote_code=model.trust_remote_code
-    )
-    return load_chat_template(
-        path,
-        processor=processor,
-        revision=model.revision,
-        trust_remote_code=model.trust_remote_code,
-        chat_template_path=model.chat_template,
-        chat_template_kwargs=model.chat_template_kwargs,
-    )
-
-
-@functools.cache
-def _simulated_template() -> ChatTemplate:
-    """One for all runtimes: harnesses open thousands of them."""
-    return ChatTemplate(simulated_fast_tokenizer())
-
-
-def _other_simulated_template(model: ModelConfig) -> ChatTemplate:
-    return with_template(
-        simulated_fast_tokenizer(),
-        chat_template_path=model.chat_template,
-        chat_template_kwargs=model.chat_template_kwargs,
-    )

@@ -75,7 +75,10 @@ async def observed(
     """
     observers = Observers(config.observe)
     for reader in observers.readers:
-        events.attach(reader, wants=reader.wants if isinstance(reader, Tracer) else None)
+        if isinstance(reader, Tracer):
+            events.attach(reader, wants=reader.wants, kinds=reader.kinds)
+        else:
+            events.attach(reader)
     events.start(
         loop_clock(),
         version=sys.modules["rollout"].__version__,

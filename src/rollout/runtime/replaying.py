@@ -21,16 +21,16 @@ from rollout.chat.media_records import KnownContents
 from rollout.chat.parsers import stop_token_ids
 from rollout.config import LimitsConfig, RolloutConfig, config_from_dict
 from rollout.engine.core import EngineInfo
+from rollout.engine.driver.model_template import template_of
 from rollout.errors import AgentError, ConfigError, EngineError, ToolError
 from rollout.holds import NEVER
 from rollout.interactions import InteractionRegistry
 from rollout.observe.tally import Tally
-from rollout.runtime.driver_model import template_of
 from rollout.runtime.gateway_opening import gateway_of
-from rollout.runtime.journal_loading import ended_trajectories
 from rollout.runtime.opening import tool_executor
 from rollout.runtime.reward_opening import RewardFunctions, rewarding_of
 from rollout.scheduling.finished import unstarted
+from rollout.scheduling.journal.ended_trajectories import ended_trajectories
 from rollout.scheduling.journal.journal_reading import (
     RecordedMedia,
     read_journal,

@@ -31,12 +31,11 @@ def tell_started(events: EventStream, run: AgentRun) -> None:
         _number(events, member)
         member.began = run.started
         events.begin(member.identity.number)
-    events.tell(_started, member.identity.number, events.now(), member, run.attempt)
+    events.tell(_started, (member.identity.number, events.now(), member, run.attempt))
 
 
-def _started(
-    _: float, trajectory: int, at: float, member: Member, attempt: int
-) -> tuple[TrajectoryStarted, None]:
+def _started(_: float, facts: Sequence[Any]) -> tuple[TrajectoryStarted, None]:
+    _, at, member, attempt = facts
     return TrajectoryStarted(at=at, **_named(member), attempt=attempt), None
 
 
@@ -138,18 +137,11 @@ def tell_rewarded(
 ) -> None:
     """A reward function has answered for a member, or for the group that it is the first of."""
     number = NO_TRAJECTORY if is_group else member.identity.number
-    events.tell(_rewarded, number, events.now(), member, began, reward, error)
+    events.tell(_rewarded, (number, events.now(), member, began, reward, error))
 
 
-def _rewarded(
-    start: float,
-    trajectory: int,
-    at: float,
-    member: Member,
-    began: float,
-    reward: float | None,
-    error: str,
-) -> tuple[RewardEnded, None]:
+def _rewarded(start: float, facts: Sequence[Any]) -> tuple[RewardEnded, None]:
+    trajectory, at, member, began, reward, error = facts
     event = RewardEnded(
         at=at,
         trajectory=trajectory,

@@ -232,5 +232,8 @@ def _ending_of_cancelled(member: Member, deadline: Deadline) -> Ending:
 
 
 def _natural_ending(context: AgentContext) -> Ending:
-    ends = [span.finish_reason for span in context.transcript.generated_spans()]
-    return natural_ending(ends[-1] if ends else None, context.cut_by)
+    cut_by, last = context.cut_by, None
+    if cut_by is not None:
+        for span in context.transcript.generated_spans():
+            last = span.finish_reason
+    return natural_ending(last, cut_by)

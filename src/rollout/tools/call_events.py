@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollout.observe.events import ToolEnded, ToolStarted
 from rollout.types import ToolCall
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rollout.observe.event_stream import EventStream
     from rollout.tools.results import ToolResult
     from rollout.types import InvalidToolCall
@@ -53,34 +55,27 @@ class CallEvents:
         is_refused: bool = False,
     ) -> None:
         """It has its result; None: it was cancelled."""
-        self._events.tell(
-            _tool_ended,
+        is_error, text = (True, None) if result is None else (result.is_error, result.text)
+        facts = (
             self._trajectory,
             self._turn,
             self._path,
             position,
             call,
-            result,
+            is_error,
+            text,  # and not the result, which may hold anything else
             began,
             now,
             is_refused,
         )
+        self._events.tell(_tool_ended, facts)
 
 
 def _tool_ended(
-    start: float,
-    trajectory: int,
-    turn: int,
-    path: str,
-    position: int,
-    call: ToolCall | InvalidToolCall,
-    result: ToolResult | None,
-    began: float,
-    now: float,
-    is_refused: bool,
-) -> tuple[ToolEnded, tuple[ToolCall | InvalidToolCall, ToolResult | None]]:
+    start: float, facts: Sequence[Any]
+) -> tuple[ToolEnded, tuple[ToolCall | InvalidToolCall, str | None]]:
+    trajectory, turn, path, position, call, is_error, text, began, now, is_refused = facts
     name, call_id = (call.name, call.id or "") if isinstance(call, ToolCall) else ("", "")
-    is_error, text = (True, NO_RESULT) if result is None else (result.is_error, result.text)
     event = ToolEnded(
         at=now - start,
         trajectory=trajectory,
@@ -92,7 +87,7 @@ def _tool_ended(
         call_id=call_id,
         is_refused=is_refused,
         is_error=is_error,
-        error=text[:SHOWN] if is_error else "",
-        characters=0 if result is None else len(result.text),
+        error=(NO_RESULT if text is None else text[:SHOWN]) if is_error else "",
+        characters=0 if text is None else len(text),
     )
-    return event, (call, result)
+    return event, (call, text)

@@ -17,7 +17,7 @@ from rollout.tools.schema import as_openai_schema
 from rollout.tools.tool import METHOD_KWARGS, Tool, ToolContext, ToolSession
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from rollout.tools.policy import ToolPolicy
     from rollout.tools.results import ToolResult
@@ -149,14 +149,21 @@ class FunctionTool(Tool, Generic[P, R]):
     def _known(self) -> set[str]:
         return {parameter.name for parameter in self.parameters}
 
-    async def run(self, arguments: dict[str, Any], context: ToolContext) -> Any:
-        """What the function returns for checked arguments; cancellation abandons its thread."""
+    def run(self, arguments: dict[str, Any], context: ToolContext) -> Coroutine[Any, Any, Any]:
+        """What the function returns for checked arguments, to be awaited.
+
+        Cancellation abandons its thread.
+        """
         if self.parameters.context_name is not None:
             arguments[self.parameters.context_name] = context
         function: Any = self.function
         if self._is_async and self._backend != "asyncio":
-            return await function(**arguments)
-        call = functools.partial(function, **arguments)
+            coroutine: Coroutine[Any, Any, Any] = function(**arguments)
+            return coroutine
+        return self._run_elsewhere(functools.partial(function, **arguments), context)
+
+    async def _run_elsewhere(self, call: Callable[[], Any], context: ToolContext) -> Any:
+        """In a thread, or on the loop that runs what needs asyncio."""
         if self._is_async:
             return await context.threads.run_asyncio(self.name, call)
         result = await context.threads.run(self.name, call)
@@ -195,13 +202,13 @@ class _FunctionSession(ToolSession):
         self._tool = tool
         self._context = context
 
-    async def execute(self, call: ToolCall) -> Any:
-        arguments = dict(call.arguments)
+    def execute(self, call: ToolCall) -> Coroutine[Any, Any, Any]:
+        arguments = call.arguments
         if self._context.kwargs:
-            arguments.update(self._tool.fixed(self._context.kwargs))
+            arguments = {**arguments, **self._tool.fixed(self._context.kwargs)}
         if self._tool.function_ref is not None:
-            return await self._run_in_process(self._tool.function_ref, arguments)
-        return await self._tool.run(self._tool.parameters.check(arguments), self._context)
+            return self._run_in_process(self._tool.function_ref, dict(arguments))
+        return self._tool.run(self._tool.parameters.check(arguments), self._context)
 
     async def _run_in_process(self, ref: FunctionRef, arguments: dict[str, Any]) -> ToolResult:
         processes = self._context.processes

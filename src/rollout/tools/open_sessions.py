@@ -67,6 +67,10 @@ class OpenSessions:
         """Whether one of those open is of a tool that is no plain function."""
         return any(not isinstance(self._tools[name], FunctionTool) for name in self._sessions)
 
+    def opens_at_once(self, name: str) -> bool:
+        """Whether `open` of this tool waits for nothing."""
+        return isinstance(self._tools[name], FunctionTool)
+
     async def open(self, name: str, turn_deadline: Deadline) -> None:
         """Open a tool that is not open.
 

@@ -28,7 +28,7 @@ from rollout.tools.tool import ToolContext, ToolContexts
 from rollout.types import InvalidToolCall, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Coroutine, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from rollout.limits import Deadline
@@ -204,7 +204,9 @@ class RunningCalls:
         offered: Collection[str] | None,
         told: CallEvents | None = None,
     ) -> CallTurn:
-        known = [name for name in self._tools if offered is None or name in offered]
+        known: Collection[str] = self._tools
+        if offered is not None:
+            known = [name for name in self._tools if name in offered]
         turn = CallTurn(len(calls), deadline, known, told)
         for position, call in enumerate(calls):
             self._admit(turn, position, call)
@@ -239,6 +241,9 @@ class RunningCalls:
 
     async def _open_tools(self, turn: CallTurn) -> None:
         """Open the tools that are used for the first time; where one fails, so do its calls."""
+        if all(self.sessions.opens_at_once(call.name) for _, call in turn.pending):
+            await self._open_unopened(turn)  # nobody else can come in between
+            return
         opening = self._opening = self._opening or anyio.Lock(fast_acquire=True)
         await acquire(opening, turn.deadline)
         try:
@@ -301,7 +306,7 @@ class RunningCalls:
         if turn.told is not None:
             turn.told.started(position, call, started)
         try:
-            turn.results[position] = await self._result_of(turn, call, owner.kwargs)
+            turn.results[position] = await self._result_of(turn, call, owner.kwargs, started)
         finally:
             self.idle_since = now = self._clock()
             del self._under_way[turn, position]
@@ -312,13 +317,13 @@ class RunningCalls:
                 turn.told.ended(position, call, turn.results[position], started, now)
 
     async def _result_of(
-        self, turn: CallTurn, call: ToolCall, kwargs: Mapping[str, Any]
+        self, turn: CallTurn, call: ToolCall, kwargs: Mapping[str, Any], now: float
     ) -> ToolResult:
         gate = self._kit.gates[call.name]
         key = gate.key(call.arguments, kwargs) if gate.policy.cache_size else None
         if key is not None and (result := gate.kept(key)) is not None:
             return result
-        refusal = gate.breaker.refusal(self._clock())
+        refusal = gate.breaker.refusal(now)
         if refusal is not None:
             return error_result(refusal)
         try:
@@ -358,7 +363,20 @@ class RunningCalls:
             await anyio.sleep(pause_s)
         raise AssertionError("unreachable")
 
-    async def _execute(
+    def _execute(
+        self,
+        session: ToolSession,
+        call: ToolCall,
+        deadline: Deadline,
+        turn: CallTurn,
+        gate: ToolGate,
+    ) -> Coroutine[Any, Any, ToolResult]:
+        """The answer, to be awaited."""
+        if gate.never_waits:
+            return attempt_at_once(_answer, session, call)
+        return self._execute_in_time(session, call, deadline, turn, gate)
+
+    async def _execute_in_time(
         self,
         session: ToolSession,
         call: ToolCall,
@@ -366,8 +384,6 @@ class RunningCalls:
         turn: CallTurn,
         gate: ToolGate,
     ) -> ToolResult:
-        if gate.never_waits:
-            return await attempt_at_once(_answer, session, call)
         try:
             owns = not self._is_on_trio
             return await attempt(

@@ -22,6 +22,9 @@ METHOD_KWARGS = frozenset(
 )
 
 
+_NO_KWARGS: Mapping[str, Any] = {}
+
+
 class ToolContext(msgspec.Struct, frozen=True, kw_only=True):
     """The trajectory that a tool is opened for.
 
@@ -40,7 +43,7 @@ class ToolContext(msgspec.Struct, frozen=True, kw_only=True):
     member: int
     threads: WorkerThreads
     processes: ToolProcesses | None = None
-    kwargs: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    kwargs: Mapping[str, Any] = msgspec.field(default_factory=lambda: _NO_KWARGS)
     extra: dict[str, Any] = msgspec.field(default_factory=dict)
     state: dict[str, Any] = msgspec.field(default_factory=dict)
 

@@ -32,9 +32,19 @@ END_TOKENS = (
 
 _BACKWARDS = "|".join(re.escape(token[::-1]) for token in END_TOKENS)
 _END = re.compile(rf"(?:\s|{_BACKWARDS})*+")
+_LONGEST = max(map(len, END_TOKENS))
+#: Characters that are looked at first: nearly all turns end within.
+_TAIL = 4 * _LONGEST
 
 
 def without_end(text: str) -> str:
     """`text` without the end tokens and the white space at its end; linear in its length."""
-    end = _END.match(text[::-1])
-    return text[: len(text) - end.end()] if end is not None else text
+    length = _length_of_end(text[: -_TAIL - 1 : -1])
+    if length > _TAIL - _LONGEST:  # what comes before may belong to it
+        length = _length_of_end(text[::-1])
+    return text[: len(text) - length]
+
+
+def _length_of_end(backwards: str) -> int:
+    end = _END.match(backwards)
+    return 0 if end is None else end.end()

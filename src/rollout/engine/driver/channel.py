@@ -16,7 +16,7 @@ from rollout.engine.driver.heartbeat import Heartbeat
 from rollout.engine.driver.lasting_connection import LastingConnection
 from rollout.engine.driver.media_sender import MediaSender
 from rollout.engine.driver.pending_commands import PendingCommands
-from rollout.engine.driver.pending_request import PendingRequest
+from rollout.engine.driver.pending_request import Asker, PendingRequest
 from rollout.engine.wire.frames import IDLE_ACK_BYTES, FrameStream
 from rollout.engine.wire.protocol import (
     CONNECTION_ERRORS,
@@ -115,10 +115,9 @@ class Channel:
         """Whether so much waits to be sent that requests should `wait_for_room` first."""
         return self._data.is_full
 
-    async def wait_for_room(self, request: Submit, prefix: TokenPrefix | None = None) -> None:
-        """Return when this request may be sent; waiting callers go in their order."""
-        size = len(request.ids) if prefix is None else 4 * len(prefix)
-        await self._data.wait_for_room(size)
+    async def wait_for_room(self, prompt_tokens: int) -> None:
+        """Return when such a request may be sent; waiting callers go in their order."""
+        await self._data.wait_for_room(4 * prompt_tokens)
 
     def submit_nowait(
         self,
@@ -130,6 +129,7 @@ class Channel:
         deadline: float = math.inf,
         dispatch: Dispatch | None = None,
         media: tuple[PlacedMedia, ...] = (),
+        asker: Asker | None = None,
     ) -> PendingRequest:
         """Send a request, at once; `generation` fills as chunks arrive.
 
@@ -144,6 +144,8 @@ class Channel:
             deadline: Clock time at which the engine aborts the request by itself.
             dispatch: Of what is returned.
             media: Of the prompt, in order; the replica is sent what it does not have.
+            asker: Makes the request again where the replica lacks what came before; None: it is
+                kept for that.
 
         Raises:
             ChannelError: It does not fit into a frame; nothing has been sent.
@@ -151,15 +153,10 @@ class Channel:
         done = self._new_latch()
         request_id = request.request_id
         part = generation.begin(request_id, self.name)
-        length = 0
-        if prefix is not None:
-            request.has_prefix, length = True, prefix.length
-        if media:
-            request.media = tuple((m.medium.digest, m.start, m.count) for m in media)
         pending = PendingRequest(
             request,
             prefix,
-            length,
+            0 if prefix is None else prefix.length,
             deadline,
             generation,
             part,
@@ -177,11 +174,13 @@ class Channel:
         except BaseException:  # it cannot be encoded: nothing has left
             on_gone(pending)
             raise
+        if asker is not None:
+            pending.asked = asker
         self._pending[request_id] = pending
         return pending
 
     def _send(self, pending: PendingRequest, *, whole: bool = False) -> None:
-        message = pending.message
+        message = pending.message()
         if pending.prefix is not None:
             lacking = pending.lacking(self._greeter.session, whole=whole)
             message.kept, message.kept_sum, message.ids = lacking

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollout.observe.events import MemoryChanged, RequestEnded, RequestPlaced, WeightsUpdated
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from rollout.engine.driver.generation import Part
     from rollout.engine.driver.pending_request import PendingRequest
     from rollout.engine.driver.recovery import Attempt
     from rollout.observe.event_stream import EventStream
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 def tell_request_placed(events: EventStream, attempt: Attempt, pending: PendingRequest) -> None:
     """A request was sent to a replica."""
-    if not events.tells_all:
-        return
     events.emit(
         RequestPlaced(
             at=events.since_start(attempt.asked_at),
@@ -42,8 +39,7 @@ def tell_request_ended(
     if pending is None:
         return
     assert pending.dispatch is not None
-    events.tell(
-        _request_ended,
+    facts = (
         attempt.trajectory,
         attempt.session_id,
         pending.part,
@@ -55,21 +51,12 @@ def tell_request_ended(
         attempt.generation.cached_tokens if pending.finish_reason else 0,
         _end_of(pending),
     )
+    events.tell(_request_ended, facts)
 
 
-def _request_ended(
-    start: float,
-    trajectory: int,
-    session: str,
-    part: Part,
-    asked: float,
-    placed: float,
-    first: float | None,
-    now: float,
-    prompt_tokens: int,
-    cached_tokens: int,
-    finish_reason: str,
-) -> tuple[RequestEnded, None]:
+def _request_ended(start: float, facts: Sequence[Any]) -> tuple[RequestEnded, None]:
+    trajectory, session, part, asked, placed, first, now = facts[:7]
+    prompt_tokens, cached_tokens, finish_reason = facts[7:]
     first = now if first is None else first
     event = RequestEnded(
         at=now - start,

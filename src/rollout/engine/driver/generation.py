@@ -156,7 +156,9 @@ class Generation:
     @property
     def count(self) -> int:
         """How many ids there are."""
-        return len(self.ids) if self._packed is None else len(self._packed[0]) // 4
+        if self._packed is not None:
+            return len(self._packed[0]) // 4
+        return 0 if self._ids is None else len(self._ids)
 
     def packed(self) -> tuple[bytes, bytes]:
         """Ids, int32, and log-probs, float32; the same objects to all who ask once it is over."""

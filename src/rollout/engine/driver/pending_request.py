@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -16,11 +17,18 @@ from rollout.medium import PlacedMedia
 from rollout.token_prefix import TokenPrefix
 
 
+class Asker(Protocol):
+    """Makes the message of a request, so that nobody needs to keep it."""
+
+    def submit(self, request_id: str) -> Submit:
+        """The same message each time."""
+
+
 class PendingRequest(msgspec.Struct, eq=False, gc=False):
     """A request under way: `done` fires at its last chunk or when the channel is lost.
 
     Attributes:
-        message: The request itself, as it was sent last.
+        asked: The request itself; or what makes it again, where an engine lacks what it builds on.
         prefix: The prompt, where it is not in the message; its first `sent_tokens` tokens.
         generation: Filled as chunks come, also of an abandoned request; None once no caller waits
             for them any more.
@@ -37,7 +45,7 @@ class PendingRequest(msgspec.Struct, eq=False, gc=False):
             before it was cancelled.
     """
 
-    message: Submit
+    asked: Submit | Asker
     prefix: TokenPrefix | None
     sent_tokens: int
     deadline: float
@@ -83,4 +91,13 @@ class PendingRequest(msgspec.Struct, eq=False, gc=False):
     @property
     def request_id(self) -> str:
         """Its key on the wire."""
-        return self.message.request_id
+        return self.part.request_id
+
+    def message(self) -> Submit:
+        """The request itself, which then is to be told how much of its prefix is lacking."""
+        asked = self.asked
+        message = asked if isinstance(asked, Submit) else asked.submit(self.request_id)
+        message.has_prefix = self.prefix is not None
+        if self.media:
+            message.media = tuple((m.medium.digest, m.start, m.count) for m in self.media)
+        return message

@@ -13,7 +13,12 @@ from rollout.engine.driver.load_windows import LoadWindows
 from rollout.engine.driver.maintenance_queue import MaintenanceQueue
 from rollout.engine.driver.memory_manager import MemoryManager
 from rollout.engine.driver.pool_maintenance import PoolMaintenance
-from rollout.engine.driver.recovery import Attempt, RecoveryCounts, RecoveryPolicy
+from rollout.engine.driver.recovery import (
+    Attempt,
+    RecoveryCounts,
+    RecoveryPolicy,
+    RecoveryRules,
+)
 from rollout.engine.driver.replica import Replica
 from rollout.engine.driver.replica_statistics import ReplicaStatistics, statistics_of
 from rollout.engine.driver.replica_supervisor import Supervisor, nothing_known
@@ -89,6 +94,7 @@ class EnginePool(PoolMaintenance):
         self.events = EventStream() if events is None else events
         self._router = router
         self._policy = policy
+        self._rules: RecoveryRules | None = None  # known with the facts of the engines
         self._spec_of = spec_of or (lambda _: specs[0])
         self._replicas: dict[str, Replica] = {}
         self._numbers = itertools.count()
@@ -319,6 +325,8 @@ class EnginePool(PoolMaintenance):
         fault = info.media_fault(each.medium.kind for each in media) if media else ""
         if fault:
             raise EngineError(fault)
+        if self._rules is None:
+            self._rules = RecoveryRules(self._policy, info, self.recoveries)
         generation.top_count = sampling.top_log_probs
         generation.expert_shape = info.expert_shape
         attempt = Attempt(
@@ -326,9 +334,7 @@ class EnginePool(PoolMaintenance):
             session_id=session_id,
             prompt_ids=prompt_ids,
             sampling=sampling,
-            info=info,
-            policy=self._policy,
-            counts=self.recoveries,
+            rules=self._rules,
             priority=priority,
             known_experts=known_experts,
             deadline=deadline,

@@ -17,6 +17,8 @@ import msgspec
 
 from rollout.engine.core import EngineInfo, SamplingParams
 from rollout.engine.driver.generation import Generation
+from rollout.engine.driver.pending_request import PendingRequest
+from rollout.engine.wire.protocol import Submit
 from rollout.errors import EngineError, LimitExceeded
 from rollout.holds import Hold
 from rollout.limits import Deadline, PausableDeadline
@@ -63,6 +65,35 @@ class RecoveryCounts:
     quarantined: int = 0
 
 
+@attrs.frozen
+class _Deaths:
+    """Of replicas, while a request was in flight there.
+
+    Attributes:
+        reasons: Why they died.
+        tokens: How many the generation had at the last one.
+        was_silent: The replica that died last had given it none.
+        are_enough: It gets no further replica.
+    """
+
+    reasons: tuple[str, ...] = ()
+    tokens: int = 0
+    was_silent: bool = False
+    are_enough: bool = False
+
+
+_NONE = _Deaths()
+
+
+@attrs.frozen
+class RecoveryRules:
+    """What becomes of the requests of a pool whose replica is lost."""
+
+    policy: RecoveryPolicy
+    info: EngineInfo
+    counts: RecoveryCounts
+
+
 @attrs.define(eq=False, kw_only=True, weakref_slot=False)
 class Attempt:
     """One generation and what has happened to its requests so far.
@@ -79,11 +110,11 @@ class Attempt:
         generation: Filled by one request after the other.
         session_id: The trajectory, for errors.
         priority: Larger is served first.
-        deaths: Why replicas died while it was in flight there.
         refusals: How often engines that were full refused it.
         isolation: Where it has a replica to itself, until it is no suspect any more.
         is_interrupted: Its request is cut off, to resume later from the tokens that it has.
-        is_running: It has a request in flight.
+        replica: Where it has a request in flight; empty where it has none.
+        pending: That request, while its answer is waited for.
         queue_scope: Of its wait for a place, where it has a hold.
         was_paused: The runtime has paused its deadlines: engines may know an earlier deadline.
         waits_since: When the request that is made now began to wait for a place.
@@ -94,29 +125,25 @@ class Attempt:
     session_id: str
     _prompt_ids: bytes | TokenPrefix
     _sampling: SamplingParams
-    _info: EngineInfo
-    _policy: RecoveryPolicy
-    _counts: RecoveryCounts
+    _rules: RecoveryRules
     priority: int = 0
     _known_experts: int = 0
     _deadline: PausableDeadline | None = None
     hold: Hold | None = None
     trajectory: int = 0
     media: tuple[PlacedMedia, ...] = ()
-    deaths: tuple[str, ...] = attrs.field(init=False, default=())
+    _deaths: _Deaths = attrs.field(init=False, default=_NONE)
     refusals: int = attrs.field(init=False, default=0)
     isolation: Isolation | None = attrs.field(init=False, default=None)
     is_interrupted: bool = attrs.field(init=False, default=False)
-    is_running: bool = attrs.field(init=False, default=False)
+    replica: str = attrs.field(init=False, default="")
+    pending: PendingRequest | None = attrs.field(init=False, default=None)
     was_paused: bool = attrs.field(init=False, default=False)
     waits_since: float = attrs.field(init=False, default=0.0)
     asked_at: float = attrs.field(init=False, default=0.0)
     queue_scope: anyio.CancelScope | None = attrs.field(init=False, default=None)
     _is_paused: bool = attrs.field(init=False, default=False)
-    _tokens_at_death: int = attrs.field(init=False, default=0)
-    _was_silent: bool = attrs.field(init=False, default=False)
     _garbled: int = attrs.field(init=False, default=0)
-    _is_poisonous: bool = attrs.field(init=False, default=False)
 
     @property
     def deadline(self) -> float:
@@ -180,18 +207,36 @@ class Attempt:
 
         One that died before it had a token of that replica, or with a second replica.
         """
-        if not self.deaths or self.generation.count > self._tokens_at_death:
+        deaths = self._deaths
+        if not deaths.reasons or self.generation.count > deaths.tokens:
             return False
-        return self._was_silent or len(self.deaths) >= SUSPECT_DEATHS
+        return deaths.was_silent or len(deaths.reasons) >= SUSPECT_DEATHS
 
-    def begin_request(self) -> None:
-        """A request of it is in flight from now on, and its time counts."""
-        self.is_running, self.is_interrupted = True, False
+    @property
+    def is_running(self) -> bool:
+        """Whether it has a request in flight."""
+        return self.replica != ""
+
+    def begin_request(self, replica: str) -> None:
+        """A request of it is in flight there from now on, and its time counts."""
+        self.replica, self.is_interrupted = replica, False
         self.resume_deadlines()
+
+    def submit(self, request_id: str) -> Submit:
+        """What the replica is asked; its prompt is left out where it is the trajectory's prefix."""
+        return Submit(
+            request_id,
+            self.prompt_ids if self.prefix is None else b"",
+            self.sampling,
+            self.session_id,
+            self.priority,
+            routed_experts=self.generation.expert_shape is not None,
+            routed_experts_start=self.experts_start,
+        )
 
     def end_request(self) -> None:
         """It is not any more."""
-        self.is_running = False
+        self.replica = ""
         if self.hold is not None:
             self.hold.note()
 
@@ -207,13 +252,15 @@ class Attempt:
 
     def die(self, reason: str, *, is_alone: bool) -> None:
         """The replica died with it in flight; `is_alone`: and with nothing else."""
-        was_suspect = self.is_suspect
-        self.deaths = (*self.deaths, reason)
-        self._was_silent = not self.has_answer
-        self._tokens_at_death = self.generation.count
+        reasons = (*self._deaths.reasons, reason)
         enough = LONE_DEATHS if is_alone else QUARANTINE_DEATHS
-        is_confirmed = (is_alone or was_suspect) and len(self.deaths) >= enough
-        self._is_poisonous = is_confirmed or len(self.deaths) >= MOST_DEATHS
+        is_confirmed = (is_alone or self.is_suspect) and len(reasons) >= enough
+        self._deaths = _Deaths(
+            reasons,
+            self.generation.count,
+            was_silent=not self.has_answer,
+            are_enough=is_confirmed or len(reasons) >= MOST_DEATHS,
+        )
 
     def recover(self, why: str, *, is_garbled: bool = False) -> bool:
         """Prepare the next request; False where the tokens there are are the whole answer.
@@ -222,21 +269,21 @@ class Attempt:
             EngineError: There is no next request.
         """
         self._garbled += is_garbled
-        if self._is_poisonous:
-            self._counts.quarantined += 1
+        if self._deaths.are_enough:
+            self._rules.counts.quarantined += 1
             raise self.failed(self._quarantine_message(), reason=QUARANTINED)
-        if self._policy == "fail" or self._garbled > MAX_GARBLED:
+        if self._rules.policy == "fail" or self._garbled > MAX_GARBLED:
             raise self.failed(why)
         if self._is_whole():
             return False
         stateful = stateful_field(self._sampling)
-        if stateful or self._policy == "restart":
+        if stateful or self._rules.policy == "restart":
             rule = f"sampling.{stateful}" if stateful else "recovery.policy"
             self.generation.restart(f"{why} ({rule})")
-            self._counts.restarted += 1
+            self._rules.counts.restarted += 1
         else:
             self.generation.resumes += 1
-            self._counts.resumed += 1
+            self._rules.counts.resumed += 1
         return True
 
     def pause_deadlines(self) -> None:
@@ -270,19 +317,19 @@ class Attempt:
 
     def _is_whole(self) -> bool:
         """Whether the lost replica had only not said that it was done."""
-        ids, sampling = self.generation.ids, self._sampling
-        ends = sampling.stop_token_ids + (() if sampling.ignore_eos else self._info.eos_ids)
+        ids, sampling, info = self.generation.ids, self._sampling, self._rules.info
+        ends = sampling.stop_token_ids + (() if sampling.ignore_eos else info.eos_ids)
         if ids and ids[-1] in ends:
             self.generation.finish_reason = "stop"
-        elif len(ids) >= sampling.max_new_tokens or self.prompt_tokens >= self._info.context_length:
+        elif len(ids) >= sampling.max_new_tokens or self.prompt_tokens >= info.context_length:
             self.generation.finish_reason = "length"
         return self.generation.finish_reason is not None
 
     def _quarantine_message(self) -> str:
-        deaths = "; ".join(self.deaths)
+        deaths = self._deaths.reasons
         return (
-            f"the request of {self.session_id} is quarantined: engines died {len(self.deaths)} "
-            f"times with it in flight ({deaths})"
+            f"the request of {self.session_id} is quarantined: engines died {len(deaths)} times "
+            f"with it in flight ({'; '.join(deaths)})"
         )
 
 

@@ -66,7 +66,6 @@ class Replica:
         channel, routed: While it serves.
         weights: What it was given last since it started; None: what it starts with.
         machines, is_here, machine: Of where it lives; see `ReplicaHandle`.
-        running: Generations whose request is in flight there.
         lost: Those that were when it was lost last, and how many requests were in flight in all.
         loss_classified: Fires when it is known whether that was a death.
         media_bytes: Of images and videos that it was sent over channels that are lost.
@@ -92,7 +91,6 @@ class Replica:
     is_here: bool = True
     machine: str = ""
     tokens: TokenCounts = attrs.field(factory=TokenCounts)
-    running: dict[Attempt, None] = attrs.field(factory=dict)
     lost: tuple[tuple[Attempt, ...], int] = ((), 0)
     loss_classified: anyio.Event = attrs.field(factory=anyio.Event)
     media_bytes: int = 0
@@ -135,13 +133,14 @@ class Replica:
         self.starts += 1
         self._tell("serving", capacity=channel.info.max_requests)
 
-    def lose(self) -> None:
-        """Its channel is lost: it gets nothing more, and whether it died is not known yet."""
+    def lose(self, running: tuple[Attempt, ...]) -> None:
+        """Its channel is lost: it gets nothing more, and whether it died is not known yet.
+
+        Args:
+            running: Generations whose request is in flight there.
+        """
         assert self.routed is not None
-        self.lost, self.loss_classified = (
-            (tuple(self.running), self.routed.in_flight),
-            anyio.Event(),
-        )
+        self.lost, self.loss_classified = (running, self.routed.in_flight), anyio.Event()
         self.routed = None
         self._tell("lost", "" if self.channel is None else self.channel.lost_reason)
 
@@ -224,13 +223,3 @@ class Replica:
                     capacity=capacity,
                 )
             )
-
-    # What it runs.
-
-    def begin_request(self, attempt: Attempt) -> None:
-        """A request of this attempt is in flight there."""
-        self.running[attempt] = None
-
-    def end_request(self, attempt: Attempt) -> None:
-        """It is not any more."""
-        del self.running[attempt]

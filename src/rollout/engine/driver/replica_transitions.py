@@ -113,7 +113,7 @@ class ReplicaTransitions:
 
     def _lost(self, replica: Replica) -> None:
         self._router.remove(replica.name)
-        replica.lose()
+        replica.lose(self._requests.running_on(replica))
 
     def classify_loss(self, replica: Replica, channel: Channel, is_death: bool) -> None:
         """A replica was lost, and it is known now whether that was a death of its own."""

@@ -12,7 +12,6 @@ from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.deadline_watch import DeadlineWatch
 from rollout.engine.driver.engine_events import tell_request_ended, tell_request_placed
 from rollout.engine.driver.recovery import NO_ENGINE, Isolation
-from rollout.engine.wire.protocol import Submit
 from rollout.limits import cleanup_scope
 from rollout.seeds import RequestIds
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from rollout.engine.routing import Dispatch, Router
     from rollout.holds import Hold
     from rollout.observe.event_stream import EventStream
-    from rollout.token_prefix import TokenPrefix
     from rollout.wake_budget import WakeBudget
 
 #: Seconds before a request that a full engine refused is placed again; doubled up to the second.
@@ -84,7 +82,7 @@ class RequestRunner:
         self._wait_queue = wait_queue
         self._changes = changes
         self._last_answer_s = last_answer_s
-        self.deadlines = DeadlineWatch(replicas, wakes, last_answer_s)
+        self.deadlines = DeadlineWatch(self.active, replicas, wakes, last_answer_s)
         self._ids = RequestIds()
         self._now = loop_clock()
         self._on_gone = self._released  # one for all requests
@@ -111,16 +109,16 @@ class RequestRunner:
                     dispatch = await self._place(attempt, group_id, avoid)
                 if dispatch is None:
                     continue  # it is held
-                replica, channel = self._begin(attempt, dispatch)
+                channel = self._begin(attempt, dispatch)
                 try:
-                    request = self._request_of(attempt)
                     if channel.is_full:
                         with attempt.in_time():
-                            await self._wait_for_room(channel, dispatch, request, attempt.prefix)
-                    pending = self._submit(channel, dispatch, request, attempt)
-                    if events.is_on:
+                            await self._wait_for_room(channel, dispatch, attempt)
+                    pending = self._submit(channel, dispatch, attempt)
+                    if events.tells_all:
                         tell_request_placed(events, attempt, pending)
-                    self.deadlines.begin(pending, attempt)
+                    attempt.pending = pending
+                    self.deadlines.look_at(attempt.deadline)
                     try:  # right here: each coroutine around this wait is one for each trajectory
                         await pending.done
                     except BaseException as error:
@@ -130,18 +128,18 @@ class RequestRunner:
                                 await pending.done
                         raise  # else it is closed by force, which may not be awaited in
                     finally:
-                        pending.generation = None
-                        self.deadlines.end(pending)
+                        pending.generation = attempt.pending = None
                     if pending.given_up_at is not None:
                         raise attempt.overdue()
                 finally:
-                    self._end(replica, attempt)
+                    self._end(attempt)
                     if events.is_on:
                         tell_request_ended(events, attempt, pending, self._now())
                 if pending.finish_reason in WHOLE_ANSWERS or await self._is_over(attempt, pending):
                     return
                 is_cut_off = pending.finish_reason == "abort"
-                avoid = None if is_cut_off or len(self._router.replicas) == 1 else replica.name
+                is_alone = len(self._router.replicas) == 1
+                avoid = None if is_cut_off or is_alone else dispatch.replica.name
         finally:
             attempt.resume_deadlines()
             del self.active[attempt]
@@ -167,6 +165,10 @@ class RequestRunner:
                 attempt.resume_deadlines()
                 self.deadlines.look_at(attempt.deadline)
 
+    def running_on(self, replica: Replica) -> tuple[Attempt, ...]:
+        """Attempts whose request is in flight there."""
+        return tuple(attempt for attempt in self.active if attempt.replica == replica.name)
+
     async def finish(self, replica: Replica) -> None:
         """Return when nothing is in flight there, or when it is lost; give it nothing new."""
         routed = replica.routed
@@ -177,7 +179,7 @@ class RequestRunner:
         """Have its requests cut off, which then resume from their tokens, and `finish`."""
         is_empty = False
         while not is_empty:
-            for attempt in replica.running:
+            for attempt in self.running_on(replica):
                 attempt.is_interrupted = True
                 if replica.channel is not None:
                     replica.channel.interrupt_nowait(attempt.generation.request_id)
@@ -293,56 +295,40 @@ class RequestRunner:
             return self._ask(attempt, group_id, None, now)
         return dispatch
 
-    def _begin(self, attempt: Attempt, dispatch: Dispatch) -> tuple[Replica, Channel]:
+    def _begin(self, attempt: Attempt, dispatch: Dispatch) -> Channel:
         """The attempt is in flight on its replica; a suspect has that to itself at first."""
         replica = self._replicas[dispatch.replica.name]
         assert replica.channel is not None  # the router offers no other
         if attempt.is_suspect:
             self._router.isolate(replica.name)
             attempt.isolation = Isolation(attempt, partial(self._end_isolation, replica.name))
-        attempt.begin_request()
-        replica.begin_request(attempt)
-        return replica, replica.channel
+        attempt.begin_request(replica.name)
+        return replica.channel
 
-    def _end(self, replica: Replica, attempt: Attempt) -> None:
+    def _end(self, attempt: Attempt) -> None:
         """It is not any more."""
         attempt.end_request()
-        replica.end_request(attempt)
         if attempt.isolation is not None:
             attempt.isolation.end()
             attempt.isolation = None
 
-    def _request_of(self, attempt: Attempt) -> Submit:
-        return Submit(
-            self._ids.new(),
-            attempt.prompt_ids if attempt.prefix is None else b"",
-            attempt.sampling,
-            attempt.session_id,
-            attempt.priority,
-            routed_experts=attempt.generation.expert_shape is not None,
-            routed_experts_start=attempt.experts_start,
-        )
-
-    async def _wait_for_room(
-        self, channel: Channel, dispatch: Dispatch, request: Submit, prefix: TokenPrefix | None
-    ) -> None:
+    async def _wait_for_room(self, channel: Channel, dispatch: Dispatch, attempt: Attempt) -> None:
         try:
-            await channel.wait_for_room(request, prefix)
+            await channel.wait_for_room(attempt.prompt_tokens)
         except BaseException:
             self._release(dispatch, generated=None)
             raise
 
-    def _submit(
-        self, channel: Channel, dispatch: Dispatch, request: Submit, attempt: Attempt
-    ) -> PendingRequest:
+    def _submit(self, channel: Channel, dispatch: Dispatch, attempt: Attempt) -> PendingRequest:
         return channel.submit_nowait(
-            request,
+            attempt.submit(self._ids.new()),
             attempt.generation,
             self._on_gone,
             prefix=attempt.prefix,
             deadline=attempt.deadline,
             dispatch=dispatch,
             media=attempt.media,
+            asker=attempt,
         )
 
     def _end_isolation(self, name: str) -> None:

@@ -10,6 +10,9 @@ import numpy as np
 from rollout.errors import EngineError
 from rollout.token_prefix import TokenPrefix
 
+#: Negative ids are the largest of all.
+_UNSIGNED = np.dtype(np.uint32)
+
 
 def outside(ids: bytes, vocab_size: int, start: int = 0) -> str:
     """Which id is not of the vocabulary, in words; empty where all are.
@@ -19,10 +22,12 @@ def outside(ids: bytes, vocab_size: int, start: int = 0) -> str:
         vocab_size: Of the engine; 0 where it does not say, and only negative ids are outside.
         start: Position of the first one.
     """
-    values = np.frombuffer(ids, np.uint32)  # negative ones are the largest
-    if not len(values) or values.item(values.argmax()) < (vocab_size or 2**31):
+    if not ids:
         return ""
-    at = int(np.argmax(values >= (vocab_size or 2**31)))
+    values, end = np.frombuffer(ids, _UNSIGNED), vocab_size or 2**31
+    if values.item(values.argmax()) < end:
+        return ""
+    at = int(np.argmax(values >= end))
     of = f" of {vocab_size} ids" if vocab_size else ""
     return (
         f"token id {values.view(np.int32)[at]} at position {start + at} is outside the engine's "

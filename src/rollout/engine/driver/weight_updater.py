@@ -204,7 +204,7 @@ class WeightUpdater:
         except EngineError as error:
             errors[replica] = error
             return
-        for attempt in replica.running:  # those that paused in their place
+        for attempt in self._requests.running_on(replica):  # those that paused in their place
             attempt.resume_deadlines()
         if replica.channel is channel and replica.is_serving:
             self._router.set_weights(replica.name, weights.version)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 MAX_HOLDERS = 8
 #: Trajectories that are remembered; a later turn of an older one is placed again.
 MAX_SESSIONS = 100_000
+#: So many more are, until they are forgotten at once: to find the first of a dict takes longer, the
+#: more before it have been removed.
+SURPLUS = 1000
 
 
 _NO_HOLDERS: Mapping[ReplicaState, int] = {}
@@ -50,7 +53,8 @@ class Sessions:
     """The trajectories and groups that have been seen and not been forgotten."""
 
     def __init__(self) -> None:
-        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        #: Those of which there was a request last are the last.
+        self._sessions: dict[str, _Session] = {}
         self._groups: dict[str, _Group] = {}
         #: The holders of the groups that have one: a group of one trajectory never has more.
         self._alone: dict[ReplicaState, Mapping[ReplicaState, int]] = {}
@@ -82,11 +86,13 @@ class Sessions:
 
     def note(self, dispatch: Dispatch, group_id: str) -> None:
         """Remember where a request went."""
-        session = self._sessions.get(dispatch.session_id)
+        session = self._sessions.pop(dispatch.session_id, None)
         if session is None:
             session = self._begin(dispatch, group_id)
-        else:
-            self._sessions.move_to_end(dispatch.session_id)
+        self._sessions[dispatch.session_id] = session
+        if len(self._sessions) >= MAX_SESSIONS + SURPLUS:
+            for session_id in tuple(islice(self._sessions, SURPLUS)):
+                self.forget(session_id)
         replica = session.replica = dispatch.replica
         session.cache_epoch = replica.cache_epoch
         session.tokens = dispatch.prompt_tokens
@@ -109,16 +115,13 @@ class Sessions:
         return alone
 
     def _begin(self, dispatch: Dispatch, group_id: str) -> _Session:
-        session = self._sessions[dispatch.session_id] = _Session(group_id, dispatch.replica)
         if group_id:
             group = self._groups.get(group_id)
             if group is None:
                 group = self._groups[group_id] = _Group(dispatch.prompt_tokens, self._lost_caches)
             group.prompt_tokens = min(group.prompt_tokens, dispatch.prompt_tokens)
             group.members += 1
-        if len(self._sessions) > MAX_SESSIONS:
-            self.forget(next(iter(self._sessions)))
-        return session
+        return _Session(group_id, dispatch.replica)
 
     def cache_lost(self) -> None:
         """The cache epoch of a replica has grown, or a replica was added."""

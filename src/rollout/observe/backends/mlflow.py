@@ -8,7 +8,7 @@ import mlflow
 from mlflow.entities import SpanType
 from mlflow.tracking import MlflowClient
 
-from rollout.observe.trace_spans import AGENT, CHAT, TOOL
+from rollout.observe.trace_spans import AGENT, CHAT, TOOL, plain
 
 if TYPE_CHECKING:
     from rollout.observe.trace_spans import Span
@@ -49,14 +49,16 @@ class Backend:
             each.name,
             _TYPES.get(each.kind, SpanType.UNKNOWN),
             parent_span=parent,
-            inputs=each.inputs,
+            inputs=plain(each.inputs),
             attributes=each.attributes,
             start_time_ns=int(each.began * 1e9),
             **of_root,
         )
         for child in each.children:
             self._export(child, span)
-        outputs = {"error": each.error} if each.error and each.outputs is None else each.outputs
+        outputs = plain(each.outputs)
+        if each.error and outputs is None:
+            outputs = {"error": each.error}
         span.end(
             outputs=outputs,
             status="ERROR" if each.error else "OK",

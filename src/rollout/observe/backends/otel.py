@@ -14,7 +14,7 @@ import msgspec
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
-from rollout.observe.trace_spans import CHAT, TOOL
+from rollout.observe.trace_spans import CHAT, TOOL, plain, text_of
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -89,19 +89,16 @@ class Backend:
 def _contents(each: Span) -> dict[str, str]:
     """Inputs and outputs, as JSON where they are no text."""
     if each.kind == CHAT and each.outputs is not None:
-        said = [{"role": "assistant", "parts": [{"type": "text", "content": each.outputs}]}]
-        return {"gen_ai.output.messages": _text(said)}
+        parts = [{"type": "text", "content": plain(each.outputs)}]
+        said = [{"role": "assistant", "parts": parts}]
+        return {"gen_ai.output.messages": msgspec.json.encode(said).decode()}
     taken, given = _CONTENT.get(each.kind, _OTHER_CONTENT)
     found = {}
     if each.inputs is not None:
-        found[taken] = _text(each.inputs)
+        found[taken] = text_of(each.inputs)
     if each.outputs is not None:
-        found[given] = _text(each.outputs)
+        found[given] = text_of(each.outputs)
     return found
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def _nanoseconds(seconds: float) -> int:

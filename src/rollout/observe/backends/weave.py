@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import weave
 
+from rollout.observe.trace_spans import plain
+
 if TYPE_CHECKING:
     from rollout.observe.trace_spans import Span
 
@@ -36,7 +38,7 @@ class Backend:
         }
         call = self._client.create_call(
             each.name.partition(" ")[0],
-            {} if each.inputs is None else {"inputs": each.inputs},
+            {} if each.inputs is None else {"inputs": plain(each.inputs)},
             parent,
             attributes={**each.attributes, **found_by},
             display_name=each.name,
@@ -47,7 +49,7 @@ class Backend:
             self._export(child, call)
         self._client.finish_call(
             call,
-            each.outputs,
+            plain(each.outputs),
             exception=RuntimeError(each.error) if each.error else None,
             ended_at=datetime.fromtimestamp(each.ended, UTC),
         )

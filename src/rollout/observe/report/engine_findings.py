@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 #: Losses of one replica that make it a flapping one.
 FLAPPING = 2
 #: A replica is starved that has so little of what the others have, while they have at least so many
-#: requests at once on average, and there were so many for each replica.
-STARVED_SHARE, OTHERS_AT_ONCE, REQUESTS_EACH = 0.25, 1.0, 12
+#: requests at once on average, and got so many trajectories. Requests would say less: those of a
+#: trajectory stay together, so that of few trajectories a replica may get none by chance.
+STARVED_SHARE, OTHERS_AT_ONCE, TRAJECTORIES_EACH = 0.25, 1.0, 4
 #: A replica is slow that decodes a request at so little of the others' pace, over so many requests.
 SLOW_PACE, LEAST_REQUESTS = 0.4, 4
 #: Engines are idle that have a request for so little of a run of at least so many seconds.
@@ -55,17 +56,18 @@ def starved(run: Run) -> Iterable[Finding]:
     """Replicas that have next to nothing to do while others have."""
     replicas = [each for each in run.replicas if each.requests or _serves(run, each)]
     requests = sum(each.requests for each in replicas)
-    if len(replicas) < 2 or requests < REQUESTS_EACH * len(replicas):
-        return
-    for replica in replicas:
+    placed = {each.name: _trajectories(run, each) for each in replicas}
+    for replica in replicas if len(replicas) > 1 else ():
         others = [each for each in replicas if each is not replica]
         usual = median(each.at_once or 0.0 for each in others)
         usual_requests = median(each.requests for each in others)
+        usual_placed = median(placed[each.name] for each in others)
         if (
             usual < OTHERS_AT_ONCE
+            or usual_placed < TRAJECTORIES_EACH
             or replica.losses
             or (replica.at_once or 0.0) > STARVED_SHARE * usual
-            or replica.requests > STARVED_SHARE * usual_requests
+            or placed[replica.name] > STARVED_SHARE * usual_placed
         ):
             continue
         waited = max(each.queue or 0.0 for each in others)
@@ -84,6 +86,11 @@ def starved(run: Run) -> Iterable[Finding]:
             ),
             filter=f'replica:"{replica.name}"' if replica.requests else "",
         )
+
+
+def _trajectories(run: Run, replica: ReplicaFigures) -> int:
+    """How many it worked for; a conversation that was opened from another counts as one."""
+    return len({each.session for each in run.times.replicas[replica.name].requests})
 
 
 def _serves(run: Run, replica: ReplicaFigures) -> bool:

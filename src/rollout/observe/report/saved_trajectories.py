@@ -6,7 +6,6 @@ no token is a Python object for longer than its line is read.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 from typing import TYPE_CHECKING, Any
@@ -156,17 +155,19 @@ class TrajectoryLines:
         return whole.split(b"\n") if whole else []
 
     def _lines_of_journal(self) -> list[bytes]:
-        """Of trajectories that have ended since the last time; what reads them is floors above."""
+        """Of trajectories that have ended since the last time."""
         size = self._journal.stat().st_size if self._journal.exists() else 0
         if not size or size == self._journal_size:
             return []
         self._journal_size = size
-        load = importlib.import_module("rollout.batch.storage").load_trajectories
-        line = importlib.import_module("rollout.batch.records").trajectory_line
-        found = {(each.uid, each.group, each.member): each for each in load(self._journal)}
+        from rollout.batch.records import trajectory_line
+        from rollout.scheduling.journal.ended_trajectories import ended_trajectories
+
+        ended = ended_trajectories(self._journal)
+        found = {(each.uid, each.group, each.member): each for each in ended}
         new = [name for name in found if name not in self._from_journal]
         self._from_journal.update(new)
-        return [line(found[name], None).rstrip(b"\n") for name in new]
+        return [trajectory_line(found[name], None).rstrip(b"\n") for name in new]
 
     def decode(self, line: bytes) -> SavedTrajectory:
         """The trajectory of a line.

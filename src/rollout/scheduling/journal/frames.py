@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: What a journal begins with; the number is the version of its format.
 MAGIC = b"rollout journal 3\n"
-_MAGIC_OF_ANY = b"rollout journal "
+MAGIC_OF_ANY = b"rollout journal "
 _HEAD = struct.Struct("<II")
 _encode_into = msgspec.msgpack.Encoder().encode_into
 _encode = msgspec.msgpack.Encoder().encode
@@ -144,11 +144,11 @@ def check_magic(path: Path, data: memoryview) -> bool:
         return True
     if MAGIC.startswith(found):
         return False
-    if found.startswith(_MAGIC_OF_ANY):
-        version = bytes(data[len(_MAGIC_OF_ANY) : 64]).split(b"\n")[0].decode("ascii", "replace")
+    if found.startswith(MAGIC_OF_ANY):
+        version = bytes(data[len(MAGIC_OF_ANY) : 64]).split(b"\n")[0].decode("ascii", "replace")
         raise JournalError(
             f"{path}: a journal of format {version}; this version reads format "
-            f"{MAGIC[len(_MAGIC_OF_ANY) :].decode().strip()}"
+            f"{MAGIC[len(MAGIC_OF_ANY) :].decode().strip()}"
         )
     raise JournalError(f"{path}: is no journal")
 

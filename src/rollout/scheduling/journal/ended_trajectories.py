@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rollout.agents.kept_messages import TurnReader
 from rollout.chat import get_tool_parser
 from rollout.config import config_from_dict
-from rollout.runtime.driver_model import template_of
+from rollout.engine.driver.model_template import template_of
 from rollout.scheduling.journal.journal_reading import (
     read_journal,
     reader_of,
