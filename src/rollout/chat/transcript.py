@@ -243,7 +243,7 @@ class Transcript:
             spans.places,
             spans.runs,
             spans.reasons,
-            self._log_probs[turns:],
+            list(self._log_probs[turns:]),
             top,
             experts,
         )
