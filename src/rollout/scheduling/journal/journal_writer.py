@@ -36,6 +36,8 @@ RETRY_S = 1.0
 MAX_WAITING = 1 << 16
 #: Bytes after which a frame is closed, and records after which they are encoded.
 _FRAME, _BATCH = 1 << 19, 32
+#: What a record that is no plain data raises.
+_UNENCODABLE = (TypeError, ValueError, OverflowError)
 
 
 class JournalWriter:
@@ -113,7 +115,7 @@ class JournalWriter:
         self.put_count = number = self.put_count + 1  # first: what is encoded is never more
         self._put.append(entry)
         if (is_large or len(self._put) >= _BATCH) and not self._is_together:
-            with self._lock:
+            with self._lock, suppress(*_UNENCODABLE):
                 self._encode()
         if not self._is_awake:
             self._awake()
@@ -134,11 +136,18 @@ class JournalWriter:
         return True
 
     def _encode(self, *, is_whole: bool = False) -> None:
-        """What was put is in the open frame then; with the lock."""
-        if self._put:
-            records = [self._put.popleft() for _ in range(len(self._put))]
+        """What was put is in the open frame then; with the lock.
+
+        Raises:
+            TypeError, ValueError, OverflowError: A record of ours is no plain data: nothing has
+                changed, and the thread says so.
+        """
+        count = len(self._put)  # the loop may add more meanwhile
+        if count:
+            self._open.add([self._put[at] for at in range(count)], is_whole=is_whole)
+            for _ in range(count):
+                self._put.popleft()
             self._encoded = self.put_count
-            self._open.add(records, is_whole=is_whole)
         if self._open.size > _FRAME:
             self._fill()
 
@@ -158,13 +167,15 @@ class JournalWriter:
     def together(self) -> Iterator[None]:
         """What is put in the block is in the file as a whole, or not at all."""
         with self._lock:
-            self._encode()
+            with suppress(*_UNENCODABLE):
+                self._encode()
             self._is_together = True
             try:
                 yield
             finally:
                 self._is_together = False
-                self._encode(is_whole=True)
+                with suppress(*_UNENCODABLE):
+                    self._encode(is_whole=True)
         if self._thread is None:
             self._write_all()
 
@@ -246,12 +257,12 @@ class JournalWriter:
 
     def _write_all(self) -> None:
         """Write what was put so far."""
-        with self._lock:
-            self._encode()
-            if self._open.count:
-                self._fill()
         before, failure = self.written, self.failure
         try:
+            with self._lock:
+                self._encode()
+                if self._open.count:
+                    self._fill()
             if not self.size:
                 self._append(memoryview(MAGIC))
             while self._full:
