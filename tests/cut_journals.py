@@ -21,10 +21,13 @@ def cut_before_end(path: Path) -> None:
         if isinstance(each, Frame):
             for payload, entry in entries_of(each):
                 if isinstance(entry, EndEntry):
+                    before = [
+                        msgspec.Raw(record)
+                        for start, record in records_of(each)
+                        if start < payload.start
+                    ]
                     frame = FrameBuffer()
-                    for start, record in records_of(each):
-                        if start < payload.start:
-                            frame.add(msgspec.Raw(record))
+                    frame.add(before)
                     with frame.closed() as whole:
                         path.write_bytes(data[: each.start] + whole)
                     return

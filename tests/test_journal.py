@@ -30,6 +30,7 @@ from rollout import (
 )
 from rollout.agents import AgentContext, register_agent
 from rollout.config import AgentConfig, JournalConfig, SamplingConfig
+from rollout.errors import LimitExceeded
 from rollout.scheduling.journal.entries import AnswersEntry, EndEntry, TurnEntry
 from rollout.scheduling.journal.frames import MAGIC, Frame, TornTail, frames
 from rollout.scheduling.journal.journal_reading import entries_of as entries_in
@@ -236,7 +237,7 @@ def test_resume_cuts_a_torn_tail_at_every_byte_with_a_message(
 def test_resume_of_what_is_no_journal_of_this_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     path.write_bytes(b"rollout journal 9\n")
-    with pytest.raises(ConfigError, match="a journal of format 9; this version reads format 2"):
+    with pytest.raises(ConfigError, match="a journal of format 9; this version reads format 3"):
         run(config_of(path), prompts("quick"), resume=True)
     path.write_bytes(b"something else")
     with pytest.raises(ConfigError, match="is no journal"):
@@ -304,6 +305,41 @@ def test_trajectory_whose_extra_cannot_be_written_fails_by_that_field(tmp_path: 
     assert whole.transcript.generated_length
     resumed = run(config_of(path), prompts("quick"), reward=attaching, resume=True)
     assert content(resumed.trajectories[0]) == content(whole)
+
+
+@register_agent("odd_names")
+class OddNames(AgentLoop):
+    """Names things by what its prompt is called, which no file can hold."""
+
+    async def run(self, context: AgentContext) -> None:
+        await context.generate()
+        match context.prompt.uid:
+            case "reason":
+                context.end(Outcome.COMPLETED, "\ud800")
+            case "outcome":
+                context.end("fine", "so")  # type: ignore[arg-type]
+            case "limit":
+                raise LimitExceeded("a limit", source="\ud800", reason="own")
+            case "purpose":
+                await context.branch(purpose="\ud800")
+
+
+def test_names_that_cannot_be_written_fail_who_gave_them_alone(tmp_path: Path) -> None:
+    given = [
+        Prompt(messages=[{"role": "user", "content": "quick"}], uid=uid)
+        for uid in ("reason", "outcome", "limit", "purpose", "none")
+    ]
+    config = config_of(tmp_path / "journal", agent=AgentConfig(name="odd_names"))
+    *odd, usual = run(config, given).trajectories
+    assert usual.outcome is Outcome.COMPLETED
+    assert {each.outcome for each in odd} == {Outcome.FAILED}
+    assert [str(each.cause and each.cause.message).partition("expected")[0] for each in odd] == [
+        r"end: reason = '\ud800'; ",
+        "end: outcome = 'fine'; ",
+        r"end: limit_source = '\ud800'; ",
+        r"purpose = '\ud800': ",
+    ]
+    assert len(run(config, given, resume=True).trajectories) == 5
 
 
 def test_extra_as_text_is_written_so_with_a_warning(

@@ -15,10 +15,12 @@ import pytest
 import rollout
 from cut_journals import cut_before_end
 from http_agents import Client, config_of, prompt_of, user
-from rollout import JournalError, Outcome, Prompt, RolloutBatch
+from rollout import JournalError, Outcome, Prompt, RolloutBatch, function_tool
 from rollout.config import GatewayConfig, JournalConfig, LimitsConfig
+from rollout.scheduling.journal.entries import AnswersEntry, decode
+from rollout.scheduling.journal.frames import Frame, frames, records_of
 from rollout.scheduling.journal.journal_reading import read_journal
-from rollout.testing import Scenario
+from rollout.testing import Scenario, tool_call
 
 ROOT = Path(__file__).parents[1]
 SAID: list[list[Any]] = []
@@ -84,6 +86,46 @@ def test_journal_written_by_its_thread_is_whole_and_resumed(tmp_path: Path, fsyn
     assert [each.transcript.ids_bytes() for each in second.trajectories] == [
         each.transcript.ids_bytes() for each in first.trajectories
     ]
+
+
+def test_turn_and_what_tools_answer_at_once_are_one_record_and_resumed(tmp_path: Path) -> None:
+    path, called = tmp_path / "journal", list[str]()
+
+    @function_tool
+    async def look(name: str) -> str:
+        """Look something up.
+
+        Args:
+            name: What.
+        """
+        called.append(name)
+        return f"{name} is é"
+
+    scenario = Scenario(seed=2)
+    for at in range(40):
+        calls = [tool_call("look", name=f"{at}.{turn}") for turn in range(3)]
+        scenario = (
+            scenario.reply(f"this is {at}", calls[0]).then(calls[1]).then(calls[2]).then("so")
+        )
+    config = scenario.config(journal=JournalConfig(path=str(path)))
+    prompts = [Prompt(messages=[user(f"this is {at}")]) for at in range(40)]
+    with rollout.open_rollout_blocking(config, [look]) as runtime:
+        first = runtime.generate(prompts)
+    data = memoryview(path.read_bytes())
+    whole = [each for each in frames(data) if isinstance(each, Frame)]
+    records = [decode(record) for each in whole for _, record in records_of(each)]
+    known = read_journal(path).trajectories.values()
+    assert sum(len(each.answers) for each in known) == 120
+    assert sum(isinstance(each, AnswersEntry) for each in records) < 60
+    cut_before_end(path)
+    answered = sum(len(each.answers) for each in read_journal(path).trajectories.values())
+    with rollout.open_rollout_blocking(config, [look], resume=True) as runtime:
+        second = runtime.generate(prompts)
+    assert len(called) == 240 - answered
+    for one, other in zip(first.trajectories, second.trajectories, strict=True):
+        assert one.transcript.ids_bytes() == other.transcript.ids_bytes()
+        assert one.transcript.log_probs_bytes() == other.transcript.log_probs_bytes()
+        assert list(one.messages) == list(other.messages)
 
 
 def test_generate_on_a_full_disk_waits_and_ends_with_what_there_is(tmp_path: Path) -> None:

@@ -96,8 +96,9 @@ BAD_TARGETS: list[tuple[dict[str, Any], str]] = [
     ({"member": -1}, "member = -1: expected an integer ≥ 0, or None for every one"),
     ({"member": True}, "member = True: expected an integer ≥ 0, or None for every one"),
     ({"uid": 3}, "uid = 3: expected a string, or None for every prompt"),
-    ({"reason": ""}, "reason = '': expected a non-empty string"),
-    ({"reason": None}, "reason = None: expected a non-empty string"),
+    ({"reason": ""}, "reason = '': expected a non-empty string in UTF-8"),
+    ({"reason": None}, "reason = None: expected a non-empty string in UTF-8"),
+    ({"reason": "\ud800"}, r"reason = '\ud800': expected a non-empty string in UTF-8"),
 ]
 
 

@@ -147,6 +147,7 @@ async def test_open_segment_sampling_is_its_own() -> None:
         ({"sampling": {"heat": 1}}, "open_segment: sampling.heat: unknown key"),
         ({"sampling": 3}, "open_segment: sampling = 3; expected a mapping"),
         ({"purpose": ""}, "purpose = ''; expected a non-empty string"),
+        ({"purpose": "\ud800"}, r"purpose = '\ud800'; expected a non-empty string in UTF-8"),
     ],
 )
 async def test_open_segment_wrong_arguments_are_named(arguments: Any, message: str) -> None:

@@ -16,9 +16,6 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: How many pieces a digest is of, and that.
-_NOTHING = (0, 0)
-
 
 class TokenPrefix(msgspec.Struct, eq=False, gc=False):
     """Append-only token ids, held as the pieces in which they came.
@@ -36,7 +33,6 @@ class TokenPrefix(msgspec.Struct, eq=False, gc=False):
     _pieces: list[bytes] = []
     _sum: int = 0  # of the first `_summed` ids
     _summed: int = 0
-    _digested: tuple[int, int] = _NOTHING
     #: What the replica has that was asked last; of earlier ones in `_others`.
     _session: str = ""
     _sent: int = 0
@@ -73,23 +69,15 @@ class TokenPrefix(msgspec.Struct, eq=False, gc=False):
         """CRC-32 of the first `length` ids; cheap where they are more than the last time."""
         if length < self._summed:
             self._sum = self._summed = 0
-        self._sum = zlib.crc32(self.packed(self._summed, length), self._sum)
-        self._summed = length
+        if length > self._summed:
+            self._sum = zlib.crc32(self.packed(self._summed, length), self._sum)
+            self._summed = length
         return self._sum
 
     @property
-    def pieces(self) -> Sequence[bytes]:
+    def pieces(self) -> list[bytes]:
         """All ids, packed, as they were appended."""
         return self._pieces
-
-    def digested(self) -> tuple[int, int]:
-        """How many ids there are, and their CRC-32; cheap where few came since the last time."""
-        count, digest = self._digested
-        if count < len(self._pieces):
-            for piece in self._pieces[count:]:
-                digest = zlib.crc32(piece, digest)
-            self._digested = (len(self._pieces), digest)
-        return self.length, digest
 
     def packed(self, start: int = 0, stop: int | None = None) -> bytes:
         """The ids from index `start` up to `stop`, int32 little-endian."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeGuard
 
 
 def encodable(text: str) -> str:
@@ -21,6 +22,11 @@ def is_encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def is_name(value: object) -> TypeGuard[str]:
+    """Whether it is a text that can be written down: not empty, and UTF-8 can carry it."""
+    return isinstance(value, str) and bool(value) and is_encodable(value)
 
 
 def unencodable_text(value: object) -> str | None:

@@ -219,7 +219,11 @@ class AgentContext:
         return self._services.events
 
     def end(self, outcome: Outcome, reason: str, *, limit_source: str | None = None) -> None:
-        """Settle the outcome; return from `run` afterwards. The first call counts."""
+        """Settle the outcome; return from `run` afterwards. The first call counts.
+
+        Raises:
+            AgentError: An argument is of another kind; nothing is settled.
+        """
         self._state.end(outcome, reason, limit_source=limit_source)
 
     async def begin(

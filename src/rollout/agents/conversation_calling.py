@@ -73,9 +73,9 @@ class CallingConversation(ListeningConversation):
     async def _answers_to(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
         """What the tools answer, or have answered when the trajectory came here before."""
         state, log, offered = self._state, self._state.log, self._offered
-        place = None if log is None else log.place_of_calls(self.transcript.prefix, calls)
-        if log is not None and place is not None and log.has_answers:
-            known = await log.recall_answers(place)
+        asked = None if log is None else log.asked(self.transcript.prefix, calls)
+        if log is not None and asked is not None and log.has_answers:
+            known = await log.recall_answers(asked)
             if known is not None:
                 return state.tools.recall(calls, known, self._turn_deadline, offered)
         before, events, told = state.tools.seconds, state.services.events, None
@@ -88,12 +88,12 @@ class CallingConversation(ListeningConversation):
         state.services.tally.tool_calls += len(calls)
         if show_something(results):
             results = await self._seen(calls, results)
-        if log is not None and place is not None:
+        if log is not None and asked is not None:
             answers = Answers(results, state.tools.seconds - before)
             if state.tools.has_states:
                 stateful, snapshots = await state.tools.states_after(calls)
                 answers = answers._replace(stateful=stateful, snapshots=snapshots)
-            if log.note_answers(place, self._session_id, self.assistant_turns, answers):
+            if log.note_answers(asked, self._session_id, self.assistant_turns, answers):
                 await log.room()
         return results
 

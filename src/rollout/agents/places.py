@@ -14,6 +14,7 @@ from rollout.chat.trajectory import Parent, Segment
 from rollout.chat.transcript import Transcript
 from rollout.errors import AgentError
 from rollout.types import Message
+from rollout.utf8 import is_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -126,8 +127,8 @@ def check_purpose(purpose: Any) -> None:
     Raises:
         AgentError: It is none.
     """
-    if not isinstance(purpose, str) or not purpose:
-        raise AgentError(f"purpose = {purpose!r:.80}: expected a non-empty string")
+    if not is_name(purpose):
+        raise AgentError(f"purpose = {purpose!r:.80}: expected a non-empty string in UTF-8")
 
 
 def check_ids(ids: Any, vocab_size: int, what: str = "observe_ids") -> array[int]:

@@ -16,9 +16,10 @@ from rollout.agents.wording import Wording
 from rollout.bridge import loop_clock
 from rollout.drives import UnresponsiveError
 from rollout.engine.core import WHOLE_ANSWERS
-from rollout.errors import EngineError, LimitExceeded
+from rollout.errors import AgentError, EngineError, LimitExceeded
 from rollout.limits import Deadline, PausableDeadline
 from rollout.types import Outcome, Prompt
+from rollout.utf8 import is_encodable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -160,7 +161,18 @@ class TrajectoryState:
         return Wording(services, TurnReader(services.template, services.parser, tuple(tools)))
 
     def end(self, outcome: Outcome, reason: str, *, limit_source: str | None = None) -> None:
-        """Settle the outcome; return from `run` afterwards. The first call counts."""
+        """Settle the outcome; return from `run` afterwards. The first call counts.
+
+        Raises:
+            AgentError: An argument is of another kind; nothing is settled.
+        """
+        if not isinstance(outcome, Outcome):
+            raise AgentError(
+                f"end: outcome = {outcome!r:.80}; expected a member of rollout.Outcome"
+            )
+        for name, text in (("reason", reason), ("limit_source", limit_source or "")):
+            if not isinstance(text, str) or not is_encodable(text):
+                raise AgentError(f"end: {name} = {text!r:.80}; expected a string in UTF-8")
         if self.ending is None:
             self.ending = Ending(outcome=outcome, reason=reason, limit_source=limit_source)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,6 +15,19 @@ if TYPE_CHECKING:
 
 #: What was asked for: where in a conversation, and what.
 Place = tuple[int, int, int]
+
+
+class AskedCalls(NamedTuple):
+    """Calls of tools, as they are remembered.
+
+    Attributes:
+        prefix, length: The conversation, and how many tokens it had before them.
+        calls: They, encoded: tools may change what they are given.
+    """
+
+    prefix: TokenPrefix
+    length: int
+    calls: bytes
 
 
 class TurnLog(Protocol):
@@ -46,13 +59,13 @@ class TurnLog(Protocol):
     ) -> bool:
         """A generation is over that continues `prefix`; whether to wait for `room`."""
 
-    def place_of_calls(
+    def asked(
         self, prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
-    ) -> Place | None:
-        """Where these calls are made; None where they cannot be remembered."""
+    ) -> AskedCalls | None:
+        """What these calls ask; None where they cannot be remembered."""
 
-    async def recall_answers(self, place: Place) -> Answers | None:
+    async def recall_answers(self, asked: AskedCalls) -> Answers | None:
         """What was answered then; None where nothing is known."""
 
-    def note_answers(self, place: Place, segment: str, turn: int, answers: Answers) -> bool:
+    def note_answers(self, asked: AskedCalls, segment: str, turn: int, answers: Answers) -> bool:
         """Calls have been answered; whether the trajectory is to wait for `room`."""

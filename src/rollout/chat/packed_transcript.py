@@ -3,45 +3,31 @@
 from __future__ import annotations
 
 from array import array
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class PackedTranscript(NamedTuple):
     """A transcript as bytes; `Transcript.from_packed` makes an equal one.
 
     Attributes:
-        ids: int32 of each token, in the pieces in which they came; a piece that its reader has
-            already is a number.
+        ids: int32 of each token, in the pieces in which they came.
         spans: Of each its author and where it stops; see `SpanTable`.
         runs, reasons: As in `SpanTable`.
-        log_probs: float32 of each generated span, or a number in the same manner.
+        log_probs: float32 of each generated span.
         top: By where their span starts, how many most likely ids each token has, their ids, int32,
             and log-probs, float32.
         experts: (layers, top_k) and int16 of the first tokens; None where nobody knows them.
     """
 
-    ids: list[bytes | int]
+    ids: list[bytes]
     spans: bytes
     runs: bytes
     reasons: tuple[str, ...]
-    log_probs: list[bytes | int]
+    log_probs: list[bytes]
     top: dict[int, tuple[int, bytes, bytes]] | None
     experts: tuple[int, int, bytes] | None
-
-
-#: What a reader has already that was told nothing before.
-NOTHING_KNOWN: Mapping[int, int] = MappingProxyType({})
-
-
-def no_number(number: int) -> tuple[bytes, bytes]:
-    """What a number stands for to a reader that was told nothing before."""
-    raise ValueError(f"a packed transcript says number {number}; expected bytes")
 
 
 def packed_values(code: Literal["i", "f"], dtype: type[np.generic], values: Any) -> bytes:

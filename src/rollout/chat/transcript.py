@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 
 import numpy as np
@@ -23,9 +23,7 @@ import numpy.typing as npt
 
 from rollout.chat.likely_ids import Likely, likely_of, packed_top, unpacked_top
 from rollout.chat.packed_transcript import (
-    NOTHING_KNOWN,
     PackedTranscript,
-    no_number,
     packed_values,
 )
 from rollout.chat.spans import Span, SpanKind, SpanTable
@@ -229,11 +227,11 @@ class Transcript:
         """Those of the generated ids, in order, as packed float32."""
         return b"".join(self._log_probs)
 
-    def packed(self, known: Mapping[int, int] = NOTHING_KNOWN) -> PackedTranscript:
+    def packed(self, pieces: int = 0, turns: int = 0) -> PackedTranscript:
         """All of it.
 
         Args:
-            known: Numbers of what its reader has already, by the identity of its bytes.
+            pieces, turns: Of ids, and of log-probs, that its reader has already.
         """
         spans, top, experts = self._spans, None, None
         if self._top is not None:
@@ -241,32 +239,23 @@ class Transcript:
         if self.expert_shape is not None and self._experts is not None:
             experts = (*self.expert_shape, self._experts.tobytes())
         return PackedTranscript(
-            [known.get(id(piece), piece) for piece in self.prefix.pieces],
+            self.prefix.pieces[pieces:],
             spans.places,
             spans.runs,
             spans.reasons,
-            [known.get(id(own), own) for own in self._log_probs],
+            list(self._log_probs[turns:]),
             top,
             experts,
         )
 
     @classmethod
-    def from_packed(
-        cls,
-        packed: PackedTranscript,
-        known: Callable[[int], tuple[bytes, bytes]] = no_number,
-    ) -> Transcript:
-        """The transcript of which this was `packed`.
-
-        Args:
-            known: Gives the ids and the log-probs that a number stands for.
-        """
+    def from_packed(cls, packed: PackedTranscript) -> Transcript:
+        """The transcript of which this was `packed`, whole."""
         made = cls()
         for piece in packed.ids:
-            made.prefix.extend(known(piece)[0] if isinstance(piece, int) else piece)
+            made.prefix.extend(piece)
         made._spans = SpanTable(len(made.prefix), packed.spans, packed.runs, packed.reasons)
-        own = (known(each)[1] if isinstance(each, int) else each for each in packed.log_probs)
-        made._log_probs = list(own)
+        made._log_probs = list(packed.log_probs)
         if packed.top is not None:
             made._top = unpacked_top(packed.top)
         if packed.experts is not None:

@@ -31,7 +31,12 @@ from rollout.runtime.opening import tool_executor
 from rollout.runtime.reward_opening import RewardFunctions, rewarding_of
 from rollout.scheduling.finished import unstarted
 from rollout.scheduling.journal.ended_trajectories import ended_trajectories
-from rollout.scheduling.journal.journal_reading import RecordedMedia, read_journal, reader_of
+from rollout.scheduling.journal.journal_reading import (
+    RecordedMedia,
+    read_journal,
+    reader_of,
+    steps_of,
+)
 from rollout.scheduling.journal.packed_trajectory import prompt_of
 from rollout.scheduling.journal.replay_log import ReplayLog, ReplayStep, said_calls
 from rollout.scheduling.member_runs import MemberRuns
@@ -124,12 +129,12 @@ def _record_of(path: Path, contents: Contents, key: Key) -> Record:
     read, recorded = reader_of(path), contents.trajectories[key]
     payload = contents.prompts[(key.step, key.uid, key.validate, key.call)]
     prompt = prompt_of(cast("PromptEntry", read(payload)).fields)
-    entries = [read(each) for each in sorted((*recorded.turns, *recorded.answers))]
+    steps, _ = steps_of(recorded, read)
     return Record(
         key,
         contents.header,
         prompt,
-        cast("list[TurnEntry | AnswersEntry]", entries),
+        steps,
         KnownContents(RecordedMedia(contents.media, read), str(path)),
         _ended(path, contents, recorded),
     )

@@ -8,6 +8,7 @@ from typing import Any
 from rollout.config import GroupPolicy
 from rollout.errors import PromptError
 from rollout.tensor_layout import layout_faults
+from rollout.utf8 import is_name
 
 #: The largest step: what trainers and engines keep numbers in.
 MAX_STEP = 2**63 - 1
@@ -66,8 +67,8 @@ def check_target(uid: Any, member: Any, reason: Any) -> None:
         faults.append(f"uid = {uid!r:.80}: expected a string, or None for every prompt")
     if member is not None and not _is_natural(member):
         faults.append(f"member = {member!r:.80}: expected an integer ≥ 0, or None for every one")
-    if not isinstance(reason, str) or not reason:
-        faults.append(f"reason = {reason!r:.80}: expected a non-empty string")
+    if not is_name(reason):
+        faults.append(f"reason = {reason!r:.80}: expected a non-empty string in UTF-8")
     _raise(faults)
 
 

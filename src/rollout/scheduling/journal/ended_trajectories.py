@@ -13,7 +13,7 @@ from rollout.scheduling.journal.journal_reading import (
     read_journal,
     reader_of,
     say_torn,
-    turn_reader,
+    steps_of,
 )
 from rollout.scheduling.journal.packed_trajectory import prompt_of, trajectory_of
 
@@ -76,7 +76,8 @@ def ended_trajectories(path: Path) -> list[Trajectory]:
         ) -> TurnReader:
             return TurnReader(template, parser, offered if schemas is None else schemas)
 
-        found.append(trajectory_of(entry.trajectory, prompt, reader, turn_reader(recorded, read)))
+        _, rows = steps_of(recorded, read)
+        found.append(trajectory_of(entry.trajectory, prompt, reader, rows))
     return found
 
 

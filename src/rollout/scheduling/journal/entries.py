@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -78,18 +79,39 @@ class PromptEntry(msgspec.Struct, array_like=True, tag=1):
     pulled: str | None = None
 
 
+class GivenAnswers(msgspec.Struct, array_like=True):
+    """What tools answered to a turn, as part of its record; see `AnswersEntry`.
+
+    Attributes:
+        asked: The calls, which were made right after the turn.
+        place: See `Rows.add`.
+    """
+
+    asked: bytes
+    results: list[str | list[Any]]
+    seconds: float
+    stateful: Sequence[str]
+    snapshots: dict[str, Any]
+    place: Place = (0, 0, 0)
+
+
 class TurnEntry(msgspec.Struct, array_like=True, tag=2, gc=False):
-    """What an engine sampled in one turn.
+    """One turn: what an engine sampled, and what tools answered to it.
 
     Attributes:
         start: How often its trajectory had begun from its start before.
         segment: The session of its segment.
         turn: Its number in the conversation, from 0.
+        place: In the file without its CRC-32; see `Rows.add`.
+        row: The number of its row, whose turns before it follow each other in the file.
+        kept: How many ids of the turn before stayed; -1: all.
+        context: Ids of the row since that turn, in the pieces in which they came.
         ids, log_probs: int32 and float32, little-endian.
         versions: Runs of weight version and number of ids.
         seconds: That it took.
         top, experts: Most likely ids and their log-probs with their number; routed experts with
             their shape and the first token that they are of. None where nobody asked.
+        answers: To its calls; None where there are none, or a record of their own has them.
     """
 
     key: Key
@@ -97,6 +119,9 @@ class TurnEntry(msgspec.Struct, array_like=True, tag=2, gc=False):
     segment: str
     turn: int
     place: Place
+    row: int
+    kept: int
+    context: list[bytes]
     ids: bytes
     log_probs: bytes
     versions: list[list[int]]
@@ -106,12 +131,14 @@ class TurnEntry(msgspec.Struct, array_like=True, tag=2, gc=False):
     seconds: float
     top: tuple[int, bytes, bytes] | None = None
     experts: tuple[int, int, int, bytes] | None = None
+    answers: GivenAnswers | None = None
 
 
 class AnswersEntry(msgspec.Struct, array_like=True, tag=3):
-    """What tools answered to the calls of one turn.
+    """What tools answered to the calls of one turn, after the record of that was written.
 
     Attributes:
+        turn: Turns of the conversation so far.
         results: Of each call the fields of its `ToolResult`, in order, images and videos without
             their contents; of most its text is all.
         seconds: Time in calls.
@@ -126,14 +153,14 @@ class AnswersEntry(msgspec.Struct, array_like=True, tag=3):
     place: Place
     results: list[str | list[Any]]
     seconds: float
-    stateful: list[str] = []
+    stateful: Sequence[str] = ()
     snapshots: dict[str, Any] = {}
 
 
 class EndEntry(msgspec.Struct, array_like=True, tag=4):
     """A finished trajectory, packed.
 
-    What an engine sampled for it stands in its turns: there is the number of one since `start`.
+    What its turns tell of its rows is not said again; see `ToldRow`.
     """
 
     key: Key
@@ -175,6 +202,27 @@ Entry = (
     | VersionEntry
     | MediumEntry
 )
+
+
+def answers_in(entry: TurnEntry | AnswersEntry) -> AnswersEntry | None:
+    """The answers of tools in a record, as one of their own."""
+    if isinstance(entry, AnswersEntry):
+        return entry
+    given = entry.answers
+    if given is None:
+        return None
+    return AnswersEntry(
+        entry.key,
+        entry.start,
+        entry.segment,
+        entry.turn + 1,
+        given.place,
+        given.results,
+        given.seconds,
+        given.stateful,
+        given.snapshots,
+    )
+
 
 _decoder: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry, ext_hook=restored)
 

@@ -1,7 +1,8 @@
 """Frames of a journal: ``u32 length | u32 CRC-32 | payload``, little-endian.
 
-The payload is a msgpack array of records: those that are written together share a frame, because
-each frame costs the driver as much as several records.
+The payload is a msgpack array of arrays of records: those that are encoded together share an array,
+and those that are written together a frame, because each costs the driver as much as several
+records.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ import msgspec
 from rollout.errors import JournalError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 #: What a journal begins with; the number is the version of its format.
-MAGIC = b"rollout journal 2\n"
+MAGIC = b"rollout journal 3\n"
 MAGIC_OF_ANY = b"rollout journal "
 _HEAD = struct.Struct("<II")
 _encode_into = msgspec.msgpack.Encoder().encode_into
-_raw_records = msgspec.msgpack.Decoder(list[msgspec.Raw])
-#: Of an array whose length is a u32: what it begins with, so that it can be filled as records come.
+_encode = msgspec.msgpack.Encoder().encode
+_raw_batches = msgspec.msgpack.Decoder(list[list[msgspec.Raw]])
+#: Of an array whose length is a u32: what it begins with, so that it can be filled as batches come.
 _ARRAY, _COUNT = 0xDD, struct.Struct(">BI")
 _EMPTY = bytes(_HEAD.size + _COUNT.size)
 #: No frame is longer; what says otherwise is no frame.
@@ -55,45 +57,47 @@ class FrameBuffer:
     """A frame that is filled, written and filled again: memory that is new for each one would come
     from the system, page by page.
 
-    Records are encoded as they come, while they are in the cache.
-
     Attributes:
         size: In bytes, as far as it is filled.
         count: Of its records.
     """
 
-    __slots__ = ("_buffer", "_together", "count", "size")
+    __slots__ = ("_buffer", "_counts", "_wholes", "count", "size")
 
     def __init__(self) -> None:
         self._buffer = bytearray(_EMPTY)
-        #: Of records that are not divided, where they start and stop.
-        self._together: dict[int, int] = {}
+        #: How many records each of its batches has, and which of them are not divided.
+        self._counts: list[int] = []
+        self._wholes: set[int] = set()
         self.size, self.count = len(_EMPTY), 0
 
     def clear(self) -> None:
         """It is empty."""
         self.size, self.count = len(_EMPTY), 0
-        self._together.clear()
+        self._counts.clear()
+        self._wholes.clear()
 
-    def add(self, record: Any) -> None:
-        """One more record.
+    def add(self, records: Sequence[Any], *, is_whole: bool = False) -> None:
+        """One more batch of records.
+
+        Args:
+            records: In order.
+            is_whole: Whether they are not divided.
 
         Raises:
-            TypeError, ValueError, OverflowError: It cannot be encoded; the frame is as it was.
+            TypeError, ValueError, OverflowError: One cannot be encoded; the frame is as it was.
         """
-        buffer = self._buffer
-        _encode_into(record, buffer, self.size)
-        self.size = len(buffer)
-        self.count += 1
-
-    def keep_together(self, start: int) -> None:
-        """The records from this number on are not divided."""
-        self._together[start] = self.count
+        _encode_into(records, self._buffer, self.size)
+        self.size = len(self._buffer)
+        if is_whole:
+            self._wholes.add(len(self._counts))
+        self._counts.append(len(records))
+        self.count += len(records)
 
     @contextmanager
     def closed(self) -> Iterator[memoryview]:
         """It as it stands in the file, in the block."""
-        _COUNT.pack_into(self._buffer, _HEAD.size, _ARRAY, self.count)
+        _COUNT.pack_into(self._buffer, _HEAD.size, _ARRAY, len(self._counts))
         with memoryview(self._buffer) as whole, whole[: self.size] as frame:
             with frame[_HEAD.size :] as payload:
                 checksum = zlib.crc32(payload)
@@ -103,15 +107,13 @@ class FrameBuffer:
     def divided(self) -> list[FrameBuffer]:
         """Its records, each in a frame of its own, or with those that it is kept together with."""
         with self.closed() as frame:
-            records = _raw_records.decode(frame[_HEAD.size :])
-        made, at = [], 0
-        while at < len(records):
-            part, stop = FrameBuffer(), self._together.get(at, at + 1)
-            for record in records[at:stop]:
-                part.add(record)
-            part.keep_together(0)
-            made.append(part)
-            at = stop
+            batches = _raw_batches.decode(frame[_HEAD.size :])
+        made = []
+        for number, records in enumerate(batches):
+            is_whole = number in self._wholes
+            for part in [records] if is_whole else [[each] for each in records]:
+                made.append(FrameBuffer())
+                made[-1].add(part, is_whole=is_whole)
         return made
 
 
@@ -121,12 +123,13 @@ def records_of(frame: Frame) -> list[tuple[int, bytes]]:
     Raises:
         msgspec.MsgspecError: It holds none.
     """
-    records = [bytes(each) for each in _raw_records.decode(frame.payload)]
-    at = frame.stop - sum(map(len, records))
     found = []
-    for record in records:
-        found.append((at, record))
-        at += len(record)
+    at = frame.start + len(_EMPTY)
+    for batch in _raw_batches.decode(frame.payload):
+        at += len(_encode([None] * len(batch))) - len(batch)  # what an array begins with
+        for record in map(bytes, batch):
+            found.append((at, record))
+            at += len(record)
     return found
 
 

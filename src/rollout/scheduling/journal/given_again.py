@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rollout.agents.turn_log import AskedCalls
 from rollout.chat.media_records import without_content
 from rollout.medium import Media
 from rollout.scheduling.journal.plain_data import plain
@@ -52,20 +53,21 @@ def answers_of(known: AnswersEntry, whole: Callable[[Media], Media]) -> Answers:
 
 def place_of_turn(prefix: TokenPrefix, sampling: SamplingParams) -> Place:
     """Where a turn begins that is sampled so."""
-    length, digest = prefix.digested()
-    return length, digest, sampling.seed or 0
+    length = prefix.length
+    return length, prefix.sum_of(length), sampling.seed or 0
 
 
-def place_of_calls(
-    prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
-) -> Place | None:
-    """Where these calls are made; None where they cannot be remembered."""
+def asked_of(prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]) -> AskedCalls | None:
+    """What is asked by these calls here; None where it cannot be remembered."""
     try:
-        asked = _encode(calls)
+        return AskedCalls(prefix, prefix.length, _encode(calls))
     except (TypeError, ValueError, OverflowError):
         return None
-    length, digest = prefix.digested()
-    return length, digest, zlib.crc32(asked)
+
+
+def place_of_calls(asked: AskedCalls) -> Place:
+    """Where these calls are made."""
+    return asked.length, asked.prefix.sum_of(asked.length), zlib.crc32(asked.calls)
 
 
 def plain_states(states: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,7 +95,8 @@ def fields_of(result: ToolResult, at: int) -> str | list[Any]:
         ]
     says_more = result.metrics or result.extra or result.is_error or result.end_trajectory
     if result.data is None and result.reward is None and not says_more:
-        return result.text
+        text = result.text
+        return text if text.isascii() else str(plain(text, f"answers[{at}].text"))
     return _fields(result, at)
 
 

@@ -30,7 +30,7 @@ from rollout.scheduling.journal.journal_reading import (
     read_journal,
     say_torn,
 )
-from rollout.scheduling.journal.journal_writer import GATHER_S, JournalWriter
+from rollout.scheduling.journal.journal_writer import GATHER_S, MAX_WAITING, JournalWriter
 from rollout.scheduling.journal.open_journal import CHECK_S, OpenJournal
 from rollout.scheduling.journal.packed_trajectory import packed_prompt
 from rollout.scheduling.journal.run_identity import check_same, header_of
@@ -91,28 +91,28 @@ class Journal(OpenJournal):
         """
         entries: dict[str, PromptEntry] = {}
         faults: list[str] = []
+        if not members:
+            return []
+        identity = members[0].identity
+        step, validate = identity.step, identity.validate
+        before = self._calls_before(step, validate)
         for member in members:
-            identity = member.identity
-            if identity.uid not in entries:
-                where = f"prompts[{identity.group}]"
+            uid, group = member.identity.uid, member.identity.group
+            if uid not in entries:
+                where = f"prompts[{group}]"
                 fields = self._fields(member.prompt, where, faults)
-                step, validate = identity.step, identity.validate
-                call = known_call
-                if call is None:
-                    call = self._calls_before(step, validate)[identity.uid]
-                entry = PromptEntry(step, identity.uid, validate, call, fields)
-                entries[identity.uid] = entry
+                call = before[uid] if known_call is None else known_call
+                entries[uid] = entry = PromptEntry(step, uid, validate, call, fields)
                 faults += self._changes(entry, where)
         if faults:
             raise PromptError("\n".join(faults))
-        for uid, entry in entries.items():
-            if known_call is not None:
-                break
-            self._calls_before(entry.step, entry.validate)[uid] += 1
+        if known_call is None:
+            before.update(entries.keys())
+        recorded = self._contents.trajectories
         for member in members:
-            entry, number = entries[member.identity.uid], member.identity.member
-            key = Key(entry.step, entry.uid, number, entry.validate, entry.call)
-            member.log = TrajectoryLog(self, key, self._contents.trajectories.pop(key, None))
+            uid = member.identity.uid
+            key = Key(step, uid, member.identity.member, validate, entries[uid].call)
+            member.log = TrajectoryLog(self, key, recorded.pop(key, None) if recorded else None)
         known = self._contents.prompts
         return [each for each in entries.values() if _prompt_key(each) not in known]
 
@@ -232,9 +232,14 @@ async def open_journal(
     path = Path(config.journal.path)
     descriptor = _opened(path, contents)
     fsync = config.journal.fsync
-    gather_s = 0.0 if fsync == "always" else GATHER_S
+    waits = fsync == "always"
     writer = JournalWriter(
-        path, descriptor, contents.size, syncs=fsync != "never", gather_s=gather_s
+        path,
+        descriptor,
+        contents.size,
+        syncs=fsync != "never",
+        gather_s=0.0 if waits else GATHER_S,
+        allowance=0 if waits else MAX_WAITING,
     )
     if contents.header is None:
         writer.put(header)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import mmap
 from contextlib import closing
-from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import attrs
@@ -23,6 +22,7 @@ from rollout.scheduling.journal.entries import (
     PromptEntry,
     TurnEntry,
     VersionEntry,
+    answers_in,
     decode,
 )
 from rollout.scheduling.journal.frames import (
@@ -33,6 +33,7 @@ from rollout.scheduling.journal.frames import (
     frames,
     records_of,
 )
+from rollout.scheduling.journal.told_rows import Rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -189,12 +190,22 @@ def _scan(path: Path, data: memoryview, contents: Contents) -> None:
 
 
 def entries_of(frame: Frame) -> list[tuple[Payload, Entry]]:
-    """The records of a frame, and where they lie.
+    """The records of a frame, and where they lie; the answers in a turn's stand after it.
 
     Raises:
         msgspec.MsgspecError: It holds something else.
     """
-    return [(Payload(start, len(record)), decode(record)) for start, record in records_of(frame)]
+    found: list[tuple[Payload, Entry]] = []
+    for start, record in records_of(frame):
+        payload = Payload(start, len(record))
+        found += [(payload, each) for each in parts_of(decode(record))]
+    return found
+
+
+def parts_of(entry: Entry) -> list[Entry]:
+    """It; of a turn with answers the turn, and these as a record of their own."""
+    answers = answers_in(entry) if isinstance(entry, TurnEntry) else None
+    return [entry] if answers is None else [entry, answers]
 
 
 def reader_of(path: Path) -> Callable[[Payload], Entry]:
@@ -235,15 +246,15 @@ class RecordedMedia:
         return entry.content
 
 
-def turn_reader(
+def steps_of(
     recorded: Recorded, read: Callable[[Payload], Entry]
-) -> Callable[[int], tuple[bytes, bytes]]:
-    """Gives ids and log-probs of a turn of a trajectory, by its number."""
-
-    @cache
-    def turn(number: int) -> tuple[bytes, bytes]:
-        entry = read(recorded.turns[number])
-        assert isinstance(entry, TurnEntry)
-        return entry.ids, entry.log_probs
-
-    return turn
+) -> tuple[list[TurnEntry | AnswersEntry], Rows]:
+    """Turns and answers of a trajectory in order, each in its place; and the rows they tell of."""
+    steps: list[TurnEntry | AnswersEntry] = []
+    rows = Rows()
+    for payload in sorted({*recorded.turns, *recorded.answers}):
+        entry = read(payload)
+        if isinstance(entry, TurnEntry):
+            rows.add(entry)
+        steps += [e for e in parts_of(entry) if isinstance(e, TurnEntry | AnswersEntry)]
+    return steps, rows

@@ -21,21 +21,23 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rollout.errors import RolloutError
-    from rollout.scheduling.journal.entries import Entry
+    from rollout.scheduling.journal.entries import Entry, GivenAnswers, TurnEntry
 
 logger = logging.getLogger("rollout.journal")
 
 #: How long records are gathered where nobody waits for them. Each time that the thread takes its
 #: turn costs the loop as much as a turn of a trajectory.
 GATHER_S = 0.1
-#: The same where somebody waits.
-_HURRY_S = 0.03
+#: The same where a caller waits for a trajectory, and where a program waits for an answer.
+_HURRY_S, SOON_S = 0.03, 0.002
 #: Between two attempts to write where the last one failed.
 RETRY_S = 1.0
 #: Records that wait to be written before trajectories wait for them.
 MAX_WAITING = 1 << 16
-#: Bytes after which a frame is closed.
-_FRAME = 1 << 19
+#: Bytes after which a frame is closed, and records after which they are encoded.
+_FRAME, _BATCH = 1 << 19, 32
+#: What a record that is no plain data raises.
+_UNENCODABLE = (TypeError, ValueError, OverflowError)
 
 
 class JournalWriter:
@@ -51,25 +53,39 @@ class JournalWriter:
         syncs: Whether each batch is on the disk, and not only with the system, before it counts as
             written.
         gather_s: How long records are gathered before they are written together.
+        allowance: As the attribute.
 
     Attributes:
         put_count: Records given so far.
         written: Of these, as many as are written.
+        allowance: How many records may wait to be written before trajectories wait for them.
+        admitted: The number up to which records are put without waiting.
         size: Bytes in the file.
         failure: Why the last attempt to write failed; None where it did not.
         listeners: Called on the loop when more is written, or cannot be; see `ask`.
     """
 
     def __init__(
-        self, path: Path, descriptor: int, size: int, *, syncs: bool, gather_s: float = GATHER_S
+        self,
+        path: Path,
+        descriptor: int,
+        size: int,
+        *,
+        syncs: bool,
+        gather_s: float,
+        allowance: int,
     ) -> None:
-        self._gather_s = gather_s
+        self._gather_s, self.allowance = gather_s, allowance
         self.put_count = self.written = 0
+        self.admitted = allowance
         self.size = size
         self.failure: RolloutError | None = None
         self._path, self._descriptor, self._syncs = path, descriptor, syncs
-        #: What records are added to; under the lock, for the thread takes it away.
+        #: Records that are to be encoded: one by one that costs twice as much. Under the lock, for
+        #: the thread does so as well, they are taken from here into what is to be written.
+        self._put: deque[Entry] = deque()
         self._open, self._lock = FrameBuffer(), threading.RLock()
+        self._encoded = 0
         self._is_together = False
         #: What is to be written, and what was.
         self._full: deque[FrameBuffer] = deque()
@@ -78,9 +94,10 @@ class JournalWriter:
         self._changed = self._event_type()
         self.listeners: dict[Callable[[], object], None] = {}
         self._has_waiters = False
-        self._is_awake = self._is_hurried = False
-        #: What wakes the thread: something was put while it idled, or somebody waits.
-        self._signals: SimpleQueue[None] = SimpleQueue()
+        self._is_awake = False
+        #: What wakes the thread: something was put while it idled, or somebody waits, for so long.
+        self._signals: SimpleQueue[float] = SimpleQueue()
+        self._within_s = gather_s
         self._closing, self._done = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._post = loop_poster()
@@ -88,32 +105,61 @@ class JournalWriter:
             self._thread = threading.Thread(target=self._run, name="rollout-journal", daemon=True)
             self._thread.start()
 
-    def put(self, entry: Entry) -> int:
+    def put(self, entry: Entry, *, is_large: bool = False) -> int:
         """Have a record written; its number. On the loop.
 
-        Raises:
-            TypeError, ValueError, OverflowError: It cannot be encoded; nothing has changed.
+        Args:
+            entry: It is encoded later: nothing in it may change, and it must be plain data.
+            is_large: Whether it may be of megabytes.
         """
-        with self._lock:
-            frame = self._open
-            frame.add(entry)
-            if frame.size > _FRAME:
-                self._fill()
-        self.put_count += 1
+        self.put_count = number = self.put_count + 1  # first: what is encoded is never more
+        self._put.append(entry)
+        if (is_large or len(self._put) >= _BATCH) and not self._is_together:
+            with self._lock, suppress(*_UNENCODABLE):
+                self._encode()
         if not self._is_awake:
             self._awake()
-        return self.put_count
+        return number
+
+    def complete(self, turn: TurnEntry, number: int, answers: GivenAnswers) -> bool:
+        """Whether answers have become part of a turn's record, which is not so once it is encoded.
+
+        Args:
+            turn: The record.
+            number: As from `put`.
+            answers: Of its tools.
+        """
+        with self._lock:
+            if number <= self._encoded:
+                return False
+            turn.answers = answers
+        return True
+
+    def _encode(self, *, is_whole: bool = False) -> None:
+        """What was put is in the open frame then; with the lock.
+
+        Raises:
+            TypeError, ValueError, OverflowError: A record of ours is no plain data: nothing has
+                changed, and the thread says so.
+        """
+        count = len(self._put)  # the loop may add more meanwhile
+        if count:
+            self._open.add([self._put[at] for at in range(count)], is_whole=is_whole)
+            for _ in range(count):
+                self._put.popleft()
+            self._encoded = self.put_count
+        if self._open.size > _FRAME:
+            self._fill()
 
     def _fill(self) -> None:
         """The open frame is to be written."""
-        if not self._is_together:
-            self._full.append(self._open)
-            self._open = self._spare.pop() if self._spare else FrameBuffer()
+        self._full.append(self._open)
+        self._open = self._spare.pop() if self._spare else FrameBuffer()
 
     def _awake(self) -> None:
         if self._thread is not None:
             self._is_awake = True
-            self._signals.put(None)
+            self._signals.put(self._gather_s)
         elif not self._is_together:
             self._write_all()
 
@@ -121,13 +167,15 @@ class JournalWriter:
     def together(self) -> Iterator[None]:
         """What is put in the block is in the file as a whole, or not at all."""
         with self._lock:
-            start, self._is_together = self._open.count, True
+            with suppress(*_UNENCODABLE):
+                self._encode()
+            self._is_together = True
             try:
                 yield
             finally:
                 self._is_together = False
-                if self._open.count > start:
-                    self._open.keep_together(start)
+                with suppress(*_UNENCODABLE):
+                    self._encode(is_whole=True)
         if self._thread is None:
             self._write_all()
 
@@ -135,20 +183,23 @@ class JournalWriter:
         """Have the listeners called when more is written than is now."""
         self._has_waiters = True  # the thread looks for it after it has written
 
-    async def until_written(self, number: int, look_s: float) -> None:
+    async def until_written(
+        self, number: int, look_s: float, *, within_s: float = _HURRY_S
+    ) -> None:
         """Until so many records are written, or it is worth to look whether to wait on.
 
         Args:
             number: As from `put`.
             look_s: How long to wait where they cannot be written.
+            within_s: How long more records are gathered at most.
         """
         changed, self._has_waiters = self._changed, True
         if self.written >= number:  # the thread looks for waiters after it has written
             return
         if self.failure is None and self._thread is not None:
-            if not self._is_hurried:
-                self._is_hurried = True
-                self._signals.put(None)
+            if within_s < self._within_s:
+                self._within_s = within_s
+                self._signals.put(within_s)
             await changed.wait()
             return
         with anyio.move_on_after(look_s):
@@ -167,7 +218,7 @@ class JournalWriter:
             self._write_all()
         else:
             self._closing.set()
-            self._signals.put(None)
+            self._signals.put(0.0)
             with anyio.CancelScope(deadline=anyio.current_time() + limit_s, shield=True):
                 while not self._done.is_set():
                     await self.until_written(self.put_count + 1, limit_s)
@@ -185,7 +236,7 @@ class JournalWriter:
                 self._gather()
             else:
                 self._closing.wait(RETRY_S)
-            self._is_hurried = False
+            self._within_s = self._gather_s
             self._write_all()
         self._write_all()
         self._done.set()
@@ -194,20 +245,24 @@ class JournalWriter:
     def _gather(self) -> None:
         """Until something was put, and time for more has passed."""
         self._is_awake = False
-        if not (self._open.count or self._full):  # what is put from here on sends a signal
-            self._signals.get()
+        within_s = self._gather_s
+        if not (
+            self._put or self._open.count or self._full
+        ):  # what is put from here on sends a signal
+            within_s = self._signals.get()
         self._is_awake = True
         with suppress(Empty):
-            self._signals.get(timeout=self._gather_s)
-            self._closing.wait(min(_HURRY_S, self._gather_s))
+            while within_s > 0:
+                within_s = min(within_s, self._signals.get(timeout=within_s))
 
     def _write_all(self) -> None:
         """Write what was put so far."""
-        with self._lock:
-            if self._open.count:
-                self._fill()
         before, failure = self.written, self.failure
         try:
+            with self._lock:
+                self._encode()
+                if self._open.count:
+                    self._fill()
             if not self.size:
                 self._append(memoryview(MAGIC))
             while self._full:
@@ -243,6 +298,7 @@ class JournalWriter:
             self._write(frame)
         self._full.popleft()
         self.written += frame.count
+        self.admitted = self.written + self.allowance
         if frame.size < 2 * _FRAME:  # that of a film is too much to keep
             frame.clear()
             self._spare.append(frame)

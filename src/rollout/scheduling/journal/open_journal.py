@@ -13,7 +13,7 @@ from rollout.chat.media_records import KnownContents
 from rollout.errors import JournalError, ToolError
 from rollout.scheduling.journal.entries import DeliveredEntry, Entry, Key, MediumEntry
 from rollout.scheduling.journal.journal_reading import RecordedMedia
-from rollout.scheduling.journal.journal_writer import MAX_WAITING
+from rollout.scheduling.journal.journal_writer import SOON_S
 from rollout.scheduling.journal.plain_data import Unwritable, logger
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class OpenJournal:
 
     Attributes:
         counts: Of what was there.
+        writer: Writes what is put.
         unwritable: What becomes of values that are no plain data.
         put: Has a record written; gives its number.
         together: What is put in its block is written as a whole, or not at all.
@@ -91,11 +92,10 @@ class OpenJournal:
         self.read = read
         self.media = KnownContents(RecordedMedia(media, read), str(config.path))
         self._written_media = set(media)
-        self._config, self._writer, self._services = config, writer, services
+        self._config, self.writer, self._services = config, writer, services
         self._readers: dict[tuple[str, ...] | None, TurnReader] = {}
         self._said = False
         self._clock = loop_clock()
-        self._allowance = 0 if config.fsync == "always" else MAX_WAITING
         self.put, self.ask, self.together = writer.put, writer.ask, writer.together
 
     def put_all(self, entries: Iterable[Entry]) -> None:
@@ -106,33 +106,28 @@ class OpenJournal:
     def put_media(self, contents: Mapping[str, bytes]) -> None:
         """Have these contents written, by digest, unless they are."""
         for digest in contents.keys() - self._written_media:
-            self.put(MediumEntry(digest, contents[digest]))
+            self.put(MediumEntry(digest, contents[digest]), is_large=True)
             self._written_media.add(digest)
 
     @property
     def failure(self) -> JournalError | None:
         """Why it cannot be written at present."""
-        failure = self._writer.failure
+        failure = self.writer.failure
         return None if failure is None else JournalError(str(failure))
 
     @contextmanager
     def telling(self, tell: Callable[[], object]) -> Iterator[None]:
         """Call this when more is written, or cannot be, after `ask`; in the block."""
-        listeners = self._writer.listeners
+        listeners = self.writer.listeners
         listeners[tell] = None
         try:
             yield
         finally:
             del listeners[tell]
 
-    @property
-    def taken(self) -> int:
-        """The number up to which records are put without waiting."""
-        return self._writer.written + self._allowance
-
     def statistics(self) -> JournalStatistics:
         """A snapshot."""
-        writer = self._writer
+        writer = self.writer
         return JournalStatistics(
             **attrs.asdict(self.counts),
             records=writer.written,
@@ -142,33 +137,34 @@ class OpenJournal:
         )
 
     async def room(self, ticket: int) -> None:
-        """Until the record of this number is among those that are `taken`."""
-        while self.taken < ticket and not self._goes_on:
-            await self._writer.until_written(ticket - self._allowance, CHECK_S)
+        """Until the record of this number is `admitted`."""
+        writer = self.writer
+        while writer.admitted < ticket and not self._goes_on:
+            await writer.until_written(ticket - writer.allowance, CHECK_S)
 
     async def kept(self, ticket: int) -> None:
         """Until a record is written, or need not be."""
         while not self.has_written(ticket):
-            await self._writer.until_written(ticket, CHECK_S)
+            await self.writer.until_written(ticket, CHECK_S, within_s=SOON_S)
 
     async def until_written(
         self, ticket: int, deadline: float, is_over: Callable[[], bool]
     ) -> bool:
         """Whether a record is written; see `TrajectoryLog.until_written`."""
         while not self.has_written(ticket):
-            if is_over() or (self._writer.failure is not None and self._clock() >= deadline):
-                await self._writer.until_written(ticket, CHECK_S)
-                return self._writer.written >= ticket
-            await self._writer.until_written(ticket, CHECK_S)
+            if is_over() or (self.writer.failure is not None and self._clock() >= deadline):
+                await self.writer.until_written(ticket, CHECK_S)
+                return self.writer.written >= ticket
+            await self.writer.until_written(ticket, CHECK_S)
         return True
 
     def has_written(self, ticket: int) -> bool:
         """Whether a record is written, or need not be."""
-        return self._writer.written >= ticket or self._goes_on
+        return self.writer.written >= ticket or self._goes_on
 
     @property
     def _goes_on(self) -> bool:
-        return self._writer.failure is not None and self._config.on_failure == "continue"
+        return self.writer.failure is not None and self._config.on_failure == "continue"
 
     def delivered(self, keys: Iterable[Key], step: int | None = None) -> None:
         """The caller has these; see `DeliveredEntry`."""

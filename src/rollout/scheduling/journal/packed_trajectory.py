@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rollout.errors import JournalError
+    from rollout.scheduling.journal.told_rows import Rows, ToldRow
 
     #: What reads messages whose tools have these schemas; None: those of the prompt.
     ReaderOf = Callable[[Sequence[Mapping[str, Any]] | None], TurnReader]
@@ -29,7 +30,14 @@ Schemas = list[dict[str, Any]]
 
 
 class _Segment(msgspec.Struct, array_like=True):
-    """A segment; `messages` is the number of those that it is part of."""
+    """A segment.
+
+    Attributes:
+        transcript: Without what its turns tell of it.
+        messages: The number of those that it is part of.
+        told: Its row as they do, how many ids of the last one stayed, and whether all log-probs are
+            theirs; None where none does.
+    """
 
     transcript: PackedTranscript
     parent: Parent | None
@@ -41,6 +49,7 @@ class _Segment(msgspec.Struct, array_like=True):
     seeds: list[int]
     messages: int
     media: list[PlacedMedia] = []
+    told: tuple[int, int, bool] | None = None
 
 
 class _Trajectory(msgspec.Struct, array_like=True):
@@ -74,7 +83,7 @@ def packed_trajectory(
     trajectory: Trajectory,
     schemas: Sequence[Mapping[str, Any]],
     unwritable: Unwritable,
-    known: Mapping[int, int],
+    told: Mapping[int, ToldRow],
 ) -> tuple[bytes, JournalError | None]:
     """A trajectory without its prompt; and why a value in it is left out, if one is.
 
@@ -82,78 +91,94 @@ def packed_trajectory(
         trajectory: A finished one.
         schemas: Of the tools that its prompt offers.
         unwritable: What becomes of values that are no plain data.
-        known: Numbers of what its reader has already; see `Transcript.packed`.
+        told: What its turns told of its rows, by the identity of their ids.
     """
-    faults: list[JournalError | None] = []
+    written = _Written(unwritable)
+    rows = {id(each.transcript.prefix): at for at, each in enumerate(trajectory.segments)}
+    numbers: dict[int, int] = {}
+    conversations: list[tuple[PackedMessages, Schemas | None]] = []
+    for messages in (trajectory.messages, *[each.messages for each in trajectory.segments]):
+        if id(messages) not in numbers:
+            numbers[id(messages)] = len(conversations)
+            conversations.append(_packed_messages(messages, rows, schemas, written.message))
+    record = _Trajectory(
+        trajectory.uid,
+        trajectory.group,
+        trajectory.member,
+        trajectory.outcome,
+        trajectory.reason,
+        trajectory.limit_source,
+        _encodable(trajectory.cause),
+        trajectory.trainable,
+        plain(trajectory.reward, "reward"),
+        trajectory.turn_scores and plain(trajectory.turn_scores, "turn_scores"),
+        trajectory.tool_rewards and plain(trajectory.tool_rewards, "tool_rewards"),
+        trajectory.num_turns,
+        _metrics(trajectory.metrics),
+        written.items(trajectory.extra, "extra") if trajectory.extra else {},
+        trajectory.history,
+        [_packed_segment(each, numbers[id(each.messages)], told) for each in trajectory.segments],
+        conversations,
+        numbers[id(trajectory.messages)],
+    )
+    return _encode(record), written.fault
 
-    def items(mapping: Mapping[Any, Any], where: str) -> dict[Any, Any]:
-        written, fault = unwritable.items(mapping, where)
-        faults.append(fault)
+
+class _Written:
+    """What is written of values that may be no plain data.
+
+    Attributes:
+        fault: Why one is left out; None where none is.
+    """
+
+    __slots__ = ("_unwritable", "fault")
+
+    def __init__(self, unwritable: Unwritable) -> None:
+        self._unwritable = unwritable
+        self.fault: JournalError | None = None
+
+    def items(self, mapping: Mapping[Any, Any], where: str) -> dict[Any, Any]:
+        """The items of a mapping."""
+        written, fault = self._unwritable.items(mapping, where)
+        self.fault = self.fault or fault
         return written
 
-    def message(each: Message) -> list[Any]:
+    def message(self, each: Message) -> list[Any]:
+        """The fields of a message."""
         calls = [
-            [call.name, items(call.arguments, "tool_calls.arguments"), call.id, call.raw]
+            [call.name, self.items(call.arguments, "tool_calls.arguments"), call.id, call.raw]
             for call in each.tool_calls
         ]
-        extra, fields = items(each.extra, "messages.extra"), items(each.fields, "messages.fields")
+        extra = self.items(each.extra, "messages.extra")
+        fields = self.items(each.fields, "messages.fields")
         parts = message_record(each).parts
         return [each.role, each.content, calls, each.tool_call_id, each.name, extra, fields, parts]
 
-    numbers: dict[int, int] = {}
-    conversations: list[tuple[PackedMessages, Schemas | None]] = []
 
-    def number_of(messages: Sequence[Message]) -> int:
-        number = numbers.get(id(messages))
-        if number is None:
-            number = numbers[id(messages)] = len(conversations)
-            conversations.append(_packed_messages(messages, rows, schemas, message))
-        return number
-
-    rows = {id(each.transcript.prefix): at for at, each in enumerate(trajectory.segments)}
-    main = number_of(trajectory.messages)
-    segments = [
-        _packed_segment(each, number_of(each.messages), known) for each in trajectory.segments
-    ]
-    record = _Trajectory(
-        uid=trajectory.uid,
-        group=trajectory.group,
-        member=trajectory.member,
-        outcome=trajectory.outcome,
-        reason=trajectory.reason,
-        limit_source=trajectory.limit_source,
-        cause=_encodable(trajectory.cause),
-        trainable=trajectory.trainable,
-        reward=plain(trajectory.reward, "reward"),
-        turn_scores=trajectory.turn_scores and plain(trajectory.turn_scores, "turn_scores"),
-        tool_rewards=trajectory.tool_rewards and plain(trajectory.tool_rewards, "tool_rewards"),
-        num_turns=trajectory.num_turns,
-        metrics=_metrics(trajectory.metrics),
-        extra=items(trajectory.extra, "extra") if trajectory.extra else {},
-        history=trajectory.history,
-        segments=segments,
-        messages=conversations,
-        main=main,
-    )
-    return _encode(record), next((fault for fault in faults if fault is not None), None)
-
-
-def _packed_segment(segment: Segment, messages: int, known: Mapping[int, int]) -> _Segment:
-    rewards = segment.token_rewards
+def _packed_segment(segment: Segment, messages: int, told: Mapping[int, ToldRow]) -> _Segment:
+    rewards, transcript = segment.token_rewards, segment.transcript
+    row, by_turns = told.get(id(transcript.prefix)), None
+    if row is None:
+        packed = transcript.packed()
+    else:
+        pieces, kept = row.untold()
+        packed = transcript.packed(pieces, row.turns)
+        is_all = not (packed.log_probs or row.is_cut)
+        if not is_all:
+            packed = transcript.packed(pieces)
+        by_turns = (row.number, kept, is_all)
     return _Segment(
-        transcript=segment.transcript.packed(known),
-        parent=segment.parent,
-        purpose=segment.purpose,
-        trainable=segment.trainable,
-        reward=plain(segment.reward, "segments.reward"),
-        token_rewards=None if rewards is None else array("f", rewards).tobytes(),
-        session_id=segment.session_id,
-        seeds=segment.seeds,
-        messages=messages,
-        media=[
-            PlacedMedia(without_content(each.medium), each.start, each.count)
-            for each in segment.transcript.media
-        ],
+        packed,
+        segment.parent,
+        segment.purpose,
+        segment.trainable,
+        plain(segment.reward, "segments.reward"),
+        None if rewards is None else array("f", rewards).tobytes(),
+        segment.session_id,
+        segment.seeds,
+        messages,
+        [PlacedMedia(without_content(m.medium), m.start, m.count) for m in transcript.media],
+        by_turns,
     )
 
 
@@ -191,7 +216,7 @@ def trajectory_of(
     packed: bytes | memoryview,
     prompt: Prompt | None,
     reader: ReaderOf,
-    known: Callable[[int], tuple[bytes, bytes]],
+    rows: Rows,
 ) -> Trajectory:
     """The trajectory that was packed; its images and videos are without their contents.
 
@@ -199,15 +224,15 @@ def trajectory_of(
         packed: By `packed_trajectory`.
         prompt: What it started from.
         reader: Makes what its messages are read with.
-        known: See `Transcript.from_packed`.
+        rows: As its turns tell them.
     """
     record = _decoder.decode(packed)
-    transcripts = [Transcript.from_packed(each.transcript, known) for each in record.segments]
+    transcripts = [_transcript(each, rows) for each in record.segments]
     for each, transcript in zip(record.segments, transcripts, strict=True):
         transcript.media = tuple(each.media)
-    rows = [each.prefix for each in transcripts]
+    prefixes = [each.prefix for each in transcripts]
     conversations = [
-        KeptMessages.from_packed(each, rows, reader(schemas), _message)
+        KeptMessages.from_packed(each, prefixes, reader(schemas), _message)
         for each, schemas in record.messages
     ]
     segments = [
@@ -226,6 +251,17 @@ def trajectory_of(
     ]
     own = {name: getattr(record, name) for name in _SHARED}
     return Trajectory(prompt=prompt, segments=segments, messages=conversations[record.main], **own)
+
+
+def _transcript(segment: _Segment, rows: Rows) -> Transcript:
+    packed = segment.transcript
+    if segment.told is not None:
+        number, kept, is_all = segment.told
+        pieces, log_probs = rows.row(number, kept)
+        packed = packed._replace(ids=[*pieces, *packed.ids])
+        if is_all:
+            packed = packed._replace(log_probs=log_probs)
+    return Transcript.from_packed(packed)
 
 
 _SHARED = tuple(

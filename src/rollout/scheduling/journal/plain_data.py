@@ -72,6 +72,9 @@ def _plain(value: Any) -> Any:
 def _items(value: dict[Any, Any]) -> dict[Any, Any]:
     made = {}
     for key, each in value.items():
+        if type(key) is type(each) is str and key.isascii() and each.isascii():  # as a rule
+            made[key] = each
+            continue
         try:
             made[_key(key)] = _plain(each)
         except _Unplain as error:

@@ -15,6 +15,7 @@ from rollout.errors import RolloutError
 from rollout.scheduling.journal.entries import AnswersEntry, TurnEntry
 from rollout.scheduling.journal.given_again import (
     answers_of,
+    asked_of,
     place_of_calls,
     place_of_turn,
     recall_into,
@@ -24,7 +25,7 @@ from rollout.types import Outcome
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rollout.agents.turn_log import Place
+    from rollout.agents.turn_log import AskedCalls, Place
     from rollout.chat.trajectory import Trajectory
     from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
@@ -94,8 +95,7 @@ class ReplayLog:
         self._on_step, self._on_departure = on_step, on_departure
         self._left: list[TurnEntry | AnswersEntry] = []
         self._by_place: dict[tuple[type, Place], deque[Any]] = {}
-        #: What is asked just now: between its place and its answer nothing else runs.
-        self._prefix: TokenPrefix | None = None
+        #: Those that are asked just now: between them and their answers nothing else runs.
         self._calls: Sequence[ToolCall | InvalidToolCall] = ()
 
     def begin(self) -> None:
@@ -121,27 +121,26 @@ class ReplayLog:
         await anyio.lowlevel.checkpoint()
         return recall_into(generation, entry)
 
-    def place_of_calls(
+    def asked(
         self, prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]
-    ) -> Place | None:
+    ) -> AskedCalls | None:
         """See `TurnLog`."""
-        self._prefix, self._calls = prefix, calls
-        place = place_of_calls(prefix, calls)
-        if place is None:
+        self._calls = calls
+        asked = asked_of(prefix, calls)
+        if asked is None:
             raise self._departed(f"calls tools with what no record can hold: {said_calls(calls)}")
-        return place
+        return asked
 
-    async def recall_answers(self, place: Place) -> Answers | None:
+    async def recall_answers(self, asked: AskedCalls) -> Answers | None:
         """See `TurnLog`.
 
         Raises:
             Departed: The record has no such calls.
         """
-        prefix, calls = self._prefix, self._calls
-        assert prefix is not None
+        calls, place = self._calls, place_of_calls(asked)
         entry = self._take(AnswersEntry, place)
         if entry is None:
-            raise self._departed(self._why_no_answers(place, prefix, calls))
+            raise self._departed(self._why_no_answers(place, asked.prefix, calls))
         self._say(f"calls after {_turn(entry, -1)}: {said_calls(calls)}")
         await anyio.lowlevel.checkpoint()
         return answers_of(entry, self._whole)

@@ -12,9 +12,16 @@ import anyio.lowlevel
 
 from rollout.chat.media_records import contents_of
 from rollout.errors import JournalError
-from rollout.scheduling.journal.entries import AnswersEntry, EndEntry, Key, TurnEntry
+from rollout.scheduling.journal.entries import (
+    AnswersEntry,
+    EndEntry,
+    GivenAnswers,
+    Key,
+    TurnEntry,
+)
 from rollout.scheduling.journal.given_again import (
     answers_of,
+    asked_of,
     fields_of,
     place_of_calls,
     place_of_turn,
@@ -22,16 +29,17 @@ from rollout.scheduling.journal.given_again import (
     recall_into,
     shown,
 )
-from rollout.scheduling.journal.journal_reading import Recorded, turn_reader
+from rollout.scheduling.journal.journal_reading import Recorded, steps_of
 from rollout.scheduling.journal.packed_trajectory import packed_trajectory, trajectory_of
-from rollout.scheduling.journal.plain_data import plain
+from rollout.scheduling.journal.told_rows import ToldRow
+from rollout.scheduling.journal.unwritten import drop_messages, fail_unwritten
 from rollout.tools.results import show_something
-from rollout.types import Cause, Outcome, said
+from rollout.types import Outcome, said
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rollout.agents.turn_log import Place
+    from rollout.agents.turn_log import AskedCalls, Place
     from rollout.chat.trajectory import Trajectory
     from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
@@ -45,8 +53,6 @@ logger = logging.getLogger("rollout.journal")
 #: Reasons of cancelled trajectories that are not finished by it: the runtime was closed, a signal
 #: ended `rollout run`, or a call had enough groups. A resumption continues them.
 UNFINISHED = frozenset(("closed", "interrupted", "surplus"))
-#: Reason of a trajectory that holds what cannot be written.
-UNWRITABLE = "journal"
 
 
 _NOTHING = Recorded()
@@ -71,10 +77,13 @@ class TrajectoryLog:
         "_begun",
         "_journal",
         "_latest",
-        "_noted",
+        "_next_row",
         "_recorded",
+        "_row",
+        "_rows",
         "_start",
         "_ticket",
+        "_turn",
         "_turns",
         "has_answers",
         "key",
@@ -90,8 +99,12 @@ class TrajectoryLog:
         self._start = self._recorded.start
         self._ticket = self._latest = 0
         self._begun = False
-        #: Ids and log-probs of the turns that are written, in order.
-        self._noted: list[tuple[bytes, bytes]] = []
+        #: What was noted last, where answers may still become part of it.
+        self._turn: TurnEntry | None = None
+        #: What its turns tell of its rows, by the identity of their ids; the one of the last turn.
+        self._rows: dict[int, ToldRow] = {}
+        self._row: ToldRow | None = None
+        self._next_row = 0
         self._turns: dict[Place, deque[TurnEntry]] | None = None
         self._answers: dict[Place, deque[AnswersEntry]] | None = None
 
@@ -116,8 +129,9 @@ class TrajectoryLog:
         read = self._journal.read
         entry = read(self._recorded.end)
         assert isinstance(entry, EndEntry)
-        reader, known = self._journal.reader_for(prompt), turn_reader(self._recorded, read)
-        trajectory = trajectory_of(entry.trajectory, prompt, reader, known)
+        _, rows = steps_of(self._recorded, read)
+        reader = self._journal.reader_for(prompt)
+        trajectory = trajectory_of(entry.trajectory, prompt, reader, rows)
         if any(transcript.media for transcript in trajectory.transcripts):
             self._journal.media.restore([trajectory])
         trajectory.group = group
@@ -131,7 +145,8 @@ class TrajectoryLog:
             if not self._begun:
                 self._say_restart()
             self._begun, self._turns, self._answers = True, None, None
-            self._noted, self.has_answers = [], False
+            self._rows, self._row, self._next_row = {}, None, 0
+            self._turn, self.has_answers = None, False
             self._start += 1
             return
         self._begun = True
@@ -143,13 +158,13 @@ class TrajectoryLog:
         """Have what is recorded ready to be given again."""
         turns: dict[Place, deque[TurnEntry]] = {}
         answers: dict[Place, deque[AnswersEntry]] = {}
-        for entry in map(self._journal.read, recorded.turns):
-            assert isinstance(entry, TurnEntry)
-            turns.setdefault(entry.place, deque()).append(entry)
-            self._noted.append((entry.ids, entry.log_probs))
-        for entry in map(self._journal.read, recorded.answers):
-            assert isinstance(entry, AnswersEntry)
-            answers.setdefault(entry.place, deque()).append(entry)
+        steps, rows = steps_of(recorded, self._journal.read)
+        self._next_row = rows.next_number
+        for entry in steps:
+            if isinstance(entry, TurnEntry):
+                turns.setdefault(entry.place, deque()).append(entry)
+            else:
+                answers.setdefault(entry.place, deque()).append(entry)
         self._turns, self._answers, self.has_answers = turns, answers, True
 
     def _say_restart(self) -> None:
@@ -182,74 +197,91 @@ class TrajectoryLog:
     ) -> bool:
         """A generation is over that continues `prefix`; whether to wait for `room`."""
         top, experts, shape = None, None, generation.expert_shape
-        packed = ids, log_probs = generation.packed()
-        self._noted.append(packed)
+        ids, log_probs = generation.packed()
         if generation.top_count:
             top = (generation.top_count, generation.top_ids, generation.top_log_probs)
         if shape is not None:
             experts = (*shape, generation.expert_room, generation.routed_experts)
-        return self._put(
-            TurnEntry(
-                self.key,
-                self._start,
-                segment,
-                turn,
-                place_of_turn(prefix, sampling),
-                ids,
-                log_probs,
-                generation.versions,
-                generation.finish_reason,
-                generation.cached_tokens,
-                generation.resumes,
-                seconds,
-                top,
-                experts,
-            )
+        row = self._row
+        if row is None or row.prefix is not prefix:
+            row = self._row_of(prefix)
+        told, kept = row.untold()
+        self._turn = entry = TurnEntry(
+            self.key,
+            self._start,
+            segment,
+            turn,
+            (prefix.length, 0, sampling.seed or 0),
+            row.number,
+            kept,
+            prefix.pieces[told:],
+            ids,
+            log_probs,
+            generation.versions,
+            generation.finish_reason,
+            generation.cached_tokens,
+            generation.resumes,
+            seconds,
+            top,
+            experts,
         )
+        row.add(ids)
+        writer = self._journal.writer
+        self._latest = number = writer.put(entry, is_large=experts is not None)
+        return number > writer.admitted
+
+    def _row_of(self, prefix: TokenPrefix) -> ToldRow:
+        row = self._rows.get(id(prefix))
+        if row is None:
+            row = self._rows[id(prefix)] = ToldRow(prefix, self._next_row)
+            self._next_row += 1
+        self._row = row
+        return row
 
     #: As in `TurnLog`.
-    place_of_calls = staticmethod(place_of_calls)
+    asked = staticmethod(asked_of)
 
-    async def recall_answers(self, place: Place) -> Answers | None:
+    async def recall_answers(self, asked: AskedCalls) -> Answers | None:
         """What was answered then; None where nothing is known."""
         await anyio.lowlevel.checkpoint()
-        known = _next(self._answers, place)
+        known = _next(self._answers, place_of_calls(asked))
         if known is None:
             return None
         self._count()
         return answers_of(known, self._journal.media.whole)
 
-    def note_answers(self, place: Place, segment: str, turn: int, answers: Answers) -> bool:
+    def note_answers(self, asked: AskedCalls, segment: str, turn: int, answers: Answers) -> bool:
         """Calls have been answered; whether to wait for `room`.
 
-        What holds no plain data is not written, and asked again.
+        What holds no plain data is not written, and asked again. As a rule the record of the turn
+        is not on its way to the file yet, and these become part of it.
         """
         try:
             results = [fields_of(each, at) for at, each in enumerate(answers.results)]
             snapshots = plain_states(answers.snapshots) if answers.snapshots else {}
-            if show_something(answers.results):
-                for result in answers.results:
-                    self._journal.put_media({m.digest: m.content for m in chain(*shown(result))})
-            return self._put(
-                AnswersEntry(
-                    self.key,
-                    self._start,
-                    segment,
-                    turn,
-                    place,
-                    results,
-                    answers.seconds,
-                    [*answers.stateful],
-                    snapshots,
-                )
-            )
-        except (JournalError, TypeError, ValueError, OverflowError) as error:
+        except JournalError as error:
             self._journal.say_unwritable(error)
             return False
+        told = (results, answers.seconds, answers.stateful, snapshots)
+        writer = self._journal.writer
+        if show_something(answers.results):  # their contents come first
+            for result in answers.results:
+                self._journal.put_media({m.digest: m.content for m in chain(*shown(result))})
+        elif self._completed(asked, segment, turn, told):
+            return self._latest > writer.admitted
+        place = place_of_calls(asked)
+        entry = AnswersEntry(self.key, self._start, segment, turn, place, *told)
+        self._latest = number = writer.put(entry)
+        return number > writer.admitted
 
-    def _put(self, entry: TurnEntry | AnswersEntry) -> bool:
-        self._latest = number = self._journal.put(entry)
-        return number > self._journal.taken
+    def _completed(self, asked: AskedCalls, segment: str, turn: int, told: tuple[Any, ...]) -> bool:
+        """Whether these answers are part of their turn's record now."""
+        last, self._turn = self._turn, None
+        if last is None or last.turn + 1 != turn or last.segment != segment:
+            return False
+        if asked.length != last.place[0] + len(last.ids) // 4:  # the calls came later
+            return False
+        return self._journal.writer.complete(last, self._latest, GivenAnswers(asked.calls, *told))
 
     async def room(self) -> None:
         """Until the journal takes more."""
@@ -263,29 +295,30 @@ class TrajectoryLog:
         """It has its outcome. One that holds what cannot be written fails by that."""
         if trajectory.outcome is Outcome.CANCELLED and trajectory.reason in UNFINISHED:
             return
-        if any(segment.transcript.media for segment in trajectory.segments):
-            self._journal.put_media(contents_of([trajectory]))
-        self._say_departure()
+        for segment in trajectory.segments:
+            if segment.transcript.media:
+                self._journal.put_media(contents_of([trajectory]))
+                break
+        if self.has_answers:
+            self._say_departure()
+        self._turn = None
         self._ticket = self._journal.put(EndEntry(self.key, self._packed(trajectory)))
 
     def _packed(self, trajectory: Trajectory) -> bytes:
         schemas, unwritable = self._journal.schemas_for(trajectory.prompt), self._journal.unwritable
-        known = {id(piece): number for number, each in enumerate(self._noted) for piece in each}
-        self._noted = []
+        told, self._rows, self._row = self._rows, {}, None
         try:
-            packed, fault = packed_trajectory(trajectory, schemas, unwritable, known)
+            packed, fault = packed_trajectory(trajectory, schemas, unwritable, told)
             if fault is None:
                 return packed
         except (JournalError, TypeError, ValueError, OverflowError) as error:
             fault = error if isinstance(error, JournalError) else JournalError(said(error))
-            _drop_messages(trajectory)
-        _fail(trajectory, fault)
+            drop_messages(trajectory)
+        fail_unwritten(trajectory, fault)
         packed, _ = packed_trajectory(trajectory, schemas, unwritable, {})
         return packed
 
     def _say_departure(self) -> None:
-        if not self.has_answers:
-            return
         left = sum(len(each) for each in (self._turns or {}).values())
         left += sum(len(each) for each in (self._answers or {}).values())
         self._turns = self._answers = None
@@ -338,31 +371,3 @@ def _next(known: dict[Place, deque[Any]] | None, place: Place) -> Any:
     if not found:
         del known[place]
     return entry
-
-
-def _fail(trajectory: Trajectory, fault: JournalError) -> None:
-    """It fails, and what of it cannot be written is gone from it."""
-    trajectory.outcome, trajectory.reason = Outcome.FAILED, UNWRITABLE
-    trajectory.limit_source, trajectory.cause = None, Cause.of(fault)
-    trajectory.trainable, trajectory.reward = False, None
-    for segment in trajectory.segments:
-        segment.reward = segment.token_rewards = None
-    trajectory.extra = {
-        key: value for key, value in trajectory.extra.items() if _is_plain(key, value)
-    }
-
-
-def _drop_messages(trajectory: Trajectory) -> None:
-    """What they hold cannot be written at all."""
-    trajectory.messages = []
-    for segment in trajectory.segments:
-        segment.messages = []
-    trajectory.turn_scores, trajectory.tool_rewards = [], []
-
-
-def _is_plain(key: Any, value: Any) -> bool:
-    try:
-        plain({key: value}, "extra")
-    except JournalError:
-        return False
-    return True

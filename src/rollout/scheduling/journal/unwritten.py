@@ -1,0 +1,43 @@
+"""What becomes of a trajectory that holds what cannot be written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rollout.errors import JournalError
+from rollout.scheduling.journal.plain_data import plain
+from rollout.types import Cause, Outcome
+
+if TYPE_CHECKING:
+    from rollout.chat.trajectory import Trajectory
+
+#: Its reason.
+UNWRITABLE = "journal"
+
+
+def fail_unwritten(trajectory: Trajectory, fault: JournalError) -> None:
+    """It fails, and what of it cannot be written is gone from it."""
+    trajectory.outcome, trajectory.reason = Outcome.FAILED, UNWRITABLE
+    trajectory.limit_source, trajectory.cause = None, Cause.of(fault)
+    trajectory.trainable, trajectory.reward = False, None
+    for segment in trajectory.segments:
+        segment.reward = segment.token_rewards = None
+    trajectory.extra = {
+        key: value for key, value in trajectory.extra.items() if _is_plain(key, value)
+    }
+
+
+def drop_messages(trajectory: Trajectory) -> None:
+    """What they hold cannot be written at all."""
+    trajectory.messages = []
+    for segment in trajectory.segments:
+        segment.messages = []
+    trajectory.turn_scores, trajectory.tool_rewards = [], []
+
+
+def _is_plain(key: Any, value: Any) -> bool:
+    try:
+        plain({key: value}, "extra")
+    except JournalError:
+        return False
+    return True
