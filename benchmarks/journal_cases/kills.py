@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from driver_cases.alternation import say
 
 from journal_cases.driver_to_kill import GROUPS, MEMBERS
-from rollout.batch import RolloutBatch, load_trajectories
+from rollout import load_trajectories
+from rollout.batch import RolloutBatch
 from rollout.errors import RolloutError
 from rollout.scheduling.journal.entries import AnswersEntry, EndEntry
 from rollout.scheduling.journal.frames import Frame, frames
