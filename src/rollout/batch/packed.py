@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from rollout.batch.fresh_memory import zeros
 from rollout.chat.transcript import NO_EXPERT
 
 if TYPE_CHECKING:
@@ -29,11 +31,11 @@ _LENGTHS = {
     "token_rewards": RESPONSE,
     "routed_experts": WHOLE,
 }
-_DTYPES: dict[str, type[np.generic]] = {
-    "rollout_log_probs": np.float32,
-    "weight_versions": np.int32,
-    "token_rewards": np.float32,
-    "routed_experts": np.int16,
+_DTYPES = {
+    "rollout_log_probs": torch.float32,
+    "weight_versions": torch.int32,
+    "token_rewards": torch.float32,
+    "routed_experts": torch.int16,
 }
 
 
@@ -59,8 +61,7 @@ class PackedTensors:
             del names["routed_experts"]
         self.offsets = {name: self._offsets[_LENGTHS[name]] for name in names}
         self.arrays: dict[str, npt.NDArray[Any]] = {
-            name: np.zeros(self._shape(name, rows), dtype=_DTYPES.get(name, np.int64))
-            for name in names
+            name: zeros(self._shape(name, rows), _DTYPES.get(name, torch.int64)) for name in names
         }
 
     def fill(self, rows: Rows, tokens: Tokens) -> None:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from rollout.batch.fresh_memory import empty, zeros
 from rollout.chat.transcript import NO_EXPERT, NO_VERSION
 
 if TYPE_CHECKING:
@@ -33,22 +35,21 @@ class PaddedTensors:
         self._pad = pad_token_id
         whole, answer = (size, self.width), (size, response)
         self.arrays: dict[str, npt.NDArray[Any]] = {
-            "prompts": np.empty((size, prompt), dtype=np.int64),
-            "responses": np.empty(answer, dtype=np.int64),
-            "response_mask": np.zeros(answer, dtype=np.int64),
-            "input_ids": np.empty(whole, dtype=np.int64),
-            "attention_mask": np.empty(whole, dtype=np.int64),
-            "position_ids": np.empty(whole, dtype=np.int64),
-            "rollout_log_probs": np.zeros(answer, dtype=np.float32),
-            "weight_versions": np.empty(answer, dtype=np.int32),
+            "prompts": empty((size, prompt)),
+            "responses": empty(answer),
+            "response_mask": empty(answer),
+            "input_ids": empty(whole),
+            "attention_mask": empty(whole),
+            "position_ids": empty(whole),
+            "rollout_log_probs": zeros(answer, torch.float32),
+            "weight_versions": empty(answer, torch.int32),
         }
         if rows.positions is not None:
-            shape = (size, rows.positions.count, self.width)
-            self.arrays["position_ids"] = np.zeros(shape, dtype=np.int64)
+            self.arrays["position_ids"] = zeros((size, rows.positions.count, self.width))
         if rows.has_token_rewards:
-            self.arrays["token_rewards"] = np.zeros(answer, dtype=np.float32)
+            self.arrays["token_rewards"] = zeros(answer, torch.float32)
         if rows.expert_shape is not None:
-            self.arrays["routed_experts"] = np.empty((*whole, *rows.expert_shape), dtype=np.int16)
+            self.arrays["routed_experts"] = empty((*whole, *rows.expert_shape), torch.int16)
 
     def fill(self, rows: Rows, tokens: Tokens) -> None:
         """Write the rows that `tokens` are of."""
