@@ -390,7 +390,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
     def sampling(self: Attempt) -> Any:
         asked = real.fget(self)
-        return msgspec.structs.replace(asked, seed=asked.seed + len(self.deaths))
+        return msgspec.structs.replace(asked, seed=asked.seed + self.generation.resumes)
 
     patch.setattr(Attempt, "sampling", property(sampling))
 
