@@ -843,9 +843,9 @@ async def test_sync_function_past_its_limit_is_abandoned_and_then_fails_fast(
         release.wait(timeout=60)
         return "late"
 
-    tools = opened(executor(stuck, wait, tool_s=0.05))
+    tools = opened(executor(stuck, wait, tool_s=0.5))
     try:
-        timeout = failed("timed out after 0.05 s (limits.tool_s)")
+        timeout = failed("timed out after 0.5 s (limits.tool_s)")
         results = await run(tools, call("stuck"), call("wait", seconds=0), call("stuck"))
         assert results == [timeout, ToolResult("done"), timeout]
         assert threads.abandoned == {"stuck": 2}
