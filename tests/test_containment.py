@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio  # noqa: TID251
+import functools
 import gc
 import logging
 import queue
@@ -19,6 +20,7 @@ import trio
 import rollout
 from rollout import AgentLoop, Outcome, Prompt, RolloutBatch, Trajectory, function_tool
 from rollout.agents import AgentContext, register_agent
+from rollout.agents.trajectory_state import Shared
 from rollout.config import LimitsConfig, SchedulingConfig, ToolsConfig
 from rollout.errors import LimitExceeded, RolloutError, ToolError
 from rollout.interactions import Interaction, InteractionTurn
@@ -80,6 +82,10 @@ class Raising(AgentLoop):
             SPOILERS[word](context)
 
 
+def spoil(name: str, context: AgentContext) -> None:
+    setattr(context, name, object())
+
+
 SPOILERS: dict[str, Callable[[Any], object]] = {
     "deadline": lambda context: setattr(context, "deadline", None),
     "extra": lambda context: setattr(context, "extra", None),
@@ -95,6 +101,11 @@ SPOILERS: dict[str, Callable[[Any], object]] = {
     "trainable": lambda context: setattr(context.main, "trainable", 1),
     "main turns": lambda context: setattr(context.main, "user_turns", "two"),
     "main cut": lambda context: setattr(context.main, "cut_by", 3),
+    **{
+        f"shared {name}": functools.partial(spoil, name)
+        for name, kind in vars(AgentContext).items()
+        if isinstance(kind, Shared)
+    },
 }
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.agents.identity import Ending
 from rollout.types import Outcome
+from rollout.utf8 import is_encodable
 
 if TYPE_CHECKING:
     from rollout.agents.context import AgentContext
@@ -21,6 +22,8 @@ _KINDS: dict[str, type[Any]] = {
     "cached_tokens": int,
     "resumes": int,
     "discarded_tokens": int,
+    "cut_prompt_tokens": int,
+    "sampled_placeholders": int,
     "generation_s": float,
 }
 _LISTS_OF_NUMBERS = ("turn_scores", "tool_rewards")
@@ -83,4 +86,5 @@ def _is_sound_ending(ending: Any) -> bool:
         and isinstance(ending.outcome, Outcome)
         and isinstance(ending.reason, str)
         and isinstance(ending.limit_source, str | None)
+        and is_encodable(ending.reason + (ending.limit_source or ""))
     )
