@@ -71,8 +71,9 @@ def run(folder: Path, end: signal.Signals | None, delay_s: float, size: int | No
 def judged(out: Path, code: int, errors: str) -> str:
     if "Traceback" in errors:
         return errors
-    path = out / "trajectories.jsonl"
-    rows = load_trajectories(path) if path.exists() else []  # raises where a line is broken
+    path, journal = out / "trajectories.jsonl", out / "trajectories.journal"
+    # It raises where a line is broken, and reads the journal where nothing was saved.
+    rows = load_trajectories(path) if path.exists() or journal.exists() else []
     if len({row.uid for row in rows}) != len(rows):
         return "a trajectory is there twice"
     said = re.search(r"kept is .* with (\d+) of \d+ trajector", errors)
