@@ -326,9 +326,8 @@ class Supervision:
 
     def look_at(self, at: float) -> None:
         """Something is to end at that time."""
-        due = at + self.cleanup_s
-        if due < self._alarm.deadline:
-            self._alarm.deadline = due
+        if at + self.cleanup_s < self._alarm.deadline:
+            self._alarm.deadline = at + self.cleanup_s
 
     async def watch(self) -> None:
         """Give up what should have ended long ago; until `stop`, whatever is cancelled."""

@@ -28,7 +28,7 @@ from rollout.tools.tool import ToolContext, ToolContexts
 from rollout.types import InvalidToolCall, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Coroutine, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from rollout.limits import Deadline
@@ -354,7 +354,9 @@ class RunningCalls:
                     deadline = deadline or self._kit.limits.deadline(
                         call.name, policy, turn.deadline, self._clock()
                     )
-                    return await self._execute(session, call, deadline, turn, gate)
+                    if gate.never_waits:
+                        return await attempt_at_once(_answer, session, call)
+                    return await self._execute_in_time(session, call, deadline, turn, gate.what)
             except CallError as error:
                 pause_s = policy.backoff_s * 2 ** (tries - 1)
                 is_last = tries > policy.retries or not policy.is_transient(error.root)
@@ -363,31 +365,13 @@ class RunningCalls:
             await anyio.sleep(pause_s)
         raise AssertionError("unreachable")
 
-    def _execute(
-        self,
-        session: ToolSession,
-        call: ToolCall,
-        deadline: Deadline,
-        turn: CallTurn,
-        gate: ToolGate,
-    ) -> Coroutine[Any, Any, ToolResult]:
-        """The answer, to be awaited."""
-        if gate.never_waits:
-            return attempt_at_once(_answer, session, call)
-        return self._execute_in_time(session, call, deadline, turn, gate)
-
     async def _execute_in_time(
-        self,
-        session: ToolSession,
-        call: ToolCall,
-        deadline: Deadline,
-        turn: CallTurn,
-        gate: ToolGate,
+        self, session: ToolSession, call: ToolCall, deadline: Deadline, turn: CallTurn, what: str
     ) -> ToolResult:
         try:
             owns = not self._is_on_trio
             return await attempt(
-                _answer, session, call, deadline=deadline, what=gate.what, owns_task=owns
+                _answer, session, call, deadline=deadline, what=what, owns_task=owns
             )
         except LimitExceeded:
             if deadline is turn.deadline:

@@ -246,10 +246,8 @@ class JournalWriter:
         """Until something was put, and time for more has passed."""
         self._is_awake = False
         within_s = self._gather_s
-        if not (
-            self._put or self._open.count or self._full
-        ):  # what is put from here on sends a signal
-            within_s = self._signals.get()
+        if not (self._put or self._open.count or self._full):
+            within_s = self._signals.get()  # whatever is put from here on sends one
         self._is_awake = True
         with suppress(Empty):
             while within_s > 0:
