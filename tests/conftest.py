@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import zlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -135,20 +136,63 @@ SHARED = frozenset(
     )
 )
 _SHARE = 5
+#: `make test-virtual`, which people run again and again, has one in twenty of those, and of these
+#: too, which `make test` has all.
+SHARED_IF_VIRTUAL = frozenset(
+    (
+        *("beside_loop", "builtin_tools", "carry_over", "chat_formats", "config_roundtrip"),
+        *("conservation", "environment_agent", "frame_fuzz", "gateway_races", "group_rewards"),
+        *("groups", "growing_text", "harmony_reference", "heap", "idle_memory", "journal"),
+        *("journal_groups", "listening", "long_texts", "media_batches", "media_exactness"),
+        *("mistral_reference", "parser_fuzz", "prometheus", "races", "report"),
+        *("router_benchmark", "sampling", "segments", "sleeping", "traces", "trainer_rows"),
+        *("transcript", "truncate", "word_ids"),
+    )
+)
+_SHARE_IF_VIRTUAL = 20
 # Workers inherit it: all collect the same tests.
 _SEED = os.environ.setdefault("ROLLOUT_TEST_SEED", str(int.from_bytes(os.urandom(2))))
 
 
-def pytest_report_header() -> str:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--virtual",
+        action="store_true",
+        help="Files whose tests start no process, and a share of what takes long there.",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str:
     """How to run the same share again."""
-    return f"one in {_SHARE} of the tests that take long; the same ones: ROLLOUT_TEST_SEED={_SEED}"
+    share = _share(config)
+    return f"one in {share} of the tests that take long; the same ones: ROLLOUT_TEST_SEED={_SEED}"
+
+
+def _share(config: pytest.Config) -> int:
+    return _SHARE_IF_VIRTUAL if _is_virtual(config) else _SHARE
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `--virtual` what starts processes is not even imported."""
+    return True if _is_virtual(config) and _may_start_processes(collection_path) else None
+
+
+def _is_virtual(config: pytest.Config) -> bool:
+    return bool(config.getoption("virtual"))
+
+
+def _may_start_processes(path: Path) -> bool:
+    if path.name in OWN_PACKAGES or path.parent.name in OWN_PACKAGES:
+        return True
+    return path.stem.removeprefix("test_") in WITH_PROCESSES
 
 
 def is_left_to_full_counts(item: pytest.Item) -> bool:
     """Whether this run has no part in a test that takes long."""
-    if item.path.stem.removeprefix("test_") not in SHARED:
+    name = item.path.stem.removeprefix("test_")
+    if name not in SHARED and not (_is_virtual(item.config) and name in SHARED_IF_VIRTUAL):
         return False
-    return zlib.crc32(f"{_SEED} {item.nodeid}".encode()) % _SHARE != 0
+    return zlib.crc32(f"{_SEED} {item.nodeid}".encode()) % _share(item.config) != 0
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist's own reads the groups
@@ -165,9 +209,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
             item.add_marker(pytest.mark.xdist_group(name=group))
         if is_left_to_full_counts(item):
             item.add_marker("full")
-        has_own_packages = item.path.parent.name in OWN_PACKAGES  # all of them
-        if has_own_packages or item.path.stem.removeprefix("test_") in WITH_PROCESSES:
-            item.add_marker("processes")
 
 
 _started: list[str] = []
@@ -186,5 +227,5 @@ def only_marked_files_start_processes(request: pytest.FixtureRequest) -> Iterato
     """`WITH_PROCESSES` is true: a test of another file that starts one fails."""
     _started.clear()
     yield
-    if request.node.get_closest_marker("processes") is None:
+    if not _may_start_processes(request.node.path):
         assert not _started, f"{request.node.path.name} starts processes: see WITH_PROCESSES"

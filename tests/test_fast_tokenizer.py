@@ -7,6 +7,8 @@ import enum
 import json
 import re
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,23 +58,23 @@ TOOLS = [
 CALL = {"id": "call00000", "type": "function", "function": {"name": "weather", "arguments": {}}}
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A directory for each vocabulary, as transformers saves its tokenizer."""
-    found = {}
-    for vocabulary in VOCABULARIES:
-        found[vocabulary] = tmp_path_factory.mktemp(vocabulary)
-        tokenizer(vocabulary).save_pretrained(found[vocabulary])
-    return found
+Pair = tuple[FastTokenizer, Any]
 
 
 @pytest.fixture(scope="module")
-def pairs(folders: dict[str, Path]) -> dict[str, tuple[FastTokenizer, Any]]:
-    """What we read from each, and what transformers does."""
-    return {name: both(folder) for name, folder in folders.items()}
+def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    """What we read from the directory of a vocabulary, and what transformers does."""
+
+    @cache
+    def pair_of(vocabulary: str) -> Pair:
+        folder = tmp_path_factory.mktemp(vocabulary)
+        tokenizer(vocabulary).save_pretrained(folder)
+        return both(folder)
+
+    return pair_of
 
 
-def both(folder: Path) -> tuple[FastTokenizer, Any]:
+def both(folder: Path) -> Pair:
     fast = read(folder)
     assert fast is not None
     return fast, AutoTokenizer.from_pretrained(folder)
@@ -96,9 +98,9 @@ def change(file: Path, **entries: Any) -> None:
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_fast_tokenizer_has_the_tokens_of_transformers(
-    pairs: dict[str, tuple[FastTokenizer, Any]], vocabulary: str
+    pair_of: Callable[[str], Pair], vocabulary: str
 ) -> None:
-    fast, whole = pairs[vocabulary]
+    fast, whole = pair_of(vocabulary)
     assert type(whole).__name__ == "TokenizersBackend"
     assert fast.get_vocab() == whole.get_vocab()
     assert len(fast) == len(whole)
@@ -115,9 +117,9 @@ def described(tokenizer: Any) -> dict[int, str]:
 @SETTINGS
 @given(text=TEXTS, is_special=st.booleans())
 def test_fast_tokenizer_encodes_and_decodes_as_transformers(
-    pairs: dict[str, tuple[FastTokenizer, Any]], vocabulary: str, text: str, is_special: bool
+    pair_of: Callable[[str], Pair], vocabulary: str, text: str, is_special: bool
 ) -> None:
-    fast, whole = pairs[vocabulary]
+    fast, whole = pair_of(vocabulary)
     ids = fast.encode(text, add_special_tokens=is_special)
     assert ids == whole.encode(text, add_special_tokens=is_special)
     assert fast.encode(text) == whole.encode(text)
@@ -128,13 +130,14 @@ def test_fast_tokenizer_encodes_and_decodes_as_transformers(
         assert fast.decode(ids[at:]) == whole.decode(ids[at:])
 
 
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @pytest.mark.parametrize("family", FAMILIES)
-@SETTINGS
+@settings(SETTINGS, max_examples=5)
 @given(data=st.data())
 def test_template_on_it_makes_the_tokens_of_transformers(
-    pairs: dict[str, tuple[FastTokenizer, Any]], family: str, data: st.DataObject
+    pair_of: Callable[[str], Pair], family: str, vocabulary: str, data: st.DataObject
 ) -> None:
-    fast, whole = pairs[data.draw(st.sampled_from(VOCABULARIES))]
+    fast, whole = pair_of(vocabulary)
     ours, theirs = (
         ChatTemplate(each, chat_template=source(family), chat_template_kwargs={"bos_token": "<s>"})
         for each in (fast, whole)

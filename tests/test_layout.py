@@ -91,9 +91,13 @@ def imports_of(path: Path, known: object) -> set[str]:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             modules = {name for name in names if name in known}  # type: ignore[operator]
             found |= modules | ({node.module} if names - modules else set())
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and _last_name(node.func) == "import_module":
             found |= {each.value for each in node.args if isinstance(each, ast.Constant)}
     return {name for name in found if name in known}  # type: ignore[operator]
+
+
+def _last_name(function: ast.expr) -> str | None:
+    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", None)
 
 
 def floor_of(module: str) -> int:
@@ -214,11 +218,9 @@ def packages_of(path: Path) -> set[str]:
 
 def test_layout_user_files_are_executed_in_one_place() -> None:
     def executes(path: Path) -> bool:
-        names = (
-            node.func
-            for node in ast.walk(ast.parse(path.read_bytes()))
-            if isinstance(node, ast.Call)
-        )
+        source = path.read_bytes()
+        calls = ast.walk(ast.parse(source)) if b"exec(" in source else ()
+        names = (node.func for node in calls if isinstance(node, ast.Call))
         return any(isinstance(name, ast.Name) and name.id == "exec" for name in names)
 
     found = {_module_name(path, SOURCE) for path in SOURCE.rglob("*.py") if executes(path)}
