@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import pytest
 
 import rollout
@@ -15,7 +17,9 @@ from rollout.chat import ChatTemplate, Transcript
 from rollout.chat.drift import compare
 from rollout.config import AgentConfig
 from rollout.errors import TemplateError
-from rollout.testing import Scenario
+from rollout.observe.report import RunReport
+from rollout.scheduling import tokenization
+from rollout.testing import Scenario, run_virtual
 from rollout.types import Message
 from test_chat_formats import STOPS
 
@@ -243,9 +247,61 @@ async def run(texts: list[str], **agent: Any) -> rollout.RolloutBatch:
 
 @pytest.mark.anyio
 async def test_tokenization_check_off_compares_nothing() -> None:
-    batch = await run(["x"])
+    batch = await run(["x"], tokenization_check="off")
     assert batch.trajectories[0].outcome is Outcome.COMPLETED
     assert not [name for name in batch.metrics if name.startswith("tokenization")]
+
+
+@pytest.mark.anyio
+async def test_tokenization_check_of_a_sample_compares_the_first_and_some_of_the_others(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenization, "THEN_ONE_IN", 10)
+    with caplog.at_level(logging.WARNING, logger="rollout"):
+        batch = await run(["x"] * 32)
+    assert {row.outcome for row in batch.trajectories} == {Outcome.COMPLETED}
+    assert batch.metrics["tokenization/content"] == 16 + 2
+    (logged,) = [each for each in caplog.messages if "differs" in each]
+    assert "further ones of this kind are counted" in logged
+
+
+#: Says at its beginning how long the conversation is.
+COUNTS = """{{ messages | length }} {% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' }}
+{{- m.content ~ '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+def test_report_of_a_run_whose_template_drifts_names_it_first(tmp_path: Path) -> None:
+    file = tmp_path / "counts.jinja"
+    file.write_text(COUNTS)
+    config = ANSWERS.config()
+    config = attrs.evolve(config, model=attrs.evolve(config.model, chat_template=str(file)))
+
+    async def act() -> None:
+        async with rollout.open_rollout(config) as runtime:
+            batch = await runtime.generate(
+                [Prompt(messages=[{"role": "user", "content": "hello"}])] * 4
+            )
+            batch.save(tmp_path)
+
+    run_virtual(act)
+    report = RunReport(tmp_path)
+    report.write()
+    finding = report.findings[0]
+    assert (finding.kind, finding.severity) == ("drift", "severe")
+
+
+@pytest.mark.anyio
+async def test_tokenization_check_that_fails_by_itself_harms_no_trajectory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def drift(*_: object) -> None:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(ChatTemplate, "drift", drift)
+    batch = await run(["x"])
+    assert batch.trajectories[0].outcome is Outcome.COMPLETED
+    assert batch.metrics["tokenization/refused"] == 1
 
 
 @pytest.mark.anyio

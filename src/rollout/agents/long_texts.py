@@ -26,8 +26,6 @@ _OVERHEAD = 16
 _TEXTS = (str, bytes, bytearray)
 #: Types of which a false value holds no text.
 _NOTHING = frozenset((type(None), tuple, list, dict))
-#: Tokens that may be more than `LONG` characters.
-LONG_TOKENS = LONG // 4
 #: By what threads that were left behind are counted.
 NAME = "rollout.chat"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rollout.agents.budget import length_error, longest_prompt, prompt_fault, remaining
 from rollout.agents.identity import RejectedPrompt
 from rollout.agents.kept_messages import TurnReader, find_texts
-from rollout.agents.long_texts import LONG_TOKENS, is_long
+from rollout.agents.long_texts import is_long
 from rollout.agents.media_intake import may_show
 from rollout.agents.places import check_ids
 from rollout.chat.encoding import NOTHING_READY
@@ -243,9 +243,9 @@ class Wording:
     async def drift(
         self, transcript: Transcript, messages: Sequence[Message], said: Mapping[int, str]
     ) -> Drift:
-        """See `ChatTemplate.drift`."""
+        """See `ChatTemplate.drift`; beside the loop, since it renders a whole conversation."""
         return await self._services.texts.run(
-            len(transcript) > LONG_TOKENS,
+            True,
             self._services.template.drift,
             *(transcript, messages, said, self._schemas),
         )

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from rollout.errors import TemplateError
-from rollout.types import Outcome
+from rollout.types import Outcome, said
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -19,13 +19,16 @@ logger = logging.getLogger("rollout.scheduling")
 COMPARED = (Outcome.COMPLETED, Outcome.LENGTH, Outcome.LIMIT)
 #: In the place of a kind of drift, where the template refuses the conversation.
 REFUSED = "refused"
+#: What "sample" compares: those that end first, and then one in so many. A template drifts from the
+#: start or not at all, and to render a conversation again costs as much as some of its turns.
+FIRST, THEN_ONE_IN = 16, 512
 
 
 class TokenizationCheck:
     """What `agent.tokenization_check` asks for; one for a runtime, so that it logs a kind once.
 
     Args:
-        mode: "off", "warn" or "strict".
+        mode: "off", "sample", "warn" or "strict".
         ignored: Kinds of drift that count as identical.
     """
 
@@ -33,13 +36,14 @@ class TokenizationCheck:
         self._mode = mode
         self._ignored = frozenset(ignored)
         self._logged: set[str] = set()
+        self._asked = 0
 
     async def check(self, context: AgentContext) -> tuple[str | None, str | None]:
         """The kind of drift, and why the trajectory must fail for it; None where there is none.
 
         The kind is None where nothing was compared.
         """
-        if self._mode == "off":
+        if not self._is_chosen():
             return None, None
         kind, message = await self._compare(context)
         if kind is None or kind == "identical":
@@ -55,11 +59,18 @@ class TokenizationCheck:
             )
         return kind, None
 
+    def _is_chosen(self) -> bool:
+        if self._mode != "sample":
+            return self._mode != "off"
+        self._asked += 1
+        return self._asked <= FIRST or self._asked % THEN_ONE_IN == 0
+
     async def _compare(self, context: AgentContext) -> tuple[str | None, str]:
         try:
             drift = await context.check_tokens()
-        except TemplateError as error:
-            return REFUSED, f"the conversation cannot be rendered as a whole: {error}"
+        except Exception as error:  # a template is foreign code
+            why = error if isinstance(error, TemplateError) else said(error)
+            return REFUSED, f"the conversation cannot be rendered as a whole: {why}"
         if drift is None:
             return None, ""
         return ("identical" if drift.kind in self._ignored else drift.kind), str(drift)

@@ -57,7 +57,7 @@ def looked_for(run: Run) -> str:
     texts = (
         "texts and tokens agree"
         if any(row.drift for row in run.rows)
-        else "texts and tokens were not compared (agent.tokenization_check is off)"
+        else "texts and tokens were not compared (agent.tokenization_check)"
     )
     return (
         "Nothing stands out: no tool or replica is slow, starved or lost, the event loop was not "
