@@ -304,9 +304,11 @@ def test_joined_cluster_is_left_as_it_was(cluster: Any) -> None:
 
 
 DRIVER = """
-import anyio, sys
+import anyio, os, sys
 sys.path.insert(0, sys.argv[1])
+run = dict(os.environ)
 from test_ray_placement import config
+os.environ.update(run)  # its engines are of the run that started it, not of one of its own
 from rollout.engine import open_engines
 
 async def main():
