@@ -49,6 +49,7 @@ class MadeUpRun:
         blocked_by: What did that.
         losses: Of the last replica.
         result: Of the tool.
+        unparsed: How many of ten make a call before that could not be parsed.
     """
 
     groups: int = 10
@@ -64,6 +65,7 @@ class MadeUpRun:
     blocked_by: str = "fetch at tools.py:12 called time.sleep"
     losses: int = 0
     result: str = "found"
+    unparsed: int = 0
 
     def write(self, directory: Path, *, has_ended: bool = True) -> Path:
         """Write it; returns the directory."""
@@ -152,6 +154,9 @@ class MadeUpRun:
         at = start
         for turn, span in enumerate(generated):
             if turn:
+                if number % 10 < self.unparsed:
+                    failed = {"is_error": True, "error": "not JSON"}
+                    events.append(ToolEnded(at=at, began=at, tool="", turn=0, **failed, **own))
                 events.append(
                     ToolEnded(at=at + self.tool_s, began=at, tool="search", turn=0, **own)
                 )

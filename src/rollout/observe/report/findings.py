@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rollout.observe.report.engine_findings import flapping, idle, slow_replica, starved
 from rollout.observe.report.finding import NOTABLE, SEVERE, Finding, Run, percent
+from rollout.observe.report.run_times import NOT_PARSED
 from rollout.plurals import count
 
 if TYPE_CHECKING:
@@ -179,14 +180,18 @@ def _slow_tools_of_rows(run: Run) -> Iterable[Finding]:
 
 def _erring_tools(run: Run) -> Iterable[Finding]:
     for tool in run.tools:
-        if tool.calls >= ERRING_CALLS and tool.errors / tool.calls >= ERRING_SHARE:
-            share = percent(tool.errors, tool.calls)
+        # What is in no format is no tool's, and an error in any case: it is a part of all calls.
+        is_parsed = tool.name != NOT_PARSED
+        calls = tool.calls if is_parsed else sum(each.calls for each in run.tools)
+        if calls >= ERRING_CALLS and tool.errors / calls >= ERRING_SHARE:
+            share = percent(tool.errors, calls)
+            of_tool = f"The tool {tool.name!r} answers {share} of its calls with an error"
             yield Finding(
-                kind="erring_tool",
+                kind="erring_tool" if is_parsed else "calls_not_parsed",
                 severity=NOTABLE,
-                title=f"The tool {tool.name!r} answers {share} of its calls with an error",
+                title=of_tool if is_parsed else f"{share} of calls could not be parsed",
                 text=(
-                    f"{tool.errors:,} of {count(tool.calls, 'call')}; most often: "
+                    f"{tool.errors:,} of {count(calls, 'call')}; most often: "
                     f"{run.usual_error(tool.name)}."
                 ),
                 filter=f'tool:"{tool.name}" errors>0',
