@@ -754,6 +754,38 @@ def test_cli_signal_while_engines_start_ends_them(folder: Path) -> None:
     assert list((folder / "out").iterdir()) == []
 
 
+#: What collates a batch is imported slowly: engines serve before a batch can begin.
+LOADS_LATE = """
+import anyio
+from rollout.cli import foreground
+
+load = foreground._Run.load
+
+async def load_late(self):
+    while self.runtime is None:
+        await anyio.sleep(0.01)
+    print("here", file=sys.stderr, flush=True)
+    while self.signal is None:
+        await anyio.sleep(0.01)
+    await load(self)
+
+foreground._Run.load = load_late
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_cli_signal_before_the_batch_begins_ends_it(folder: Path, signum: signal.Signals) -> None:
+    (folder / "tools.py").write_text(TOOLS + LOADS_LATE)
+    arguments = ["run", "config.py", "--prompts", "prompts.jsonl", "--out", "out", *CODE]
+    with rollout_process(folder, *arguments) as process:
+        wait_for(process, "here")
+        process.send_signal(signum)
+        output, errors = process.communicate(timeout=END_S)
+        assert process.returncode == 128 + signum
+    assert output == ""
+    assert errors == "interrupted before a trajectory had started; nothing is saved\n"
+
+
 def test_cli_reader_that_leaves_changes_nothing(folder: Path) -> None:
     command = f"{sys.executable} -c 'from rollout.cli import main; raise SystemExit(main())'"
     done = subprocess.run(

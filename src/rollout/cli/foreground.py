@@ -118,7 +118,7 @@ async def run_job(job: ForegroundJob, console: Console) -> JobResult:
 
     SIGINT and SIGTERM belong to it meanwhile. The first one cancels what has not ended and saves
     everything; where that takes longer than `GRACE_S`, or at a second signal, what has ended is
-    saved. While engines start, nothing has been admitted and nothing is saved.
+    saved. Until the engines serve and the batch begins, nothing is admitted and nothing is saved.
 
     Raises:
         RolloutError: As `open_rollout` and `RolloutRuntime.generate`.
@@ -228,6 +228,9 @@ class _Run:
         """Run the batch, or what of it there is time for, and save it."""
         assert self.runtime is not None
         await self._loaded.wait()
+        if self.signal is not None:  # before anything was admitted
+            self.saved.set()
+            return
         self._has_begun = True
         job = self._job
         began = anyio.current_time()
@@ -254,7 +257,7 @@ class _Run:
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             task_status.started()
             self.signal = await anext(signals)
-            if self.runtime is None:
+            if self.runtime is None or not self._has_begun:
                 self.starting.cancel()
             else:
                 self.runtime.cancel(reason=INTERRUPTED)
