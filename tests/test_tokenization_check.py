@@ -260,7 +260,7 @@ async def test_tokenization_check_of_a_sample_compares_the_first_and_some_of_the
     with caplog.at_level(logging.WARNING, logger="rollout"):
         batch = await run(["x"] * 32)
     assert {row.outcome for row in batch.trajectories} == {Outcome.COMPLETED}
-    assert batch.metrics["tokenization/content"] == 16 + 2
+    assert batch.metrics["tokenization/content"] == 8 + 3
     (logged,) = [each for each in caplog.messages if "differs" in each]
     assert "further ones of this kind are counted" in logged
 

@@ -21,7 +21,7 @@ COMPARED = (Outcome.COMPLETED, Outcome.LENGTH, Outcome.LIMIT)
 REFUSED = "refused"
 #: What "sample" compares: those that end first, and then one in so many. A template drifts from the
 #: start or not at all, and to render a conversation again costs as much as some of its turns.
-FIRST, THEN_ONE_IN = 16, 512
+FIRST, THEN_ONE_IN = 8, 512
 
 
 class TokenizationCheck:
