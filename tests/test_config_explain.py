@@ -31,7 +31,7 @@ def described(config: RolloutConfig) -> dict[str, str]:
 def test_config_explained_says_what_runs_where_and_how_long() -> None:
     assert describe_config(RolloutConfig()) == [
         "model       embedded:smollm2-135m-instruct",
-        "generates   transformers, bfloat16 on cpu, 1 thread; 32 requests at once, 1024 queued",
+        "generates   transformers, auto on cpu, 1 thread; 32 requests at once, 1024 queued",
         "lives in    local_process, a child process each, by the driver's interpreter",
         "replicas    1, by estimated_seconds, move margin 0.5 s",
         "sampling    temperature 1",

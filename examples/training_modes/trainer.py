@@ -23,7 +23,7 @@ WORDS = ("rain", "iron", "bread", "glass", "river", "wool", "salt", "lamp")
 def config_for(members: int, tokens: int) -> RolloutConfig:
     """The embedded model, for short answers."""
     return RolloutConfig(
-        engine=TransformersEngine(dtype="bfloat16"),
+        engine=TransformersEngine(dtype="float32"),
         agent=AgentConfig(name="single_turn"),
         lengths=LengthsConfig(prompt=96, response=tokens),
         sampling=SamplingConfig(max_new_tokens=tokens),
@@ -51,7 +51,7 @@ class Trainer:
 
     def __init__(self) -> None:
         path = rollout.resolve_model(rollout.ModelConfig().path)
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self._model.requires_grad_(requires_grad=False)
         self._norm = self._model.model.norm.weight.requires_grad_()
         self._optimizer = torch.optim.SGD([self._norm], lr=0.05)

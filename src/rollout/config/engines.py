@@ -53,8 +53,9 @@ class TransformersEngine(EngineConfig):
 
     kind: ClassVar[str] = "transformers"
     loads_weights: ClassVar[bool] = True
-    #: Of weights and computation; "auto" takes the one that the model is stored in.
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
+    #: Of weights and computation; "auto" takes the one that the model is stored in on a GPU, and on
+    #: a CPU bfloat16 where that computes in it, else float32, which is several times faster there.
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     #: As torch names it: ``cpu``, ``cuda``, ``cuda:1``.
     device: Text = "cpu"
     #: Compute threads of a replica. More than one collapses beside other work on a small machine.

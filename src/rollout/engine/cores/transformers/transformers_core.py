@@ -74,7 +74,7 @@ class TransformersCore:
         model: A local directory, a hub name or ``embedded:smollm2-135m-instruct``.
         revision: Of a hub name.
         trust_remote_code: Lets code from the model's repository run.
-        dtype: "bfloat16", "float16", "float32" or "auto".
+        dtype: "bfloat16", "float16", "float32" or "auto"; see `TransformersEngine`.
         device: A torch device, or "auto" for the GPU if there is one.
         threads: Compute threads, set for the whole process.
         max_running: Requests computed together.
@@ -95,7 +95,7 @@ class TransformersCore:
         model: str,
         revision: str | None = None,
         trust_remote_code: bool = False,
-        dtype: str = "bfloat16",
+        dtype: str = "auto",
         device: str = "cpu",
         threads: int = 1,
         max_running: int = 32,
