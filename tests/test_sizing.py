@@ -17,6 +17,7 @@ from rollout.config import (
     RayPlacement,
     RolloutConfig,
     SGLangEngine,
+    TransformersEngine,
     load_config,
 )
 from rollout.errors import ConfigError
@@ -64,6 +65,27 @@ def test_gpus_weights_and_cache_are_counted(model: Path) -> None:
             "63260522 tokens, 15444 such requests",
         ),
     ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [
+        (
+            "auto",
+            "4 bytes = 12 GiB for each replica; half of it where the CPU computes in bfloat16",
+        ),
+        ("float32", "4 bytes = 12 GiB for each replica"),
+        ("bfloat16", "2 bytes = 6 GiB for each replica"),
+    ],
+)
+def test_weights_of_an_embedded_engine_are_counted_as_a_cpu_holds_them(
+    model: Path, dtype: Any, said: str
+) -> None:
+    embedded = RolloutConfig(
+        model=ModelConfig(path=str(model)), engine=TransformersEngine(dtype=dtype)
+    )
+    label, text = sizing_lines(embedded)[0]
+    assert (label, text) == ("weights", f"3.22 billion × {said}")
 
 
 def test_weights_that_do_not_fit_are_said_so(model: Path) -> None:

@@ -135,7 +135,10 @@ def model_size(config: RolloutConfig) -> ModelSize | None:
         facts, origin = published_facts(config.model.path), ", by its published figures"
     if facts is None:
         return None
-    dtype = getattr(config.engine, "dtype", "auto")
+    engine = config.engine
+    dtype = getattr(engine, "dtype", "auto")
+    if dtype == "auto" and isinstance(engine, TransformersEngine) and engine.device == "cpu":
+        dtype, origin = "float32", f"{origin}; half of it where the CPU computes in bfloat16"
     dtype = facts.dtype if dtype == "auto" else dtype
     return ModelSize(facts, _BYTES_OF.get(dtype.removeprefix("torch."), 2), origin)
 
