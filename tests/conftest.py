@@ -111,8 +111,8 @@ WITH_PROCESSES = (
 )
 
 
-#: Directories of tests that need environments of their own.
-OWN_PACKAGES = ("sglang", "clients", "trainers", "trace_backends")
+#: Directories of tests that need environments of their own, or a browser: those start processes.
+OWN_PACKAGES = ("sglang", "clients", "trainers", "trace_backends", "pages")
 #: Files whose tests take seconds each: they start processes, clusters and models, or try many
 #: examples. One test in five is run by `make test`, as the seed says; all by `make test-full`.
 SHARED = frozenset(

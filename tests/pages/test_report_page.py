@@ -16,10 +16,7 @@ from report_runs import MadeUpRun
 from rollout.cli.tokenizers import load_tokenizer_of
 from rollout.observe.report.report import write_report
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium"),
-]
+pytestmark = pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium")
 
 #: What a tool answered, for pages that do not escape it.
 HOSTILE = (

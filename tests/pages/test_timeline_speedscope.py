@@ -21,7 +21,6 @@ SPEEDSCOPE = (
 )
 
 pytestmark = [
-    pytest.mark.processes,
     pytest.mark.skipif(browser.find_chromium() is None, reason="there is no Chromium"),
     pytest.mark.skipif(not SPEEDSCOPE.exists(), reason="there is no speedscope"),
 ]
