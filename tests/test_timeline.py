@@ -64,9 +64,12 @@ def test_batch_timeline_has_a_lane_for_each_replica_trajectory_and_the_loop(tmp_
     assert times["add"][1] == pytest.approx(TOOL_S)
     whole = times["add/0 completed"]
     assert whole[1] == pytest.approx(batch.trajectories[0].metrics["total_s"])
-    for began, seconds in times.values():
-        assert whole[0] - 1e-6 <= began
-        assert began + seconds <= sum(whole) + 1e-6
+    # To the last bit of what a reader adds: a part ends with its whole, not a rounding after it.
+    shown = [e for e in slices if e["ph"] == "X" and lanes[e["pid"], e["tid"]].endswith("/ add/0")]
+    around = next(each for each in shown if each["name"] == "add/0 completed")
+    for part in shown:
+        assert around["ts"] <= part["ts"]
+        assert part["ts"] + part["dur"] <= around["ts"] + around["dur"]
     sent = [e for e in events if isinstance(e, RequestEnded)]
     requests = [
         piece

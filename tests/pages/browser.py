@@ -24,7 +24,9 @@ UNPACKED = Path(__file__).parents[2] / ".venv" / "chromium" / "chromium"
 FLAGS = (
     "--headless=new",
     "--no-sandbox",
-    "--disable-gpu",
+    # speedscope draws with WebGL, which needs no GPU so.
+    "--use-angle=swiftshader",
+    "--enable-unsafe-swiftshader",
     "--disable-dev-shm-usage",
     "--disable-background-networking",
     "--disable-component-update",

@@ -45,6 +45,7 @@ def lanes_in_speedscope(timeline: Path, directory: Path) -> dict[str, dict[str, 
             rows = page.run("document.body.innerText.split('Symbol Name')[1]")
             found[name] = _totals(rows)
             if number == count:
+                assert page.complaints == []
                 return found
             page.press("n")
             page.wait_for(f"document.body.innerText.includes('({int(number) + 1}/{count})')")

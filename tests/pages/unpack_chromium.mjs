@@ -6,9 +6,11 @@ import { createBrotliDecompress } from "node:zlib";
 
 const [source, folder] = process.argv.slice(2);
 mkdirSync(folder, { recursive: true });
-// Libraries that it needs, where the system has none; it looks for them beside itself in lib/.
-const tar = spawn("tar", ["-x", "-C", folder], { stdio: ["pipe", "inherit", "inherit"] });
-await pipeline(createReadStream(`${source}/bin/al2023.tar.br`), createBrotliDecompress(), tar.stdin);
+// Libraries that it needs, where the system has none, in lib/; and beside it what draws WebGL.
+for (const name of ["al2023", "swiftshader"]) {
+  const tar = spawn("tar", ["-x", "-C", folder], { stdio: ["pipe", "inherit", "inherit"] });
+  await pipeline(createReadStream(`${source}/bin/${name}.tar.br`), createBrotliDecompress(), tar.stdin);
+}
 await pipeline(
   createReadStream(`${source}/bin/chromium.br`),
   createBrotliDecompress(),

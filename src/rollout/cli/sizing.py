@@ -137,7 +137,8 @@ def model_size(config: RolloutConfig) -> ModelSize | None:
         return None
     engine = config.engine
     dtype = getattr(engine, "dtype", "auto")
-    if dtype == "auto" and isinstance(engine, TransformersEngine) and engine.device == "cpu":
+    embeds_on_cpu = isinstance(engine, TransformersEngine) and engine.device.startswith("cpu")
+    if dtype == "auto" and embeds_on_cpu:
         dtype, origin = "float32", f"{origin}; half of it where the CPU computes in bfloat16"
     dtype = facts.dtype if dtype == "auto" else dtype
     return ModelSize(facts, _BYTES_OF.get(dtype.removeprefix("torch."), 2), origin)

@@ -38,8 +38,9 @@ _RANKS = {
     "phase": 3,
     "function": 4,
 }
-#: Seconds by which a part may stand over its whole, from rounding, and is in it all the same.
-SLACK_S = 1e-9
+#: Times are written in microseconds, as multiples of an eighth: a sum of such floats is exact, so
+#: that a part which ends with its whole does so for readers too, which add beginning and duration.
+TICKS_PER_US = 8
 
 
 def write_timeline(events: Iterable[AnyEvent], path: str | Path) -> int:
@@ -63,7 +64,7 @@ def write_timeline(events: Iterable[AnyEvent], path: str | Path) -> int:
 
 @attrs.frozen(kw_only=True)
 class _Piece:
-    """Something that lasts."""
+    """Something that lasts; its times are in microseconds."""
 
     name: str
     began: float
@@ -103,7 +104,7 @@ def _outer_first(piece: _Piece) -> tuple[float, float, int]:
 
 def _has_room(outer: list[_Piece], piece: _Piece) -> bool:
     """Whether it has a place in a row, of which these pieces may still last."""
-    while outer and outer[-1].ended <= piece.began + SLACK_S:
+    while outer and outer[-1].ended <= piece.began:
         outer.pop()
     return not outer or _is_within(piece, outer[-1])
 
@@ -112,7 +113,7 @@ def _is_within(piece: _Piece, outer: _Piece) -> bool:
     """Whether it is a part of the other one, and does not only happen meanwhile."""
     rank, outer_rank = _RANKS.get(piece.category, 0), _RANKS.get(outer.category, 0)
     is_part = rank > outer_rank or piece.category == outer.category == "function"
-    return is_part and piece.ended <= outer.ended + SLACK_S
+    return is_part and piece.ended <= outer.ended
 
 
 class Timeline:
@@ -213,8 +214,8 @@ class Timeline:
         if self._last_at > 0:
             run = _Piece(
                 name="running",
-                began=self._offset_s,
-                ended=self._offset_s + self._last_at,
+                began=_us(self._offset_s),
+                ended=_us(self._offset_s + self._last_at),
                 category="run",
             )
             self._driver(LOOP).pieces.append(run)
@@ -280,7 +281,7 @@ class Timeline:
                     "cat": "replica",
                     "pid": process,
                     "tid": row_thread,
-                    "ts": at * 1e6,
+                    "ts": _us(at),
                     "args": {key: value for key, value in facts.items() if value},
                 }
             )
@@ -305,8 +306,8 @@ class Timeline:
         lane.pieces.append(
             _Piece(
                 name=name,
-                began=self._offset_s + began,
-                ended=self._offset_s + max(began, ended),
+                began=_us(self._offset_s + began),
+                ended=_us(self._offset_s + max(began, ended)),
                 category=category,
                 facts={key: value for key, value in facts.items() if value not in (None, "")},
                 flow=flow,
@@ -314,7 +315,7 @@ class Timeline:
         )
 
     def _count(self, process: int, name: str, at: float, values: Mapping[str, float]) -> None:
-        ts = (self._offset_s + at) * 1e6
+        ts = _us(self._offset_s + at)
         self._counters.append(
             {"ph": "C", "name": name, "pid": process, "tid": 0, "ts": ts, "args": values}
         )
@@ -336,21 +337,22 @@ class Timeline:
         return self._trajectories[key]
 
 
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6 * TICKS_PER_US) / TICKS_PER_US
+
+
 def _slices_of(piece: _Piece, process: int, thread: int) -> Iterator[Slice]:
     """The slice of a piece, and the flow that begins or ends at it."""
-    place = {"pid": process, "tid": thread, "ts": piece.began * 1e6}
-    yield {
-        "ph": "X",
-        "name": piece.name,
-        "cat": piece.category,
-        **place,
-        "dur": (piece.ended - piece.began) * 1e6,
-        "args": dict(piece.facts),
-    }
+    place = {"pid": process, "tid": thread, "ts": piece.began}
+    dur = piece.ended - piece.began
+    # Readers end a slice of no duration before they begin it; it is an instant of its lane.
+    phase = {"ph": "X", "dur": dur} if dur else {"ph": "i", "s": "t"}
+    facts = {"name": piece.name, "cat": piece.category, "args": dict(piece.facts)}
+    yield {**phase, **facts, **place}
     if piece.flow is not None:
-        phase, flow_id = piece.flow
-        flow = {"ph": phase, "name": "request", "cat": "request", "id": flow_id, **place}
-        yield flow | ({"bp": "e"} if phase == "f" else {})
+        end, flow_id = piece.flow
+        flow = {"ph": end, "name": "request", "cat": "request", "id": flow_id, **place}
+        yield flow | ({"bp": "e"} if end == "f" else {})
 
 
 def _named(kind: str, process: int, thread: int, name: str) -> Slice:
