@@ -112,7 +112,9 @@ def run_all(job: tuple[str, int, int]) -> tuple[str, int, dict[str, tuple[float,
 
 
 def check_simulation() -> float:
-    """Largest relative difference between the short cut and the engine in virtual time."""
+    """Largest difference of the short cut from the engine in virtual time: of makespans as a share
+    of them, of prefix hits as they are, for some workloads have none.
+    """
     replicas, differences = CHECKED, []
     for workload in WORKLOADS:
         trial = trial_of(workload, replicas, 0)
@@ -120,7 +122,7 @@ def check_simulation() -> float:
         full = run_in_virtual_time(trial, POLICIES[DEFAULT](replicas, 0))
         differences += [
             abs(quick.makespan_s / full.makespan_s - 1),
-            abs(quick.prefix_hit / full.prefix_hit - 1),
+            abs(quick.prefix_hit - full.prefix_hit),
         ]
     return max(differences)
 
