@@ -22,8 +22,9 @@ _NOTHING = (None, "")
 _write = msgspec.json.Encoder(order="sorted").encode
 
 
-#: What stands for a text, and for a turn of several.
-Digest = bytes | tuple[Hashable, ...]
+#: What stands for a text, and for a turn of several: Python's own hash, of 64 bits under a key of
+#: the process. A long conversation has hundreds of them in every request.
+Digest = int | tuple[Hashable, ...]
 
 
 class Key(NamedTuple):
@@ -38,7 +39,7 @@ class Key(NamedTuple):
 
     given: Digest
     said: Digest | None
-    reasoning: bytes | None
+    reasoning: int | None
     ids: tuple[str, ...]
 
 
@@ -100,20 +101,17 @@ def _key(message: GivenMessage, position: int) -> Key:
         reasoning = reasoning_key(message.reasoning)
         ids = (*message.ids, *[call.id for call in calls]) if calls else message.ids
         return Key((said, reasoning), said, reasoning, ids)
-    own = _shown(message.parts) if message.parts else _digest(text)
+    own = _shown(message.parts) if message.parts else hash(text)
     if role == "tool":
         return Key((role, position, own), None, None, (message.call_id,))
     return Key((role, message.name or "", own), None, None, ())
 
 
-def _shown(parts: Iterable[str | Mapping[str, Any]]) -> bytes:
+def _shown(parts: Iterable[str | Mapping[str, Any]]) -> int:
     """Of texts and images in their order: of an image its content, however it is wrapped."""
-    hashed = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        is_text = isinstance(part, str)
-        written = part if isinstance(part, str) else _content(part)
-        hashed.update(_digest(written) + (b"t" if is_text else b"m"))
-    return hashed.digest()
+    return hash(
+        tuple((True, each) if isinstance(each, str) else (False, _content(each)) for each in parts)
+    )
 
 
 def _content(part: Mapping[str, Any]) -> str | bytes:
@@ -125,26 +123,25 @@ def said_key(text: str, calls: Sequence[tuple[str, Any]]) -> Digest:
     """Of a turn: its text without white space around it, its calls as names with JSON values."""
     text = text.strip()
     if not calls:
-        return _digest(text)
+        return hash(text)
     values = [[name, canonical({} if value in _NOTHING else value)] for name, value in calls]
-    return ("calls", _digest(_json([text, values])))
+    return ("calls", hash(_json([text, values])))
 
 
-def reasoning_key(reasoning: str | None) -> bytes | None:
+def reasoning_key(reasoning: str | None) -> int | None:
     """Of what the model thought, without white space around it; None where there is none."""
     text = (reasoning or "").strip()
-    return _digest(text) if text else None
-
-
-def _digest(text: str | bytes) -> bytes:
-    written = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(written, digest_size=16).digest()
+    return hash(text) if text else None
 
 
 def tools_key(tools: Sequence[Mapping[str, Any]]) -> bytes:
     """Of a set of tools, in whatever order."""
     written = sorted(_json(canonical(tool)) for tool in tools)
     return _digest(_json([each.hex() for each in written]))
+
+
+def _digest(written: bytes) -> bytes:
+    return hashlib.blake2b(written, digest_size=16).digest()
 
 
 class ToolSets:
