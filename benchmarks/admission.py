@@ -39,6 +39,7 @@ import rollout
 from rollout import Prompt
 from rollout.config import (
     AgentConfig,
+    ChannelConfig,
     LengthsConfig,
     LimitsConfig,
     SamplingConfig,
@@ -171,6 +172,7 @@ def config_of(workload: Workload, seed: int, kv: int, *, is_adaptive: bool) -> A
         .capacity(context_length=131_072)
     )
     return scenario.config(
+        channel=ChannelConfig(stream_interval_s=60.0),  # tokens come at the end: half the time
         sampling=SamplingConfig(),
         agent=AgentConfig(max_assistant_turns=workload.turns),
         lengths=LengthsConfig(prompt=8192, response=65_536),

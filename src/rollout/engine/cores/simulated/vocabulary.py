@@ -97,6 +97,8 @@ def top_of(ids: array[int], position: int, count: int) -> tuple[array[int], arra
     As made up as these: the sampled id comes first, then the ids after it, each by 1 less likely.
     """
     likely, log_probs = array("i"), array("f")
+    if not count:  # as a rule
+        return likely, log_probs
     for token, log_prob in zip(ids, log_probs_of(ids, position), strict=True):
         likely.extend((token + rank) % VOCAB_SIZE for rank in range(count))
         log_probs.extend(log_prob - rank for rank in range(count))
