@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import urllib.request
+from typing import Any
 
 import anyio
 import pytest
@@ -14,15 +15,34 @@ from rollout.config import ObserveConfig
 from rollout.errors import ConfigError
 
 pytest.importorskip("prometheus_client")
+from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
+Read = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
-def scraped(port: int) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-        text = answer.read().decode()
+
+def scraped(port: int) -> Read:
+    """What both of the official parsers read, which must be the same."""
+    text = samples_of(text_string_to_metric_families(asked(port, "text/plain")))
+    other = samples_of(openmetrics_parser.text_string_to_metric_families(asked(port, OPENMETRICS)))
+    mine = [name for name in text if name[0].startswith("rollout_")]
+    assert all(name in other for name in mine if not name[0].endswith("_created"))
+    return text
+
+
+def asked(port: int, accepted: str) -> str:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/metrics", headers={"Accept": accepted}
+    )
+    with urllib.request.urlopen(request) as answer:
+        return str(answer.read().decode())
+
+
+def samples_of(families: Any) -> Read:
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(text)
+        for family in families
         for sample in family.samples
     }
 
@@ -56,7 +76,7 @@ def test_prometheus_endpoint_official_parser_reads_the_figures_of_a_run() -> Non
     assert tokens == batch.metrics["tokens/generated"]
     assert read["rollout_tool_seconds_count", (("tool", "add"),)] == 4
     assert read["rollout_tool_seconds_sum", (("tool", "add"),)] >= 4 * observed.TOOL_S
-    assert read["rollout_reward_count", ()] == 2
+    assert read["rollout_rewards_total", (("bound", "1.0"),)] == 2
     ends = (("end", "stop"), ("replica", "engine-0"))
     assert read["rollout_requests_total", ends] == 8
     assert read["rollout_replica_serving", (("replica", "engine-0"),)] == 1

@@ -176,6 +176,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         context_length: Prompt plus generated tokens fit in it.
         fingerprint: Names the model; replicas of one pool must agree. Empty: nobody knows.
         max_requests: How many requests the engine holds at once, running and queued.
+        max_running: How many of them it computes at once; 0: not known.
         weight_version: Version of the weights loaded.
         core: Name of the core, for people.
         device: Where its weights are, or the first part of them, as torch names it in its process
@@ -204,6 +205,12 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     expert_shape: tuple[Natural, Natural] | None = None
     modalities: tuple[str, ...] = ()
     no_media: str = ""
+    max_running: Natural = 0
+
+    @property
+    def most_at_once(self) -> int:
+        """Requests that it computes at once; that it holds, where it does not say so."""
+        return self.max_running or self.max_requests
 
     def media_fault(self, kinds: Iterable[str]) -> str:
         """Why the engine cannot be asked about these kinds of media; empty where it can."""

@@ -12,7 +12,8 @@ class ReplicaChanged(Event, frozen=True, kw_only=True):
         replica: Its name.
         state: "starting", "serving", "lost", "restarting", "given up", "removed" or "closed".
         why: Where something went wrong.
-        capacity: Requests that it holds at once, once it serves.
+        capacity: Requests that it computes at once, or holds where its engine does not say so; 0
+            unless it serves.
     """
 
     replica: str
@@ -29,7 +30,7 @@ class ReplicaSampled(Event, frozen=True, kw_only=True):
         running, queued: Requests in the engine, computed and waiting.
         in_flight: Requests sent and not known to be gone.
         zombies: Cancelled ones among them.
-        capacity: Requests that it holds at once.
+        capacity: Requests that it computes at once, or holds where its engine does not say so.
         kv_used: Share of its KV cache, 0 … 1.
         tokens_per_s: That it samples.
         generated_tokens, preemptions: Since it started.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import ConfigError
@@ -17,8 +18,8 @@ logger = logging.getLogger("rollout.observe")
 
 #: Seconds that buckets of histograms end at: tools answer in milliseconds, tails take minutes.
 BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-#: What a reward may be; most are from 0 to 1.
-REWARD_BUCKETS = (-1.0, 0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+#: What rewards are counted by; most are from 0 to 1.
+REWARD_BOUNDS = (-1.0, 0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, math.inf)
 HOST = "127.0.0.1"
 
 
@@ -91,9 +92,9 @@ class _Figures:
             made = client.Gauge(f"rollout_{name}", text, labels, registry=registry)
             return _Labelled(made) if labels else made
 
-        def histogram(name: str, text: str, *labels: str, buckets: Any = BUCKETS) -> Any:
+        def histogram(name: str, text: str, *labels: str) -> Any:
             made = client.Histogram(
-                f"rollout_{name}", text, labels, registry=registry, buckets=buckets
+                f"rollout_{name}", text, labels, registry=registry, buckets=BUCKETS
             )
             return _Labelled(made) if labels else made
 
@@ -101,7 +102,9 @@ class _Figures:
             "trajectories", "Trajectories that have ended", "outcome", "reason"
         )
         self._trajectory_s = histogram("trajectory_seconds", "From a place to the outcome")
-        self._rewards = histogram("reward", "Rewards", buckets=REWARD_BUCKETS)
+        # No histogram, whose sum may not fall.
+        self._rewards = counter("rewards", "Rewards, by the next bound", "bound")
+        self._reward_sum = gauge("reward_sum", "Of all rewards")
         self._tokens = counter("tokens", "Tokens of trajectories that have ended", "kind")
         self._staleness = gauge(
             "staleness", "By how many versions the weights are newer than a trajectory's oldest"
@@ -139,7 +142,9 @@ class _Figures:
         self._outcomes[event.outcome, event.reason].inc()
         self._trajectory_s.observe(event.at - event.began)
         if event.reward is not None:
-            self._rewards.observe(event.reward)
+            bound = next(each for each in REWARD_BOUNDS if event.reward <= each)
+            self._rewards[str(bound)].inc()
+            self._reward_sum.inc(event.reward)
         self._tokens["prompt"].inc(event.prompt_tokens)
         self._tokens["generated"].inc(event.generated_tokens)
         self._tokens["observation"].inc(event.observation_tokens)
@@ -172,7 +177,7 @@ class _Figures:
             "zombies": event.zombies,
             "kv_used": event.kv_used,
             "tokens_per_s": event.tokens_per_s,
-            "utilisation": event.in_flight / event.capacity if event.capacity else 0.0,
+            "utilisation": event.running / event.capacity if event.capacity else 0.0,
         }
         for what, value in shares.items():
             self._replica[event.replica, what].set(value)

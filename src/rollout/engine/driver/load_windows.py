@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from rollout.observe.events import ReplicaSampled
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
+
+    from rollout.engine.driver.replica import Replica
+    from rollout.observe.events import ReplicaSampled
 
 
 @attrs.define
@@ -25,21 +26,29 @@ class _Sum:
         self.longest = max(self.longest, value)
 
 
-@attrs.define(eq=False)
 class LoadWindow:
-    """The reports of the engines while the window was open."""
+    """The reports of the engines while the window was open, and what they answered.
 
-    _sums: dict[str, _Sum] = attrs.field(factory=dict)
-    _first: dict[str, ReplicaSampled] = attrs.field(factory=dict)
-    _last: dict[str, ReplicaSampled] = attrs.field(factory=dict)
+    Args:
+        replicas: As of `LoadWindows`.
+    """
+
+    def __init__(self, replicas: Mapping[str, Replica]) -> None:
+        self._replicas = replicas
+        self._sums: dict[str, _Sum] = {}
+        self._before = self._prompt_counts()
+
+    def _prompt_counts(self) -> dict[str, tuple[int, int]]:
+        """Of each replica the tokens of prompts so far, and those computed before."""
+        return {
+            each.name: (each.prompt_tokens, each.cached_tokens) for each in self._replicas.values()
+        }
 
     def take(self, sample: ReplicaSampled, waiting_requests: int) -> None:
         """A report, and how many requests wait for a place meanwhile."""
         name = f"replica/{sample.replica}"
-        self._first.setdefault(sample.replica, sample)
-        self._last[sample.replica] = sample
         if sample.capacity:
-            self._add(f"{name}/utilisation", sample.in_flight / sample.capacity)
+            self._add(f"{name}/utilisation", sample.running / sample.capacity)
         self._add(f"{name}/running", float(sample.running))
         self._add(f"{name}/kv_used", sample.kv_used)
         self._add(f"{name}/tokens_per_s", sample.tokens_per_s)
@@ -57,25 +66,29 @@ class LoadWindow:
         for name, each in self._sums.items():
             found[f"{name}/mean"] = each.total / each.count
             found[f"{name}/max"] = each.longest
-        for replica, last in self._last.items():
-            first = self._first[replica]
-            prompt = last.prompt_tokens - first.prompt_tokens
-            if prompt > 0:
-                hits = (last.cached_tokens - first.cached_tokens) / prompt
-                found[f"replica/{replica}/prefix_hits"] = hits
+        for name, (prompt, cached) in self._prompt_counts().items():
+            prompt_before, cached_before = self._before.get(name, (0, 0))
+            if prompt > prompt_before:
+                hits = (cached - cached_before) / (prompt - prompt_before)
+                found[f"replica/{name}/prefix_hits"] = hits
         return found
 
 
 class LoadWindows:
-    """Those that are open."""
+    """Those that are open.
 
-    def __init__(self) -> None:
+    Args:
+        replicas: By name, as they come and go.
+    """
+
+    def __init__(self, replicas: Mapping[str, Replica]) -> None:
+        self._replicas = replicas
         self._open: dict[LoadWindow, None] = {}
 
     @contextmanager
     def window(self) -> Iterator[LoadWindow]:
         """The engines' reports of one batch."""
-        window = LoadWindow()
+        window = LoadWindow(self._replicas)
         self._open[window] = None
         try:
             yield window

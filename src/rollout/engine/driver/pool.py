@@ -130,7 +130,7 @@ class EnginePool(PoolMaintenance):
             changed=self._wait_queue.wake_next,
             limit_s=start_timeout_s,
         )
-        self.load_windows = LoadWindows()
+        self.load_windows = LoadWindows(self._replicas)
         self._transitions = ReplicaTransitions(
             router,
             self._replicas,

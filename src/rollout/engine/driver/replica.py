@@ -131,7 +131,7 @@ class Replica:
         self.state, self.is_closed_by_driver = "serving", False
         self.channel, self.routed = channel, routed
         self.starts += 1
-        self._tell("serving", capacity=channel.info.max_requests)
+        self._tell("serving", capacity=channel.info.most_at_once)
 
     def lose(self, running: tuple[Attempt, ...]) -> None:
         """Its channel is lost: it gets nothing more, and whether it died is not known yet.
@@ -203,7 +203,7 @@ class Replica:
             queued=load.queued,
             in_flight=routed.in_flight if routed else 0,
             zombies=channel.zombies if channel else 0,
-            capacity=routed.capacity if routed else 0,
+            capacity=channel.info.most_at_once if channel else 0,
             kv_used=load.kv_used,
             tokens_per_s=routed.speed.tokens_per_s if routed else 0.0,
             generated_tokens=load.generated_tokens,

@@ -222,6 +222,7 @@ class SGLang:
             context_length=self._tokens.max_req_input_len,
             fingerprint=model_fingerprint(model_path, options.revision),
             max_requests=options.max_running + options.max_queued,
+            max_running=options.max_running,
             weight_version=options.weight_version,
             core="sglang",
             device=options.torch_device,

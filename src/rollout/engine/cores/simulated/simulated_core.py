@@ -123,6 +123,7 @@ class SimulatedCore:
             context_length=min(options.capacity.context_length, options.kv.tokens),
             fingerprint=FINGERPRINT,
             max_requests=options.capacity.max_running + options.capacity.max_queued,
+            max_running=options.capacity.max_running,
             weight_version=self._weight_version,
             core="simulated",
             max_top_log_probs=VOCAB_SIZE,

@@ -305,6 +305,7 @@ def describe(
     fingerprint: str,
     context_length: int | None,
     max_requests: int,
+    max_running: int,
     modalities: tuple[str, ...] = (),
     no_media: str = "",
 ) -> EngineInfo:
@@ -321,6 +322,7 @@ def describe(
         context_length=min(lengths),
         fingerprint=fingerprint,
         max_requests=max_requests,
+        max_running=max_running,
         core="transformers",
         device=str(model.device),
         gpu=gpu_of(str(model.device)),

@@ -181,6 +181,7 @@ class Worker:
                 fingerprint=model_fingerprint(resolved, options.revision),
                 context_length=options.context_length,
                 max_requests=options.max_running + options.max_queued,
+                max_running=options.max_running,
                 modalities=modalities,
                 no_media=no_media,
             )
