@@ -260,6 +260,16 @@ async def test_update_with_state_beyond_the_tokens_begins_anew_and_says_so(
     [
         ((8, W8, "now"), "mode = 'now'; expected wait, abort_and_resume, in_place"),
         ((-1, W8), "version = -1; expected 0 to 2**31 - 1"),
+        (("8", W8), "version = '8'; expected 0 to 2**31 - 1"),
+        ((True, W8), "version = True; expected 0 to 2**31 - 1"),
+        (
+            (8, "/x"),
+            "source = '/x'; expected DiskWeights, TensorWeights or DistributedWeights",
+        ),
+        (
+            (8, DiskWeights(5)),
+            "source = DiskWeights(path=5); Expected `str`, got `int` - at `$[1]`",
+        ),
     ],
 )
 async def test_update_wrong_argument_nothing_changes(
@@ -270,6 +280,8 @@ async def test_update_wrong_argument_nothing_changes(
             await pool.update_weights(*arguments)
         assert str(caught.value) == message
         assert cores[0].loaded == []
+        await pool.update_weights(9, DiskWeights(Path("weights-9")))  # type: ignore[arg-type]
+        assert cores[0].loaded == ["weights-9"]
 
 
 class Elsewhere(InProcess):

@@ -130,6 +130,9 @@ class Interruptible:
             for nursery in self._task.child_nurseries:
                 nursery.cancel_scope.cancel()
                 nursery._closed = True  # as trio does, before it complains
+                # Code that was closed by force may have come to wait for its children, whose end
+                # must not resume a task that has ended.
+                nursery._parent_waiting_in_aexit = False
             self._task._child_nurseries.clear()
 
 

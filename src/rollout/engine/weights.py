@@ -5,6 +5,7 @@ Loaded in engine processes: imports msgspec only.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
@@ -26,6 +27,10 @@ class DiskWeights(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
     """
 
     path: str
+
+    def __post_init__(self) -> None:
+        if isinstance(self.path, os.PathLike):
+            msgspec.structs.force_setattr(self, "path", os.fspath(self.path))
 
 
 class DistributedWeights(

@@ -39,14 +39,15 @@ class EngineControls:
             mode: What becomes of generations under way: "wait", "abort_and_resume" or "in_place".
 
         Raises:
-            EngineError: No engine could load them; all keep the weights that they have.
+            EngineError: An argument is wrong, or no engine could load them; all keep the weights
+                that they have.
             RolloutError: The runtime is closed.
         """
         self._refuse_when_closed()
         await self.engines.update_weights(version, source, mode)
         self._groups.weights_changed()
         if self._journal is not None:
-            self._journal.note_version(version)
+            self._journal.note_version(int(version))
 
     async def sleep(self, level: int = 1) -> None:
         """The engines have released memory afterwards; see `EnginePool.sleep`.

@@ -34,6 +34,7 @@ class MaintenanceQueue:
 
         Raises:
             EngineError: It failed, or the engines were closed.
+            Exception: What `work` raised.
         """
         if self._tasks is None:
             raise EngineError("the engines are closed")
@@ -49,14 +50,14 @@ class _Job:
 
     def __init__(self, work: Callable[[], Awaitable[None]]) -> None:
         self.done = anyio.Event()
-        self.error: EngineError | None = None
+        self.error: Exception | None = None
         self._work = work
 
     async def run(self, lock: anyio.Lock) -> None:
         try:
             async with lock:
                 await self._work()
-        except EngineError as error:
+        except Exception as error:  # whatever it is, it is the caller's, and the engines stay
             self.error = error
         except BaseException:
             self.error = EngineError("the engines were closed meanwhile")

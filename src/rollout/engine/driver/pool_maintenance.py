@@ -43,9 +43,10 @@ class PoolMaintenance:
                 them under the old weights.
 
         Raises:
-            EngineError: No replica could load them; all have the weights that they had.
+            EngineError: An argument is wrong, or no replica could load them; all have the weights
+                that they had.
         """
-        check_update(version, mode)
+        version = check_update(version, source, mode)
         with telling_weights(self.events, version, mode):
             await self._maintenance.do(partial(self._weight_updater.update, version, source, mode))
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
 
 from rollout.engine.driver.replica import Weights
 from rollout.engine.driver.weight_broadcast import WeightBroadcast, check_gpus
-from rollout.engine.weights import UPDATE_MODES, DiskWeights, DistributedWeights, TensorWeights
+from rollout.engine.weights import (
+    UPDATE_MODES,
+    DiskWeights,
+    DistributedWeights,
+    TensorWeights,
+    WeightSource,
+)
 from rollout.engine.wire.operations import LoadWeights
 from rollout.engine.wire.staging import stage
 from rollout.errors import ChannelError, EngineError
@@ -22,7 +29,7 @@ if TYPE_CHECKING:
     from rollout.engine.driver.replica import Replica
     from rollout.engine.driver.request_runner import RequestRunner
     from rollout.engine.routing import Router
-    from rollout.engine.weights import UpdateMode, WeightSource
+    from rollout.engine.weights import UpdateMode
 
 logger = logging.getLogger("rollout.engine")
 
@@ -239,16 +246,27 @@ class WeightUpdater:
         replica.take_weights(weights)
 
 
-def check_update(version: int, mode: str) -> None:
-    """Let the arguments of an update pass.
+def check_update(version: Any, source: Any, mode: Any) -> int:
+    """Let the arguments of an update pass; the version.
 
     Raises:
         EngineError: One is none.
     """
     if mode not in UPDATE_MODES:
-        raise EngineError(f"mode = {mode!r}; expected {', '.join(UPDATE_MODES)}")
-    if not 0 <= version < 2**31:
-        raise EngineError(f"version = {version!r}; expected 0 to 2**31 - 1")
+        raise EngineError(f"mode = {mode!r:.80}; expected {', '.join(UPDATE_MODES)}")
+    is_integer = isinstance(version, Integral) and not isinstance(version, bool)
+    if not is_integer or not 0 <= version < 2**31:
+        raise EngineError(f"version = {version!r:.80}; expected 0 to 2**31 - 1")
+    if not isinstance(source, WeightSource):
+        raise EngineError(
+            f"source = {source!r:.80}; expected DiskWeights, TensorWeights or DistributedWeights"
+        )
+    if isinstance(source, msgspec.Struct):  # it goes to the engines
+        try:
+            msgspec.convert(msgspec.to_builtins(source), type(source))
+        except (TypeError, msgspec.ValidationError) as error:
+            raise EngineError(f"source = {source!r:.80}; {error}") from error
+    return int(version)
 
 
 async def _staged(version: int, source: WeightSource) -> Weights:
