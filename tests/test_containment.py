@@ -227,12 +227,35 @@ async def stay_with_children() -> None:
         tasks.start_soon(stay_shielded)
 
 
+async def clean_up_with_children() -> None:
+    """Wait where no cancellation arrives; closed by force, begin tasks to clean up."""
+    try:
+        await stay_shielded()
+    finally:
+        with anyio.CancelScope(shield=True):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(anyio.sleep, 3600)
+
+
+async def begin_children_again() -> None:
+    """Begin tasks, whatever becomes of the ones before."""
+    while True:
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(anyio.sleep, 3600)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(0.1)
+
+
 STAYING: dict[str, Callable[[], Any]] = {
     "stay": stay,
     "stay_shielded": stay_shielded,
     "stay_in_scopes": stay_in_scopes,
     "stay_with_children": stay_with_children,
     "spin": spin,
+    "clean_up_with_children": clean_up_with_children,
+    "begin_children_again": begin_children_again,
 }
 
 
@@ -283,6 +306,7 @@ QUICK = LimitsConfig(
 # On asyncio nobody can end tasks that such code started itself, where they swallow it too.
 REAL = [(backend, word) for backend in ("trio", "asyncio") for word in STAYING]
 REAL.remove(("asyncio", "stay_with_children"))
+REAL.remove(("asyncio", "clean_up_with_children"))
 
 
 @pytest.mark.parametrize(("anyio_backend", "word"), REAL)
