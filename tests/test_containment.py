@@ -10,6 +10,7 @@ import queue
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -185,6 +186,66 @@ async def test_reward_assigns_anything_to_the_trajectory_nobody_is_harmed(field:
     assert outcomes(batch) == ["completed", "completed"]
     assert [t.reward for t in batch.trajectories] == [0.5, 0.5]
     assert all(t.metrics["reward_s"] == 0 for t in batch.trajectories)
+
+
+@pytest.mark.parametrize("is_group", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("judge", "good", "put 'good' into metrics['judge']; expected a number"),
+        ("generation_s", None, "put None into metrics['generation_s']; expected a number"),
+        (5, 1.0, "put 5 into metrics; expected a str for a name"),
+        ("huge", 10**400, "into metrics['huge']; expected a number"),
+    ],
+)
+async def test_reward_puts_what_is_no_metric_into_metrics_its_trajectory_alone_fails(
+    name: Any, value: Any, message: str, is_group: bool, tmp_path: Path
+) -> None:
+    def reward(trajectory: Trajectory) -> float:
+        trajectory.metrics["mine"] = 3
+        if word_of(trajectory.prompt) == "spoil":
+            trajectory.metrics[name] = value
+        return 0.5
+
+    def group_reward(group: rollout.Group) -> list[float]:
+        return [reward(each) for each in group.trajectories]
+
+    rewards: Any = {"group_reward": group_reward} if is_group else {"reward": reward}
+    async with rollout.open_rollout(OK.config(limits=LIMITS), **rewards) as runtime:
+        batch = await runtime.generate([user("calm"), user("spoil")])
+    calm, spoilt = batch.trajectories
+    assert (calm.outcome, calm.reward, calm.metrics["mine"]) == ("completed", 0.5, 3)
+    assert (spoilt.outcome, spoilt.reward) == ("failed", None)
+    assert message in spoilt.cause.message
+    batch.save(tmp_path / "batch")
+    assert rollout.RolloutBatch.load(tmp_path / "batch").samples[1].outcome == "failed"
+
+
+class Reading(AgentLoop):
+    """Has a reader of its tokens that raises, where its prompt says so."""
+
+    async def run(self, context: AgentContext) -> None:
+        def read(generation: Any) -> None:
+            raise RAISED[word_of(context.prompt)]
+
+        if word_of(context.prompt) in RAISED:
+            context.on_tokens.append(read)
+        await context.generate()
+
+
+RAISED = {
+    "exit": SystemExit(3),
+    "generator_exit": GeneratorExit(),
+    "rough": Rough("x"),
+    "other_loop": asyncio.CancelledError(),
+}
+
+
+@pytest.mark.parametrize("word", RAISED)
+async def test_reader_of_tokens_raises_anything_nobody_is_harmed(word: str) -> None:
+    register_agent("reading")(Reading)
+    batch = await generate([user(each, agent_name="reading") for each in ("calm", word)])
+    assert outcomes(batch) == ["completed", "completed"]
 
 
 async def stay() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import suppress
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from rollout.types import Reward
 
+NUMBER = "expected a number; what else is to be kept has its place in extra"
 #: Tensors hold rewards as float32.
 MAX_REWARD = float(np.finfo(np.float32).max)
 
@@ -41,6 +43,23 @@ def as_reward(value: Any, who: str) -> Reward:
         turn_values=reward.turn_values,
         segment_values=reward.segment_values,
     )
+
+
+def check_metrics(metrics: Mapping[Any, Any], who: str) -> None:
+    """Let what somebody made of a trajectory's metrics pass: names with numbers.
+
+    Raises:
+        BadRewardError: An item is something else.
+    """
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise BadRewardError(f"{who} put {name!r:.80} into metrics; expected a str for a name")
+        try:
+            is_number = isinstance(value, Real) and isinstance(float(value), float)
+        except OverflowError:
+            is_number = False
+        if not is_number:
+            raise BadRewardError(f"{who} put {value!r:.80} into metrics[{name!r:.80}]; {NUMBER}")
 
 
 def finite_number(value: Any, who: str) -> float:

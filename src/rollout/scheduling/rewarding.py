@@ -19,6 +19,7 @@ from rollout.chat.trajectory import Trajectory
 from rollout.limits import Deadline
 from rollout.observe.event_stream import EventStream
 from rollout.observe.tally import Tally
+from rollout.reward_values import check_metrics
 from rollout.scheduling.finished import end_without_reward, exclude
 from rollout.scheduling.prompts import Member
 from rollout.scheduling.reward_processes import RewardRaisedError
@@ -141,7 +142,9 @@ class Rewarding:
         started = anyio.current_time()
         what = f"reward of trajectory {trajectory.uid}/{trajectory.member}"
         names = _Names("reward", REWARD, what)
+        measured = dict(trajectory.metrics)
         answer = await self._ask(self.single, partial(_copied, trajectory), call, names)
+        answer = _with_metrics(trajectory, measured, answer, names)
         if isinstance(answer, Unrewarded):
             answer.end(trajectory)
         else:
@@ -172,12 +175,14 @@ class Rewarding:
         call = _Call(members=members, supervision=supervision, deadline=deadline)
         what = f"reward of the group {ended[0].trajectory.uid}"
         names = _Names("group_reward", GROUP_REWARD, what)
+        measured = [dict(each.trajectory.metrics) for each in ended]
         answer = await self._ask(self.group, partial(_group_of, ended), call, names)
         if self.events.is_on:
             tell_rewarded(self.events, members[0], started, None, _error_of(answer), is_group=True)
         _end_cancelled(ended)
         for at, (_, _, trajectory) in enumerate(ended):
             reward = answer if isinstance(answer, Unrewarded) else answer[at]
+            reward = _with_metrics(trajectory, measured[at], reward, names)
             if not trajectory.trainable:
                 continue
             if isinstance(reward, Unrewarded):
@@ -237,6 +242,21 @@ class Rewarding:
         if call.is_cancelled:
             return Unrewarded(outcome=Outcome.CANCELLED, reason=call.members[0].cancel_reason or "")
         return clock.over(names, scorer.when_late)
+
+
+def _with_metrics(
+    trajectory: Trajectory, measured: dict[str, float], answer: A | Unrewarded, names: _Names
+) -> A | Unrewarded:
+    """The answer; a failure, where the function put what is no metric among those measured."""
+    metrics = trajectory.metrics
+    try:
+        check_metrics(metrics, names.who)
+    except Exception as error:  # also of a number of the function's own
+        metrics.clear()
+        answer = Unrewarded(outcome=Outcome.FAILED, reason=names.reason, cause=Cause.of(error))
+    for name, value in measured.items():
+        metrics.setdefault(name, value)
+    return answer
 
 
 def _error_of(answer: object) -> str:

@@ -325,7 +325,9 @@ class Generation:
         for reader in self.on_tokens:
             try:
                 reader(self)
-            except Exception:
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # what it raises is not for those whose tokens come here as well
                 logger.exception("a reader of tokens raised; it is not called again")
                 self.leave_out(reader)
 
