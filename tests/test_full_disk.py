@@ -319,3 +319,4 @@ def test_cli_run_on_small_disks_loses_no_line_that_fits(folder: Path, kilobytes:
         rows = load_trajectories(out / JOURNAL) if left else []
         said = re.search(r"kept is out/trajectories.journal with (\d+) of 32 trajectories", errors)
         assert len(rows) == (int(said[1]) if said else 0)
+        assert len(rows) == 32 or shutil.disk_usage(out).free < 4096  # all, or all that fit

@@ -25,12 +25,18 @@ def unwritable(path: Path, error: Exception, needed: int) -> RolloutError:
         needed: Bytes, of everything that is to be written there.
     """
     found = _IN_SAFETENSORS.search(str(error))
-    number = int(found["number"]) if found else getattr(error, "errno", None)
     text = found["text"] if found else getattr(error, "strerror", None) or str(error)
     room = ""
-    if number in _OF_ROOM:
+    if lacks_room(error):
         room = f"; {needed:,} bytes are needed and {_free_bytes(path):,} are free there"
     return RolloutError(f"{path} cannot be written: {text}{room}")
+
+
+def lacks_room(error: BaseException | None) -> bool:
+    """Whether an error of writing says that there is no room."""
+    found = _IN_SAFETENSORS.search(str(error))
+    number = int(found["number"]) if found else getattr(error, "errno", None)
+    return number in _OF_ROOM
 
 
 def _free_bytes(path: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -17,6 +18,7 @@ from rollout.cli.explain_signal import explaining_at_signal
 from rollout.cli.progress import ProgressDisplay, details_of, show_progress
 from rollout.cli.run_journal import ended_in, forget_journal, without_earlier_batch
 from rollout.config import RolloutConfig
+from rollout.disk_room import lacks_room
 from rollout.errors import RolloutError
 from rollout.observe.event_file import EVENTS
 from rollout.plurals import count
@@ -76,16 +78,24 @@ class ForegroundJob:
         if self.config.observe.path is None and path.exists() and not self.resume:
             path.replace(self.directory / ASIDE)
 
-    def settle_events(self, *, is_saved: bool) -> None:
+    def give_up_events(self) -> bool:
+        """Leave the room that this run's events take to its results; whether there are any."""
+        path = self.directory / EVENTS
+        if self.config.observe.path is not None or self.resume or not path.exists():
+            return False
+        os.truncate(path, 0)  # it is open: removing it would free nothing
+        return True
+
+    def settle_events(self, *, is_saved: bool, are_given_up: bool) -> None:
         """Keep the events of what there are results of: of this run, or of the earlier one."""
         path, aside = self.directory / EVENTS, self.directory / ASIDE
         if self.config.observe.path is not None or self.resume:
             return
+        if not is_saved or are_given_up:
+            path.unlink(missing_ok=True)
         if is_saved:
             aside.unlink(missing_ok=True)
-            return
-        path.unlink(missing_ok=True)
-        if aside.exists():
+        elif aside.exists():
             aside.replace(path)
 
 
@@ -129,7 +139,10 @@ async def run_job(job: ForegroundJob, console: Console) -> JobResult:
     try:
         await _perform(job, run, console)
     finally:
-        job.settle_events(is_saved=run.batch is not None and run.fault is None)
+        job.settle_events(
+            is_saved=run.batch is not None and run.fault is None,
+            are_given_up=run.events_are_given_up,
+        )
     return run.result()
 
 
@@ -183,6 +196,7 @@ class _Run:
         self.seconds = 0.0
         self.signal: signal.Signals | None = None
         self.fault: RolloutError | None = None
+        self.events_are_given_up = False
 
     def result(self) -> JobResult:
         """What became of the job, once its tasks have ended."""
@@ -245,12 +259,21 @@ class _Run:
             self.batch = cast("RolloutBatch", error.partial)
         self.seconds = anyio.current_time() - began
         with anyio.CancelScope(shield=True):
-            try:
-                await self.threads.run("save", self.batch.save, job.directory)
-            except RolloutError as error:
-                self.fault = error
+            self.fault = await self._save(self.batch)
+            if self.fault is not None and lacks_room(self.fault.__cause__):
+                self.events_are_given_up = job.give_up_events()
+                if self.events_are_given_up:
+                    self.fault = await self._save(self.batch)
         self.saved.set()
         self.leave.set()
+
+    async def _save(self, batch: RolloutBatch) -> RolloutError | None:
+        """Why the batch cannot be saved; None where it is."""
+        try:
+            await self.threads.run("save", batch.save, self._job.directory)
+        except RolloutError as error:
+            return error
+        return None
 
     async def watch_signals(self, *, task_status: TaskStatus[None]) -> None:
         """End the job at a signal; once it does, further signals change nothing."""

@@ -14,6 +14,7 @@ from rollout.holds import Hold
 from rollout.limits import Deadline
 from rollout.scheduling.journal.trajectory_log import TrajectoryLog
 from rollout.types import Prompt
+from rollout.utf8 import is_encodable
 
 
 class Cancellable(Protocol):
@@ -129,6 +130,7 @@ _USUAL_TYPES = {
     field: frozenset(dict if kind is Mapping else kind for kind in kinds)
     for field, kinds in _FIELD_TYPES.items()
 }
+_TEXTS = ("uid", "agent_name", "data_source")
 _SPOKEN = {str: "a string", Mapping: "a mapping", list: "a list", type(None): "None"}
 
 
@@ -152,6 +154,10 @@ def _faults_of(prompt: Prompt, path: str) -> list[str]:
         if type(value := getattr(prompt, field)) not in _USUAL_TYPES[field]
         and not isinstance(value, types)
     ]
+    for field in _TEXTS:
+        text = getattr(prompt, field)
+        if isinstance(text, str) and not is_encodable(text):
+            faults.append(f"{path}.{field} = {text!r:.80}: expected a text that UTF-8 can hold")
     if not is_priority(prompt.priority):
         faults.append(f"{path}.priority = {prompt.priority!r:.80}: expected {PRIORITY}")
     if isinstance(prompt.tools, list | tuple):

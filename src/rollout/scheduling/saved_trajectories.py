@@ -22,10 +22,15 @@ def load_trajectories(path: Path | str) -> list[Trajectory]:
     their contents, which `RolloutBatch.load` has. A last line or record that was cut short is left
     out, with a warning.
 
+    Args:
+        path: One of these, or the directory of them.
+
     Raises:
         RolloutError: The file cannot be read, or a line describes no trajectory; names it.
     """
     path = Path(path)
+    if path.is_dir():
+        path /= TRAJECTORIES
     beside = path.with_name(JOURNAL)
     if not path.exists() and path.name == TRAJECTORIES and beside.exists():
         path = beside
