@@ -24,7 +24,17 @@ from rollout.config import ObserveConfig, SchedulingConfig, SimulatedEngine
 from rollout.errors import RolloutError
 from rollout.observe import read_events
 from rollout.observe.event_file import EVENTS
-from rollout.observe.events import RequestEnded
+from rollout.observe.events import (
+    Event,
+    EventsDropped,
+    RequestEnded,
+    RequestPlaced,
+    RuntimeSampled,
+    ToolStarted,
+    TrajectoryStarted,
+    TurnEnded,
+    TurnStarted,
+)
 from rollout.observe.report import RunReport, write_report
 from rollout.observe.report.page import embedded
 from rollout.observe.report.token_texts import TokenTexts
@@ -106,6 +116,65 @@ def test_findings_of_several_faults_begin_with_what_causes_others(tmp_path: Path
     kinds = [kind for kind, _ in findings(run.write(tmp_path))]
 
     assert kinds == ["blocked_loop", "slow_tool", "truncated", "no_signal"]
+
+
+def go_on(directory: Path, events: list[Event]) -> None:
+    with (directory / EVENTS).open("ab") as file:
+        file.writelines(msgspec.json.encode(event) + b"\n" for event in events)
+
+
+def begun(number: int, at: float) -> Event:
+    names: dict[str, Any] = {"batch": 0, "step": 7, "uid": f"late-{number}", "group": number}
+    return TrajectoryStarted(at=at, trajectory=number, member=0, **names)
+
+
+def test_tool_that_has_not_answered_is_what_a_killed_run_waited_for(tmp_path: Path) -> None:
+    directory = MadeUpRun(groups=2).write(tmp_path, has_ended=False)
+    events: list[Event] = [begun(90, 6.0), begun(91, 6.0)]
+    events += [ToolStarted(at=8.0, trajectory=at, tool="slow", turn=0) for at in (90, 91)]
+    go_on(directory, [*events, RuntimeSampled(at=20.0, admitted=10, running=2, finished=8)])
+
+    report = RunReport(directory)
+    data = data_of(report.write().read_text())
+
+    assert report.findings[0].kind == "slow_tool"
+    assert report.findings[0].title == "2 calls of 'slow' have not ended, the longest for 12 s"
+    assert "No call of it has ended. Calls of it take 50 %" in report.findings[0].text
+    assert report.findings[0].filter == ""
+    (slow,) = [each for each in data["tools"] if each["name"] == "slow"]
+    assert (slow["calls"], slow["under_way"], slow["longest"]) == (2, 2, 12.0)
+    assert dict(data["spent"])["tool"] == pytest.approx(8 * 0.05 + 2 * 12)
+    assert data["series"]["with_tools"][-1] == 2
+
+
+def test_request_that_has_not_been_answered_is_what_a_killed_run_waited_for(
+    tmp_path: Path,
+) -> None:
+    directory = MadeUpRun(groups=2).write(tmp_path, has_ended=False)
+    before = RunReport(directory)
+    spent = dict(data_of(before.write().read_text())["spent"])
+    events: list[Event] = [begun(90, 8.0), begun(91, 8.0), begun(92, 8.0)]
+    events += [TurnStarted(at=8.0, trajectory=at, turn=0) for at in (90, 91, 92)]
+    placed: dict[str, Any] = {"session": "7/late-90/0", "replica": "replica-1", "queue_s": 1.0}
+    events.append(RequestPlaced(at=9.0, trajectory=90, request="a", **placed))
+    events.append(TurnEnded(at=9.0, trajectory=92, turn=0, began=8.0))
+    go_on(directory, [*events, RuntimeSampled(at=20.0, admitted=11, running=3, finished=8)])
+
+    data = data_of(RunReport(directory).write().read_text())
+    now = dict(data["spent"])
+
+    assert now["decode"] - spent["decode"] == pytest.approx(11)
+    assert now["queue"] - spent["queue"] == pytest.approx(1 + 12)
+    assert data["series"]["on_engines"][-1] == 1
+    assert data["replicas"][1]["requests"] == 9
+
+
+def test_calls_whose_end_may_have_been_lost_are_not_said_to_be_under_way(tmp_path: Path) -> None:
+    directory = MadeUpRun(groups=2).write(tmp_path, has_ended=False)
+    go_on(directory, [begun(90, 6.0), ToolStarted(at=8.0, trajectory=90, tool="slow", turn=0)])
+    go_on(directory, [EventsDropped(at=20.0, count=1)])
+
+    assert [kind for kind, _ in findings(directory)] == ["idle_engines"]
 
 
 def test_findings_without_events_are_of_what_trajectories_say(tmp_path: Path) -> None:

@@ -11,18 +11,19 @@ import attrs
 import msgspec
 
 from rollout.observe.report.rows import Row
-from rollout.observe.report.run_times import TOOL, RunTimes, covered
+from rollout.observe.report.run_times import RunTimes
 from rollout.observe.report.series import (
     ReplicaFigures,
     ToolFigures,
     replica_figures,
     tool_figures,
 )
+from rollout.observe.report.trajectory_times import TOOL, covered
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rollout.observe.report.run_times import TrajectoryTimes
+    from rollout.observe.report.trajectory_times import TrajectoryTimes
 
 Severity = Literal["severe", "notable"]
 SEVERE: Severity = "severe"

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 from rollout.observe.report.engine_findings import flapping, idle, slow_replica, starved
 from rollout.observe.report.finding import NOTABLE, SEVERE, Finding, Run, percent
-from rollout.observe.report.run_times import NOT_PARSED
+from rollout.observe.report.tool_findings import erring_tools, slow_tools
 from rollout.plurals import count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from rollout.observe.events import LoopBlocked
-    from rollout.observe.report.series import ToolFigures
 
 #: Of trajectories that were compared: drift that a template is by design is not counted.
 DRIFTING, BY_DESIGN = 0.02, ("identical", "none", "reasoning_stripped")
@@ -29,11 +28,6 @@ BLOCKED_S, BLOCKED_SHARE, BLOCKED_AT_ONCE_S = 0.2, 0.02, 0.5
 BLOCKED_BY_ALL_S, BLOCKED_BY_ALL_SHARE = 1.0, 0.1
 #: How a cause names the place of code.
 PLACE = " at "
-#: A tool is slow that takes so much of the trajectories' time, or of that of the slowest ones, and
-#: a call of which takes at least so long.
-SLOW_SHARE, SLOW_TAIL_SHARE, SLOW_S, TAIL = 0.3, 0.5, 0.1, 0.05
-#: Errors among the answers of a tool, of at least so many.
-ERRING_SHARE, ERRING_CALLS = 0.3, 5
 #: Of all trajectories.
 FAILED_SHARE, CUT_SHARE, MAJORITY, LATE_SHARE = 0.02, 0.3, 0.5, 0.1
 #: Of the groups with two known rewards or more, of which there must be some; of few it must be all.
@@ -127,77 +121,6 @@ def _is_blocked(events: Sequence[LoopBlocked], duration: float) -> bool:
     )
 
 
-def _slow_tools(run: Run) -> Iterable[Finding]:
-    whole = {times.name: times.spent(run.times.end) for times in run.times.trajectories.values()}
-    spent = sum(sum(phases.values()) for phases in whole.values())
-    slowest = run.slowest(TAIL)
-    late = sum(sum(whole.get(times.name, {}).values()) for times in slowest)
-    for tool in run.tools:
-        own = run.tool_seconds(tool.name, run.times.trajectories.values())
-        own_late = run.tool_seconds(tool.name, slowest)
-        is_slow = tool.mean >= SLOW_S and spent and own / spent >= SLOW_SHARE
-        is_slow_late = tool.longest >= SLOW_S and late and own_late / late >= SLOW_TAIL_SHARE
-        if is_slow:
-            yield _slow_tool(tool, f"{percent(own, spent)} of the trajectories' time", run)
-        elif is_slow_late and len(slowest) < len(whole):
-            what = f"{percent(own_late, late)} of the time of the slowest trajectories"
-            yield _slow_tool(tool, what, run)
-    if not run.times.is_known:
-        yield from _slow_tools_of_rows(run)
-
-
-def _slow_tool(tool: ToolFigures, what: str, run: Run) -> Finding:
-    return Finding(
-        kind="slow_tool",
-        severity=SEVERE,
-        title=f"The tool {tool.name!r} is slow: it takes {what}",
-        text=(
-            f"{count(tool.calls, 'call')} took {tool.mean:.2f} s on average, {tool.p95:.2f} s for "
-            f"one in twenty, {tool.longest:.2f} s at the longest, {tool.total:.1f} s altogether in "
-            f"a run of {run.times.duration:.1f} s. Engines have nothing to do for a trajectory "
-            f"that waits for it."
-        ),
-        filter=f'tool:"{tool.name}"',
-    )
-
-
-def _slow_tools_of_rows(run: Run) -> Iterable[Finding]:
-    """As far as trajectories say it themselves."""
-    timed = [row for row in run.rows if row.seconds and row.calls]
-    spent = sum(row.seconds or 0.0 for row in timed)
-    own, calls = sum(row.tool_s or 0.0 for row in timed), sum(row.calls for row in timed)
-    if not spent or own / spent < SLOW_SHARE or own / calls < SLOW_S:
-        return
-    names = ", ".join(repr(name) for name in dict.fromkeys(n for row in timed for n in row.tools))
-    yield Finding(
-        kind="slow_tool",
-        severity=SEVERE,
-        title=f"Tools are slow: they take {percent(own, spent)} of the trajectories' time",
-        text=f"{count(calls, 'call')} of {names} took {own / calls:.2f} s on average.",
-        filter="tools>0.1",
-    )
-
-
-def _erring_tools(run: Run) -> Iterable[Finding]:
-    for tool in run.tools:
-        # What is in no format is no tool's, and an error in any case: it is a part of all calls.
-        is_parsed = tool.name != NOT_PARSED
-        calls = tool.calls if is_parsed else sum(each.calls for each in run.tools)
-        if calls >= ERRING_CALLS and tool.errors / calls >= ERRING_SHARE:
-            share = percent(tool.errors, calls)
-            of_tool = f"The tool {tool.name!r} answers {share} of its calls with an error"
-            yield Finding(
-                kind="erring_tool" if is_parsed else "calls_not_parsed",
-                severity=NOTABLE,
-                title=of_tool if is_parsed else f"{share} of calls could not be parsed",
-                text=(
-                    f"{tool.errors:,} of {count(calls, 'call')}; most often: "
-                    f"{run.usual_error(tool.name)}."
-                ),
-                filter=f'tool:"{tool.name}" errors>0',
-            )
-
-
 def _failures(run: Run) -> Iterable[Finding]:
     failed = [row for row in run.rows if row.outcome in ("failed", "rejected")]
     failed = [row for row in failed if row.reason != "tokenization"]
@@ -288,13 +211,13 @@ _LOOKS: Sequence[Callable[[Run], Iterable[Finding]]] = (
     flapping,
     _drift,
     _blocked_loop,
-    _slow_tools,
+    slow_tools,
     starved,
     slow_replica,
     _failures,
     _cut_by_length,
     _cut_by_time,
     _no_signal,
-    _erring_tools,
+    erring_tools,
     idle,
 )

@@ -18,17 +18,11 @@ from rollout.observe.report.findings import findings_of, looked_for
 from rollout.observe.report.packing import packed, packed_trajectory
 from rollout.observe.report.page import page_pieces
 from rollout.observe.report.rows import Row, columns_of, row_of
-from rollout.observe.report.run_times import (
-    DIGITS,
-    OTHER,
-    SPENT,
-    RunTimes,
-    TrajectoryTimes,
-    times_of,
-)
+from rollout.observe.report.run_times import RunTimes, times_of
 from rollout.observe.report.saved_trajectories import TrajectoryLines
 from rollout.observe.report.series import series_of
 from rollout.observe.report.token_texts import TokenTexts
+from rollout.observe.report.trajectory_times import DIGITS, OTHER, SPENT, TrajectoryTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

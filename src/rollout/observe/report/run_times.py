@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -24,79 +23,28 @@ from rollout.observe.events import (
     SpanEnded,
     ToolEnded,
     TrajectoryEnded,
+    TrajectoryEvent,
     TrajectoryStarted,
     TurnEnded,
     UserEnded,
 )
+from rollout.observe.report.trajectory_times import (
+    DECODE,
+    NOT_PARSED,
+    PLACE,
+    PREFILL,
+    QUEUE,
+    REWARD,
+    SPAN,
+    TOOL,
+    USER,
+    Interval,
+    TrajectoryTimes,
+)
+from rollout.observe.report.under_way import UnderWay
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-#: What a trajectory does in an interval; the page has their names and colours.
-PLACE, QUEUE, PREFILL, DECODE = "place", "queue", "prefill", "decode"
-TOOL, USER, REWARD, SPAN, OTHER = "tool", "user", "reward", "span", "other"
-#: Those that make up its time, from its place on.
-SPENT = (QUEUE, PREFILL, DECODE, TOOL, USER, REWARD)
-#: The name of a call that was none.
-NOT_PARSED = "(not parsed)"
-#: Digits of a rounded second: a tenth of a millisecond.
-DIGITS = 4
-
-
-class Interval(NamedTuple):
-    """Part of a trajectory's time, in seconds of the run.
-
-    Attributes:
-        label: The replica or the tool.
-        turn: From 1, of the conversation `path`; None where it belongs to none.
-        note: What else there is to say.
-    """
-
-    phase: str
-    start: float
-    end: float
-    label: str = ""
-    turn: int | None = None
-    note: str = ""
-    path: str = ""
-
-    @property
-    def seconds(self) -> float:
-        """How long it is."""
-        return self.end - self.start
-
-
-@attrs.define
-class TrajectoryTimes:
-    """One trajectory.
-
-    Attributes:
-        name: ``uid/member``.
-        began, ended: None where that is not known, or has not come yet.
-    """
-
-    name: str
-    began: float | None = None
-    ended: float | None = None
-    intervals: list[Interval] = attrs.field(factory=list)
-
-    @property
-    def replicas(self) -> list[str]:
-        """Those that worked for it."""
-        return sorted({each.label for each in self.intervals if each.phase == DECODE})
-
-    def spent(self, until: float) -> dict[str, float]:
-        """Seconds of each phase from its place on; what runs at once counts once."""
-        if self.began is None:
-            return {}
-        parts: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for each in self.intervals:
-            if each.phase in SPENT:
-                parts[each.phase].append((each.start, each.end))
-        seconds = {phase: covered(found) for phase, found in parts.items()}
-        whole = (until if self.ended is None else self.ended) - self.began
-        known = covered(each for found in parts.values() for each in found)
-        return {**seconds, OTHER: max(0.0, whole - known)}
 
 
 @attrs.define
@@ -106,12 +54,15 @@ class ReplicaTimes:
     Attributes:
         serves_from: When it first served.
         losses: When it was lost, each time with the reason.
+        requests: Those that have ended.
+        under_way: When each that has not ended was sent to it.
     """
 
     name: str
     serves_from: float | None = None
     losses: list[tuple[float, str]] = attrs.field(factory=list)
     requests: list[RequestEnded] = attrs.field(factory=list)
+    under_way: list[float] = attrs.field(factory=list)
     capacity: int = 0
 
 
@@ -122,6 +73,8 @@ class RunTimes:
     Attributes:
         start, end: Of what was asked of it; of a run that grows, up to its latest event.
         has_ended: Whether its end is recorded.
+        tools: Calls that have ended.
+        calls_under_way: When each that has not ended began.
         dropped: Events that are missing.
     """
 
@@ -132,12 +85,14 @@ class RunTimes:
     batches: list[BatchStarted] = attrs.field(factory=list)
     trajectories: dict[int, TrajectoryTimes] = attrs.field(factory=dict)
     tools: dict[str, list[ToolEnded]] = attrs.field(factory=dict)
+    calls_under_way: dict[str, list[float]] = attrs.field(factory=dict)
     replicas: dict[str, ReplicaTimes] = attrs.field(factory=dict)
     blocked: list[LoopBlocked] = attrs.field(factory=list)
     dropped: int = 0
     _open: set[int] = attrs.field(factory=set)
     _turns: dict[str, tuple[int, str]] = attrs.field(factory=dict)
     _requests: list[RequestEnded] = attrs.field(factory=list)
+    _under_way: UnderWay = attrs.field(factory=UnderWay)
 
     @property
     def is_known(self) -> bool:
@@ -163,6 +118,8 @@ class RunTimes:
         """One more event."""
         if self._open:
             self.end = max(self.end, event.at)
+        if isinstance(event, TrajectoryEvent):
+            self._under_way.take(event)
         match event:
             case BatchStarted():
                 self.start = event.at if self.start is None else self.start
@@ -249,11 +206,24 @@ class RunTimes:
         self._times(number).intervals.append(interval)
 
     def settle(self) -> None:
-        """Give requests to their trajectories: their turns are known only after them."""
+        """Give trajectories their requests, whose turns are known only after them, and what has
+        not ended.
+        """
         for event in self._requests:
             if event.trajectory:
                 self._times(event.trajectory).intervals += self._parts(event)
         self._requests = []
+        if not self.dropped:  # else what seems not to have ended may have done so untold
+            self._settle_under_way()
+
+    def _settle_under_way(self) -> None:
+        for number, begun in self._under_way.begun.items():
+            for request in begun.requests.values():
+                self.replicas[request.replica].under_way.append(request.at)
+            for call in begun.calls.values():
+                self.calls_under_way.setdefault(call.tool or NOT_PARSED, []).append(call.at)
+            if number in self.trajectories:
+                self.trajectories[number].intervals += begun.intervals(self.end)
 
     def _parts(self, event: RequestEnded) -> Iterable[Interval]:
         turn, path = self._turns.get(event.request, (None, event.session.partition("#")[2]))
@@ -283,13 +253,3 @@ def times_of(events: Iterable[Event]) -> RunTimes:
         times.take(event)
     times.settle()
     return times
-
-
-def covered(pairs: Iterable[tuple[float, float]]) -> float:
-    """Seconds that lie in at least one of these, each from its start to its end."""
-    total, until = 0.0, float("-inf")
-    for start, end in sorted(pairs):
-        if end > until:
-            total += end - max(start, until)
-            until = end
-    return total
