@@ -10,23 +10,28 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 import numpy as np
 import pytest
 
 import observed
 from report_runs import MadeUpRun
-from rollout import RolloutBatch, open_rollout
+from rollout import Message, Prompt, RolloutBatch, open_rollout
 from rollout.batch.records import trajectory_from_line
+from rollout.chat.trajectory import Trajectory
 from rollout.cli import main
 from rollout.cli.tokenizers import load_tokenizer_of
-from rollout.config import ObserveConfig, SchedulingConfig, SimulatedEngine
+from rollout.config import JournalConfig, ObserveConfig, SchedulingConfig, SimulatedEngine
 from rollout.errors import RolloutError
 from rollout.observe import read_events
 from rollout.observe.event_file import EVENTS
 from rollout.observe.events import (
+    BatchEnded,
+    BatchStarted,
     Event,
     EventsDropped,
+    LoopBlocked,
     RequestEnded,
     RequestPlaced,
     RuntimeSampled,
@@ -116,6 +121,63 @@ def test_findings_of_several_faults_begin_with_what_causes_others(tmp_path: Path
     kinds = [kind for kind, _ in findings(run.write(tmp_path))]
 
     assert kinds == ["blocked_loop", "slow_tool", "truncated", "no_signal"]
+
+
+def training(directory: Path, journal: Path | None = None) -> list[RolloutBatch]:
+    """The batches of three steps; after each of them the trainer trains for 20 s."""
+    config = (
+        Scenario(seed=3)
+        .reply("sum", "ok", filler={"median": 200, "sigma": 0.3, "max": 400})
+        .config(
+            engine=SimulatedEngine(replicas=2),
+            scheduling=SchedulingConfig(samples_per_prompt=4),
+            observe=ObserveConfig(path=str(directory)),
+            journal=JournalConfig(path=None if journal is None else str(journal)),
+        )
+    )
+
+    async def reward(trajectory: Trajectory) -> float:
+        return float(trajectory.member % 2)
+
+    async def body() -> list[RolloutBatch]:
+        batches = []
+        async with open_rollout(config, [], reward) as runtime:
+            for step in range(3):
+                asked = [Prompt(messages=[Message(role="user", content="sum")])] * 8
+                batches.append(await runtime.generate(asked, step=step))
+                await anyio.sleep(20)
+        return batches
+
+    return run_virtual(body)
+
+
+def test_findings_of_steps_with_a_trainers_work_between_them_are_none(tmp_path: Path) -> None:
+    batches = training(tmp_path)
+    batches[-1].save(tmp_path)
+
+    report = RunReport(tmp_path)
+    data = data_of(report.write().read_text())
+
+    assert [finding.title for finding in report.findings] == []
+    assert min(each["busy"] for each in data["replicas"]) > 0.5
+    assert data["series"]["step"] * 160 > 40
+
+
+def test_findings_of_a_loop_that_the_trainer_blocks_between_steps_are_none(tmp_path: Path) -> None:
+    directory = MadeUpRun().write(tmp_path, has_ended=False)
+    end = max(event.at for event in read_events(directory))
+    blocked = LoopBlocked(at=end + 5.02, seconds=3.0, cause="the caller's own code at a.py:3 in f")
+    following: list[Event] = [
+        BatchEnded(at=end, batch=0, began=3.0),
+        BatchStarted(at=end + 5, batch=1, call="generate", step=8),
+        blocked,
+        BatchEnded(at=end + 8, batch=1, began=end + 5),
+    ]
+    go_on(directory, following)
+    assert findings(directory) == []
+    meanwhile = msgspec.structs.replace(blocked, at=end + 7.5)
+    go_on(directory, [meanwhile])
+    assert findings(directory)[0] == ("blocked_loop", "The event loop was blocked for 2.5 s")
 
 
 def go_on(directory: Path, events: list[Event]) -> None:

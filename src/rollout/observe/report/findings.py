@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
+import msgspec
+import numpy as np
+
 from rollout.observe.report.engine_findings import flapping, idle, slow_replica, starved
 from rollout.observe.report.finding import NOTABLE, SEVERE, Finding, Run, percent
 from rollout.observe.report.tool_findings import erring_tools, slow_tools
@@ -24,6 +27,8 @@ DRIFTING, BY_DESIGN = 0.02, ("identical", "none", "reasoning_stripped")
 #: Code blocked the loop for so many seconds and so much of the run altogether, or so long at once.
 #: What is measured of 0.3 s may be less by some hundredths.
 BLOCKED_S, BLOCKED_SHARE, BLOCKED_AT_ONCE_S = 0.2, 0.02, 0.5
+#: Less of it in the time of calls is none: the trainer's own, or what a call begins with.
+LEAST_BLOCKED_S = 0.1
 #: As much of what is no single piece of code's, such as Python's collection of garbage.
 BLOCKED_BY_ALL_S, BLOCKED_BY_ALL_SHARE = 1.0, 0.1
 #: How a cause names the place of code.
@@ -88,10 +93,7 @@ def _drift_name(kind: str) -> str:
 
 
 def _blocked_loop(run: Run) -> Iterable[Finding]:
-    start, end = run.times.start or 0.0, run.times.end
-    events = [
-        each for each in run.times.blocked if not each.is_starved and start <= each.at <= end + 1
-    ]
+    events = _blocks(run)
     if not _is_blocked(events, run.times.duration):
         return
     total, longest = sum(each.seconds for each in events), max(each.seconds for each in events)
@@ -109,6 +111,19 @@ def _blocked_loop(run: Run) -> Iterable[Finding]:
             f"trajectory and no engine is served meanwhile. Most of it: {cause or 'not known'}."
         ),
     )
+
+
+def _blocks(run: Run) -> list[LoopBlocked]:
+    """Those parts of them in which something was asked: a trainer may block the loop between."""
+    found = [each for each in run.times.blocked if not each.is_starved]
+    ends = np.array([each.at for each in found])
+    lengths = np.array([each.seconds for each in found])
+    open_s = run.times.calls.open_before(ends) - run.times.calls.open_before(ends - lengths)
+    return [
+        msgspec.structs.replace(each, seconds=seconds)
+        for each, seconds in zip(found, open_s.tolist(), strict=True)
+        if seconds >= LEAST_BLOCKED_S
+    ]
 
 
 def _is_blocked(events: Sequence[LoopBlocked], duration: float) -> bool:

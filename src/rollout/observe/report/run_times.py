@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rollout.observe.events import (
-    BatchEnded,
     BatchStarted,
     Event,
     EventsDropped,
@@ -28,6 +27,7 @@ from rollout.observe.events import (
     TurnEnded,
     UserEnded,
 )
+from rollout.observe.report.call_times import CallTimes
 from rollout.observe.report.trajectory_times import (
     DECODE,
     NOT_PARSED,
@@ -71,7 +71,7 @@ class RunTimes:
     """A run, the last one where its file holds several.
 
     Attributes:
-        start, end: Of what was asked of it; of a run that grows, up to its latest event.
+        calls: When something was asked of it.
         has_ended: Whether its end is recorded.
         tools: Calls that have ended.
         calls_under_way: When each that has not ended began.
@@ -79,8 +79,7 @@ class RunTimes:
     """
 
     run: RunStarted | None = None
-    start: float | None = None
-    end: float = 0.0
+    calls: CallTimes = attrs.field(factory=CallTimes)
     has_ended: bool = False
     batches: list[BatchStarted] = attrs.field(factory=list)
     trajectories: dict[int, TrajectoryTimes] = attrs.field(factory=dict)
@@ -89,7 +88,6 @@ class RunTimes:
     replicas: dict[str, ReplicaTimes] = attrs.field(factory=dict)
     blocked: list[LoopBlocked] = attrs.field(factory=list)
     dropped: int = 0
-    _open: set[int] = attrs.field(factory=set)
     _turns: dict[str, tuple[int, str]] = attrs.field(factory=dict)
     _requests: list[RequestEnded] = attrs.field(factory=list)
     _under_way: UnderWay = attrs.field(factory=UnderWay)
@@ -100,9 +98,24 @@ class RunTimes:
         return self.start is not None
 
     @property
-    def duration(self) -> float:
-        """Seconds from the first call to the end of the last one."""
+    def start(self) -> float | None:
+        """When something was asked of it first."""
+        return next(iter(self.calls.began.values()), None)
+
+    @property
+    def end(self) -> float:
+        """Of the last call; of a run that grows, its latest event."""
+        return self.calls.latest
+
+    @property
+    def length(self) -> float:
+        """Seconds from the start to the end, with the trainer's own time between calls."""
         return 0.0 if self.start is None else max(0.0, self.end - self.start)
+
+    @property
+    def duration(self) -> float:
+        """Seconds in which something was asked of it."""
+        return self.calls.seconds(self.calls.began)
 
     def losses_of(self, replica: str) -> list[str]:
         """Why a replica was lost, each time; that its channel is closed after the run is none."""
@@ -116,18 +129,12 @@ class RunTimes:
 
     def take(self, event: Event) -> None:
         """One more event."""
-        if self._open:
-            self.end = max(self.end, event.at)
+        self.calls.take(event)
         if isinstance(event, TrajectoryEvent):
             self._under_way.take(event)
         match event:
             case BatchStarted():
-                self.start = event.at if self.start is None else self.start
                 self.batches.append(event)
-                self._open.add(event.batch)
-                self.end = max(self.end, event.at)
-            case BatchEnded():
-                self._open.discard(event.batch)
             case RunEnded():
                 self.has_ended = True
             case LoopBlocked():

@@ -51,12 +51,12 @@ class ToolFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica while the run asked something of it.
+    """One replica while something was asked of the run; "over the run" is that time.
 
     Attributes:
         speed: Tokens a second, over the run.
         pace: Tokens a second of one request, while it was decoded; None without any.
-        busy: Share of the time in which it had a request.
+        busy: Share of the run in which it had a request.
         at_once: Requests that it had, on average over the run.
         queue: Seconds that a request waited before it, on average.
         losses: How often it was lost.
@@ -120,7 +120,7 @@ def _in_order(times: RunTimes) -> list[ReplicaTimes]:
 def _replica(replica: ReplicaTimes, times: RunTimes) -> ReplicaFigures:
     requests, duration = replica.requests, times.duration
     tokens = sum(each.tokens for each in requests)
-    starts, ends = _held([replica], times.end)
+    starts, ends = (times.calls.open_before(at) for at in _held([replica], times.end))
     decoded = sum(each.decode_s for each in requests)
     return ReplicaFigures(
         name=replica.name,
@@ -151,10 +151,10 @@ def series_of(times: RunTimes) -> dict[str, Any]:
 
     `ends` are those of trajectories in seconds from the start of the run, in order.
     """
-    if times.start is None or times.duration <= 0:
+    if times.start is None or times.length <= 0:
         return _NOTHING
     edges = np.linspace(times.start, times.end, STEPS + 1)
-    step = times.duration / STEPS
+    step = times.length / STEPS
     replicas = _in_order(times)
     requests = [each for replica in replicas for each in replica.requests]
     running = [
