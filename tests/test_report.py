@@ -163,6 +163,81 @@ def test_findings_of_steps_with_a_trainers_work_between_them_are_none(tmp_path: 
     assert data["series"]["step"] * 160 > 40
 
 
+def test_report_of_a_journal_of_several_steps_shows_all_of_their_trajectories(
+    tmp_path: Path,
+) -> None:
+    batches = training(tmp_path, tmp_path / "trajectories.journal")
+
+    page = RunReport(tmp_path).write().read_text()
+    data = data_of(page)
+
+    rows = data["rows"]
+    assert rows["step"] == [0] * 32 + [1] * 32 + [2] * 32
+    assert len(set(rows["name"])) == 96
+    assert rows["name"][40] == f"step 1: {rows['uid'][40]}/{rows['member'][40]}"
+    told = {name: (value, note) for name, value, note in data["summary"]}
+    assert told["trajectories"] == ("96", "of 24 prompts")
+    seconds = sum(batch.metrics["batch_s"] for batch in batches)
+    assert told["took"][0] == f"{seconds:.1f} s"
+    assert told["took"][1].startswith("in 3 calls, ")
+    decoded = [decoding(page, at) for at in range(96)]
+    ends = [batch.metrics["batch_s"] for batch in batches]
+    assert max(end for _, end in decoded[:32]) <= ends[0] + 0.01
+    assert min(start for start, _ in decoded[64:]) >= ends[0] + ends[1] + 40
+
+
+def decoding(page: str, row: int) -> tuple[float, float]:
+    ((start, end),) = [part[1:3] for part in unpacked(page, f"w{row}")[0] if part[0] == "decode"]
+    return start, end
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_report_of_one_step_of_several_is_of_that_steps_time(tmp_path: Path, step: int) -> None:
+    batch = training(tmp_path)[step]
+    batch.save(tmp_path)
+
+    page = RunReport(tmp_path).write().read_text()
+    data = data_of(page)
+
+    (took,) = [entry for entry in data["summary"] if entry[0] == "took"]
+    seconds, tokens = batch.metrics["batch_s"], batch.metrics["tokens/generated"]
+    assert took[1:] == [f"{seconds:.1f} s", f"{tokens / seconds:,.0f} tokens a second"]
+    assert any("are of 1 of 3 calls" in note for note in data["notes"])
+    starts = [decoding(page, at)[0] for at in range(32)]
+    assert (max(starts) < 20) if step == 0 else (min(starts) > 40)
+
+
+def test_report_of_a_validation_and_a_step_with_the_same_uids_keeps_them_apart(
+    tmp_path: Path,
+) -> None:
+    scenario = Scenario(seed=3).reply("", "ok", filler={"median": 60, "sigma": 0.5, "max": 400})
+    config = scenario.config(
+        observe=ObserveConfig(path=str(tmp_path)),
+        journal=JournalConfig(path=str(tmp_path / "trajectories.journal")),
+    )
+
+    async def body() -> list[RolloutBatch]:
+        async with open_rollout(config) as runtime:
+            return [
+                await runtime.generate(observed.prompts("a", "b"), samples=2, validate=validate)
+                for validate in (True, False)
+            ]
+
+    batches = run_virtual(body)
+    page = RunReport(tmp_path).write().read_text()
+    data = data_of(page)
+
+    assert data["rows"]["validate"] == [True] * 4 + [False] * 4
+    assert len(set(data["rows"]["name"])) == 8
+    assert {name: note for name, _, note in data["summary"]}["trajectories"] == "of 4 prompts"
+    decoded = [decoding(page, at) for at in range(8)]
+    first = batches[0].metrics["batch_s"]
+    assert max(end for _, end in decoded[:4]) <= first + 0.01 <= min(decoded[4:])[0] + 0.02
+    batches[0].save(tmp_path)
+    saved = RunReport(tmp_path).write().read_text()
+    assert sorted(decoding(saved, at) for at in range(4)) == sorted(decoded[:4])
+
+
 def test_findings_of_a_loop_that_the_trainer_blocks_between_steps_are_none(tmp_path: Path) -> None:
     directory = MadeUpRun().write(tmp_path, has_ended=False)
     end = max(event.at for event in read_events(directory))

@@ -7,7 +7,7 @@ A run in which nothing stands out has no findings; the thresholds are written be
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -198,10 +198,10 @@ def _cut_by_time(run: Run) -> Iterable[Finding]:
 
 
 def _no_signal(run: Run) -> Iterable[Finding]:
-    groups: dict[tuple[int, str], list[float]] = defaultdict(list)
+    groups: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     for row in run.rows:
         if row.reward is not None:
-            groups[row.group, row.uid].append(row.reward)
+            groups[row.group_key].append(row.reward)
     known = [rewards for rewards in groups.values() if len(rewards) > 1]
     equal = [rewards for rewards in known if min(rewards) == max(rewards)]
     least = EQUAL_SHARE if len(known) >= FEW_GROUPS else 1.0

@@ -123,10 +123,6 @@ class RunTimes:
         losses = self.replicas[replica].losses
         return [why for at, why in losses if start <= at < self.end]
 
-    def by_name(self) -> dict[str, TrajectoryTimes]:
-        """Trajectories by ``uid/member``; the latest, where several calls had the same."""
-        return {each.name: each for each in self.trajectories.values()}
-
     def take(self, event: Event) -> None:
         """One more event."""
         self.calls.take(event)
@@ -162,13 +158,13 @@ class RunTimes:
     def _take_of_trajectory(self, event: Event) -> None:
         match event:
             case TrajectoryStarted():
-                times = self._times(event.trajectory, f"{event.uid}/{event.member}")
+                times = self._named(event)
                 if times.began is None:
                     times.began = event.at
                     self._add_wait(times, event)
             case TrajectoryEnded():
-                times = self._times(event.trajectory, f"{event.uid}/{event.member}")
-                times.ended = event.at
+                times = self._named(event)
+                times.ended, times.ending = event.at, (event.outcome, event.generated_tokens)
                 times.began = event.began if times.began is None else times.began
             case TurnEnded():
                 for request in event.requests:
@@ -193,9 +189,13 @@ class RunTimes:
         if called is not None and called.trajectories and event.at > called.at:
             times.intervals.append(Interval(PLACE, called.at, event.at))
 
-    def _times(self, number: int, name: str = "") -> TrajectoryTimes:
-        times = self.trajectories.setdefault(number, TrajectoryTimes(name))
-        times.name = name or times.name
+    def _times(self, number: int) -> TrajectoryTimes:
+        return self.trajectories.setdefault(number, TrajectoryTimes(""))
+
+    def _named(self, event: TrajectoryStarted | TrajectoryEnded) -> TrajectoryTimes:
+        times = self._times(event.trajectory)
+        times.name, times.batch = f"{event.uid}/{event.member}", event.batch
+        times.step, times.validate = event.step, event.validate
         return times
 
     def _add(

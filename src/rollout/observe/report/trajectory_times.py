@@ -50,12 +50,18 @@ class TrajectoryTimes:
 
     Attributes:
         name: ``uid/member``.
+        step, validate, batch: What it was asked for, and the call that it ended in, or began.
         began, ended: None where that is not known, or has not come yet.
+        ending: Its outcome and its sampled tokens; None before.
     """
 
     name: str
+    step: int | None = None
+    validate: bool = False
+    batch: int | None = None
     began: float | None = None
     ended: float | None = None
+    ending: tuple[str, int] | None = None
     intervals: list[Interval] = attrs.field(factory=list)
 
     @property
