@@ -48,6 +48,7 @@ class MadeUpRun:
         blocked_s: Of the event loop, so often as `blocks` says.
         blocked_by: What did that.
         losses: Of the last replica.
+        refuses: Whether one more replica rejects each request, before it is made elsewhere.
         result: Of the tool.
         unparsed: How many of ten make a call before that could not be parsed.
     """
@@ -64,6 +65,7 @@ class MadeUpRun:
     blocks: int = 8
     blocked_by: str = "fetch at tools.py:12 called time.sleep"
     losses: int = 0
+    refuses: bool = False
     result: str = "found"
     unparsed: int = 0
 
@@ -161,6 +163,21 @@ class MadeUpRun:
                     ToolEnded(at=at + self.tool_s, began=at, tool="search", turn=0, **own)
                 )
                 at += self.tool_s
+            if self.refuses:
+                events.append(
+                    RequestEnded(
+                        at=at,
+                        session=session,
+                        request=f"{number:08d}{turn}r",
+                        replica=f"replica-{self.replicas}",
+                        began=at,
+                        queue_s=0.0,
+                        prefill_s=0.0,
+                        decode_s=0.0,
+                        finish_reason="rejected",
+                        **own,
+                    )
+                )
             began, at = at, at + QUEUE_S + PREFILL_S + decode_s
             request = f"{number:08d}{turn}"
             events.append(

@@ -60,6 +60,16 @@ def findings(directory: Path) -> list[tuple[str, str]]:
         ({"tool_s": 6.0}, "slow_tool", "The tool 'search' is slow: it takes 70 % of"),
         ({"shares": (15, 1)}, "starved_replica", "Replica replica-1 is starved"),
         ({"replicas": 4, "shares": (5, 5, 5)}, "starved_replica", "Replica replica-3 is starved"),
+        (
+            {"replicas": 4, "shares": (37, 1, 1, 1)},
+            "starved_replica",
+            "3 of 4 replicas are starved: each has 0.3 requests at once, others have 11.7",
+        ),
+        (
+            {"refuses": True},
+            "failing_replica",
+            "Replica replica-2 gave no token for 80 of 80 requests",
+        ),
         ({"blocked_s": 0.4}, "blocked_loop", "The event loop was blocked for 3.2 s"),
         ({"blocked_s": 0.11}, "blocked_loop", "The event loop was blocked for 0.9 s"),
         ({"groups": 4, "blocked_s": 0.27, "blocks": 1}, "blocked_loop", "The event loop was"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from rollout.observe.report.engine_findings import flapping, idle, slow_replica, starved
+from rollout.observe.report.engine_findings import failing, flapping, idle, slow_replica, starved
 from rollout.observe.report.finding import NOTABLE, SEVERE, Finding, Run, percent
 from rollout.observe.report.tool_findings import erring_tools, slow_tools
 from rollout.plurals import count
@@ -227,6 +227,7 @@ _LOOKS: Sequence[Callable[[Run], Iterable[Finding]]] = (
     _drift,
     _blocked_loop,
     slow_tools,
+    failing,
     starved,
     slow_replica,
     _failures,
