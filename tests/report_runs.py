@@ -44,6 +44,7 @@ class MadeUpRun:
         shares: Of the trajectories, for each replica; they take turns without.
         cut: How many of ten are cut by length.
         drifting: How many of ten drift.
+        compared: How many of ten are compared with their rendering.
         equal: How many of ten groups have equal rewards.
         blocked_s: Of the event loop, so often as `blocks` says.
         blocked_by: What did that.
@@ -60,6 +61,7 @@ class MadeUpRun:
     shares: tuple[int, ...] = ()
     cut: int = 0
     drifting: int = 0
+    compared: int = 10
     equal: int = 1
     blocked_s: float = 0.0
     blocks: int = 8
@@ -227,7 +229,7 @@ class MadeUpRun:
                 "tool_s": self.tool_s,
                 "tool_calls": len(generated) - 1,
                 "total_s": at - start,
-                f"{DRIFT}{drift}": 1,
+                **({f"{DRIFT}{drift}": 1} if number % 10 < self.compared else {}),
             },
             prompt=Prompt(messages=[Message(role="user", content=question)], uid=uid),
             messages=messages,

@@ -97,6 +97,28 @@ def test_findings_of_a_healthy_run_are_none(tmp_path: Path, size: dict[str, int]
     assert findings(MadeUpRun(**size).write(tmp_path)) == []
 
 
+@pytest.mark.parametrize(
+    ("compared", "said"),
+    [
+        ({}, "blocked, texts and tokens agree, and"),
+        ({"compared": 2}, "agree in all 20 trajectories that were compared, of 100, and"),
+        ({"compared": 0}, "texts and tokens were not compared (agent.tokenization_check), and"),
+    ],
+)
+def test_page_of_a_healthy_run_says_how_many_texts_were_compared(
+    tmp_path: Path, compared: dict[str, int], said: str
+) -> None:
+    directory = MadeUpRun(groups=25, **compared).write(tmp_path)
+    assert said in data_of(page_of(directory))["looked_for"]
+
+
+def test_finding_of_drift_in_a_sample_says_how_many_were_compared(tmp_path: Path) -> None:
+    directory = MadeUpRun(drifting=1, compared=4).write(tmp_path)
+    assert findings(directory) == [
+        ("drift", "Text and tokens drift apart in 4 of 16 trajectories that were compared")
+    ]
+
+
 def test_findings_of_few_trajectories_on_many_replicas_are_none(tmp_path: Path) -> None:
     turns = [tool_call("add", a=turn, b=1) for turn in range(7)]
     scenario = Scenario(seed=1).reply("please", turns[0], filler=150)

@@ -54,15 +54,24 @@ def looked_for(run: Run) -> str:
             "Nothing stands out in outcomes, lengths, rewards and tokens. No events were recorded, "
             "so that single tools, replicas and the event loop could not be looked at."
         )
-    texts = (
-        "texts and tokens agree"
-        if any(row.drift for row in run.rows)
-        else "texts and tokens were not compared (agent.tokenization_check)"
-    )
     return (
         "Nothing stands out: no tool or replica is slow, starved or lost, the event loop was not "
-        f"blocked, {texts}, and lengths, failures and the rewards within groups are as they should "
-        "be."
+        f"blocked, {_agreement(run)}, and lengths, failures and the rewards within groups are as "
+        "they should be."
+    )
+
+
+def _agreement(run: Run) -> str:
+    compared = [row for row in run.rows if row.drift]
+    agree = sum(row.drift in BY_DESIGN for row in compared)
+    if not compared:
+        return "texts and tokens were not compared (agent.tokenization_check)"
+    if agree == len(run.rows):
+        return "texts and tokens agree"
+    some = "all" if agree == len(compared) else f"{agree:,} of"
+    return (
+        f"texts and tokens agree in {some} {len(compared):,} trajectories that were compared, of "
+        f"{len(run.rows):,}"
     )
 
 
@@ -72,11 +81,16 @@ def _drift(run: Run) -> Iterable[Finding]:
     drifting = sum(kinds.values())
     if not compared or drifting / len(compared) < DRIFTING:
         return
+    of_all = f"{percent(drifting, len(compared))} of trajectories"
+    of_some = f"{drifting:,} of {count(len(compared), 'trajectory')} that were compared"
     worst = ", ".join(f"{number} in {_drift_name(kind)}" for kind, number in kinds.most_common())
     yield Finding(
         kind="drift",
         severity=SEVERE,
-        title=f"Text and tokens drift apart in {percent(drifting, len(compared))} of trajectories",
+        title=(
+            "Text and tokens drift apart in "
+            f"{of_all if len(compared) == len(run.rows) else of_some}"
+        ),
         text=(
             f"Of {len(compared):,} trajectories that were compared with a full rendering of their "
             f"conversation, {drifting:,} differ: {worst}. The chat template writes a conversation "
