@@ -44,10 +44,12 @@ class MadeUpRun:
         shares: Of the trajectories, for each replica; they take turns without.
         cut: How many of ten are cut by length.
         drifting: How many of ten drift.
+        compared: How many of ten are compared with their rendering.
         equal: How many of ten groups have equal rewards.
         blocked_s: Of the event loop, so often as `blocks` says.
         blocked_by: What did that.
         losses: Of the last replica.
+        refuses: Whether one more replica rejects each request, before it is made elsewhere.
         result: Of the tool.
         unparsed: How many of ten make a call before that could not be parsed.
     """
@@ -59,11 +61,13 @@ class MadeUpRun:
     shares: tuple[int, ...] = ()
     cut: int = 0
     drifting: int = 0
+    compared: int = 10
     equal: int = 1
     blocked_s: float = 0.0
     blocks: int = 8
     blocked_by: str = "fetch at tools.py:12 called time.sleep"
     losses: int = 0
+    refuses: bool = False
     result: str = "found"
     unparsed: int = 0
 
@@ -161,6 +165,21 @@ class MadeUpRun:
                     ToolEnded(at=at + self.tool_s, began=at, tool="search", turn=0, **own)
                 )
                 at += self.tool_s
+            if self.refuses:
+                events.append(
+                    RequestEnded(
+                        at=at,
+                        session=session,
+                        request=f"{number:08d}{turn}r",
+                        replica=f"replica-{self.replicas}",
+                        began=at,
+                        queue_s=0.0,
+                        prefill_s=0.0,
+                        decode_s=0.0,
+                        finish_reason="rejected",
+                        **own,
+                    )
+                )
             began, at = at, at + QUEUE_S + PREFILL_S + decode_s
             request = f"{number:08d}{turn}"
             events.append(
@@ -210,7 +229,7 @@ class MadeUpRun:
                 "tool_s": self.tool_s,
                 "tool_calls": len(generated) - 1,
                 "total_s": at - start,
-                f"{DRIFT}{drift}": 1,
+                **({f"{DRIFT}{drift}": 1} if number % 10 < self.compared else {}),
             },
             prompt=Prompt(messages=[Message(role="user", content=question)], uid=uid),
             messages=messages,

@@ -45,6 +45,16 @@ def findings(directory: Path) -> list[tuple[str, str]]:
         ({"tool_s": 6.0}, "slow_tool", "The tool 'search' is slow: it takes 70 % of"),
         ({"shares": (15, 1)}, "starved_replica", "Replica replica-1 is starved"),
         ({"replicas": 4, "shares": (5, 5, 5)}, "starved_replica", "Replica replica-3 is starved"),
+        (
+            {"replicas": 4, "shares": (37, 1, 1, 1)},
+            "starved_replica",
+            "3 of 4 replicas are starved: each has 0.3 requests at once, others have 11.7",
+        ),
+        (
+            {"refuses": True},
+            "failing_replica",
+            "Replica replica-2 gave no token for 80 of 80 requests",
+        ),
         ({"blocked_s": 0.4}, "blocked_loop", "The event loop was blocked for 3.2 s"),
         ({"blocked_s": 0.11}, "blocked_loop", "The event loop was blocked for 0.9 s"),
         ({"groups": 4, "blocked_s": 0.27, "blocks": 1}, "blocked_loop", "The event loop was"),
@@ -70,6 +80,28 @@ def test_finding_of_a_planted_fault_comes_first(
 )
 def test_findings_of_a_healthy_run_are_none(tmp_path: Path, size: dict[str, int]) -> None:
     assert findings(MadeUpRun(**size).write(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("compared", "said"),
+    [
+        ({}, "blocked, texts and tokens agree, and"),
+        ({"compared": 2}, "agree in all 20 trajectories that were compared, of 100, and"),
+        ({"compared": 0}, "texts and tokens were not compared (agent.tokenization_check), and"),
+    ],
+)
+def test_page_of_a_healthy_run_says_how_many_texts_were_compared(
+    tmp_path: Path, compared: dict[str, int], said: str
+) -> None:
+    directory = MadeUpRun(groups=25, **compared).write(tmp_path)
+    assert said in data_of(page_of(directory))["looked_for"]
+
+
+def test_finding_of_drift_in_a_sample_says_how_many_were_compared(tmp_path: Path) -> None:
+    directory = MadeUpRun(drifting=1, compared=4).write(tmp_path)
+    assert findings(directory) == [
+        ("drift", "Text and tokens drift apart in 4 of 16 trajectories that were compared")
+    ]
 
 
 def test_findings_of_few_trajectories_on_many_replicas_are_none(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import pytest
 
+import observed
 import rollout
 from chat_material import chat, tokenizer
 from rollout import AgentLoop, Outcome, Prompt
@@ -19,7 +20,7 @@ from rollout.config import AgentConfig
 from rollout.errors import TemplateError
 from rollout.observe.report import RunReport
 from rollout.scheduling import tokenization
-from rollout.testing import Scenario, run_virtual
+from rollout.testing import Scenario, run_virtual, tool_call
 from rollout.types import Message
 from test_chat_formats import STOPS
 
@@ -263,6 +264,32 @@ async def test_tokenization_check_of_a_sample_compares_the_first_and_some_of_the
     assert batch.metrics["tokenization/content"] == 8 + 3
     (logged,) = [each for each in caplog.messages if "differs" in each]
     assert "further ones of this kind are counted" in logged
+
+
+#: Writes what tools answer otherwise once the conversation goes on.
+CHECKS = """{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content }}
+{%- if m.role == 'tool' and messages | length > 3 %}{{ ' (checked)' }}{% endif %}
+{{- '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+def test_tokenization_check_of_a_sample_finds_what_drifts_after_calls_only(tmp_path: Path) -> None:
+    file = tmp_path / "checks.jinja"
+    file.write_text(CHECKS)
+    scenario = Scenario(seed=1).reply("add", tool_call("add", a=1, b=2)).then("It is 3.")
+    scenario = scenario.reply("hello", "I see.")
+    config = scenario.config()
+    config = attrs.evolve(config, model=attrs.evolve(config.model, chat_template=str(file)))
+    prompts = [Prompt(messages=[{"role": "user", "content": "hello"}]) for _ in range(20)]
+    prompts += [Prompt(messages=[{"role": "user", "content": "add"}]) for _ in range(20)]
+
+    async def act() -> rollout.RolloutBatch:
+        async with rollout.open_rollout(config, [observed.add]) as runtime:
+            return await runtime.generate(prompts)
+
+    batch = run_virtual(act)
+    assert batch.metrics["tokenization/identical"] == 8
+    assert batch.metrics["tokenization/content"] == 8
 
 
 #: Says at its beginning how long the conversation is.

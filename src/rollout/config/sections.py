@@ -153,7 +153,8 @@ class AgentConfig(Section):
     history: Literal["append_only", "inference_template"] = "append_only"
     #: Whether a finished trajectory's text is compared with a full rendering of its conversation:
     #: "warn" counts what differs and logs each kind once, "sample" does so with the first 8 that
-    #: end and one in 512 of the others, "strict" compares all and fails what differs.
+    #: end of one turn and of several, with calls of tools and without, and one in 512 of the
+    #: others, "strict" compares all and fails what differs.
     tokenization_check: Literal["off", "sample", "warn", "strict"] = "sample"
     #: Kinds of difference that do not count: whitespace, special_tokens, reasoning_stripped,
     #: content.

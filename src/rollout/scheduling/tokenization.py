@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from rollout.errors import TemplateError
@@ -19,8 +20,10 @@ logger = logging.getLogger("rollout.scheduling")
 COMPARED = (Outcome.COMPLETED, Outcome.LENGTH, Outcome.LIMIT)
 #: In the place of a kind of drift, where the template refuses the conversation.
 REFUSED = "refused"
-#: What "sample" compares: those that end first, and then one in so many. A template drifts from the
-#: start or not at all, and to render a conversation again costs as much as some of its turns.
+#: What "sample" compares: of each kind of conversation those that end first, and then one in so
+#: many of all. A template drifts from the start or not at all, but perhaps only where tools answer
+#: or another turn follows, and conversations without end first; to render one again costs as much
+#: as some of its turns.
 FIRST, THEN_ONE_IN = 8, 512
 
 
@@ -37,13 +40,14 @@ class TokenizationCheck:
         self._ignored = frozenset(ignored)
         self._logged: set[str] = set()
         self._asked = 0
+        self._of_kind: Counter[tuple[bool, bool]] = Counter()
 
     async def check(self, context: AgentContext) -> tuple[str | None, str | None]:
         """The kind of drift, and why the trajectory must fail for it; None where there is none.
 
         The kind is None where nothing was compared.
         """
-        if not self._is_chosen():
+        if not self._is_chosen(context):
             return None, None
         kind, message = await self._compare(context)
         if kind is None or kind == "identical":
@@ -59,11 +63,13 @@ class TokenizationCheck:
             )
         return kind, None
 
-    def _is_chosen(self) -> bool:
+    def _is_chosen(self, context: AgentContext) -> bool:
         if self._mode != "sample":
             return self._mode != "off"
+        kind = context.assistant_turns > 1, context.tools.calls > 0
         self._asked += 1
-        return self._asked <= FIRST or self._asked % THEN_ONE_IN == 0
+        self._of_kind[kind] += 1
+        return self._of_kind[kind] <= FIRST or self._asked % THEN_ONE_IN == 0
 
     async def _compare(self, context: AgentContext) -> tuple[str | None, str]:
         try:

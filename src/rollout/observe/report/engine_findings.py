@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from statistics import median
-from typing import TYPE_CHECKING
+from collections import Counter
+from statistics import fmean, median
+from typing import TYPE_CHECKING, NamedTuple
 
 from rollout.observe.report.finding import NOTABLE, SEVERE, Finding, Run, percent
 from rollout.plurals import count
@@ -11,14 +12,21 @@ from rollout.plurals import count
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from rollout.observe.events import RequestEnded
     from rollout.observe.report.series import ReplicaFigures
 
 #: Losses of one replica that make it a flapping one.
 FLAPPING = 2
-#: A replica is starved that has so little of what the others have, while they have at least so many
-#: requests at once on average, and got so many trajectories. Requests would say less: those of a
-#: trajectory stay together, so that of few trajectories a replica may get none by chance.
+#: A replica is starved that has so little of what the others have on average, while that are at
+#: least so many requests at once, and so many trajectories. Requests would say less: those of a
+#: trajectory stay together, so that of few trajectories a replica may get none by chance. A median
+#: would say nothing where one replica has all and most are starved.
 STARVED_SHARE, OTHERS_AT_ONCE, TRAJECTORIES_EACH = 0.25, 1.0, 4
+#: More starved replicas are said together, and so many of them named.
+SAID_ONE_BY_ONE, NAMED = 2, 8
+#: A replica fails that gives no token for so many of at least so many requests, and others for half
+#: of that share at most. How such a request ends.
+FAILING_SHARE, FAILING_REQUESTS, REFUSED = 0.5, 4, ("rejected", "error")
 #: A replica is slow that decodes a request at so little of the others' pace, over so many requests.
 SLOW_PACE, LEAST_REQUESTS = 0.4, 4
 #: Engines are idle that have a request for so little of a run of at least so many seconds.
@@ -52,40 +60,130 @@ def _is_lost(request: object) -> bool:
     return getattr(request, "finish_reason", "") == "lost"
 
 
+def failing(run: Run) -> Iterable[Finding]:
+    """Replicas that answer requests without a token, as others do not."""
+    refused = {each.name: _refused(run, each) for each in run.replicas}
+    for replica in run.replicas:
+        own, others = refused[replica.name], [each for each in run.replicas if each is not replica]
+        asked = sum(each.requests for each in others)
+        of_others = sum(len(refused[each.name]) for each in others)
+        share = len(own) / replica.requests if replica.requests else 0.0
+        if (
+            replica.requests < FAILING_REQUESTS
+            or share < FAILING_SHARE
+            or not asked
+            or of_others / asked > share / 2
+        ):
+            continue
+        ends = Counter(each.finish_reason for each in own)
+        how = ", ".join(f"{number:,} were {_REFUSALS[kind]}" for kind, number in ends.most_common())
+        tokens = sum(each.tokens for each in others)
+        yield Finding(
+            kind="failing_replica",
+            severity=SEVERE,
+            title=(
+                f"Replica {replica.name} gave no token for {len(own):,} of "
+                f"{count(replica.requests, 'request')}"
+            ),
+            text=(
+                f"{how[:1].upper()}{how[1:]}. It gave {count(replica.tokens, 'token')} in the run, "
+                f"the others {tokens:,} for {count(asked, 'request')}. Each of these requests was "
+                f"made again elsewhere, or failed; its log says why."
+            ),
+            filter=f'replica:"{replica.name}"' if replica.tokens else "",
+        )
+
+
+_REFUSALS = {"rejected": "rejected", "error": "answered with an error"}
+
+
+def _refused(run: Run, replica: ReplicaFigures) -> list[RequestEnded]:
+    requests = run.times.replicas[replica.name].requests
+    return [each for each in requests if not each.tokens and each.finish_reason in REFUSED]
+
+
+class _Starved(NamedTuple):
+    """A replica, and the others on average."""
+
+    replica: ReplicaFigures
+    others: Sequence[ReplicaFigures]
+
+    @property
+    def at_once(self) -> float:
+        return self.replica.at_once or 0.0
+
+    @property
+    def usual(self) -> float:
+        return fmean(each.at_once or 0.0 for each in self.others)
+
+
 def starved(run: Run) -> Iterable[Finding]:
     """Replicas that have next to nothing to do while others have."""
     replicas = [each for each in run.replicas if each.requests or _serves(run, each)]
-    requests = sum(each.requests for each in replicas)
     placed = {each.name: _trajectories(run, each) for each in replicas}
+    found = []
     for replica in replicas if len(replicas) > 1 else ():
         others = [each for each in replicas if each is not replica]
-        usual = median(each.at_once or 0.0 for each in others)
-        usual_requests = median(each.requests for each in others)
-        usual_placed = median(placed[each.name] for each in others)
+        compared = _Starved(replica, others)
+        usual_placed = fmean(placed[each.name] for each in others)
         if (
-            usual < OTHERS_AT_ONCE
-            or usual_placed < TRAJECTORIES_EACH
-            or replica.losses
-            or (replica.at_once or 0.0) > STARVED_SHARE * usual
-            or placed[replica.name] > STARVED_SHARE * usual_placed
+            compared.usual >= OTHERS_AT_ONCE
+            and usual_placed >= TRAJECTORIES_EACH
+            and not replica.losses
+            and compared.at_once <= STARVED_SHARE * compared.usual
+            and placed[replica.name] <= STARVED_SHARE * usual_placed
         ):
-            continue
-        waited = max(each.queue or 0.0 for each in others)
-        waits = f", where one waits {waited:.2f} s in the queue" if waited >= 0.1 else ""
-        yield Finding(
-            kind="starved_replica",
-            severity=SEVERE,
-            title=(
-                f"Replica {replica.name} is starved: it has {replica.at_once or 0.0:.1f} requests "
-                f"at once, others have {usual:.1f}"
-            ),
-            text=(
-                f"It was busy for {percent(replica.busy or 0.0, 1)} of the run and served "
-                f"{replica.requests:,} of {count(requests, 'request')}; each of the others about "
-                f"{usual_requests:,.0f}{waits}."
-            ),
-            filter=f'replica:"{replica.name}"' if replica.requests else "",
-        )
+            found.append(compared)
+    if len(found) > SAID_ONE_BY_ONE:
+        yield _several_starved([each.replica for each in found], replicas)
+    else:
+        yield from map(_starved, found)
+
+
+def _starved(compared: _Starved) -> Finding:
+    replica, others = compared
+    requests = sum(each.requests for each in (replica, *others))
+    return Finding(
+        kind="starved_replica",
+        severity=SEVERE,
+        title=(
+            f"Replica {replica.name} is starved: it has {compared.at_once:.1f} requests at once, "
+            f"others have {compared.usual:.1f}"
+        ),
+        text=(
+            f"It was busy for {percent(replica.busy or 0.0, 1)} of the run and served "
+            f"{replica.requests:,} of {count(requests, 'request')}; each of the others about "
+            f"{fmean(each.requests for each in others):,.0f}{_waits(others)}."
+        ),
+        filter=f'replica:"{replica.name}"' if replica.requests else "",
+    )
+
+
+def _several_starved(
+    starving: Sequence[ReplicaFigures], replicas: Sequence[ReplicaFigures]
+) -> Finding:
+    others = [each for each in replicas if each not in starving]
+    own, usual = (fmean(each.at_once or 0.0 for each in some) for some in (starving, others))
+    named = ", ".join(each.name for each in starving[:NAMED])
+    more = f" and {len(starving) - NAMED:,} more" if len(starving) > NAMED else ""
+    return Finding(
+        kind="starved_replica",
+        severity=SEVERE,
+        title=(
+            f"{len(starving):,} of {len(replicas):,} replicas are starved: each has {own:.1f} "
+            f"requests at once, others have {usual:.1f}"
+        ),
+        text=(
+            f"{named}{more} served {sum(each.requests for each in starving):,} of "
+            f"{count(sum(each.requests for each in replicas), 'request')}; each of the others "
+            f"about {fmean(each.requests for each in others):,.0f}{_waits(others)}."
+        ),
+    )
+
+
+def _waits(others: Sequence[ReplicaFigures]) -> str:
+    waited = max(each.queue or 0.0 for each in others)
+    return f", where one waits {waited:.2f} s in the queue" if waited >= 0.1 else ""
 
 
 def _trajectories(run: Run, replica: ReplicaFigures) -> int:
@@ -130,13 +228,9 @@ def idle(run: Run) -> Iterable[Finding]:
     yield Finding(
         kind="idle_engines",
         severity=NOTABLE,
-        title=f"Engines had nothing to do for {percent(1 - _mean(busy), 1)} of the run",
+        title=f"Engines had nothing to do for {percent(1 - fmean(busy), 1)} of the run",
         text=(
             "Trajectories waited for something else: see where their time went. More of them at "
             "once (scheduling.max_in_flight) would use the engines meanwhile."
         ),
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -21,8 +21,8 @@ def summary_of(run: Run) -> list[tuple[str, str, str]]:
     """The figures at the top of the page: name, value, and what else there is to say."""
     rows = run.rows
     rewards = [row.reward for row in rows if row.reward is not None]
-    sampled, duration = sum(row.generated for row in rows), run.times.duration
-    groups = len({(row.group, row.uid) for row in rows})
+    sampled = sum(row.generated for row in rows)
+    groups = len({row.group_key for row in rows})
     outcomes = Counter(row.outcome for row in rows)
     told = [("trajectories", f"{len(rows):,}", f"of {count(groups, 'prompt')}")]
     if rows:
@@ -32,8 +32,10 @@ def summary_of(run: Run) -> list[tuple[str, str, str]]:
         span = f"{min(rewards):.3g} … {max(rewards):.3g}"
         told.append(("mean reward", f"{fmean(rewards):.3f}", span))
     told.append(("sampled tokens", f"{sampled:,}", f"{_mean(sampled, len(rows)):,.0f} each"))
-    if duration:
-        told.append(("took", _duration(duration), f"{sampled / duration:,.0f} tokens a second"))
+    if run.duration:
+        calls_of = f"in {len(run.batches)} calls, " if len(run.batches) > 1 else ""
+        pace = f"{sampled / run.duration:,.0f} tokens a second"
+        told.append(("took", _duration(run.duration), f"{calls_of}{pace}"))
     calls = sum(row.calls for row in rows)
     if calls:
         errors = sum(row.errors for row in rows)

@@ -10,19 +10,21 @@ from typing import TYPE_CHECKING, Literal
 import attrs
 import msgspec
 
+from rollout.observe.report.joining import joined
 from rollout.observe.report.rows import Row
-from rollout.observe.report.run_times import TOOL, RunTimes, covered
+from rollout.observe.report.run_times import RunTimes
 from rollout.observe.report.series import (
     ReplicaFigures,
     ToolFigures,
     replica_figures,
     tool_figures,
 )
+from rollout.observe.report.trajectory_times import TOOL, covered
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rollout.observe.report.run_times import TrajectoryTimes
+    from rollout.observe.report.trajectory_times import TrajectoryTimes
 
 Severity = Literal["severe", "notable"]
 SEVERE: Severity = "severe"
@@ -52,6 +54,22 @@ class Run:
 
     rows: Sequence[Row]
     times: RunTimes
+
+    @cached_property
+    def joined(self) -> list[TrajectoryTimes | None]:
+        """The times of each row, in their order."""
+        return joined(self.rows, self.times)
+
+    @cached_property
+    def batches(self) -> set[int]:
+        """Calls of which there are rows; all of them, where there is none."""
+        found = {each.batch for each in self.joined if each is not None and each.batch is not None}
+        return found or set(self.times.calls.began)
+
+    @cached_property
+    def duration(self) -> float:
+        """Seconds in which the calls of these rows were open."""
+        return self.times.calls.seconds(self.batches)
 
     @cached_property
     def tools(self) -> list[ToolFigures]:

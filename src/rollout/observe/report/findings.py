@@ -7,33 +7,32 @@ A run in which nothing stands out has no findings; the thresholds are written be
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rollout.observe.report.engine_findings import flapping, idle, slow_replica, starved
+import msgspec
+import numpy as np
+
+from rollout.observe.report.engine_findings import failing, flapping, idle, slow_replica, starved
 from rollout.observe.report.finding import NOTABLE, SEVERE, Finding, Run, percent
-from rollout.observe.report.run_times import NOT_PARSED
+from rollout.observe.report.tool_findings import erring_tools, slow_tools
 from rollout.plurals import count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from rollout.observe.events import LoopBlocked
-    from rollout.observe.report.series import ToolFigures
 
 #: Of trajectories that were compared: drift that a template is by design is not counted.
 DRIFTING, BY_DESIGN = 0.02, ("identical", "none", "reasoning_stripped")
 #: Code blocked the loop for so many seconds and so much of the run altogether, or so long at once.
 #: What is measured of 0.3 s may be less by some hundredths.
 BLOCKED_S, BLOCKED_SHARE, BLOCKED_AT_ONCE_S = 0.2, 0.02, 0.5
+#: Less of it in the time of calls is none: the trainer's own, or what a call begins with.
+LEAST_BLOCKED_S = 0.1
 #: As much of what is no single piece of code's, such as Python's collection of garbage.
 BLOCKED_BY_ALL_S, BLOCKED_BY_ALL_SHARE = 1.0, 0.1
 #: How a cause names the place of code.
 PLACE = " at "
-#: A tool is slow that takes so much of the trajectories' time, or of that of the slowest ones, and
-#: a call of which takes at least so long.
-SLOW_SHARE, SLOW_TAIL_SHARE, SLOW_S, TAIL = 0.3, 0.5, 0.1, 0.05
-#: Errors among the answers of a tool, of at least so many.
-ERRING_SHARE, ERRING_CALLS = 0.3, 5
 #: Of all trajectories.
 FAILED_SHARE, CUT_SHARE, MAJORITY, LATE_SHARE = 0.02, 0.3, 0.5, 0.1
 #: Of the groups with two known rewards or more, of which there must be some; of few it must be all.
@@ -55,15 +54,24 @@ def looked_for(run: Run) -> str:
             "Nothing stands out in outcomes, lengths, rewards and tokens. No events were recorded, "
             "so that single tools, replicas and the event loop could not be looked at."
         )
-    texts = (
-        "texts and tokens agree"
-        if any(row.drift for row in run.rows)
-        else "texts and tokens were not compared (agent.tokenization_check)"
-    )
     return (
         "Nothing stands out: no tool or replica is slow, starved or lost, the event loop was not "
-        f"blocked, {texts}, and lengths, failures and the rewards within groups are as they should "
-        "be."
+        f"blocked, {_agreement(run)}, and lengths, failures and the rewards within groups are as "
+        "they should be."
+    )
+
+
+def _agreement(run: Run) -> str:
+    compared = [row for row in run.rows if row.drift]
+    agree = sum(row.drift in BY_DESIGN for row in compared)
+    if not compared:
+        return "texts and tokens were not compared (agent.tokenization_check)"
+    if agree == len(run.rows):
+        return "texts and tokens agree"
+    some = "all" if agree == len(compared) else f"{agree:,} of"
+    return (
+        f"texts and tokens agree in {some} {len(compared):,} trajectories that were compared, of "
+        f"{len(run.rows):,}"
     )
 
 
@@ -73,11 +81,16 @@ def _drift(run: Run) -> Iterable[Finding]:
     drifting = sum(kinds.values())
     if not compared or drifting / len(compared) < DRIFTING:
         return
+    of_all = f"{percent(drifting, len(compared))} of trajectories"
+    of_some = f"{drifting:,} of {count(len(compared), 'trajectory')} that were compared"
     worst = ", ".join(f"{number} in {_drift_name(kind)}" for kind, number in kinds.most_common())
     yield Finding(
         kind="drift",
         severity=SEVERE,
-        title=f"Text and tokens drift apart in {percent(drifting, len(compared))} of trajectories",
+        title=(
+            "Text and tokens drift apart in "
+            f"{of_all if len(compared) == len(run.rows) else of_some}"
+        ),
         text=(
             f"Of {len(compared):,} trajectories that were compared with a full rendering of their "
             f"conversation, {drifting:,} differ: {worst}. The chat template writes a conversation "
@@ -94,10 +107,7 @@ def _drift_name(kind: str) -> str:
 
 
 def _blocked_loop(run: Run) -> Iterable[Finding]:
-    start, end = run.times.start or 0.0, run.times.end
-    events = [
-        each for each in run.times.blocked if not each.is_starved and start <= each.at <= end + 1
-    ]
+    events = _blocks(run)
     if not _is_blocked(events, run.times.duration):
         return
     total, longest = sum(each.seconds for each in events), max(each.seconds for each in events)
@@ -117,6 +127,19 @@ def _blocked_loop(run: Run) -> Iterable[Finding]:
     )
 
 
+def _blocks(run: Run) -> list[LoopBlocked]:
+    """Those parts of them in which something was asked: a trainer may block the loop between."""
+    found = [each for each in run.times.blocked if not each.is_starved]
+    ends = np.array([each.at for each in found])
+    lengths = np.array([each.seconds for each in found])
+    open_s = run.times.calls.open_before(ends) - run.times.calls.open_before(ends - lengths)
+    return [
+        msgspec.structs.replace(each, seconds=seconds)
+        for each, seconds in zip(found, open_s.tolist(), strict=True)
+        if seconds >= LEAST_BLOCKED_S
+    ]
+
+
 def _is_blocked(events: Sequence[LoopBlocked], duration: float) -> bool:
     by_code = [each.seconds for each in events if PLACE in each.cause]
     return (
@@ -125,77 +148,6 @@ def _is_blocked(events: Sequence[LoopBlocked], duration: float) -> bool:
         or sum(each.seconds for each in events)
         >= max(BLOCKED_BY_ALL_S, BLOCKED_BY_ALL_SHARE * duration)
     )
-
-
-def _slow_tools(run: Run) -> Iterable[Finding]:
-    whole = {times.name: times.spent(run.times.end) for times in run.times.trajectories.values()}
-    spent = sum(sum(phases.values()) for phases in whole.values())
-    slowest = run.slowest(TAIL)
-    late = sum(sum(whole.get(times.name, {}).values()) for times in slowest)
-    for tool in run.tools:
-        own = run.tool_seconds(tool.name, run.times.trajectories.values())
-        own_late = run.tool_seconds(tool.name, slowest)
-        is_slow = tool.mean >= SLOW_S and spent and own / spent >= SLOW_SHARE
-        is_slow_late = tool.longest >= SLOW_S and late and own_late / late >= SLOW_TAIL_SHARE
-        if is_slow:
-            yield _slow_tool(tool, f"{percent(own, spent)} of the trajectories' time", run)
-        elif is_slow_late and len(slowest) < len(whole):
-            what = f"{percent(own_late, late)} of the time of the slowest trajectories"
-            yield _slow_tool(tool, what, run)
-    if not run.times.is_known:
-        yield from _slow_tools_of_rows(run)
-
-
-def _slow_tool(tool: ToolFigures, what: str, run: Run) -> Finding:
-    return Finding(
-        kind="slow_tool",
-        severity=SEVERE,
-        title=f"The tool {tool.name!r} is slow: it takes {what}",
-        text=(
-            f"{count(tool.calls, 'call')} took {tool.mean:.2f} s on average, {tool.p95:.2f} s for "
-            f"one in twenty, {tool.longest:.2f} s at the longest, {tool.total:.1f} s altogether in "
-            f"a run of {run.times.duration:.1f} s. Engines have nothing to do for a trajectory "
-            f"that waits for it."
-        ),
-        filter=f'tool:"{tool.name}"',
-    )
-
-
-def _slow_tools_of_rows(run: Run) -> Iterable[Finding]:
-    """As far as trajectories say it themselves."""
-    timed = [row for row in run.rows if row.seconds and row.calls]
-    spent = sum(row.seconds or 0.0 for row in timed)
-    own, calls = sum(row.tool_s or 0.0 for row in timed), sum(row.calls for row in timed)
-    if not spent or own / spent < SLOW_SHARE or own / calls < SLOW_S:
-        return
-    names = ", ".join(repr(name) for name in dict.fromkeys(n for row in timed for n in row.tools))
-    yield Finding(
-        kind="slow_tool",
-        severity=SEVERE,
-        title=f"Tools are slow: they take {percent(own, spent)} of the trajectories' time",
-        text=f"{count(calls, 'call')} of {names} took {own / calls:.2f} s on average.",
-        filter="tools>0.1",
-    )
-
-
-def _erring_tools(run: Run) -> Iterable[Finding]:
-    for tool in run.tools:
-        # What is in no format is no tool's, and an error in any case: it is a part of all calls.
-        is_parsed = tool.name != NOT_PARSED
-        calls = tool.calls if is_parsed else sum(each.calls for each in run.tools)
-        if calls >= ERRING_CALLS and tool.errors / calls >= ERRING_SHARE:
-            share = percent(tool.errors, calls)
-            of_tool = f"The tool {tool.name!r} answers {share} of its calls with an error"
-            yield Finding(
-                kind="erring_tool" if is_parsed else "calls_not_parsed",
-                severity=NOTABLE,
-                title=of_tool if is_parsed else f"{share} of calls could not be parsed",
-                text=(
-                    f"{tool.errors:,} of {count(calls, 'call')}; most often: "
-                    f"{run.usual_error(tool.name)}."
-                ),
-                filter=f'tool:"{tool.name}" errors>0',
-            )
 
 
 def _failures(run: Run) -> Iterable[Finding]:
@@ -260,10 +212,10 @@ def _cut_by_time(run: Run) -> Iterable[Finding]:
 
 
 def _no_signal(run: Run) -> Iterable[Finding]:
-    groups: dict[tuple[int, str], list[float]] = defaultdict(list)
+    groups: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     for row in run.rows:
         if row.reward is not None:
-            groups[row.group, row.uid].append(row.reward)
+            groups[row.group_key].append(row.reward)
     known = [rewards for rewards in groups.values() if len(rewards) > 1]
     equal = [rewards for rewards in known if min(rewards) == max(rewards)]
     least = EQUAL_SHARE if len(known) >= FEW_GROUPS else 1.0
@@ -288,13 +240,14 @@ _LOOKS: Sequence[Callable[[Run], Iterable[Finding]]] = (
     flapping,
     _drift,
     _blocked_loop,
-    _slow_tools,
+    slow_tools,
+    failing,
     starved,
     slow_replica,
     _failures,
     _cut_by_length,
     _cut_by_time,
     _no_signal,
-    _erring_tools,
+    erring_tools,
     idle,
 )

@@ -15,20 +15,15 @@ from rollout.observe.event_file import EVENTS, read_events
 from rollout.observe.report.facts import run_facts, summary_of
 from rollout.observe.report.finding import Finding, Run
 from rollout.observe.report.findings import findings_of, looked_for
+from rollout.observe.report.joining import names_of
 from rollout.observe.report.packing import packed, packed_trajectory
 from rollout.observe.report.page import page_pieces
 from rollout.observe.report.rows import Row, columns_of, row_of
-from rollout.observe.report.run_times import (
-    DIGITS,
-    OTHER,
-    SPENT,
-    RunTimes,
-    TrajectoryTimes,
-    times_of,
-)
+from rollout.observe.report.run_times import RunTimes, times_of
 from rollout.observe.report.saved_trajectories import TrajectoryLines
 from rollout.observe.report.series import series_of
 from rollout.observe.report.token_texts import TokenTexts
+from rollout.observe.report.trajectory_times import DIGITS, OTHER, SPENT, TrajectoryTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -119,8 +114,7 @@ class RunReport:
 
     def _parts(self, times: RunTimes) -> tuple[dict[str, Any], Iterator[tuple[str, str]]]:
         run = Run(self._rows, times)
-        named = times.by_name()
-        replicas = [named[row.name].replicas if row.name in named else [] for row in self._rows]
+        replicas = [[] if each is None else each.replicas for each in run.joined]
         report = {
             "title": self._title(),
             "directory": str(self.directory.resolve()),
@@ -133,26 +127,28 @@ class RunReport:
             "series": series_of(times),
             "tools": run.tools,
             "replicas": run.replicas,
-            "rows": {**columns_of(self._rows), "replicas": replicas},
+            "rows": {
+                **columns_of(self._rows),
+                "name": names_of(self._rows),
+                "replicas": replicas,
+            },
             "run": run_facts(run),
-            "notes": self._notes(times),
+            "notes": self._notes(run),
             "config": None if times.run is None else times.run.config or None,
         }
-        return report, self._blocks(times, named)
+        return report, self._blocks(run)
 
-    def _blocks(
-        self, times: RunTimes, named: dict[str, TrajectoryTimes]
-    ) -> Iterator[tuple[str, str]]:
+    def _blocks(self, run: Run) -> Iterator[tuple[str, str]]:
         if self._texts.are_known:
             yield "texts", packed(self._texts.table())
         for at, pack in enumerate(self._packs):
             yield f"t{at}", pack
-            known = named.get(self._rows[at].name)
+            known = run.joined[at]
             if known is not None and known.intervals:
-                yield f"w{at}", packed(_listed(known, times.start or 0.0))
+                yield f"w{at}", packed(_listed(known, run.times.start or 0.0))
 
-    def _notes(self, times: RunTimes) -> list[str]:
-        notes = []
+    def _notes(self, run: Run) -> list[str]:
+        times, notes = run.times, []
         if not self._texts.are_known:
             notes.append(
                 "The tokenizer of the run was not at hand: tokens are shown as ids, beside the "
@@ -166,6 +162,11 @@ class RunReport:
         if times.dropped:
             notes.append(
                 f"{times.dropped:,} events are missing in {EVENTS}: the disk was too slow."
+            )
+        if len(run.batches) < len(times.batches):
+            notes.append(
+                f"Trajectories are of {len(run.batches):,} of {len(times.batches):,} calls of the "
+                "run; what is said of tools, replicas and times is of all of them."
             )
         if self.is_growing:
             notes.append("The run has not ended, or was cut short: this is what there was so far.")

@@ -23,6 +23,9 @@ class Row:
     """What the table shows of a trajectory, and what findings are made of.
 
     Attributes:
+        step: The trainer's; None where it is not known.
+        validate: Whether it validates; None where it is not known.
+        call: How many calls of this step had the same uid before, as far as it is known.
         reward: None where it is not known.
         seconds, generation_s, tool_s: None where they were not measured.
         drift: How its text compares with a full rendering; "" where that was not asked.
@@ -33,6 +36,9 @@ class Row:
     """
 
     uid: str
+    step: int | None
+    validate: bool | None
+    call: int
     group: int
     member: int
     outcome: str
@@ -63,6 +69,11 @@ class Row:
         """As events and links have it."""
         return f"{self.uid}/{self.member}"
 
+    @property
+    def group_key(self) -> tuple[int | None, bool | None, int, int, str]:
+        """Equal for the members of one group: uids recur from call to call."""
+        return self.step, self.validate, self.call, self.group, self.uid
+
 
 def row_of(trajectory: SavedTrajectory) -> Row:
     """The row of a trajectory."""
@@ -76,6 +87,9 @@ def row_of(trajectory: SavedTrajectory) -> Row:
     drifts = [name for name in trajectory.metrics if name.startswith(DRIFT)]
     return Row(
         uid=trajectory.uid,
+        step=trajectory.asked_in,
+        validate=trajectory.validate,
+        call=trajectory.call,
         group=trajectory.group,
         member=trajectory.member,
         outcome=trajectory.outcome,

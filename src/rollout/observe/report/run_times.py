@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import attrs
 
 from rollout.observe.events import (
-    BatchEnded,
     BatchStarted,
     Event,
     EventsDropped,
@@ -24,79 +22,29 @@ from rollout.observe.events import (
     SpanEnded,
     ToolEnded,
     TrajectoryEnded,
+    TrajectoryEvent,
     TrajectoryStarted,
     TurnEnded,
     UserEnded,
 )
+from rollout.observe.report.call_times import CallTimes
+from rollout.observe.report.trajectory_times import (
+    DECODE,
+    NOT_PARSED,
+    PLACE,
+    PREFILL,
+    QUEUE,
+    REWARD,
+    SPAN,
+    TOOL,
+    USER,
+    Interval,
+    TrajectoryTimes,
+)
+from rollout.observe.report.under_way import UnderWay
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-#: What a trajectory does in an interval; the page has their names and colours.
-PLACE, QUEUE, PREFILL, DECODE = "place", "queue", "prefill", "decode"
-TOOL, USER, REWARD, SPAN, OTHER = "tool", "user", "reward", "span", "other"
-#: Those that make up its time, from its place on.
-SPENT = (QUEUE, PREFILL, DECODE, TOOL, USER, REWARD)
-#: The name of a call that was none.
-NOT_PARSED = "(not parsed)"
-#: Digits of a rounded second: a tenth of a millisecond.
-DIGITS = 4
-
-
-class Interval(NamedTuple):
-    """Part of a trajectory's time, in seconds of the run.
-
-    Attributes:
-        label: The replica or the tool.
-        turn: From 1, of the conversation `path`; None where it belongs to none.
-        note: What else there is to say.
-    """
-
-    phase: str
-    start: float
-    end: float
-    label: str = ""
-    turn: int | None = None
-    note: str = ""
-    path: str = ""
-
-    @property
-    def seconds(self) -> float:
-        """How long it is."""
-        return self.end - self.start
-
-
-@attrs.define
-class TrajectoryTimes:
-    """One trajectory.
-
-    Attributes:
-        name: ``uid/member``.
-        began, ended: None where that is not known, or has not come yet.
-    """
-
-    name: str
-    began: float | None = None
-    ended: float | None = None
-    intervals: list[Interval] = attrs.field(factory=list)
-
-    @property
-    def replicas(self) -> list[str]:
-        """Those that worked for it."""
-        return sorted({each.label for each in self.intervals if each.phase == DECODE})
-
-    def spent(self, until: float) -> dict[str, float]:
-        """Seconds of each phase from its place on; what runs at once counts once."""
-        if self.began is None:
-            return {}
-        parts: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for each in self.intervals:
-            if each.phase in SPENT:
-                parts[each.phase].append((each.start, each.end))
-        seconds = {phase: covered(found) for phase, found in parts.items()}
-        whole = (until if self.ended is None else self.ended) - self.began
-        known = covered(each for found in parts.values() for each in found)
-        return {**seconds, OTHER: max(0.0, whole - known)}
 
 
 @attrs.define
@@ -106,12 +54,15 @@ class ReplicaTimes:
     Attributes:
         serves_from: When it first served.
         losses: When it was lost, each time with the reason.
+        requests: Those that have ended.
+        under_way: When each that has not ended was sent to it.
     """
 
     name: str
     serves_from: float | None = None
     losses: list[tuple[float, str]] = attrs.field(factory=list)
     requests: list[RequestEnded] = attrs.field(factory=list)
+    under_way: list[float] = attrs.field(factory=list)
     capacity: int = 0
 
 
@@ -120,24 +71,26 @@ class RunTimes:
     """A run, the last one where its file holds several.
 
     Attributes:
-        start, end: Of what was asked of it; of a run that grows, up to its latest event.
+        calls: When something was asked of it.
         has_ended: Whether its end is recorded.
+        tools: Calls that have ended.
+        calls_under_way: When each that has not ended began.
         dropped: Events that are missing.
     """
 
     run: RunStarted | None = None
-    start: float | None = None
-    end: float = 0.0
+    calls: CallTimes = attrs.field(factory=CallTimes)
     has_ended: bool = False
     batches: list[BatchStarted] = attrs.field(factory=list)
     trajectories: dict[int, TrajectoryTimes] = attrs.field(factory=dict)
     tools: dict[str, list[ToolEnded]] = attrs.field(factory=dict)
+    calls_under_way: dict[str, list[float]] = attrs.field(factory=dict)
     replicas: dict[str, ReplicaTimes] = attrs.field(factory=dict)
     blocked: list[LoopBlocked] = attrs.field(factory=list)
     dropped: int = 0
-    _open: set[int] = attrs.field(factory=set)
     _turns: dict[str, tuple[int, str]] = attrs.field(factory=dict)
     _requests: list[RequestEnded] = attrs.field(factory=list)
+    _under_way: UnderWay = attrs.field(factory=UnderWay)
 
     @property
     def is_known(self) -> bool:
@@ -145,9 +98,24 @@ class RunTimes:
         return self.start is not None
 
     @property
-    def duration(self) -> float:
-        """Seconds from the first call to the end of the last one."""
+    def start(self) -> float | None:
+        """When something was asked of it first."""
+        return next(iter(self.calls.began.values()), None)
+
+    @property
+    def end(self) -> float:
+        """Of the last call; of a run that grows, its latest event."""
+        return self.calls.latest
+
+    @property
+    def length(self) -> float:
+        """Seconds from the start to the end, with the trainer's own time between calls."""
         return 0.0 if self.start is None else max(0.0, self.end - self.start)
+
+    @property
+    def duration(self) -> float:
+        """Seconds in which something was asked of it."""
+        return self.calls.seconds(self.calls.began)
 
     def losses_of(self, replica: str) -> list[str]:
         """Why a replica was lost, each time; that its channel is closed after the run is none."""
@@ -155,22 +123,14 @@ class RunTimes:
         losses = self.replicas[replica].losses
         return [why for at, why in losses if start <= at < self.end]
 
-    def by_name(self) -> dict[str, TrajectoryTimes]:
-        """Trajectories by ``uid/member``; the latest, where several calls had the same."""
-        return {each.name: each for each in self.trajectories.values()}
-
     def take(self, event: Event) -> None:
         """One more event."""
-        if self._open:
-            self.end = max(self.end, event.at)
+        self.calls.take(event)
+        if isinstance(event, TrajectoryEvent):
+            self._under_way.take(event)
         match event:
             case BatchStarted():
-                self.start = event.at if self.start is None else self.start
                 self.batches.append(event)
-                self._open.add(event.batch)
-                self.end = max(self.end, event.at)
-            case BatchEnded():
-                self._open.discard(event.batch)
             case RunEnded():
                 self.has_ended = True
             case LoopBlocked():
@@ -198,13 +158,13 @@ class RunTimes:
     def _take_of_trajectory(self, event: Event) -> None:
         match event:
             case TrajectoryStarted():
-                times = self._times(event.trajectory, f"{event.uid}/{event.member}")
+                times = self._named(event)
                 if times.began is None:
                     times.began = event.at
                     self._add_wait(times, event)
             case TrajectoryEnded():
-                times = self._times(event.trajectory, f"{event.uid}/{event.member}")
-                times.ended = event.at
+                times = self._named(event)
+                times.ended, times.ending = event.at, (event.outcome, event.generated_tokens)
                 times.began = event.began if times.began is None else times.began
             case TurnEnded():
                 for request in event.requests:
@@ -229,9 +189,13 @@ class RunTimes:
         if called is not None and called.trajectories and event.at > called.at:
             times.intervals.append(Interval(PLACE, called.at, event.at))
 
-    def _times(self, number: int, name: str = "") -> TrajectoryTimes:
-        times = self.trajectories.setdefault(number, TrajectoryTimes(name))
-        times.name = name or times.name
+    def _times(self, number: int) -> TrajectoryTimes:
+        return self.trajectories.setdefault(number, TrajectoryTimes(""))
+
+    def _named(self, event: TrajectoryStarted | TrajectoryEnded) -> TrajectoryTimes:
+        times = self._times(event.trajectory)
+        times.name, times.batch = f"{event.uid}/{event.member}", event.batch
+        times.step, times.validate = event.step, event.validate
         return times
 
     def _add(
@@ -249,11 +213,24 @@ class RunTimes:
         self._times(number).intervals.append(interval)
 
     def settle(self) -> None:
-        """Give requests to their trajectories: their turns are known only after them."""
+        """Give trajectories their requests, whose turns are known only after them, and what has
+        not ended.
+        """
         for event in self._requests:
             if event.trajectory:
                 self._times(event.trajectory).intervals += self._parts(event)
         self._requests = []
+        if not self.dropped:  # else what seems not to have ended may have done so untold
+            self._settle_under_way()
+
+    def _settle_under_way(self) -> None:
+        for number, begun in self._under_way.begun.items():
+            for request in begun.requests.values():
+                self.replicas[request.replica].under_way.append(request.at)
+            for call in begun.calls.values():
+                self.calls_under_way.setdefault(call.tool or NOT_PARSED, []).append(call.at)
+            if number in self.trajectories:
+                self.trajectories[number].intervals += begun.intervals(self.end)
 
     def _parts(self, event: RequestEnded) -> Iterable[Interval]:
         turn, path = self._turns.get(event.request, (None, event.session.partition("#")[2]))
@@ -283,13 +260,3 @@ def times_of(events: Iterable[Event]) -> RunTimes:
         times.take(event)
     times.settle()
     return times
-
-
-def covered(pairs: Iterable[tuple[float, float]]) -> float:
-    """Seconds that lie in at least one of these, each from its start to its end."""
-    total, until = 0.0, float("-inf")
-    for start, end in sorted(pairs):
-        if end > until:
-            total += end - max(start, until)
-            until = end
-    return total

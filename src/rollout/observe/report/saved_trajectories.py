@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,9 +18,12 @@ from rollout.errors import RolloutError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from rollout.scheduling.journal.entries import Key
+
 logger = logging.getLogger("rollout.observe")
 
 Number = float | str
+_NUMBER = re.compile("-?[0-9]{1,18}")
 
 
 class SavedSpan(msgspec.Struct, kw_only=True):
@@ -57,13 +61,17 @@ class SavedSegment(msgspec.Struct, kw_only=True):
     parent: Any = None
     reward: Number | None = None
     trainable: bool | None = None
+    session_id: str = ""
     spans: list[SavedSpan] | None = None
     messages: list[SavedMessage] | None = None
 
 
 class SavedTrajectory(msgspec.Struct, kw_only=True):
-    """One line."""
+    """One line; `step`, `validate` and `call` are in those of a journal only."""
 
+    step: int | None = None
+    validate: bool | None = None
+    call: int = 0
     uid: str
     group: int
     member: int
@@ -81,6 +89,12 @@ class SavedTrajectory(msgspec.Struct, kw_only=True):
     messages: list[SavedMessage] = []
     spans: list[SavedSpan] = []
     segments: list[SavedSegment] = []
+
+    @property
+    def asked_in(self) -> int | None:
+        """The trainer's step, which its sessions say too: ``step/uid/member``."""
+        step = self.segments[0].session_id.partition("/")[0] if self.segments else ""
+        return int(step) if self.step is None and _NUMBER.fullmatch(step) else self.step
 
     @property
     def rows(self) -> list[SavedSegment]:
@@ -120,7 +134,7 @@ class TrajectoryLines:
         self.has_restarted = False
         self._path, self._journal = path, journal
         self._journal_size = 0
-        self._from_journal: set[tuple[str, int, int]] = set()
+        self._from_journal: set[Key] = set()
         self._identity: tuple[int, int] | None = None
         self._at = 0
         self._line = 0
@@ -161,13 +175,12 @@ class TrajectoryLines:
             return []
         self._journal_size = size
         from rollout.batch.records import trajectory_line
-        from rollout.scheduling.journal.ended_trajectories import ended_trajectories
+        from rollout.scheduling.journal.ended_trajectories import ended_by_key
 
-        ended = ended_trajectories(self._journal)
-        found = {(each.uid, each.group, each.member): each for each in ended}
-        new = [name for name in found if name not in self._from_journal]
+        found = ended_by_key(self._journal)
+        new = [key for key in found if key not in self._from_journal]
         self._from_journal.update(new)
-        return [trajectory_line(found[name], None).rstrip(b"\n") for name in new]
+        return [_with_key(trajectory_line(found[key], None).rstrip(b"\n"), key) for key in new]
 
     def decode(self, line: bytes) -> SavedTrajectory:
         """The trajectory of a line.
@@ -180,3 +193,8 @@ class TrajectoryLines:
             return _DECODER.decode(line)
         except msgspec.MsgspecError as error:
             raise RolloutError(f"{self._path}, line {self._line}: {error}") from error
+
+
+def _with_key(line: bytes, key: Key) -> bytes:
+    asked = {"step": key.step, "validate": key.validate, "call": key.call}
+    return msgspec.json.encode(asked)[:-1] + b"," + line[1:]

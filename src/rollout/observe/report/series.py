@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from rollout.observe.report.run_times import TOOL, covered
+from rollout.observe.report.trajectory_times import TOOL, covered
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -29,7 +29,11 @@ class ToolFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Calls of one tool; seconds of one call that ran, but for `total`.
 
     Attributes:
+        calls: Those that have not ended are among them, with the seconds that they have taken.
         refused: Calls that were answered without having run.
+        under_way: Calls that have not ended.
+        waiting: For how long the first of them has been under way; 0 without any.
+        usual: The longest that 19 in 20 of those took that have ended; None without any.
     """
 
     name: str
@@ -41,15 +45,18 @@ class ToolFigures(msgspec.Struct, frozen=True, kw_only=True):
     p95: float
     longest: float
     total: float
+    under_way: int
+    waiting: float
+    usual: float | None
 
 
 class ReplicaFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica while the run asked something of it.
+    """One replica while something was asked of the run; "over the run" is that time.
 
     Attributes:
         speed: Tokens a second, over the run.
         pace: Tokens a second of one request, while it was decoded; None without any.
-        busy: Share of the time in which it had a request.
+        busy: Share of the run in which it had a request.
         at_once: Requests that it had, on average over the run.
         queue: Seconds that a request waited before it, on average.
         losses: How often it was lost.
@@ -68,17 +75,26 @@ class ReplicaFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 def tool_figures(times: RunTimes) -> list[ToolFigures]:
     """The run's tools, those first that took the most time."""
-    found = [_tool(name, calls) for name, calls in times.tools.items()]
+    names = dict.fromkeys((*times.tools, *times.calls_under_way))
+    found = [
+        _tool(
+            name,
+            times.tools.get(name, ()),
+            [times.end - began for began in times.calls_under_way.get(name, ())],
+        )
+        for name in names
+    ]
     return sorted(found, key=lambda each: -each.total)
 
 
-def _tool(name: str, calls: Sequence[ToolEnded]) -> ToolFigures:
-    ran = [call for call in calls if not call.is_refused]
-    refused, ran = len(calls) - len(ran), ran or list(calls)
-    seconds = np.array([call.at - call.began for call in ran])
+def _tool(name: str, calls: Sequence[ToolEnded], under_way: Sequence[float]) -> ToolFigures:
+    took = [call.at - call.began for call in calls if not call.is_refused]
+    refused = len(calls) - len(took)
+    ran = [*took, *under_way] or [call.at - call.began for call in calls]
+    seconds = np.array(ran)
     return ToolFigures(
         name=name,
-        calls=len(calls),
+        calls=len(calls) + len(under_way),
         refused=refused,
         errors=sum(call.is_error for call in calls),
         mean=float(seconds.mean()),
@@ -86,23 +102,29 @@ def _tool(name: str, calls: Sequence[ToolEnded]) -> ToolFigures:
         p95=float(np.quantile(seconds, 0.95)),
         longest=float(seconds.max()),
         total=float(seconds.sum()),
+        under_way=len(under_way),
+        waiting=max(under_way, default=0.0),
+        usual=float(np.quantile(took, 0.95)) if took else None,
     )
 
 
 def replica_figures(times: RunTimes) -> list[ReplicaFigures]:
     """The run's replicas, by name."""
-    order = sorted(times.replicas, key=lambda name: (len(name), name))
-    return [_replica(times.replicas[name], times) for name in order]
+    return [_replica(each, times) for each in _in_order(times)]
+
+
+def _in_order(times: RunTimes) -> list[ReplicaTimes]:
+    return sorted(times.replicas.values(), key=lambda each: (len(each.name), each.name))
 
 
 def _replica(replica: ReplicaTimes, times: RunTimes) -> ReplicaFigures:
     requests, duration = replica.requests, times.duration
     tokens = sum(each.tokens for each in requests)
-    starts, ends = _held(requests)
+    starts, ends = (times.calls.open_before(at) for at in _held([replica], times.end))
     decoded = sum(each.decode_s for each in requests)
     return ReplicaFigures(
         name=replica.name,
-        requests=len(requests),
+        requests=len(requests) + len(replica.under_way),
         tokens=tokens,
         speed=tokens / duration if duration else None,
         pace=tokens / decoded if decoded > 0 else None,
@@ -113,10 +135,15 @@ def _replica(replica: ReplicaTimes, times: RunTimes) -> ReplicaFigures:
     )
 
 
-def _held(requests: Sequence[RequestEnded]) -> tuple[Values, Values]:
-    """When each came to the replica, and when it ended."""
-    starts = np.array([each.began + each.queue_s for each in requests])
-    return starts, np.array([each.at for each in requests])
+def _held(replicas: Iterable[ReplicaTimes], until: float) -> tuple[Values, Values]:
+    """When each request came to its replica, and when it ended; `until`: it has not ended."""
+    starts, ends = [], []
+    for replica in replicas:
+        starts += [each.began + each.queue_s for each in replica.requests]
+        ends += [each.at for each in replica.requests]
+        starts += replica.under_way
+        ends += [until] * len(replica.under_way)
+    return np.array(starts), np.array(ends)
 
 
 def series_of(times: RunTimes) -> dict[str, Any]:
@@ -124,11 +151,12 @@ def series_of(times: RunTimes) -> dict[str, Any]:
 
     `ends` are those of trajectories in seconds from the start of the run, in order.
     """
-    if times.start is None or times.duration <= 0:
+    if times.start is None or times.length <= 0:
         return _NOTHING
     edges = np.linspace(times.start, times.end, STEPS + 1)
-    step = times.duration / STEPS
-    requests = [each for replica in times.replicas.values() for each in replica.requests]
+    step = times.length / STEPS
+    replicas = _in_order(times)
+    requests = [each for replica in replicas for each in replica.requests]
     running = [
         (each.began, times.end if each.ended is None else each.ended)
         for each in times.trajectories.values()
@@ -145,14 +173,14 @@ def series_of(times: RunTimes) -> dict[str, Any]:
         "step": step,
         "throughput": _listed(_rate(requests, edges) / step) if requests else [],
         "in_flight": _listed(_overlap(running, edges) / step) if running else [],
-        "on_engines": _listed(_overlap(_pairs(*_held(requests)), edges) / step),
+        "on_engines": _listed(_overlap(_pairs(*_held(replicas, times.end)), edges) / step),
         "with_tools": _listed(_overlap(tools, edges) / step),
         "replicas": [
-            {"name": name, "values": _listed(_overlap(_pairs(*_held(found)), edges) / step)}
-            for name, found in (
-                (name, times.replicas[name].requests)
-                for name in sorted(times.replicas, key=lambda name: (len(name), name))
-            )
+            {
+                "name": each.name,
+                "values": _listed(_overlap(_pairs(*_held([each], times.end)), edges) / step),
+            }
+            for each in replicas
         ],
         "lag": _listed(_lag(times, edges)),
         "ends": _listed(np.sort(np.array(ended))),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rollout.chat import ChatTemplate
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
-    from rollout.scheduling.journal.entries import EndEntry, PromptEntry
+    from rollout.scheduling.journal.entries import EndEntry, Key, PromptEntry
     from rollout.scheduling.journal.journal_reading import Contents
     from rollout.types import Prompt
 
@@ -52,17 +52,22 @@ def ended_trajectories(path: Path) -> list[Trajectory]:
     Raises:
         JournalError: It cannot be read, or is none.
     """
+    return list(ended_by_key(path).values())
+
+
+def ended_by_key(path: Path) -> dict[Key, Trajectory]:
+    """As `ended_trajectories`, each with what it was asked for."""
     contents = read_journal(path)
     if contents.torn is not None:
         say_torn(path, contents.torn)
     if contents.header is None:
-        return []
+        return {}
     header, read = contents.header, reader_of(path)
     config = config_from_dict(header.all_config)
     template: Any = _LateTemplate(config)
     parser = get_tool_parser(config.agent.tool_format)
     prompts = _prompts(contents, path)
-    found = []
+    found = {}
     for key, recorded in contents.trajectories.items():
         if recorded.end is None:
             continue
@@ -77,7 +82,7 @@ def ended_trajectories(path: Path) -> list[Trajectory]:
             return TurnReader(template, parser, offered if schemas is None else schemas)
 
         _, rows = steps_of(recorded, read)
-        found.append(trajectory_of(entry.trajectory, prompt, reader, rows))
+        found[key] = trajectory_of(entry.trajectory, prompt, reader, rows)
     return found
 
 
