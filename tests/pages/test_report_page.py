@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from browser import Browser, find_chromium
 
 from report_runs import MadeUpRun
+from report_segments import write_segments
 from rollout.cli.tokenizers import load_tokenizer_of
 from rollout.observe.report.report import write_report
 
@@ -281,3 +283,28 @@ def test_tasks_that_begin_alike_show_where_they_differ(browser: Browser, tmp_pat
     shown = browser.run(f"{cell}.textContent")
 
     assert (whole, shown) == ("How many boats are in harbour 0?", "… 0?")
+
+
+#: Of each segment its title, and headings of its parts with what stands in its calls.
+SEGMENTS = """[...document.querySelectorAll('section.segment')].map((segment) => [
+    segment.querySelector('h2').firstChild.textContent,
+    ...[...segment.querySelectorAll('.generated header, .call')].map((part) => part.innerText),
+].join(' | ').replace(/\\s+/g, ' '))"""
+
+
+def test_turns_of_every_segment_stand_above_their_own_calls(
+    browser: Browser, tmp_path: Path
+) -> None:
+    directory = write_segments(tmp_path / "run")
+    browser.open(write_report(directory, decode=load_tokenizer_of("simulated")))
+
+    opened(browser, "several/0")
+
+    shown = {text.partition(" |")[0]: text for text in browser.run(SEGMENTS)}
+    for title, parts in {
+        "Segment 0: main": ["turn 1", "alpha", '"x": 1', "says 1", "turn 2", "alpha", '"x": 2'],
+        "Segment 1: compaction": ["turn 3", "alpha", '"x": 3', "alpha says 3", "turn 4"],
+        "Segment 2: branch": ["turn 1", "beta", '"x": 20', "beta says 20", '"x": 21', "turn 2"],
+        "Segment 3: subagent": ["turn 1", "beta", '"x": 10', "beta says 10", "turn 2"],
+    }.items():
+        assert re.search(".*".join(map(re.escape, parts)), shown[title], re.S)

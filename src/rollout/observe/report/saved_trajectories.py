@@ -39,6 +39,7 @@ class SavedCall(msgspec.Struct, kw_only=True):
     name: str = ""
     arguments: Any = None
     raw: str = ""
+    id: str | None = None
 
 
 class SavedMessage(msgspec.Struct, kw_only=True):
@@ -48,6 +49,7 @@ class SavedMessage(msgspec.Struct, kw_only=True):
     content: str | None = None
     tool_calls: list[SavedCall] = []
     name: str | None = None
+    tool_call_id: str | None = None
 
 
 class SavedSegment(msgspec.Struct, kw_only=True):
@@ -57,6 +59,7 @@ class SavedSegment(msgspec.Struct, kw_only=True):
     parent: Any = None
     reward: Number | None = None
     trainable: bool | None = None
+    session_id: str = ""
     spans: list[SavedSpan] | None = None
     messages: list[SavedMessage] | None = None
 

@@ -70,10 +70,9 @@ async function wholeText(at) {
   const facts = await readTrajectory(at);
   const pieces = [];
   for (const segment of facts.segments) {
-    for (const span of segment.spans) pieces.push(textOf(span, known));
-    for (const message of segment.messages) {
-      if (message.content) pieces.push(message.content);
-      for (const call of message.calls) pieces.push(JSON.stringify(call.arguments));
+    for (const span of segment.spans) {
+      pieces.push(textOf(span, known));
+      for (const call of span.calls ?? []) pieces.push(JSON.stringify(call.arguments), call.result ?? "");
     }
   }
   return pieces.join("\n");

@@ -126,14 +126,10 @@ function lanesOf(times) {
 
 function segmentView(segment, index, facts, times, known, versions) {
   const isOnly = facts.segments.length === 1;
-  const turns = turnsOf(segment);
   const parts = [];
-  let turn = 0;
   for (const span of segment.spans) {
-    if (span.kind === "generated") turn++;
-    const told = isOnly || segment.purpose === "main" ? times.filter((each) => each.turn === turn) : [];
-    parts.push(spanView(span, turn, told, known, versions));
-    if (span.kind === "generated") parts.push(callsView(turns[turn - 1], told));
+    const told = isOnly || segment.purpose === "main" ? times.filter((each) => each.turn === span.turn) : [];
+    parts.push(spanView(span, told, known, versions), callsView(span.calls, told));
   }
   const parent = segment.parent && el("small", {}, ` from segment ${segment.parent[0]} at token ${number(segment.parent[1])}`);
   const title = isOnly ? el("h2", {}, "Turn by turn")
@@ -141,25 +137,10 @@ function segmentView(segment, index, facts, times, known, versions) {
   return el("section", { class: "segment" }, title, parts.filter(Boolean));
 }
 
-// The calls of each assistant's message with their results, in order.
-function turnsOf(segment) {
-  const turns = [];
-  for (const message of segment.messages) {
-    if (message.role === "assistant") turns.push(message.calls.map((call) => ({ ...call, result: null })));
-    else if (message.role === "tool" && turns.length) {
-      const calls = turns[turns.length - 1];
-      const open = calls.find((call) => call.result === null && (!message.name || call.name === message.name)) ?? calls.find((call) => call.result === null);
-      if (open) open.result = message.content ?? "";
-      else calls.push({ name: message.name ?? "?", arguments: null, result: message.content ?? "" });
-    }
-  }
-  return turns;
-}
-
-function spanView(span, turn, told, known, versions) {
+function spanView(span, told, known, versions) {
   const spent = ["queue", "prefill", "decode"].map((phase) => [phase, sum(told.filter((each) => each.phase === phase).map((each) => each.end - each.start))]).filter(([, value]) => value > 0);
   const replica = told.find((each) => each.phase === "decode" || each.phase === "prefill")?.label;
-  const name = span.kind === "generated" ? `turn ${turn}` : span.kind;
+  const name = span.kind === "generated" ? `turn ${span.turn}` : span.kind;
   const notes = [count(span.count, "token")];
   if (span.kind === "generated") {
     if (span.finish && span.finish !== "stop") notes.push(`ended by ${span.finish}`);
