@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -16,6 +17,8 @@ from browser import Browser, find_chromium
 from report_runs import MadeUpRun
 from report_segments import write_segments
 from rollout.cli.tokenizers import load_tokenizer_of
+from rollout.observe import read_events
+from rollout.observe.events import RequestEnded
 from rollout.observe.report.report import write_report
 
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium")
@@ -47,7 +50,7 @@ def made_page(
 
 def opened(browser: Browser, name: str) -> None:
     """Open a trajectory by its link."""
-    browser.run(f"location.hash = '#{name}'")
+    browser.run(f"location.hash = '#{quote(name, safe='')}'")
     browser.wait_for("!document.getElementById('trajectory').hidden")
     browser.wait_for(
         f"document.querySelector('#trajectory h1').textContent.startsWith('{name[:6]}')"
@@ -308,3 +311,37 @@ def test_turns_of_every_segment_stand_above_their_own_calls(
         "Segment 3: subagent": ["turn 1", "beta", '"x": 10', "beta says 10", "turn 2"],
     }.items():
         assert re.search(".*".join(map(re.escape, parts)), shown[title], re.S)
+
+
+@pytest.mark.parametrize("name", ["several/0", "one#message/0"])
+def test_times_are_of_the_segment_whose_turn_it_was(
+    browser: Browser, tmp_path: Path, name: str
+) -> None:
+    directory = write_segments(tmp_path / "run")
+    browser.open(write_report(directory))
+
+    opened(browser, name)
+
+    script = "[...document.querySelectorAll('.waterfall .lane')].map(e => e.textContent)"
+    assert browser.run(script) == [
+        *("Segment 0: main", "turn 1", "turn 1 alpha", "turn 2", "turn 2 alpha"),
+        *("Segment 1: compaction", "turn 3", "turn 3 alpha", "turn 4"),
+        *("Segment 2: branch", "turn 1", "turn 1 beta", "turn 2"),
+        *("Segment 3: subagent", "turn 1", "turn 1 beta", "turn 2"),
+        *("The trajectory", "reward"),
+    ]
+    shown = browser.run(SEGMENTS)
+    assert ["alpha 1,000 ms" in text or "alpha 1 s" in text for text in shown] == [1, 1, 0, 0]
+    assert ["beta 2 s" in text for text in shown] == [0, 0, 1, 1]
+    turns = [re.findall(r"turn (\d) (\d+) tokens .*? prefill (\d+) ms", text) for text in shown]
+    numbers = ["".join(turn for turn, *_ in each) for each in turns]
+    assert numbers == ["12", "34", "12", "12"]
+    # As events have them, in order, one request for each turn.
+    requests = [
+        (each.session.partition("/0#")[2], each.prefill_s * 1000)
+        for each in read_events(directory)
+        if isinstance(each, RequestEnded) and name in each.session
+    ]
+    main, branch, helper = ([ms for of, ms in requests if of == path] for path in ("", "0", "1"))
+    for found, expected in zip(turns, (main[:2], main[2:], branch, helper), strict=True):
+        assert [int(ms) for _, _, ms in found] == pytest.approx(expected, abs=1)

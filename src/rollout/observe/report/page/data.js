@@ -57,11 +57,11 @@ async function readTrajectory(at) {
   return facts;
 }
 
-// [{phase, start, end, label, ...}] in seconds from the start of the run.
+// [{phase, start, end, label, ...}] in seconds from the start of the run; `path` is the conversation.
 async function readTimes(at) {
   const block = await unpacked(`w${at}`);
   if (!block) return [];
-  return block.facts.map(([phase, start, end, label, turn, note]) => ({ phase, start, end, label, turn, note }));
+  return block.facts.map(([phase, start, end, label, turn, note, path]) => ({ phase, start, end, label, turn, note, path }));
 }
 
 // The text of all spans, one after the other, for the search through everything.
