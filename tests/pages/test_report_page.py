@@ -14,12 +14,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from browser import Browser, find_chromium
 
+import observed
 from report_runs import MadeUpRun
 from report_segments import write_segments
 from rollout.cli.tokenizers import load_tokenizer_of
+from rollout.config import ObserveConfig
 from rollout.observe import read_events
 from rollout.observe.events import RequestEnded
 from rollout.observe.report.report import write_report
+from rollout.testing import Scenario, tool_call
 
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium")
 
@@ -92,6 +95,9 @@ def test_page_opened_shows_what_the_run_was(browser: Browser, tmp_path: Path) ->
         ("outcome:length uid:task-0", ["task-0/0", "task-0/1", "task-0/2"]),
         ("tool:search replica:replica-1 uid=task-2", ["task-2/1", "task-2/3"]),
         ("tool:nothing", []),
+        ("uid:task-1|task-2 member=0|3", ["task-1/0", "task-1/3", "task-2/0", "task-2/3"]),
+        ('uid=task-1 task:"harbour 5?"|"nowhere | else"', ["task-1/1"]),
+        ("-outcome:completed|none uid:task-0", ["task-0/0", "task-0/1", "task-0/2"]),
     ],
 )
 def test_table_filtered_shows_what_matches(
@@ -345,3 +351,64 @@ def test_times_are_of_the_segment_whose_turn_it_was(
     main, branch, helper = ([ms for of, ms in requests if of == path] for path in ("", "0", "1"))
     for found, expected in zip(turns, (main[:2], main[2:], branch, helper), strict=True):
         assert [int(ms) for _, _, ms in found] == pytest.approx(expected, abs=1)
+
+
+#: A name that means something in queries.
+ODD_NAME = 'we"ird \\ "tool|none'
+
+
+@pytest.mark.parametrize("click", ["finding", "table", "selector"])
+def test_tool_with_signs_of_queries_in_its_name_is_found(
+    browser: Browser, tmp_path: Path, click: str
+) -> None:
+    scenario = Scenario(seed=1).reply("please odd", tool_call(ODD_NAME, x=1) * 5).then("Done.")
+    scenario = scenario.reply("please", "Done.")
+    asked = observed.prompts("odd please odd", "even please")
+    observe = ObserveConfig(path=str(tmp_path))
+    batch, _ = observed.run(asked, observe, samples=2, scenario=scenario)
+    batch.save(tmp_path)
+    browser.open(write_report(tmp_path))
+
+    browser.run("document.getElementById('search').focus()")
+    browser.type('answer:"Done."')
+    browser.run(
+        {
+            "finding": "document.querySelector('[data-kind=erring_tool] button').click()",
+            "table": "document.querySelector('#tools tbody button').click()",
+            "selector": "(() => { const tool = document.getElementById('tool'); "
+            "tool.value = tool.options[1].value; tool.dispatchEvent(new Event('change')); })()",
+        }[click]
+    )
+
+    assert names_shown(browser) == ["odd/0", "odd/1"]
+    assert browser.run("document.getElementById('tool').value") == ODD_NAME
+    browser.run(
+        "(() => { const tool = document.getElementById('tool'); tool.value = ''; "
+        "tool.dispatchEvent(new Event('change')); })()"
+    )
+    left = {"finding": "errors>0", "table": "", "selector": 'answer:"Done."'}[click]
+    assert browser.run("document.getElementById('search').value") == left
+
+
+def test_failures_lead_to_those_that_failed_or_were_rejected(
+    browser: Browser, tmp_path: Path
+) -> None:
+    directory = MadeUpRun(cut=5).write(tmp_path)
+    path = directory / "trajectories.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    for at, outcome, reason in (
+        (5, "failed", "tool"),
+        (6, "rejected", "too_long"),
+        (7, "deadline", "tool"),
+        (8, "failed", "tokenization"),
+        (9, "cancelled", ""),
+    ):
+        line = lines[at].replace(b'"completed"', f'"{outcome}"'.encode())
+        line = line.replace(b'"reason":""', f'"reason":"{reason}"'.encode())
+        lines[at] = line.replace(b'"trainable":true', b'"trainable":false')
+    path.write_bytes(b"".join(lines))
+    browser.open(write_report(directory))
+
+    browser.run("document.querySelector('[data-kind=failures] button').click()")
+
+    assert names_shown(browser) == ["task-1/1", "task-1/2"]

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from rollout.observe.report.engine_findings import flapping, idle, slow_replica, starved
-from rollout.observe.report.finding import NOTABLE, SEVERE, Finding, Run, percent
+from rollout.observe.report.finding import NOTABLE, SEVERE, Finding, Run, percent, quoted
 from rollout.observe.report.run_times import NOT_PARSED
 from rollout.plurals import count
 
@@ -83,7 +83,7 @@ def _drift(run: Run) -> Iterable[Finding]:
             f"conversation, {drifting:,} differ: {worst}. The chat template writes a conversation "
             f"otherwise as a whole than turn by turn; `rollout check-template` shows where."
         ),
-        filter=" ".join(f"-drift:{kind}" for kind in ("none", "identical")),
+        filter="drift=" + "|".join(kinds) if "refused" not in kinds else "reason=tokenization",
     )
 
 
@@ -157,7 +157,7 @@ def _slow_tool(tool: ToolFigures, what: str, run: Run) -> Finding:
             f"a run of {run.times.duration:.1f} s. Engines have nothing to do for a trajectory "
             f"that waits for it."
         ),
-        filter=f'tool:"{tool.name}"',
+        filter=f"tool:{quoted(tool.name)}",
     )
 
 
@@ -194,13 +194,13 @@ def _erring_tools(run: Run) -> Iterable[Finding]:
                     f"{tool.errors:,} of {count(calls, 'call')}; most often: "
                     f"{run.usual_error(tool.name)}."
                 ),
-                filter=f'tool:"{tool.name}" errors>0',
+                filter=f"tool:{quoted(tool.name)} errors>0",
             )
 
 
 def _failures(run: Run) -> Iterable[Finding]:
-    failed = [row for row in run.rows if row.outcome in ("failed", "rejected")]
-    failed = [row for row in failed if row.reason != "tokenization"]
+    ended = [row for row in run.rows if row.outcome in ("failed", "rejected")]
+    failed = [row for row in ended if row.reason != "tokenization"]
     if not failed or len(failed) / len(run.rows) < FAILED_SHARE:
         return
     reasons = Counter(row.reason for row in failed)
@@ -216,7 +216,8 @@ def _failures(run: Run) -> Iterable[Finding]:
             f"{len(failed):,} of {len(run.rows):,}, {number:,} of them by {reason!r}.{said} They "
             f"have no reward, and nothing is learned from them."
         ),
-        filter="trainable:false" if len(reasons) > 1 else f'reason:"{reason}"',
+        filter="outcome:failed|rejected"
+        + (" -reason=tokenization" if len(failed) < len(ended) else ""),
     )
 
 

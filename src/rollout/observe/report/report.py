@@ -22,6 +22,7 @@ from rollout.observe.report.run_times import (
     DIGITS,
     OTHER,
     SPENT,
+    TOOL,
     RunTimes,
     TrajectoryTimes,
     times_of,
@@ -120,7 +121,9 @@ class RunReport:
     def _parts(self, times: RunTimes) -> tuple[dict[str, Any], Iterator[tuple[str, str]]]:
         run = Run(self._rows, times)
         named = times.by_name()
-        replicas = [named[row.name].replicas if row.name in named else [] for row in self._rows]
+        known = [named.get(row.name, TrajectoryTimes(row.name)) for row in self._rows]
+        columns = columns_of(self._rows)
+        columns["tools"] = list(map(_tools, self._rows, known))
         report = {
             "title": self._title(),
             "directory": str(self.directory.resolve()),
@@ -133,7 +136,7 @@ class RunReport:
             "series": series_of(times),
             "tools": run.tools,
             "replicas": run.replicas,
-            "rows": {**columns_of(self._rows), "replicas": replicas},
+            "rows": {**columns, "replicas": [each.replicas for each in known]},
             "run": run_facts(run),
             "notes": self._notes(times),
             "config": None if times.run is None else times.run.config or None,
@@ -197,6 +200,12 @@ def write_report(
             not be written.
     """
     return RunReport(directory, decode).write(path)
+
+
+def _tools(row: Row, times: TrajectoryTimes) -> list[str]:
+    """Those of all its conversations, and calls that could not be parsed, where events tell."""
+    called = [each.label for each in times.intervals if each.phase == TOOL]
+    return list(dict.fromkeys([*row.tools, *called]))
 
 
 def _listed(times: TrajectoryTimes, start: float) -> list[list[Any]]:
