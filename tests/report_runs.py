@@ -45,6 +45,8 @@ class MadeUpRun:
         cut: How many of ten are cut by length.
         drifting: How many of ten drift.
         equal: How many of ten groups have equal rewards.
+        rewards: Of the members of other groups, one after the other; from the first again after
+            the last.
         blocked_s: Of the event loop, so often as `blocks` says.
         blocked_by: What did that.
         losses: Of the last replica.
@@ -60,6 +62,7 @@ class MadeUpRun:
     cut: int = 0
     drifting: int = 0
     equal: int = 1
+    rewards: tuple[float, ...] = (0.0, 1.0)
     blocked_s: float = 0.0
     blocks: int = 8
     blocked_by: str = "fetch at tools.py:12 called time.sleep"
@@ -181,7 +184,8 @@ class MadeUpRun:
             ended = {"at": at, "began": began, "turn": turn, "requests": (request,)}
             events.append(TurnEnded(generated_tokens=len(span), **ended, **own))
         is_cut = number % 10 < self.cut
-        reward = 0.0 if group % 10 < self.equal else float(member % 2)
+        varied = self.rewards[number % len(self.rewards)]
+        reward = 0.0 if group % 10 < self.equal else varied
         events.append(
             RewardEnded(at=at + 0.01, began=at, batch=0, group=group, reward=reward, **own)
         )

@@ -412,3 +412,35 @@ def test_failures_lead_to_those_that_failed_or_were_rejected(
     browser.run("document.querySelector('[data-kind=failures] button').click()")
 
     assert names_shown(browser) == ["task-1/1", "task-1/2"]
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        (0.0, 1.0),
+        (100000.0, 100000.25, 100000.5, 100000.75),
+        (0.1, 0.2, 0.3, 0.6, 0.7, 1.1),
+        (-1.0, -0.3333, 0.0, 0.0007, 4.9999),
+        (1e10, 1e10 + 0.125, 1e10 + 0.5),
+        (-123456.7891,),
+    ],
+)
+def test_bars_that_are_clicked_show_the_trajectories_that_they_count(
+    browser: Browser, tmp_path: Path, rewards: tuple[float, ...]
+) -> None:
+    browser.open(made_page(tmp_path, rewards=rewards, equal=0))
+
+    bars = "[...document.querySelectorAll('.plots figure:first-child .bar')]"
+    found = browser.run(
+        f"{bars}.map((bar) => {{ bar.dispatchEvent(new MouseEvent('click', {{bubbles: true}})); "
+        "return document.getElementById('matched').textContent; })"
+    )
+
+    counted = [int(text.split()[0]) for text in found]
+    assert min(counted) > 0
+    assert sum(counted) == 40
+    ticks = "[...document.querySelectorAll('.plots figure:first-child .tick')]"
+    labels = browser.run(
+        f"{ticks}.filter(e => e.getAttribute('y') === '162').map(e => e.textContent)"
+    )
+    assert len(set(labels)) == len(labels) > 1

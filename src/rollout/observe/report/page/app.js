@@ -57,7 +57,7 @@ function timeSpent() {
 
 function plots() {
   const cards = el("div", { class: "plots" });
-  const pick = (field) => (from, to) => showThese(from === to ? `${field}:${from}` : `${field}>=${+from.toPrecision(6)} ${field}<${+to.toPrecision(6)}`);
+  const pick = (field) => (from, to) => showThese(from === to ? `${field}:${from}` : `${field}>=${from} ${field}<${to}`);
   const outcomes = new Map();
   columns.outcome.forEach((outcome, at) => {
     const name = columns.reason[at] ? `${outcome} ${columns.reason[at]}` : outcome;
