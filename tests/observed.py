@@ -71,11 +71,16 @@ def prompts(*texts: str) -> list[Prompt]:
 
 
 def run(
-    asked: list[Prompt], observe: Any = None, *, samples: int = 1, **sections: Any
+    asked: list[Prompt],
+    observe: Any = None,
+    *,
+    samples: int = 1,
+    scenario: Scenario = SCENARIO,
+    **sections: Any,
 ) -> tuple[RolloutBatch, list[AnyEvent]]:
     """A batch in virtual time, and every event of its call, as a reader got them."""
     sections |= {} if observe is None else {"observe": observe}
-    config = SCENARIO.config(scheduling=SchedulingConfig(samples_per_prompt=samples), **sections)
+    config = scenario.config(scheduling=SchedulingConfig(samples_per_prompt=samples), **sections)
     read: list[AnyEvent] = []
 
     async def body() -> RolloutBatch:

@@ -46,6 +46,8 @@ class MadeUpRun:
         drifting: How many of ten drift.
         compared: How many of ten are compared with their rendering.
         equal: How many of ten groups have equal rewards.
+        rewards: Of the members of other groups, one after the other; from the first again after
+            the last.
         blocked_s: Of the event loop, so often as `blocks` says.
         blocked_by: What did that.
         losses: Of the last replica.
@@ -63,6 +65,7 @@ class MadeUpRun:
     drifting: int = 0
     compared: int = 10
     equal: int = 1
+    rewards: tuple[float, ...] = (0.0, 1.0)
     blocked_s: float = 0.0
     blocks: int = 8
     blocked_by: str = "fetch at tools.py:12 called time.sleep"
@@ -200,7 +203,8 @@ class MadeUpRun:
             ended = {"at": at, "began": began, "turn": turn, "requests": (request,)}
             events.append(TurnEnded(generated_tokens=len(span), **ended, **own))
         is_cut = number % 10 < self.cut
-        reward = 0.0 if group % 10 < self.equal else float(member % 2)
+        varied = self.rewards[number % len(self.rewards)]
+        reward = 0.0 if group % 10 < self.equal else varied
         events.append(
             RewardEnded(at=at + 0.01, began=at, batch=0, group=group, reward=reward, **own)
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -12,9 +14,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from browser import Browser, find_chromium
 
+import observed
 from report_runs import MadeUpRun
+from report_segments import write_segments
 from rollout.cli.tokenizers import load_tokenizer_of
+from rollout.config import ObserveConfig
+from rollout.observe import read_events
+from rollout.observe.events import RequestEnded
 from rollout.observe.report.report import write_report
+from rollout.testing import Scenario, tool_call
 
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium")
 
@@ -45,7 +53,7 @@ def made_page(
 
 def opened(browser: Browser, name: str) -> None:
     """Open a trajectory by its link."""
-    browser.run(f"location.hash = '#{name}'")
+    browser.run(f"location.hash = '#{quote(name, safe='')}'")
     browser.wait_for("!document.getElementById('trajectory').hidden")
     browser.wait_for(
         f"document.querySelector('#trajectory h1').textContent.startsWith('{name[:6]}')"
@@ -87,6 +95,9 @@ def test_page_opened_shows_what_the_run_was(browser: Browser, tmp_path: Path) ->
         ("outcome:length uid:task-0", ["task-0/0", "task-0/1", "task-0/2"]),
         ("tool:search replica:replica-1 uid=task-2", ["task-2/1", "task-2/3"]),
         ("tool:nothing", []),
+        ("uid:task-1|task-2 member=0|3", ["task-1/0", "task-1/3", "task-2/0", "task-2/3"]),
+        ('uid=task-1 task:"harbour 5?"|"nowhere | else"', ["task-1/1"]),
+        ("-outcome:completed|none uid:task-0", ["task-0/0", "task-0/1", "task-0/2"]),
     ],
 )
 def test_table_filtered_shows_what_matches(
@@ -281,3 +292,155 @@ def test_tasks_that_begin_alike_show_where_they_differ(browser: Browser, tmp_pat
     shown = browser.run(f"{cell}.textContent")
 
     assert (whole, shown) == ("How many boats are in harbour 0?", "… 0?")
+
+
+#: Of each segment its title, and headings of its parts with what stands in its calls.
+SEGMENTS = """[...document.querySelectorAll('section.segment')].map((segment) => [
+    segment.querySelector('h2').firstChild.textContent,
+    ...[...segment.querySelectorAll('.generated header, .call')].map((part) => part.innerText),
+].join(' | ').replace(/\\s+/g, ' '))"""
+
+
+def test_turns_of_every_segment_stand_above_their_own_calls(
+    browser: Browser, tmp_path: Path
+) -> None:
+    directory = write_segments(tmp_path / "run")
+    browser.open(write_report(directory, decode=load_tokenizer_of("simulated")))
+
+    opened(browser, "several/0")
+
+    shown = {text.partition(" |")[0]: text for text in browser.run(SEGMENTS)}
+    for title, parts in {
+        "Segment 0: main": ["turn 1", "alpha", '"x": 1', "says 1", "turn 2", "alpha", '"x": 2'],
+        "Segment 1: compaction": ["turn 3", "alpha", '"x": 3', "alpha says 3", "turn 4"],
+        "Segment 2: branch": ["turn 1", "beta", '"x": 20', "beta says 20", '"x": 21', "turn 2"],
+        "Segment 3: subagent": ["turn 1", "beta", '"x": 10', "beta says 10", "turn 2"],
+    }.items():
+        assert re.search(".*".join(map(re.escape, parts)), shown[title], re.S)
+
+
+@pytest.mark.parametrize("name", ["several/0", "one#message/0"])
+def test_times_are_of_the_segment_whose_turn_it_was(
+    browser: Browser, tmp_path: Path, name: str
+) -> None:
+    directory = write_segments(tmp_path / "run")
+    browser.open(write_report(directory))
+
+    opened(browser, name)
+
+    script = "[...document.querySelectorAll('.waterfall .lane')].map(e => e.textContent)"
+    assert browser.run(script) == [
+        *("Segment 0: main", "turn 1", "turn 1 alpha", "turn 2", "turn 2 alpha"),
+        *("Segment 1: compaction", "turn 3", "turn 3 alpha", "turn 4"),
+        *("Segment 2: branch", "turn 1", "turn 1 beta", "turn 2"),
+        *("Segment 3: subagent", "turn 1", "turn 1 beta", "turn 2"),
+        *("The trajectory", "reward"),
+    ]
+    shown = browser.run(SEGMENTS)
+    assert ["alpha 1,000 ms" in text or "alpha 1 s" in text for text in shown] == [1, 1, 0, 0]
+    assert ["beta 2 s" in text for text in shown] == [0, 0, 1, 1]
+    turns = [re.findall(r"turn (\d) (\d+) tokens .*? prefill (\d+) ms", text) for text in shown]
+    numbers = ["".join(turn for turn, *_ in each) for each in turns]
+    assert numbers == ["12", "34", "12", "12"]
+    # As events have them, in order, one request for each turn.
+    requests = [
+        (each.session.partition("/0#")[2], each.prefill_s * 1000)
+        for each in read_events(directory)
+        if isinstance(each, RequestEnded) and name in each.session
+    ]
+    main, branch, helper = ([ms for of, ms in requests if of == path] for path in ("", "0", "1"))
+    for found, expected in zip(turns, (main[:2], main[2:], branch, helper), strict=True):
+        assert [int(ms) for _, _, ms in found] == pytest.approx(expected, abs=1)
+
+
+#: A name that means something in queries.
+ODD_NAME = 'we"ird \\ "tool|none'
+
+
+@pytest.mark.parametrize("click", ["finding", "table", "selector"])
+def test_tool_with_signs_of_queries_in_its_name_is_found(
+    browser: Browser, tmp_path: Path, click: str
+) -> None:
+    scenario = Scenario(seed=1).reply("please odd", tool_call(ODD_NAME, x=1) * 5).then("Done.")
+    scenario = scenario.reply("please", "Done.")
+    asked = observed.prompts("odd please odd", "even please")
+    observe = ObserveConfig(path=str(tmp_path))
+    batch, _ = observed.run(asked, observe, samples=2, scenario=scenario)
+    batch.save(tmp_path)
+    browser.open(write_report(tmp_path))
+
+    browser.run("document.getElementById('search').focus()")
+    browser.type('answer:"Done."')
+    browser.run(
+        {
+            "finding": "document.querySelector('[data-kind=erring_tool] button').click()",
+            "table": "document.querySelector('#tools tbody button').click()",
+            "selector": "(() => { const tool = document.getElementById('tool'); "
+            "tool.value = tool.options[1].value; tool.dispatchEvent(new Event('change')); })()",
+        }[click]
+    )
+
+    assert names_shown(browser) == ["odd/0", "odd/1"]
+    assert browser.run("document.getElementById('tool').value") == ODD_NAME
+    browser.run(
+        "(() => { const tool = document.getElementById('tool'); tool.value = ''; "
+        "tool.dispatchEvent(new Event('change')); })()"
+    )
+    left = {"finding": "errors>0", "table": "", "selector": 'answer:"Done."'}[click]
+    assert browser.run("document.getElementById('search').value") == left
+
+
+def test_failures_lead_to_those_that_failed_or_were_rejected(
+    browser: Browser, tmp_path: Path
+) -> None:
+    directory = MadeUpRun(cut=5).write(tmp_path)
+    path = directory / "trajectories.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    for at, outcome, reason in (
+        (5, "failed", "tool"),
+        (6, "rejected", "too_long"),
+        (7, "deadline", "tool"),
+        (8, "failed", "tokenization"),
+        (9, "cancelled", ""),
+    ):
+        line = lines[at].replace(b'"completed"', f'"{outcome}"'.encode())
+        line = line.replace(b'"reason":""', f'"reason":"{reason}"'.encode())
+        lines[at] = line.replace(b'"trainable":true', b'"trainable":false')
+    path.write_bytes(b"".join(lines))
+    browser.open(write_report(directory))
+
+    browser.run("document.querySelector('[data-kind=failures] button').click()")
+
+    assert names_shown(browser) == ["task-1/1", "task-1/2"]
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        (0.0, 1.0),
+        (100000.0, 100000.25, 100000.5, 100000.75),
+        (0.1, 0.2, 0.3, 0.6, 0.7, 1.1),
+        (-1.0, -0.3333, 0.0, 0.0007, 4.9999),
+        (1e10, 1e10 + 0.125, 1e10 + 0.5),
+        (-123456.7891,),
+    ],
+)
+def test_bars_that_are_clicked_show_the_trajectories_that_they_count(
+    browser: Browser, tmp_path: Path, rewards: tuple[float, ...]
+) -> None:
+    browser.open(made_page(tmp_path, rewards=rewards, equal=0))
+
+    bars = "[...document.querySelectorAll('.plots figure:first-child .bar')]"
+    found = browser.run(
+        f"{bars}.map((bar) => {{ bar.dispatchEvent(new MouseEvent('click', {{bubbles: true}})); "
+        "return document.getElementById('matched').textContent; })"
+    )
+
+    counted = [int(text.split()[0]) for text in found]
+    assert min(counted) > 0
+    assert sum(counted) == 40
+    ticks = "[...document.querySelectorAll('.plots figure:first-child .tick')]"
+    labels = browser.run(
+        f"{ticks}.filter(e => e.getAttribute('y') === '162').map(e => e.textContent)"
+    )
+    assert len(set(labels)) == len(labels) > 1

@@ -6,7 +6,7 @@ from collections import Counter
 from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
 
-from rollout.observe.report.finding import NOTABLE, SEVERE, Finding, Run, percent
+from rollout.observe.report.finding import NOTABLE, SEVERE, Finding, Run, percent, quoted
 from rollout.plurals import count
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def flapping(run: Run) -> Iterable[Finding]:
                 f"{resumed:,} resumed elsewhere in the run."
                 + (f" The last time: {why.rstrip('.')}." if why else "")
             ),
-            filter=f'replica:"{replica.name}" resumes>0' if resumed else "",
+            filter=f"replica:{quoted(replica.name)} resumes>0" if resumed else "",
         )
 
 
@@ -90,7 +90,7 @@ def failing(run: Run) -> Iterable[Finding]:
                 f"the others {tokens:,} for {count(asked, 'request')}. Each of these requests was "
                 f"made again elsewhere, or failed; its log says why."
             ),
-            filter=f'replica:"{replica.name}"' if replica.tokens else "",
+            filter=f"replica:{quoted(replica.name)}" if replica.tokens else "",
         )
 
 
@@ -155,7 +155,7 @@ def _starved(compared: _Starved) -> Finding:
             f"{replica.requests:,} of {count(requests, 'request')}; each of the others about "
             f"{fmean(each.requests for each in others):,.0f}{_waits(others)}."
         ),
-        filter=f'replica:"{replica.name}"' if replica.requests else "",
+        filter=f"replica:{quoted(replica.name)}" if replica.requests else "",
     )
 
 
@@ -214,7 +214,7 @@ def slow_replica(run: Run) -> Iterable[Finding]:
                 f"{replica.at_once or 0.0:.1f} at once; compare its hardware, its load and its "
                 f"KV cache with those of the others."
             ),
-            filter=f'replica:"{replica.name}"',
+            filter=f"replica:{quoted(replica.name)}",
         )
 
 

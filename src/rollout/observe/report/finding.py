@@ -108,6 +108,12 @@ class Run:
         return said.most_common(1)[0][0]
 
 
+def quoted(value: str) -> str:
+    """A value of a query, whatever signs it has."""
+    escaped = value.replace("\\", r"\\").replace('"', r"\"")
+    return f'"{escaped}"'
+
+
 def percent(part: float, whole: float) -> str:
     """``60 %``; with a digit more where it is small."""
     share = 100 * part / whole if whole else 0.0

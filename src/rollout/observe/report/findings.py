@@ -96,7 +96,7 @@ def _drift(run: Run) -> Iterable[Finding]:
             f"conversation, {drifting:,} differ: {worst}. The chat template writes a conversation "
             f"otherwise as a whole than turn by turn; `rollout check-template` shows where."
         ),
-        filter=" ".join(f"-drift:{kind}" for kind in ("none", "identical")),
+        filter="drift=" + "|".join(kinds) if "refused" not in kinds else "reason=tokenization",
     )
 
 
@@ -151,8 +151,8 @@ def _is_blocked(events: Sequence[LoopBlocked], duration: float) -> bool:
 
 
 def _failures(run: Run) -> Iterable[Finding]:
-    failed = [row for row in run.rows if row.outcome in ("failed", "rejected")]
-    failed = [row for row in failed if row.reason != "tokenization"]
+    ended = [row for row in run.rows if row.outcome in ("failed", "rejected")]
+    failed = [row for row in ended if row.reason != "tokenization"]
     if not failed or len(failed) / len(run.rows) < FAILED_SHARE:
         return
     reasons = Counter(row.reason for row in failed)
@@ -168,7 +168,8 @@ def _failures(run: Run) -> Iterable[Finding]:
             f"{len(failed):,} of {len(run.rows):,}, {number:,} of them by {reason!r}.{said} They "
             f"have no reward, and nothing is learned from them."
         ),
-        filter="trainable:false" if len(reasons) > 1 else f'reason:"{reason}"',
+        filter="outcome:failed|rejected"
+        + (" -reason=tokenization" if len(failed) < len(ended) else ""),
     )
 
 

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from rollout.observe.report.said_turns import GENERATED, calls_of, turns_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
     from rollout.observe.report.saved_trajectories import (
-        SavedMessage,
+        SavedSegment,
         SavedSpan,
         SavedTrajectory,
     )
@@ -34,12 +36,12 @@ LEVEL = 6
 
 
 def packed_trajectory(trajectory: SavedTrajectory, texts: TokenTexts) -> str:
-    """The tokens, messages and facts of one trajectory, in base64."""
+    """The tokens, calls and facts of one trajectory, in base64."""
     rows = trajectory.rows
     spans = [span for row in rows for span in row.spans or ()]
     ids = _joined([np.asarray(span.ids, dtype=np.uint32) for span in spans], np.uint32)
     texts.see(ids)
-    generated = [_thousandths(span) for span in spans if span.kind == "generated"]
+    generated = [_thousandths(span) for span in spans if span.kind == GENERATED]
     facts = {
         "uid": trajectory.uid,
         "member": trajectory.member,
@@ -49,16 +51,7 @@ def packed_trajectory(trajectory: SavedTrajectory, texts: TokenTexts) -> str:
         "turn_scores": trajectory.turn_scores,
         "extra": trajectory.extra,
         "prompt": _prompt(trajectory),
-        "segments": [
-            {
-                "purpose": row.purpose,
-                "parent": row.parent,
-                "reward": row.reward,
-                "spans": [_span(span, texts) for span in row.spans or ()],
-                "messages": _messages(row.messages or (), _given(trajectory)),
-            }
-            for row in rows
-        ],
+        "segments": _segments(rows, texts),
     }
     planes = _planes(ids, 3) + _planes(_joined(generated, np.uint32), 2)
     return packed(facts, planes)
@@ -89,39 +82,37 @@ def _thousandths(span: SavedSpan) -> npt.NDArray[np.uint32]:
     return np.where(np.isnan(values), UNKNOWN, np.nan_to_num(scaled)).astype(np.uint32)
 
 
+def _segments(rows: Sequence[SavedSegment], texts: TokenTexts) -> list[dict[str, Any]]:
+    """Segments with their spans; generated ones have their turn, and calls with results."""
+    segments = []
+    for row, calls, (path, turns) in zip(rows, calls_of(rows), turns_of(rows), strict=True):
+        spans = [_span(span, texts) for span in row.spans or ()]
+        generated = [span for span in spans if span["kind"] == GENERATED]
+        for span, turn, made in zip(generated, turns, calls, strict=True):
+            span["turn"] = turn
+            if made:
+                span["calls"] = made
+        segments.append(
+            {
+                "purpose": row.purpose,
+                "parent": row.parent,
+                "reward": row.reward,
+                "path": path,
+                "spans": spans,
+            }
+        )
+    return segments
+
+
 def _span(span: SavedSpan, texts: TokenTexts) -> dict[str, Any]:
     told: dict[str, Any] = {"kind": span.kind, "count": len(span.ids)}
-    if span.kind == "generated":
+    if span.kind == GENERATED:
         told["versions"], told["finish"] = span.versions, span.finish_reason
     if span.text is not None and not texts.are_known:
         told["text"] = span.text
     if runs := texts.runs(span.ids):
         told["runs"] = runs
     return told
-
-
-def _given(trajectory: SavedTrajectory) -> int:
-    """How many messages are the prompt's own."""
-    prompt = trajectory.prompt or {}
-    messages = prompt.get("messages")
-    return len(messages) if isinstance(messages, list) else 0
-
-
-def _messages(messages: Sequence[SavedMessage], given: int) -> list[dict[str, Any]]:
-    """Those after the prompt's: calls and results; what else was said stands in the tokens."""
-    return [
-        {
-            "role": message.role,
-            "calls": [
-                {"name": call.name, "arguments": call.arguments, "raw": call.raw}
-                for call in message.tool_calls
-            ],
-            **(
-                {"name": message.name, "content": message.content} if message.role == "tool" else {}
-            ),
-        }
-        for message in messages[given:]
-    ]
 
 
 def _prompt(trajectory: SavedTrajectory) -> dict[str, Any]:

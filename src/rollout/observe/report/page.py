@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 #: In the order in which they stand in the page: later ones use what earlier ones define.
-SCRIPTS = ("elements", "data", "charts", "table", "tokens", "trajectory", "app")
+SCRIPTS = ("elements", "data", "charts", "query", "table", "tokens", "trajectory", "app")
 
 
 def page_pieces(title: str, report: object, blocks: Iterable[tuple[str, str]]) -> Iterator[str]:

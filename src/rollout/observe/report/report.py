@@ -23,7 +23,7 @@ from rollout.observe.report.run_times import RunTimes, times_of
 from rollout.observe.report.saved_trajectories import TrajectoryLines
 from rollout.observe.report.series import series_of
 from rollout.observe.report.token_texts import TokenTexts
-from rollout.observe.report.trajectory_times import DIGITS, OTHER, SPENT, TrajectoryTimes
+from rollout.observe.report.trajectory_times import DIGITS, OTHER, SPENT, TOOL, TrajectoryTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -114,7 +114,13 @@ class RunReport:
 
     def _parts(self, times: RunTimes) -> tuple[dict[str, Any], Iterator[tuple[str, str]]]:
         run = Run(self._rows, times)
-        replicas = [[] if each is None else each.replicas for each in run.joined]
+        known = [
+            each or TrajectoryTimes(row.name)
+            for row, each in zip(self._rows, run.joined, strict=True)
+        ]
+        columns = columns_of(self._rows)
+        columns["tools"] = list(map(_tools, self._rows, known))
+        columns["name"] = names_of(self._rows)
         report = {
             "title": self._title(),
             "directory": str(self.directory.resolve()),
@@ -127,11 +133,7 @@ class RunReport:
             "series": series_of(times),
             "tools": run.tools,
             "replicas": run.replicas,
-            "rows": {
-                **columns_of(self._rows),
-                "name": names_of(self._rows),
-                "replicas": replicas,
-            },
+            "rows": {**columns, "replicas": [each.replicas for each in known]},
             "run": run_facts(run),
             "notes": self._notes(run),
             "config": None if times.run is None else times.run.config or None,
@@ -198,6 +200,12 @@ def write_report(
             not be written.
     """
     return RunReport(directory, decode).write(path)
+
+
+def _tools(row: Row, times: TrajectoryTimes) -> list[str]:
+    """Those of all its conversations, and calls that could not be parsed, where events tell."""
+    called = [each.label for each in times.intervals if each.phase == TOOL]
+    return list(dict.fromkeys([*row.tools, *called]))
 
 
 def _listed(times: TrajectoryTimes, start: float) -> list[list[Any]]:

@@ -12,7 +12,11 @@ from rollout.types import DRIFT
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from rollout.observe.report.saved_trajectories import SavedMessage, SavedTrajectory
+    from rollout.observe.report.saved_trajectories import (
+        SavedMessage,
+        SavedSegment,
+        SavedTrajectory,
+    )
 
 #: Characters of the question and of the last answer, by which the table is searched.
 SHOWN = 140
@@ -77,7 +81,8 @@ class Row:
 
 def row_of(trajectory: SavedTrajectory) -> Row:
     """The row of a trajectory."""
-    spans = [span for row in trajectory.rows for span in row.spans or ()]
+    segments = trajectory.rows
+    spans = [span for row in segments for span in row.spans or ()]
     sizes = dict.fromkeys(("prompt", "generated", "observation"), 0)
     for span in spans:
         sizes[span.kind] = sizes.get(span.kind, 0) + len(span.ids)
@@ -111,10 +116,16 @@ def row_of(trajectory: SavedTrajectory) -> Row:
         resumes=int(metric("resumes") or 0),
         limit=trajectory.limit_source or "",
         cause=_cause(trajectory),
-        tools=tuple(dict.fromkeys(call.name for each in said for call in each.tool_calls)),
+        tools=tuple(dict.fromkeys(_called(segments))),
         task=_last(said, "user"),
         answer=_last(said, "assistant"),
     )
+
+
+def _called(segments: Iterable[SavedSegment]) -> Iterable[str]:
+    """Names of tools that were called, each as often as it was."""
+    messages = (each for segment in segments for each in segment.messages or ())
+    return (call.name for each in messages for call in each.tool_calls)
 
 
 def _cause(trajectory: SavedTrajectory) -> str:

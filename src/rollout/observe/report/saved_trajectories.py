@@ -43,6 +43,7 @@ class SavedCall(msgspec.Struct, kw_only=True):
     name: str = ""
     arguments: Any = None
     raw: str = ""
+    id: str | None = None
 
 
 class SavedMessage(msgspec.Struct, kw_only=True):
@@ -52,6 +53,7 @@ class SavedMessage(msgspec.Struct, kw_only=True):
     content: str | None = None
     tool_calls: list[SavedCall] = []
     name: str | None = None
+    tool_call_id: str | None = None
 
 
 class SavedSegment(msgspec.Struct, kw_only=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollout.observe.report.finding import NOTABLE, SEVERE, Finding, Run, percent
+from rollout.observe.report.finding import NOTABLE, SEVERE, Finding, Run, percent, quoted
 from rollout.observe.report.trajectory_times import NOT_PARSED
 from rollout.plurals import count
 
@@ -74,7 +74,7 @@ def _hanging_tool(tool: ToolFigures, share: str, run: Run) -> Finding:
 def _filter(tool: ToolFigures, run: Run) -> str:
     """Only trajectories that have ended are in the table."""
     is_shown = any(tool.name in row.tools for row in run.rows)
-    return f'tool:"{tool.name}"' if is_shown else ""
+    return f"tool:{quoted(tool.name)}" if is_shown else ""
 
 
 def _slow_tool(tool: ToolFigures, what: str, run: Run) -> Finding:
@@ -131,5 +131,5 @@ def erring_tools(run: Run) -> Iterable[Finding]:
                     f"{tool.errors:,} of {count(calls, 'call')}; most often: "
                     f"{run.usual_error(tool.name)}."
                 ),
-                filter=f'tool:"{tool.name}" errors>0',
+                filter=f"tool:{quoted(tool.name)} errors>0",
             )

@@ -57,7 +57,7 @@ function timeSpent() {
 
 function plots() {
   const cards = el("div", { class: "plots" });
-  const pick = (field) => (from, to) => showThese(from === to ? `${field}:${from}` : `${field}>=${+from.toPrecision(6)} ${field}<${+to.toPrecision(6)}`);
+  const pick = (field) => (from, to) => showThese(from === to ? `${field}:${from}` : `${field}>=${from} ${field}<${to}`);
   const outcomes = new Map();
   columns.outcome.forEach((outcome, at) => {
     const name = columns.reason[at] ? `${outcome} ${columns.reason[at]}` : outcome;
@@ -73,7 +73,7 @@ function plots() {
     rewards,
     ordered.length && bars("Outcomes", count(total, "trajectory"), most, {
       format: (value) => number(value),
-      onPick: (entry) => showThese([`outcome:${entry.outcome}`, entry.reason && `reason:"${entry.reason}"`].filter(Boolean).join(" ")),
+      onPick: (entry) => showThese(queryOf(entry, ordered)),
     }),
     histogram("Sampled tokens", columns.generated, { whole: true, unit: "tokens", onPick: pick("tokens") }),
     histogram("Turns", columns.turns, { whole: true, unit: "turns", onPick: pick("turns") }),
@@ -81,6 +81,13 @@ function plots() {
     tail(),
   ].filter(Boolean));
   return cards.childElementCount ? el("section", {}, el("h2", {}, "The run in pictures"), cards) : null;
+}
+
+// Exactly those with an outcome and its reason; without one, where others with the outcome have one.
+function queryOf({ outcome, reason }, entries) {
+  const isOnly = entries.filter((each) => each.outcome === outcome).length === 1;
+  if (isOnly) return `outcome:${outcome}`;
+  return `outcome:${outcome} reason${reason ? `=${quoted(reason)}` : ":none"}`;
 }
 
 function overTime() {
@@ -119,7 +126,7 @@ function simpleTable(id, title, head, rows) {
 function toolsTable() {
   if (!report.tools.length) return null;
   return simpleTable("tools", "Tools", ["tool", "calls", "not run", "errors", "mean", "median", "95 %", "longest", "altogether"], report.tools.map((tool) => [
-    el("button", { type: "button", class: "plain", onclick: () => showThese(`tool:"${tool.name}"`) }, tool.name),
+    el("button", { type: "button", class: "plain", onclick: () => showThese(`tool:${quoted(tool.name)}`) }, tool.name),
     number(tool.calls), number(tool.refused), number(tool.errors),
     ...[tool.mean, tool.median, tool.p95, tool.longest, tool.total].map((took) => tool.refused < tool.calls ? seconds(took) : "–")]));
 }
@@ -207,7 +214,7 @@ function toggleHelp() {
   const help = byId("help");
   if (help.open) return help.close();
   help.replaceChildren(el("h2", {}, "Keys"), el("dl", { class: "keys" }, KEYS.map(([key, what]) => el("div", {}, el("dt", {}, el("kbd", {}, key)), el("dd", {}, what)))),
-    el("p", { class: "muted" }, "Filters: words, field:value, field<number; a dash before a term excludes. Fields: ", Object.keys(FIELDS).join(", "), "."),
+    el("p", { class: "muted" }, "Filters: words, field:value, field:one|other, field<number; a dash before a term excludes. Fields: ", Object.keys(FIELDS).join(", "), "."),
     el("button", { type: "button", onclick: () => help.close() }, "close"));
   help.showModal();
 }

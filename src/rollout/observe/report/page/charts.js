@@ -1,6 +1,7 @@
 // Plots in SVG. Widths are those of a viewBox: the page scales them.
 
 const WIDTH = 420, HEIGHT = 170;
+const LONG_LABEL = 8; // of more signs there is room for two, the last one not at the end
 const LEFT = 44, RIGHT = 10, TOP = 10, BOTTOM = 26;
 
 function card(title, note, ...content) {
@@ -17,7 +18,7 @@ function ticks(low, high, wanted = 4) {
   const rough = span / wanted, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map((each) => each * power).find((each) => span / each <= wanted + 0.5);
   const found = [];
-  for (let at = Math.ceil(low / step - 1e-9) * step; at <= high + step * 1e-6; at += step) found.push(+at.toPrecision(12));
+  for (let at = Math.ceil(low / step - 1e-9) * step; at <= high + step * 1e-6; at += step) found.push(+at.toPrecision(15));
   return found;
 }
 
@@ -28,8 +29,12 @@ function axes(chart, x, y, formatX, formatY, givenX = null) {
       svg("text", { class: "tick", x: LEFT - 6, y: y(value) + 3.5, "text-anchor": "end" }, formatY(value)),
     );
   }
-  for (const value of givenX ?? ticks(x.low, x.high, 5)) {
-    chart.append(svg("text", { class: "tick", x: x(value), y: HEIGHT - 8, "text-anchor": "middle" }, formatX(value)));
+  const places = givenX ?? ticks(x.low, x.high, 5);
+  const isTold = new Set(places.map(formatX)).size === places.length; // else they are close, and far from 0
+  const told = places.map((value) => [value, isTold ? formatX(value) : exact(value)]);
+  const isLong = told.some(([, label]) => label.length > LONG_LABEL);
+  for (const [value, label] of told.filter((_, at) => !isLong || at === 0 || at === told.length - 2)) {
+    chart.append(svg("text", { class: "tick", x: x(value), y: HEIGHT - 8, "text-anchor": "middle" }, label));
   }
   chart.append(svg("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y(y.low), y2: y(y.low) }));
 }
@@ -63,21 +68,25 @@ function histogram(title, values, { whole = false, unit = "", onPick = null } = 
   if (!known.length) return null;
   const low = known[0], high = known[known.length - 1];
   const width = binWidth(low, high, whole);
-  const first = Math.floor(low / width + 1e-9) * width;
-  const size = Math.max(1, Math.floor((high - first) / width + 1e-9) + 1);
+  const edges = binEdges(low, high, width);
+  const first = edges[0], size = edges.length - 1;
   const bins = new Array(size).fill(0);
-  for (const value of known) bins[Math.min(size - 1, Math.floor((value - first) / width + 1e-9))]++;
+  let bin = 0;
+  for (const value of known) {
+    while (value >= edges[bin + 1]) bin++;
+    bins[bin]++;
+  }
   const half = whole && width === 1 ? 0.5 : 0;
-  const x = acrossX(first - half, first + size * width - half), y = upY(Math.max(...bins));
+  const x = acrossX(first - half, edges[size] - half), y = upY(Math.max(...bins));
   const chart = frame(`${title}: from ${number(low)} to ${number(high)}`);
-  const counted = whole && width === 1 ? bins.map((_, at) => first + at) : null;
+  const counted = whole && width === 1 ? edges.slice(0, size) : null;
   const few = counted && counted.length > 9 ? null : counted;
   axes(chart, x, y, compact, compact, few);
   bins.forEach((times, at) => {
     if (!times) return;
-    const from = first + at * width, to = from + width;
+    const from = edges[at], to = edges[at + 1];
     const middle = x((from + to) / 2 - half), wide = Math.min(x(to - half) - x(from - half) - 1.5, 46);
-    const told = counted ? number(from) : `${number(from)} – ${number(to)}`;
+    const told = counted ? number(from) : `${exact(from)} – ${exact(to)}`;
     const bar = svg("rect", {
       class: onPick ? "bar pick" : "bar", x: middle - wide / 2, width: Math.max(1, wide),
       y: Math.min(y(times), y(0) - 1), height: Math.max(1, y(0) - y(times)), rx: 1.5,
@@ -88,6 +97,19 @@ function histogram(title, values, { whole = false, unit = "", onPick = null } = 
   const mean = sum(known) / known.length;
   const middle = quantile(known, 0.5), most = quantile(known, 0.95);
   return card(title, `mean ${number(mean)} · median ${number(middle)} · 95 % ≤ ${number(most)}`, chart);
+}
+
+// Round numbers, a bar's width apart, the last one above `high`: a filter by them finds what a bar has.
+function binEdges(low, high, width) {
+  const edge = (number) => +(number * width).toPrecision(15);
+  const near = Math.floor(low / width + 1e-9), start = edge(near) > low ? near - 1 : near;
+  const edges = [];
+  for (let at = 0; at < 2 || edges[at - 1] <= high; at++) edges.push(edge(start + at));
+  return edges;
+}
+
+function exact(value) {
+  return value.toLocaleString("en-US", { maximumFractionDigits: 15 });
 }
 
 function binWidth(low, high, whole) {

@@ -3,7 +3,7 @@
 const report = JSON.parse(byId("report").textContent);
 const columns = report.rows;
 const total = columns.uid.length;
-const names = columns.uid.map((uid, at) => `${uid}/${columns.member[at]}`);
+const names = columns.name;
 const rowOf = new Map(names.map((name, at) => [name, at]));
 
 const parsed = new Promise((resolve) => {
@@ -57,11 +57,11 @@ async function readTrajectory(at) {
   return facts;
 }
 
-// [{phase, start, end, label, ...}] in seconds from the start of the run.
+// [{phase, start, end, label, ...}] in seconds from the start of the run; `path` is the conversation.
 async function readTimes(at) {
   const block = await unpacked(`w${at}`);
   if (!block) return [];
-  return block.facts.map(([phase, start, end, label, turn, note]) => ({ phase, start, end, label, turn, note }));
+  return block.facts.map(([phase, start, end, label, turn, note, path]) => ({ phase, start, end, label, turn, note, path }));
 }
 
 // The text of all spans, one after the other, for the search through everything.
@@ -70,10 +70,9 @@ async function wholeText(at) {
   const facts = await readTrajectory(at);
   const pieces = [];
   for (const segment of facts.segments) {
-    for (const span of segment.spans) pieces.push(textOf(span, known));
-    for (const message of segment.messages) {
-      if (message.content) pieces.push(message.content);
-      for (const call of message.calls) pieces.push(JSON.stringify(call.arguments));
+    for (const span of segment.spans) {
+      pieces.push(textOf(span, known));
+      for (const call of span.calls ?? []) pieces.push(JSON.stringify(call.arguments), call.result ?? "");
     }
   }
   return pieces.join("\n");

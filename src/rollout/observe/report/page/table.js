@@ -14,54 +14,8 @@ const SHOWN_COLUMNS = [
   { key: "task", title: "task", wide: "minmax(140px, 3fr)", values: columns.task, hint: "the last question" },
 ];
 const SHARED_BEGINNING = sharedBeginning(columns.task);
-// Names of a query, and the column that each means.
-const FIELDS = {
-  uid: "uid", group: "group", member: "member", outcome: "outcome", reason: "reason", reward: "reward",
-  turns: "turns", tokens: "generated", sampled: "generated", prompt: "prompt", observed: "observed",
-  calls: "calls", errors: "errors", seconds: "seconds", generation: "generation_s", tools: "tool_s",
-  tool: "tools", finish: "finish", version: "versions", drift: "drift", resumes: "resumes",
-  trainable: "trainable", task: "task", answer: "answer", replica: "replicas",
-};
 
 const table = { order: [], sort: { key: null, falling: false }, query: "", at: 0, deep: null };
-
-// A query as tests of a row; a term that is no comparison is searched in what the table knows.
-function compiled(query) {
-  const terms = query.match(/(?:[^\s"]|"[^"]*"?)+/g) ?? [];
-  return terms.map((term) => {
-    const found = /^(-?)([a-z_]+)(:|<=|>=|<|>|=)(.*)$/i.exec(term);
-    const key = found && FIELDS[found[2].toLowerCase()];
-    if (!key || !columns[key]) return containing(term.replaceAll('"', "").toLowerCase());
-    const [, not, , sign, raw] = found;
-    const test = comparing(columns[key], sign, raw.replaceAll('"', ""));
-    return not ? (at) => !test(at) : test;
-  });
-}
-
-function containing(text) {
-  return (at) => {
-    if (names[at].toLowerCase().includes(text)) return true;
-    return ["outcome", "reason", "task", "answer", "drift"].some((key) => columns[key][at].toLowerCase().includes(text))
-      || columns.tools[at].some((name) => name.toLowerCase().includes(text));
-  };
-}
-
-function comparing(values, sign, raw) {
-  const wanted = Number(raw), text = raw.toLowerCase();
-  if (sign === "<") return (at) => values[at] !== null && values[at] < wanted;
-  if (sign === ">") return (at) => values[at] !== null && values[at] > wanted;
-  if (sign === "<=") return (at) => values[at] !== null && values[at] <= wanted;
-  if (sign === ">=") return (at) => values[at] !== null && values[at] >= wanted;
-  if (raw === "none") return (at) => values[at] === null || values[at] === "" || values[at].length === 0;
-  return (at) => {
-    const value = values[at];
-    if (Array.isArray(value)) return value.some((each) => String(each).toLowerCase() === text);
-    if (typeof value === "number") return value === wanted;
-    if (typeof value === "boolean") return String(value) === text;
-    if (value === null) return false;
-    return sign === "=" ? value.toLowerCase() === text : value.toLowerCase().includes(text);
-  };
-}
 
 function select() {
   const tests = compiled(table.query);
@@ -106,10 +60,10 @@ function tableView() {
   const deep = el("button", { type: "button", id: "deep", title: "search in all tokens, arguments and results", onclick: searchTexts }, "in all texts");
   const clear = el("button", { type: "button", id: "clear", onclick: () => filterBy("") }, "clear");
   const outcomes = [...new Set(columns.outcome)].sort();
-  const choose = el("select", { id: "outcome", "aria-label": "outcome", onchange: () => filterBy(withTerm("outcome", choose.value)) },
+  const choose = el("select", { id: "outcome", "aria-label": "outcome", onchange: () => filterBy(withTerm(table.query, "outcome", choose.value)) },
     el("option", { value: "" }, "every outcome"), outcomes.map((each) => el("option", { value: each }, each)));
   const tools = [...new Set(columns.tools.flat())].sort();
-  const chooseTool = tools.length > 0 && el("select", { id: "tool", "aria-label": "tool", onchange: () => filterBy(withTerm("tool", chooseTool.value)) },
+  const chooseTool = tools.length > 0 && el("select", { id: "tool", "aria-label": "tool", onchange: () => filterBy(withTerm(table.query, "tool", chooseTool.value)) },
     el("option", { value: "" }, "every tool"), tools.map((each) => el("option", { value: each }, each)));
   const template = SHOWN_COLUMNS.map((column) => column.wide).join(" ");
   const head = el("div", { class: "row head", role: "row" }, SHOWN_COLUMNS.map((column) =>
@@ -128,13 +82,6 @@ function tableView() {
     grid);
 }
 
-// The query with this field's term replaced.
-function withTerm(field, value) {
-  const rest = (table.query.match(/(?:[^\s"]|"[^"]*"?)+/g) ?? []).filter((term) => !term.startsWith(`${field}:`));
-  if (value) rest.push(/\s/.test(value) ? `${field}:"${value}"` : `${field}:${value}`);
-  return rest.join(" ");
-}
-
 function filterBy(query, { typed = false } = {}) {
   table.query = query;
   table.deep = null;
@@ -142,8 +89,8 @@ function filterBy(query, { typed = false } = {}) {
   if (!typed) byId("search").value = query;
   for (const field of ["outcome", "tool"]) {
     const chosen = byId(field);
-    const told = new RegExp(`(?:^|\\s)${field}:"?([^"]*?)"?(?:\\s|$)`).exec(query);
-    if (chosen) chosen.value = told && [...chosen.options].some((each) => each.value === told[1]) ? told[1] : "";
+    const told = valueIn(query, field);
+    if (chosen) chosen.value = [...chosen.options].some((each) => each.value === told) ? told : "";
   }
   remember();
   refreshTable();

@@ -26,7 +26,7 @@ async function openTrajectory(at) {
     headOf(at, facts),
     factsOf(at, facts),
     causeOf(facts),
-    times.length > 0 && waterfall(times),
+    times.length > 0 && waterfall(times, facts.segments),
     colouringBar(versions),
     ...facts.segments.map((segment, index) => segmentView(segment, index, facts, times, known, versions)),
     restOf(facts),
@@ -41,7 +41,8 @@ async function openTrajectory(at) {
 }
 
 function headOf(at, facts) {
-  const siblings = columns.group.flatMap((group, other) => (group === columns.group[at] && columns.uid[other] === columns.uid[at] ? [other] : []));
+  const shared = ["group", "uid", "step", "validate", "call"].map((name) => columns[name]);
+  const siblings = columns.uid.flatMap((_, other) => (shared.every((each) => each[other] === each[at]) ? [other] : []));
   return el("div", { class: "path" },
     el("a", { class: "button", href: "#", id: "back", title: "back to the table (Escape)" }, "← all trajectories"),
     el("h1", {}, columns.uid[at], el("small", {}, ` member ${columns.member[at]}`)),
@@ -80,10 +81,10 @@ function causeOf(facts) {
     facts.cause?.traceback && el("details", {}, el("summary", {}, "traceback"), el("pre", {}, facts.cause.traceback)));
 }
 
-// Lanes: the waits of the whole, then each turn, each with what it did after each other.
-function waterfall(times) {
+// Lanes: the waits of the whole, and each turn, with what it did after each other; each segment has its own.
+function waterfall(times, segments) {
   const first = Math.min(...times.map((each) => each.start)), last = Math.max(...times.map((each) => each.end));
-  const lanes = lanesOf(times);
+  const lanes = lanesOf(times, segments);
   const room = document.documentElement.clientWidth - 50;
   const width = Math.max(600, Math.min(1270, room)), left = 140, height = 20, bottom = 24;
   const x = scale(0, last - first || 1e-9, left, width - 60);
@@ -94,6 +95,7 @@ function waterfall(times) {
   }
   lanes.forEach((lane, index) => {
     const top = index * height + 3;
+    if (!lane.items.length) return chart.append(svg("text", { class: "lane title", x: 0, y: top + 11 }, lane.name));
     chart.append(svg("text", { class: "lane", x: left - 8, y: top + 11, "text-anchor": "end" }, lane.name));
     for (const each of lane.items) {
       const from = x(each.start - first), to = x(each.end - first);
@@ -110,56 +112,62 @@ function waterfall(times) {
     legend(used.map((phase) => ({ name: `${phase.name} ${seconds(sum(times.filter((each) => each.phase === phase.key).map((each) => each.end - each.start)))}`, style: `p-${phase.key}` }))));
 }
 
-function lanesOf(times) {
-  const lanes = new Map();
+// Of several segments each has a lane of nothing but its title above those of its turns.
+function lanesOf(times, segments) {
+  const groups = new Map();
   for (const each of times) {
-    const name = each.turn === null || each.turn === undefined
-      ? { place: "start", reward: "reward", group: "its group" }[each.phase] ?? "beside turns"
-      : each.phase === "tool" ? `turn ${each.turn} ${each.label ?? "tool"}` : `turn ${each.turn}`;
+    const place = placeOf(each, segments);
+    if (!groups.has(place)) groups.set(place, new Map());
+    const lanes = groups.get(place), name = laneName(each);
     if (!lanes.has(name)) lanes.set(name, { name: name.length > 20 ? `${name.slice(0, 19)}…` : name, start: each.start, items: [] });
     const lane = lanes.get(name);
     lane.start = Math.min(lane.start, each.start);
     lane.items.push(each);
   }
-  return [...lanes.values()].sort((one, other) => one.start - other.start);
+  const found = [...groups].map(([place, lanes]) => ({ place, lanes: [...lanes.values()].sort((one, other) => one.start - other.start) }));
+  if (segments.length === 1) return found.flatMap((group) => group.lanes).sort((one, other) => one.start - other.start);
+  found.sort((one, other) => one.place - other.place);
+  const title = (place) => ({ name: segments[place] ? titleOf(segments[place], place) : "The trajectory", items: [] });
+  return found.flatMap(({ place, lanes }) => (place < 0 ? lanes : [title(place), ...lanes]));
+}
+
+// The index of the segment in which it happened; one before all of them, or after, is of the whole.
+function placeOf(each, segments) {
+  if (each.phase === "place") return -1;
+  const hasTurn = each.turn !== null && each.turn !== undefined;
+  if (!hasTurn && !each.path) return segments.length;
+  const own = segments.findIndex((segment) => segment.path === each.path && segment.spans.some((span) => span.turn === each.turn));
+  if (own >= 0) return own;
+  const last = segments.findLastIndex((segment) => segment.path === each.path); // its turn has no tokens
+  return last >= 0 ? last : segments.length;
+}
+
+function laneName(each) {
+  if (each.turn !== null && each.turn !== undefined) return each.phase === "tool" ? `turn ${each.turn} ${each.label ?? "tool"}` : `turn ${each.turn}`;
+  return { place: "start", reward: "reward", group: "its group" }[each.phase] ?? "beside turns";
+}
+
+function titleOf(segment, index) {
+  return `Segment ${index}: ${segment.purpose}`;
 }
 
 function segmentView(segment, index, facts, times, known, versions) {
   const isOnly = facts.segments.length === 1;
-  const turns = turnsOf(segment);
   const parts = [];
-  let turn = 0;
   for (const span of segment.spans) {
-    if (span.kind === "generated") turn++;
-    const told = isOnly || segment.purpose === "main" ? times.filter((each) => each.turn === turn) : [];
-    parts.push(spanView(span, turn, told, known, versions));
-    if (span.kind === "generated") parts.push(callsView(turns[turn - 1], told));
+    const told = span.turn ? times.filter((each) => each.turn === span.turn && each.path === segment.path) : [];
+    parts.push(spanView(span, told, known, versions), callsView(span.calls, told));
   }
   const parent = segment.parent && el("small", {}, ` from segment ${segment.parent[0]} at token ${number(segment.parent[1])}`);
   const title = isOnly ? el("h2", {}, "Turn by turn")
-    : el("h2", {}, `Segment ${index}: ${segment.purpose}`, parent, segment.reward !== null && segment.reward !== undefined && el("small", {}, ` reward ${number(Number(segment.reward))}`));
+    : el("h2", {}, titleOf(segment, index), parent, segment.reward !== null && segment.reward !== undefined && el("small", {}, ` reward ${number(Number(segment.reward))}`));
   return el("section", { class: "segment" }, title, parts.filter(Boolean));
 }
 
-// The calls of each assistant's message with their results, in order.
-function turnsOf(segment) {
-  const turns = [];
-  for (const message of segment.messages) {
-    if (message.role === "assistant") turns.push(message.calls.map((call) => ({ ...call, result: null })));
-    else if (message.role === "tool" && turns.length) {
-      const calls = turns[turns.length - 1];
-      const open = calls.find((call) => call.result === null && (!message.name || call.name === message.name)) ?? calls.find((call) => call.result === null);
-      if (open) open.result = message.content ?? "";
-      else calls.push({ name: message.name ?? "?", arguments: null, result: message.content ?? "" });
-    }
-  }
-  return turns;
-}
-
-function spanView(span, turn, told, known, versions) {
+function spanView(span, told, known, versions) {
   const spent = ["queue", "prefill", "decode"].map((phase) => [phase, sum(told.filter((each) => each.phase === phase).map((each) => each.end - each.start))]).filter(([, value]) => value > 0);
   const replica = told.find((each) => each.phase === "decode" || each.phase === "prefill")?.label;
-  const name = span.kind === "generated" ? `turn ${turn}` : span.kind;
+  const name = span.kind === "generated" ? `turn ${span.turn}` : span.kind;
   const notes = [count(span.count, "token")];
   if (span.kind === "generated") {
     if (span.finish && span.finish !== "stop") notes.push(`ended by ${span.finish}`);
