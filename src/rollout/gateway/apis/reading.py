@@ -58,14 +58,19 @@ def decoded(decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw, within:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        found = _PLACE.match(str(error))
-        problem, place = (found[1], found[2]) if found else (str(error), "")
+        problem, place = problem_of(error)
         field = _joined(within, place)
         raise invalid(f"{field}: {problem}" if field else problem, field or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise invalid(f"the body is no JSON: {error}") from None
     except RecursionError:
         raise invalid(f"{within or 'the body'}: nested too deeply", within or None) from None
+
+
+def problem_of(error: msgspec.ValidationError) -> tuple[str, str]:
+    """What is wrong with a value, and where it stands in it; "" where that is not said."""
+    found = _PLACE.match(str(error))
+    return (found[1], found[2]) if found else (str(error), "")
 
 
 def _joined(within: str, place: str) -> str:
@@ -228,6 +233,11 @@ def stops_of(stop: str | list[str] | None, field: str) -> tuple[str, ...]:
     return stops
 
 
+def top_k_of(top_k: int | None) -> int | None:
+    """As engines take it: 0 means all, as elsewhere."""
+    return -1 if top_k == 0 else top_k
+
+
 def seed_of(seed: int | None) -> int | None:
     """A seed that engines take."""
     return None if seed is None else seed % 2**63
@@ -283,11 +293,10 @@ class Body(msgspec.Struct):
 
     def sampling(self, **more: Any) -> dict[str, Any]:
         """The fields of `SamplingConfig` that the client sets; `more` are the API's own."""
-        top_k = -1 if self.top_k == 0 else self.top_k  # as elsewhere: all of them
         values = {
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": top_k,
+            "top_k": top_k_of(self.top_k),
             "min_p": self.min_p,
             **more,
         }
