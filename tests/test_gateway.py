@@ -272,6 +272,22 @@ async def test_calls_past_the_limit_end_the_trajectory() -> None:
     assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LIMIT, "gateway.max_calls")
 
 
+async def test_calls_that_generate_nothing_do_not_count() -> None:
+    def ask(client: Client) -> list[int]:
+        bodies = [
+            {"messages": []},
+            {"messages": [user("x" * 9999)]},
+            {"messages": [user("One")], "n": -1},
+            {"messages": [user("One")], "top_logprobs": 20, "logprobs": True, "top_k": -7},
+        ]
+        refused = [client.post("/v1/chat/completions", **body).status_code for body in bodies]
+        return refused + [client.chat(user("One")).status_code for _ in range(3)]
+
+    trajectory = await tried(open_rollout, ask, CHAT, max_calls=2)
+    assert trajectory.extra["result"] == [400, 400, 400, 400, 200, 200, 403]
+    assert trajectory.limit_source == "gateway.max_calls"
+
+
 async def test_branches_past_the_limit_are_refused() -> None:
     def ask(client: Client) -> Any:
         return [client.chat(user(f"One {number}")).status_code for number in range(3)]
