@@ -290,10 +290,13 @@ async def test_calls_that_generate_nothing_do_not_count() -> None:
 
 async def test_branches_past_the_limit_are_refused() -> None:
     def ask(client: Client) -> Any:
-        return [client.chat(user(f"One {number}")).status_code for number in range(3)]
+        got = [client.chat(user(f"One {number}")) for number in range(3)]
+        return [each.status_code for each in got], got[2].json()["error"]["message"]
 
     trajectory = await tried(open_rollout, ask, CHAT, max_branches=1)
-    assert trajectory.extra["result"] == [200, 200, 403]
+    limit = "gateway.max_branches = 1: the trajectory has as many rows beside its main one"
+    assert trajectory.extra["result"] == ([200, 200, 403], limit)
+    assert [each.purpose for each in trajectory.segments] == ["main", "compaction"]
 
 
 async def test_calls_at_once_past_the_limit_are_refused() -> None:
