@@ -207,6 +207,16 @@ async def test_program_agent_files_that_are_too_much_are_named(door: FakeDoor) -
     assert trajectory.extra["program"]["left_out"] == ["link", "long", "pipe"]
 
 
+async def test_program_agent_names_what_it_did_not_collect(door: FakeDoor) -> None:
+    command = "mkdir -p d/e; echo x > d/e/x; ln -s e d/link; ln -s d linked; ln -s nowhere dangling"
+    collect = ["d", "linked", "linked/e/x", "dang*", "nothing.txt", "none/*"]
+    trajectory = await ran(command, collect=collect)
+    assert trajectory.extra["files"] == {"d/e/x": "x\n"}
+    assert trajectory.extra["program"]["left_out"] == [
+        *("dangling", "linked", "d/link", "linked/e/x", "nothing.txt", "none/*"),
+    ]
+
+
 async def test_program_agent_past_a_bound_of_its_sandbox_ends_by_that_limit(
     door: FakeDoor,
 ) -> None:
