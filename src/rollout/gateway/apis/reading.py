@@ -90,12 +90,13 @@ def json_value(raw: bytes | msgspec.Raw, field: str) -> Any:
     """
     value = decoded(_ANY, raw, field)
     text = bytes(raw)
-    if text.count(b"{") + text.count(b"[") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+    if text.count(b"{") + text.count(b"[") > MAX_DEPTH and is_too_deep(value):
         refuse(field, f"nested too deeply; expected at most {MAX_DEPTH} levels")
     return value
 
 
-def _depth(value: Any) -> int:
+def is_too_deep(value: Any) -> bool:
+    """Whether a value has more than `MAX_DEPTH` levels."""
     level, depth = [value], 0
     while level and depth <= MAX_DEPTH:
         inner = [
@@ -103,7 +104,7 @@ def _depth(value: Any) -> int:
         ]
         level = [each for values in inner for each in values]
         depth += 1
-    return depth
+    return depth > MAX_DEPTH
 
 
 def arguments_of(text: str, field: str) -> Any:
