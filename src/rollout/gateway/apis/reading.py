@@ -35,6 +35,13 @@ Samples = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
 TopLogProbs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOG_PROBS)]
 
 _PLACE = re.compile(r"^(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
+_BYTE = re.compile(r"\(byte (\d+)\)$")
+#: An escape of JSON for one half of a character beyond U+FFFF, without the other half.
+_LONE_SURROGATE = re.compile(
+    rb"(?<!\\)(?:\\\\)*"
+    rb"(\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+)
 #: In the system prompt of a coding agent's call for the title of a session.
 _TITLE = re.compile(r"\btitle generator\b", re.IGNORECASE)
 
@@ -62,9 +69,22 @@ def decoded(decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw, within:
         field = _joined(within, place)
         raise invalid(f"{field}: {problem}" if field else problem, field or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid(f"the body is no JSON: {error}") from None
+        raise invalid(f"the body is no JSON: {_lone_surrogate(body, error) or error}") from None
     except RecursionError:
         raise invalid(f"{within or 'the body'}: nested too deeply", within or None) from None
+
+
+def _lone_surrogate(body: bytes | msgspec.Raw, error: Exception) -> str:
+    """What is wrong with half of a pair, where that is the error; the decoder tells it otherwise.
+
+    It is looked for where the decoder stopped: a body may be long.
+    """
+    text, place = bytes(body), _BYTE.search(str(error))
+    stop = int(place[1]) if place else len(text)
+    found = _LONE_SURROGATE.search(text[max(0, stop - 24) : stop + 8])
+    if found is None:
+        return ""
+    return f"the lone surrogate {found[1].decode()} is no character; expected a pair of them"
 
 
 def problem_of(error: msgspec.ValidationError) -> tuple[str, str]:
