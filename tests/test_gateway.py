@@ -260,6 +260,39 @@ async def test_trajectory_leaves_nothing_to_the_garbage_collector(is_streamed: b
     assert [each for each in kinds if each.__module__.startswith("rollout")] == []
 
 
+def nested(levels: int) -> Scenario:
+    arguments = '{"a": ' + "[" * (levels - 1) + "]" * (levels - 1) + "}"
+    call = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+    return Scenario(seed=3).reply("One", "First. " + call).then("Second.")
+
+
+@pytest.mark.parametrize(("levels", "is_told"), [(64, True), (65, False), (98, False)])
+async def test_call_that_no_request_may_give_back_is_told_as_text(
+    levels: int, is_told: bool
+) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+
+    def streamed(client: Client) -> str:
+        lines = client.chat(user("One"), tools=tools, stream=True).text.splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        deltas = [each["choices"][0]["delta"] for each in events]
+        return "".join(delta.get("content") or "" for delta in deltas)
+
+    def ask(client: Client) -> Any:
+        said = client.chat(user("One"), tools=tools).json()["choices"][0]["message"]
+        rest = user("Go on")
+        if "tool_calls" in said:
+            call_id = said["tool_calls"][0]["id"]
+            rest = {"role": "tool", "tool_call_id": call_id, "content": "3"}
+        got = client.chat(user("One"), said, rest, tools=tools)
+        told = "tool_calls" in said, "<tool_call>" in said["content"]
+        return *told, got.status_code, streamed(client) == said["content"]
+
+    trajectory = await tried(open_rollout, ask, nested(levels))
+    assert trajectory.extra["result"] == (is_told, not is_told, 200, True)
+    assert [each.purpose for each in trajectory.segments] == ["main", "branch"]
+
+
 async def test_calls_past_the_limit_end_the_trajectory() -> None:
     def ask(client: Client) -> Any:
         got = [client.chat(user(f"One {number}")) for number in range(3)]
@@ -272,12 +305,31 @@ async def test_calls_past_the_limit_end_the_trajectory() -> None:
     assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LIMIT, "gateway.max_calls")
 
 
+async def test_calls_that_generate_nothing_do_not_count() -> None:
+    def ask(client: Client) -> list[int]:
+        bodies = [
+            {"messages": []},
+            {"messages": [user("x" * 9999)]},
+            {"messages": [user("One")], "n": -1},
+            {"messages": [user("One")], "top_logprobs": 20, "logprobs": True, "top_k": -7},
+        ]
+        refused = [client.post("/v1/chat/completions", **body).status_code for body in bodies]
+        return refused + [client.chat(user("One")).status_code for _ in range(3)]
+
+    trajectory = await tried(open_rollout, ask, CHAT, max_calls=2)
+    assert trajectory.extra["result"] == [400, 400, 400, 400, 200, 200, 403]
+    assert trajectory.limit_source == "gateway.max_calls"
+
+
 async def test_branches_past_the_limit_are_refused() -> None:
     def ask(client: Client) -> Any:
-        return [client.chat(user(f"One {number}")).status_code for number in range(3)]
+        got = [client.chat(user(f"One {number}")) for number in range(3)]
+        return [each.status_code for each in got], got[2].json()["error"]["message"]
 
     trajectory = await tried(open_rollout, ask, CHAT, max_branches=1)
-    assert trajectory.extra["result"] == [200, 200, 403]
+    limit = "gateway.max_branches = 1: the trajectory has as many rows beside its main one"
+    assert trajectory.extra["result"] == ([200, 200, 403], limit)
+    assert [each.purpose for each in trajectory.segments] == ["main", "compaction"]
 
 
 async def test_calls_at_once_past_the_limit_are_refused() -> None:

@@ -167,6 +167,32 @@ async def test_broken_or_deep_json_is_a_bad_request(path: str, body: bytes) -> N
     assert session.calls == []
 
 
+@pytest.mark.parametrize(
+    "text", [r"\ud800", r"\ud800 and more of it", r"\udC00", r"\ud800\u0041 or"]
+)
+async def test_lone_surrogate_is_named(text: str) -> None:
+    body = json.dumps(ASKED | {"user": "TEXT"}).replace("TEXT", text).encode()
+    async with client_of(FakeSession(PATH, KEY)) as client:
+        got = await client.post(CHAT, content=body, headers=KEYED)
+        message = f"the body is no JSON: the lone surrogate {text[:6]} is no character"
+        assert (got.status_code, message in got.json()["error"]["message"]) == (400, True)
+        pair = body.replace(text.encode(), rb"\ud83d\ude00 \\ud800")
+        assert (await client.post(CHAT, content=pair, headers=KEYED)).status_code == 200
+        cut = await client.post(CHAT, content=pair[:-4], headers=KEYED)
+        assert "truncated" in cut.json()["error"]["message"]
+
+
+async def test_unknown_paths_of_messages_are_refused_as_anthropic_does() -> None:
+    async with client_of(FakeSession(PATH, KEY)) as client:
+        for path in ("/batches", "/batches/b1/results", "/"):
+            got = await client.post(MESSAGES + path, json={}, headers=KEYED)
+            body = got.json()
+            assert (got.status_code, body["type"]) == (404, "error")
+            assert body["error"]["type"] == "not_found_error"
+        got = await client.post(MESSAGES + "s", json={}, headers=KEYED)
+        assert (got.status_code, got.json()["error"]["code"]) == (404, "not_found")
+
+
 async def test_deep_arguments_and_schemas_are_refused_by_name() -> None:
     deep: Any = 1
     for _ in range(100):

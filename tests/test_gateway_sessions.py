@@ -24,6 +24,7 @@ from gateway_clients import (
 )
 from rollout import Outcome
 from rollout.config import LimitsConfig, ModelConfig, RecoveryConfig, SimulatedEngine
+from rollout.gateway.call_limit import CallLimit
 from rollout.gateway.calls import Completion, Draft, GatewayError, GivenMessage, told_text
 from rollout.gateway.sessions import GatewaySettings, Sessions
 from rollout.scopes import open_task_group
@@ -398,6 +399,47 @@ async def test_session_limits_are_told_and_end_the_trajectory() -> None:
     found = (await tried(calls, HELLO, settings=GatewaySettings(max_branches=1))).trajectory
     assert (found.outcome, found.limit_source) == (Outcome.LIMIT, "gateway.max_branches")
     assert len(found.segments) == 2
+
+
+async def test_session_calls_at_once_are_as_many_as_may_generate() -> None:
+    told: list[str] = []
+
+    async def trial(session: GatewaySession, context: AgentContext) -> None:
+        async def one(text: str) -> None:
+            try:
+                await ask(session, user(text), n=2)
+                told.append("answered")
+            except GatewayError as error:
+                told.append(error.code)
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(8):
+                tasks.start_soon(one, "x" * 5000 if number < 4 else f"question {number}")
+
+    found = (await tried(trial, HELLO, settings=GatewaySettings(max_calls=3))).trajectory
+    assert told.count("answered") == 3
+    assert set(told) <= {"answered", "context_length", "limit", "trajectory_ended"}
+    assert (found.outcome, found.limit_source) == (Outcome.LIMIT, "gateway.max_calls")
+    assert [len(list(each.transcript.generated_spans())) for each in found.segments] == [1] * 6
+
+
+async def test_call_limit_place_of_a_refused_call_is_another_s() -> None:
+    limit, got = CallLimit(1), []
+    assert await limit.reserve()
+
+    async def one() -> None:
+        got.append(await limit.reserve())
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(one)
+        tasks.start_soon(one)
+        await anyio.wait_all_tasks_blocked()
+        assert got == []
+        limit.give_back()
+        await anyio.wait_all_tasks_blocked()
+        assert got == [True]
+        limit.use()
+    assert got == [True, False]
 
 
 async def test_session_too_many_calls_at_once_are_refused() -> None:

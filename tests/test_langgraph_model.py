@@ -12,6 +12,7 @@ from langchain_core.tools import tool
 from race_situations import user
 from rollout import AgentContext, AgentError, AgentLoop, Outcome, RolloutBatch, register_agent
 from rollout.config import AgentConfig, LengthsConfig, LimitsConfig
+from rollout.gateway.calls import GatewayError
 from rollout.integrations.langgraph import GraphAgent, RolloutChatModel, open_chat_model
 from rollout.testing import Recorder, Scenario, tool_call
 
@@ -37,6 +38,7 @@ class TriesChatModel(AgentLoop):
     """Does what its test says with a chat model."""
 
     async def run(self, context: AgentContext) -> None:
+        TRIALS["context"] = context
         async with open_chat_model(context) as model:
             await context.services.threads.run_asyncio("trial", TRIALS["it"], model)
 
@@ -128,6 +130,71 @@ async def test_chat_model_arguments_of_a_call_are_kept() -> None:
     (trajectory,) = (await tried(trial)).trajectories
     assert trajectory.cause is None
     assert [s.purpose for s in trajectory.segments] == ["main", "branch", "branch"]
+
+
+async def test_chat_model_every_field_of_sampling_takes_effect() -> None:
+    fields = {
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "top_p": 0.5,
+        "min_p": 0.1,
+        "stop_token_ids": [2, 3],
+        "top_log_probs": 2,
+    }
+
+    async def trial(model: RolloutChatModel) -> None:
+        asked = [HumanMessage("question")]
+        await model.bind(**fields, top_k=0, max_tokens=20).ainvoke(asked, stop="see")
+        TRIALS["sampling"] = TRIALS["context"].main.sampling
+        await model.bind(greedy=True, top_k=5, seed=2**70).ainvoke([AIMessage("x"), *asked])
+
+    (trajectory,) = (await tried(trial)).trajectories
+    assert trajectory.cause is None
+    sampling = TRIALS["sampling"]
+    fields["stop_token_ids"] = (2, 3)
+    assert {name: getattr(sampling, name) for name in fields} == fields
+    assert (sampling.top_k, sampling.max_new_tokens) == (-1, 20)
+    greedy = list(TRIALS["context"].main.all())[1].sampling
+    assert (greedy.temperature, greedy.top_k) == (0.0, 5)
+    assert trajectory.transcript.top_ids() is not None
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"seed": 1.5}, "seed = 1.5: expected `int | null`, got `float`"),
+    ({"seed": "x"}, "seed = 'x': expected `int | null`, got `str`"),
+    ({"n": -1}, "n = -1: expected `int` >= 1"),
+    ({"n": "2"}, "n = '2': expected `int | null`, got `str`"),
+    ({"n": 200}, "n = 200: expected `int` <= 128"),
+    ({"stop": [5]}, "stop[0] = [5]: expected `str`, got `int`"),
+    ({"stop": ["x", ""]}, "stop: expected strings that are not empty"),
+    ({"stop": ""}, "stop: expected strings that are not empty"),
+    ({"temperature": True}, "temperature = True: expected `float | null`, got `bool`"),
+    ({"temperature": float("nan")}, "temperature = nan: expected `float` >= 0.0"),
+    ({"repetition_penalty": -4}, "repetition_penalty = -4: expected `float` > 0.0"),
+    ({"max_tokens": 0}, "max_tokens = 0: expected `int` >= 1"),
+    ({"stop_token_ids": "x"}, "stop_token_ids = 'x': expected `array | null`, got `str`"),
+    ({"tools": [5]}, "tools[0] = [5]: expected `object`, got `int`"),
+    ({"tools": [{"function": {}}]}, "tools[0].function: Object missing required field `name`"),
+    ({"tools": [{"function": {"name": len}}]}, "tools[0]: {'function': {'name': <built-in"),
+    ({"tool_choice": 5}, "tool_choice = 5: expected `bool | str | object | null`, got `int`"),
+    ({"topp": 1}, "topp = 1: unknown argument; known: temperature, top_p, top_k, min_p,"),
+]
+
+
+async def test_chat_model_wrong_arguments_are_refused_by_name_and_end_nothing() -> None:
+    async def trial(model: RolloutChatModel) -> None:
+        asked = [HumanMessage("question")]
+        for given, message in REFUSED:
+            with pytest.raises(GatewayError) as caught:
+                await model.bind(**given).ainvoke(asked)
+            assert str(caught.value)[: len(message)] == message
+            assert str(caught.value.field).startswith(next(iter(given)))
+        assert (await model.ainvoke(asked)).tool_calls
+
+    (trajectory,) = (await tried(trial)).trajectories
+    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
+    assert len(trajectory.segments) == 1
 
 
 async def test_chat_model_length_that_nobody_handles_ends_the_trajectory_by_it() -> None:

@@ -207,6 +207,28 @@ async def test_program_agent_files_that_are_too_much_are_named(door: FakeDoor) -
     assert trajectory.extra["program"]["left_out"] == ["link", "long", "pipe"]
 
 
+@pytest.mark.parametrize("text", ["x\0y", "\ud800"])
+async def test_program_agent_prompt_that_is_no_argument_is_named(door: FakeDoor, text: str) -> None:
+    given: list[tuple[dict[str, Any], str]] = [
+        ({"command": ["/bin/echo", "{prompt}"]}, f"command: {text!r}; expected a text without"),
+        ({"command": "echo $P", "env": {"P": "{prompt}"}}, f"env['P'] = {text!r}; expected a text"),
+    ]
+    for arguments, message in given:
+        trajectory = await ran(**arguments, prompt=text)
+        assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "agent")
+        assert message in trajectory.cause.message
+
+
+async def test_program_agent_names_what_it_did_not_collect(door: FakeDoor) -> None:
+    command = "mkdir -p d/e; echo x > d/e/x; ln -s e d/link; ln -s d linked; ln -s nowhere dangling"
+    collect = ["d", "linked", "linked/e/x", "dang*", "nothing.txt", "none/*"]
+    trajectory = await ran(command, collect=collect)
+    assert trajectory.extra["files"] == {"d/e/x": "x\n"}
+    assert trajectory.extra["program"]["left_out"] == [
+        *("dangling", "linked", "d/link", "linked/e/x", "nothing.txt", "none/*"),
+    ]
+
+
 async def test_program_agent_past_a_bound_of_its_sandbox_ends_by_that_limit(
     door: FakeDoor,
 ) -> None:
@@ -265,6 +287,15 @@ async def test_program_agent_after_a_limit_of_its_trajectory_has_the_limits_outc
         ({"command": "x", "collect": "a"}, "collect = 'a'; expected a list of paths"),
         ({"command": "x", "collect": ["/a"]}, "collect: '/a'; expected a relative path without"),
         ({"command": "x", "files": {"../a": ""}}, "files: '../a'; expected a relative path"),
+        (
+            {"command": ["x", "a\0b"]},
+            "command: 'a\\x00b'; expected a text without NUL and lone surrogates",
+        ),
+        (
+            {"command": "x", "env": {"A=B": "x"}},
+            "env: 'A=B'; expected a variable's name, without '=', as a text without NUL",
+        ),
+        ({"command": "x", "env": {"A": "x\0"}}, "env['A'] = 'x\\x00'; expected a text without NUL"),
         ({"command": "x", "isolation": "landlock"}, "isolation = 'landlock'; expected one of"),
         ({"command": "x", "readable": ["/no/such"]}, "readable: '/no/such' does not exist"),
     ],

@@ -161,16 +161,32 @@ async def test_limits_of_one_trajectory_hold() -> None:
     ("body", "status", "word"),
     [
         ({}, 400, "prompt"),
-        ({"prompt": {"messages": []}}, 400, "prompt"),
         ({"prompt": PROMPT, "limit": {}}, 400, "limit"),
         ({"prompt": PROMPT, "limits": {"max_calls": 0}}, 400, "limits.max_calls"),
-        ({"prompt": PROMPT | {"sampling": {"temperature": -1}}}, 400, "temperature"),
     ],
 )
 async def test_bad_trajectory_is_refused(body: Any, status: int, word: str) -> None:
     async with trainer() as client:
         got = await client.post("/trajectories", json=body)
     assert (got.status_code, word in got.text) == (status, True), got.text
+
+
+@pytest.mark.anyio
+async def test_prompt_that_is_rejected_is_an_invalid_value_of_a_field() -> None:
+    bad: list[tuple[dict[str, Any], str, str]] = [
+        ({"messages": []}, "prompt.messages", "expected at least one message"),
+        ({"sampling": {"temperature": -1}}, "prompt.sampling.temperature", "expected a number ≥ 0"),
+        ({"sampling": {"nope": 1}}, "prompt.sampling.nope", "unknown key"),
+        ({"sampling": {"stop": ["x"]}}, "prompt.sampling.stop", "expected stop_token_ids"),
+        ({"sampling": {"top_log_probs": 10**6}}, "prompt.sampling.top_log_probs", "at most"),
+    ]
+    async with trainer() as client:
+        for fields, param, words in bad:
+            got = await client.post("/trajectories", json={"prompt": PROMPT | fields})
+            error = got.json()["error"]
+            told = (got.status_code, error["code"], error["param"])
+            assert told == (400, "invalid_value", param)
+            assert words in error["message"]
 
 
 @pytest.mark.anyio

@@ -18,7 +18,8 @@ from rollout.chat.row_beginnings import common_length
 from rollout.drives import UnresponsiveError
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.generation import Generation
-from rollout.errors import AgentError, LimitExceeded
+from rollout.engine.driver.sampling_faults import sampling_fault
+from rollout.errors import AgentError, EngineError, LimitExceeded
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence
@@ -177,9 +178,15 @@ class Conversation(OpeningConversation):
 
     def _drawn(self, sampling: SamplingParams, seed: int) -> tuple[SamplingParams, str]:
         """How the next turn is sampled, and the path of the length that bounds it."""
-        state = self._state
-        budget, bounded_by = state.budget(self.transcript, sampling, self._wording.kept_tokens)
-        return state.sampling_of_turn(sampling, budget, seed), bounded_by
+        state, kept_tokens = self._state, self._wording.kept_tokens
+        try:
+            budget, bounded_by = state.budget(self.transcript, sampling, kept_tokens)
+            return state.sampling_of_turn(sampling, budget, seed), bounded_by
+        except (TypeError, AttributeError):
+            fault = sampling_fault(sampling)  # which agents assign
+            if not fault:
+                raise
+            raise EngineError(fault, reason="sampling") from None
 
     def _asked(
         self, generation: Generation, drawn: SamplingParams, deadline: PausableDeadline

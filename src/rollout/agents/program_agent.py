@@ -31,6 +31,7 @@ _WITH_DOOR: tuple[Literal["namespaces", "bubblewrap"], ...] = ("namespaces", "bu
 _HOST = "127.0.0.1"
 #: Bytes of files that go in: they travel as text in one frame of 64 MiB.
 _MAX_FILES = 40 * 2**20
+_WORD = "a text without NUL and lone surrogates"
 _PLACEHOLDER = re.compile(r"\{(base_url|root_url|api_key|model|prompt|uid)\}")
 #: What a program may use that works for minutes; its trajectory's deadline ends it before.
 PROGRAM_LIMITS = SandboxLimits(
@@ -58,7 +59,8 @@ class ProgramAgent(AgentLoop):
 
     Into the trajectory's `extra` go ``program``, a dict with ``exit_code``, ``output`` (standard
     output and errors, their end where they are long) and ``left_out`` (paths that were not
-    collected), and ``files``: what was collected, by path; text where it is UTF-8, else bytes.
+    collected: links, what is too long or cannot be read, and what of `collect` matched nothing),
+    and ``files``: what was collected, by path; text where it is UTF-8, else bytes.
 
     Args:
         command: The program and its arguments, or a text for ``/bin/sh``. In it and in `env`
@@ -105,8 +107,9 @@ class ProgramAgent(AgentLoop):
             raise AgentError(f"ProgramAgent: collect = {collect!r}; expected a list of paths")
         for path in collect:
             _check_path("collect", path)
-        if not callable(command):
-            _command_of(command)
+        _check_words(
+            () if callable(command) else _command_of(command), {} if callable(env) else env or {}
+        )
         if not callable(files):
             for path in files or ():
                 _check_path("files", path)
@@ -178,12 +181,12 @@ class ProgramAgent(AgentLoop):
     def _program(self, task: AgentTask) -> SandboxProgram:
         """What runs; reads files."""
         env, files = _given(self._env, task), _given(self._files, task)
+        command = _filled_command(_given(self._command, task), task)
+        own = {name: _filled(str(value), task) for name, value in env.items()}
+        _check_words(command, own)
         return SandboxProgram(
-            command=_filled_command(_given(self._command, task), task),
-            environment={
-                **_own_environment(task),
-                **{str(name): _filled(str(value), task) for name, value in env.items()},
-            },
+            command=command,
+            environment={**_own_environment(task), **own},
             files=_contents(files),
             collect=self._collect,
             collected_bytes=self._collected_bytes,
@@ -255,6 +258,26 @@ def _command_of(command: Any) -> tuple[str, ...]:
             "and its arguments"
         )
     return tuple(command)
+
+
+def _check_words(command: Sequence[str], env: Mapping[str, Any]) -> None:
+    """Let pass what a system can start a program with."""
+    for word in command:
+        if not _is_word(word):
+            raise AgentError(f"ProgramAgent: command: {word!r:.80}; expected {_WORD}")
+    for name, value in env.items():
+        if not isinstance(name, str) or not name or "=" in name or not _is_word(name):
+            expected = "a variable's name, without '='"
+            raise AgentError(f"ProgramAgent: env: {name!r:.80}; expected {expected}, as {_WORD}")
+        if not _is_word(str(value)):
+            raise AgentError(f"ProgramAgent: env[{name!r}] = {value!r:.80}; expected {_WORD}")
+
+
+def _is_word(text: str) -> bool:
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 def _filled_command(command: Any, task: AgentTask) -> tuple[str, ...]:

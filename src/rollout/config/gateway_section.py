@@ -33,9 +33,10 @@ class GatewayConfig(Section):
     model_aliases: Texts = ()
     #: Longest body of a request; longer ones are refused before they are read.
     max_body_bytes: Count = 32 * 1024 * 1024
-    #: Requests of a trajectory that generate.
+    #: Requests of a trajectory that generate; refused ones do not count.
     max_calls: Count | None = 1024
-    #: Rows of a trajectory: what its client's requests do not continue begins another.
+    #: Rows of a trajectory beside its main one: what its client's requests do not continue begins
+    #: another.
     max_branches: Count | None = 256
     #: Requests of a trajectory that are answered at once.
     max_concurrent_calls: Count = 64

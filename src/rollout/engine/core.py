@@ -23,6 +23,14 @@ WHOLE_ANSWERS: tuple[FinishReason, ...] = ("stop", "length")
 #: Checked when a message is decoded: what a peer sends must not break what counts with it.
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Version = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+#: Engines keep these in arrays of 32 and 64 bits; NaN is none of them.
+Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Id = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+TopK = Annotated[int, msgspec.Meta(ge=-1, lt=2**31)]
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Penalty = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
 
 #: Seconds a core may take to end its requests when it closes.
 CORE_CLOSE_S = 5.0
@@ -30,6 +38,9 @@ CORE_CLOSE_S = 5.0
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
     """How one request is sampled.
+
+    A message with a value that is not of its type ends the connection that it came over, for all
+    who use it; `sampling_faults.check_sampling` looks before one leaves.
 
     Attributes:
         temperature: Divides the logits; 0 takes the most likely token.
@@ -51,17 +62,17 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
         top_log_probs: How many of the most likely ids come with each token, and their log-probs.
     """
 
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    stop_token_ids: tuple[int, ...] = ()
+    max_new_tokens: AtLeastOne
+    temperature: NonNegative = 1.0
+    top_p: Share = 1.0
+    top_k: TopK = -1
+    min_p: Share = 0.0
+    repetition_penalty: NonNegative = 1.0
+    stop_token_ids: tuple[Id, ...] = ()
     ignore_eos: bool = False
-    seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    seed: Seed | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
     top_log_probs: Natural = 0
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from rollout.gateway.apis.reading import MAX_DEPTH, is_too_deep
 from rollout.gateway.calls import Answer, GivenCall, GivenMessage, told_text
 from rollout.gateway.identity import Digest, reasoning_key, said_key
 from rollout.gateway.tree import ID_LENGTH, Turn
@@ -58,7 +59,7 @@ def told(
         answer_id: The answer's.
         stop_string: What ended it, where one did.
     """
-    calls, text = said.calls, said.content
+    calls, text = tuple(map(_tellable, said.calls)), said.content
     if call.tool_choice == "none":
         text, calls = "\n".join(filter(None, [text, *(each.raw for each in calls)])), ()
     valid = [each for each in calls if isinstance(each, ToolCall)]
@@ -112,6 +113,16 @@ def given_back(answer: Answer) -> GivenMessage:
         ),
         ids=(answer.id,),
     )
+
+
+def _tellable(call: ToolCall | InvalidToolCall) -> ToolCall | InvalidToolCall:
+    """A call as clients can give it back; one that they cannot is told as text."""
+    if not isinstance(call, ToolCall) or sum(map(call.raw.count, "{[(")) <= MAX_DEPTH:
+        return call
+    if is_too_deep(call.arguments):
+        reason = f"its arguments are nested too deeply; expected at most {MAX_DEPTH} levels"
+        return InvalidToolCall(raw=call.raw, reason=reason)
+    return call
 
 
 def _finish(said: AssistantTurn, has_calls: bool, stop_string: str | None) -> Finish:

@@ -47,6 +47,7 @@ class Exchange:
         completion_id: Names it then.
         changed: Set when its state changes; None while nobody waits for that.
         hear: As that of the call that it is answered for.
+        is_counted: Whether it is one of the trajectory's calls: something of it was generated.
     """
 
     def __init__(self, digest: bytes, samples: list[Sample]) -> None:
@@ -59,6 +60,7 @@ class Exchange:
         self.working = anyio.Lock(fast_acquire=True)
         self.changed: anyio.Event | None = None
         self.hear: Callable[[Draft], object] | None = None
+        self.is_counted = False
         self._prompt_ids: array[int] | None = None
 
     def tell(self) -> None:

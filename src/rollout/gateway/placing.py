@@ -195,7 +195,9 @@ class Places:
         if most is not None and self._opened >= most:
             source = "gateway.max_branches"
             self._context.end(Outcome.LIMIT, "branches", limit_source=source)
-            raise GatewayError(403, "limit", f"{source} = {most}: the trajectory has as many rows")
+            limit = f"{source} = {most}"
+            message = f"{limit}: the trajectory has as many rows beside its main one"
+            raise GatewayError(403, "limit", message)
         self._opened += 1
         try:
             yield

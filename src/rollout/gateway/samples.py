@@ -62,7 +62,11 @@ class Sample:
         return AnswerDraft(self._answer_id, said.text, said.reasoning)
 
     async def run(
-        self, places: Places, seeding: Seeding, tell: Callable[[], object] | None = None
+        self,
+        places: Places,
+        seeding: Seeding,
+        count: Callable[[], object],
+        tell: Callable[[], object] | None = None,
     ) -> Told:
         """Generate what is missing of the turn.
 
@@ -70,11 +74,13 @@ class Sample:
 
         Args:
             places, seeding: Of its trajectory.
+            count: Called when there is a place for the turn, before it is generated.
             tell: Called when there is more of the draft.
         """
         if self.told is None:
             if self.conversation is None:
                 self.conversation = await places.take(self.request)
+                count()
                 self.start = len(self.conversation.transcript)
                 self._seed, self._answer_id = seeding.of(
                     self.conversation, self.request.call, self._number

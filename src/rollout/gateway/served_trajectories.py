@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,8 @@ AGENT = "served_elsewhere"
 MAX_KEPT = 4096
 #: Greatest number of float32.
 MAX_REWARD = 3.4e38
+
+_SAMPLING_FIELD = re.compile(r"\bsampling\.\w+")
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -276,10 +279,22 @@ def _never_ran(served: Served) -> GatewayError:
         return GatewayError(400, "invalid_request", str(served.fault), "prompt")
     trajectory = served.trajectory
     if trajectory is not None:
+        if trajectory.outcome is Outcome.REJECTED and trajectory.cause is not None:
+            message = trajectory.cause.message
+            field = _field_at_fault(trajectory.reason, message)
+            return GatewayError(400, "invalid_request", f"{field}: {message}", field)
         cause = f": {trajectory.cause.message}" if trajectory.cause is not None else ""
         why = f"the trajectory ended at once: {trajectory.outcome} ({trajectory.reason}){cause}"
         return GatewayError(400, "trajectory_ended", why)
     return GatewayError(500, "engine", f"the trajectory did not start: {served.fault}")
+
+
+def _field_at_fault(reason: str, message: str) -> str:
+    """What of the body made a prompt that is rejected."""
+    if reason == "bad_sampling":
+        named = _SAMPLING_FIELD.search(message)
+        return f"prompt.{named[0]}" if named else "prompt.sampling"
+    return "prompt.messages" if reason == "empty_prompt" else "prompt"
 
 
 def _row(trajectory: Trajectory, segment: Segment) -> dict[str, Any]:

@@ -86,6 +86,7 @@ def routes(service: Service) -> list[tuple[str, Application]]:
         (f"{root}/v1/responses", _Route(service, responses, _generate)),
         (f"{root}/v1/messages", _Route(service, messages, _generate)),
         (f"{root}/v1/messages/count_tokens", _Route(service, messages, _count)),
+        (f"{root}/v1/messages/{{rest:path}}", _Route(service, messages, _refuse_path)),
         (f"{root}/v1/models", _Route(service, _Models, _models)),
         (f"{root}/v1/models/{{model:path}}", _Route(service, _Models, _model)),
         (root, _Route(service, _Models, _is_there)),

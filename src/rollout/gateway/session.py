@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager
 from contextvars import copy_context
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -13,6 +14,7 @@ import msgspec
 from rollout.bridge import cancel_scope
 from rollout.errors import EngineError, LimitExceeded
 from rollout.gateway.answers import given_back
+from rollout.gateway.call_limit import CallLimit
 from rollout.gateway.calls import Completion, GatewayCall, GatewayError
 from rollout.gateway.counting import count_tokens
 from rollout.gateway.exchanges import Exchange, Exchanges, completion_id_of
@@ -49,8 +51,13 @@ class _Work:
         self.exchange: Exchange | None = None
         self.token = object()  # owns the exchange
         self.has_client = True
+        self.has_place = False  # among the calls that generate, unused
         self.completion: Completion | None = None
         self.error: GatewayError | None = None
+
+    def take(self, exchange: Exchange) -> None:
+        """The exchange is answered for this call from now on."""
+        self.exchange, exchange.owner, exchange.hear = exchange, self.token, self.call.hear
 
 
 class _Trajectory:
@@ -65,7 +72,8 @@ class _Trajectory:
         self.exchanges = Exchanges()
         self.answered: dict[str, Node] = {}  # turns by the ids of completions that hold them
         self.heard: set[Conversation] = set()  # those of which a client was told a turn
-        self.calls = self.running = 0
+        self.calls = CallLimit(settings.max_calls)
+        self.running = 0
         self.scheduler_context = copy_context()
 
 
@@ -184,15 +192,23 @@ class GatewaySession:
 
     async def _answer(self, trajectory: _Trajectory, work: _Work) -> None:
         exchange = await trajectory.exchanges.claim(work.call.digest) if work.call.digest else None
-        if exchange is None:
-            exchange = self._new(trajectory, work.call)
-        work.exchange, exchange.owner, exchange.hear = exchange, work.token, work.call.hear
-        exchange.tell()  # what there is of one that was cut
-        async with exchange.working:
-            if exchange.completion is None:
-                with _counted(trajectory, exchange.samples[0].request):
-                    await self._sample(trajectory, exchange)
-                self._finish(trajectory, exchange)
+        if exchange is not None:
+            work.take(exchange)
+        if exchange is None or not exchange.is_counted:
+            await self._reserve(trajectory, work)
+        try:
+            if exchange is None:
+                exchange = self._new(trajectory, work.call)
+                work.take(exchange)
+            exchange.tell()  # what there is of one that was cut
+            async with exchange.working:
+                if exchange.completion is None:
+                    with _counted(trajectory, exchange.samples[0].request):
+                        await self._sample(trajectory, work, exchange)
+                    self._finish(trajectory, exchange)
+        finally:
+            if work.has_place:
+                trajectory.calls.give_back()
         self.length = None
         if exchange.owner is work.token and exchange.completion is not None:
             trajectory.exchanges.returned(exchange)
@@ -204,7 +220,6 @@ class GatewaySession:
             call = msgspec.structs.replace(call, hear=None)
         request = self._matched(trajectory, call)
         sampling = sampling_of_call(trajectory.context, call)
-        trajectory.calls += 1
         samples = [Sample(request, number, sampling) for number in range(call.n)]
         exchange = Exchange(call.digest, samples)
         trajectory.exchanges.add(exchange)
@@ -224,23 +239,29 @@ class GatewaySession:
         if trajectory.running >= settings.max_concurrent_calls:
             limit = f"gateway.max_concurrent_calls = {settings.max_concurrent_calls}"
             raise GatewayError(403, "limit", f"{limit}: as many calls are being answered")
-        if settings.max_calls is not None and trajectory.calls >= settings.max_calls:
+
+    async def _reserve(self, trajectory: _Trajectory, work: _Work) -> None:
+        """A place among the calls that generate."""
+        if not await trajectory.calls.reserve():
             source = "gateway.max_calls"
             trajectory.context.end(Outcome.LIMIT, "calls", limit_source=source)
-            raise GatewayError(403, "limit", f"{source} = {settings.max_calls}: it has as many")
+            limit = f"{source} = {self._settings.max_calls}"
+            raise GatewayError(403, "limit", f"{limit}: as many requests have generated")
+        work.has_place = True
 
-    async def _sample(self, trajectory: _Trajectory, exchange: Exchange) -> None:
+    async def _sample(self, trajectory: _Trajectory, work: _Work, exchange: Exchange) -> None:
         """Have every sample generated as far as it is missing."""
-        places, seeding = trajectory.places, trajectory.seeding
         missing = [sample for sample in exchange.samples if sample.told is None]
         tell = None if exchange.hear is None else exchange.tell
+        count = partial(_count, trajectory, work, exchange)
+        parts = (trajectory.places, trajectory.seeding, count, tell)
         try:
             if len(missing) == 1:
-                await missing[0].run(places, seeding, tell)
+                await missing[0].run(*parts)
             else:
                 async with anyio.create_task_group() as tasks:
                     for sample in missing:
-                        tasks.start_soon(sample.run, places, seeding, tell)
+                        tasks.start_soon(sample.run, *parts)
         except BaseExceptionGroup as group:
             raise leaf_of(group) from None
 
@@ -268,6 +289,13 @@ class GatewaySession:
                 cached_tokens=cached_tokens,
             ),
         )
+
+
+def _count(trajectory: _Trajectory, work: _Work, exchange: Exchange) -> None:
+    """It begins to generate: one call, however many samples it has and clients ask for it."""
+    if work.has_place and not exchange.is_counted:
+        work.has_place, exchange.is_counted = False, True
+        trajectory.calls.use()
 
 
 @contextmanager

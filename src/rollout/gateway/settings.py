@@ -18,7 +18,7 @@ class GatewaySettings:
     model: str = "rollout"
     #: Requests of a trajectory that generate; None allows any number.
     max_calls: int | None = 1024
-    #: Rows of a trajectory beside the first; None allows any number.
+    #: Rows of a trajectory beside the main one; None allows any number.
     max_branches: int | None = 256
     #: Requests of a trajectory that generate at once.
     max_concurrent_calls: int = 64

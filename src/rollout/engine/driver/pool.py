@@ -25,6 +25,7 @@ from rollout.engine.driver.replica_supervisor import Supervisor, nothing_known
 from rollout.engine.driver.replica_transitions import ReplicaTransitions
 from rollout.engine.driver.request_runner import LAST_ANSWER_S, RequestRunner
 from rollout.engine.driver.request_waits import waits_of
+from rollout.engine.driver.sampling_faults import check_sampling
 from rollout.engine.driver.token_ids import check_ids
 from rollout.engine.driver.wait_queue import Notifier, WaitQueue
 from rollout.engine.driver.weight_updater import WeightUpdater
@@ -322,6 +323,7 @@ class EnginePool(PoolMaintenance):
         """
         info = self.info
         check_ids(prompt_ids, info.vocab_size)
+        check_sampling(sampling)
         fault = info.media_fault(each.medium.kind for each in media) if media else ""
         if fault:
             raise EngineError(fault)

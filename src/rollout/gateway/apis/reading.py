@@ -35,6 +35,13 @@ Samples = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
 TopLogProbs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOG_PROBS)]
 
 _PLACE = re.compile(r"^(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
+_BYTE = re.compile(r"\(byte (\d+)\)$")
+#: An escape of JSON for one half of a character beyond U+FFFF, without the other half.
+_LONE_SURROGATE = re.compile(
+    rb"(?<!\\)(?:\\\\)*"
+    rb"(\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+)
 #: In the system prompt of a coding agent's call for the title of a session.
 _TITLE = re.compile(r"\btitle generator\b", re.IGNORECASE)
 
@@ -58,14 +65,32 @@ def decoded(decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw, within:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        found = _PLACE.match(str(error))
-        problem, place = (found[1], found[2]) if found else (str(error), "")
+        problem, place = problem_of(error)
         field = _joined(within, place)
         raise invalid(f"{field}: {problem}" if field else problem, field or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid(f"the body is no JSON: {error}") from None
+        raise invalid(f"the body is no JSON: {_lone_surrogate(body, error) or error}") from None
     except RecursionError:
         raise invalid(f"{within or 'the body'}: nested too deeply", within or None) from None
+
+
+def _lone_surrogate(body: bytes | msgspec.Raw, error: Exception) -> str:
+    """What is wrong with half of a pair, where that is the error; the decoder tells it otherwise.
+
+    It is looked for where the decoder stopped: a body may be long.
+    """
+    text, place = bytes(body), _BYTE.search(str(error))
+    stop = int(place[1]) if place else len(text)
+    found = _LONE_SURROGATE.search(text[max(0, stop - 24) : stop + 8])
+    if found is None:
+        return ""
+    return f"the lone surrogate {found[1].decode()} is no character; expected a pair of them"
+
+
+def problem_of(error: msgspec.ValidationError) -> tuple[str, str]:
+    """What is wrong with a value, and where it stands in it; "" where that is not said."""
+    found = _PLACE.match(str(error))
+    return (found[1], found[2]) if found else (str(error), "")
 
 
 def _joined(within: str, place: str) -> str:
@@ -85,12 +110,13 @@ def json_value(raw: bytes | msgspec.Raw, field: str) -> Any:
     """
     value = decoded(_ANY, raw, field)
     text = bytes(raw)
-    if text.count(b"{") + text.count(b"[") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+    if text.count(b"{") + text.count(b"[") > MAX_DEPTH and is_too_deep(value):
         refuse(field, f"nested too deeply; expected at most {MAX_DEPTH} levels")
     return value
 
 
-def _depth(value: Any) -> int:
+def is_too_deep(value: Any) -> bool:
+    """Whether a value has more than `MAX_DEPTH` levels."""
     level, depth = [value], 0
     while level and depth <= MAX_DEPTH:
         inner = [
@@ -98,7 +124,7 @@ def _depth(value: Any) -> int:
         ]
         level = [each for values in inner for each in values]
         depth += 1
-    return depth
+    return depth > MAX_DEPTH
 
 
 def arguments_of(text: str, field: str) -> Any:
@@ -228,6 +254,11 @@ def stops_of(stop: str | list[str] | None, field: str) -> tuple[str, ...]:
     return stops
 
 
+def top_k_of(top_k: int | None) -> int | None:
+    """As engines take it: 0 means all, as elsewhere."""
+    return -1 if top_k == 0 else top_k
+
+
 def seed_of(seed: int | None) -> int | None:
     """A seed that engines take."""
     return None if seed is None else seed % 2**63
@@ -283,11 +314,10 @@ class Body(msgspec.Struct):
 
     def sampling(self, **more: Any) -> dict[str, Any]:
         """The fields of `SamplingConfig` that the client sets; `more` are the API's own."""
-        top_k = -1 if self.top_k == 0 else self.top_k  # as elsewhere: all of them
         values = {
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": top_k,
+            "top_k": top_k_of(self.top_k),
             "min_p": self.min_p,
             **more,
         }

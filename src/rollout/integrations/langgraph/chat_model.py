@@ -10,12 +10,13 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import PrivateAttr
 
 from rollout.errors import LimitExceeded
-from rollout.gateway.calls import GatewayCall, GatewayError
+from rollout.gateway.calls import GatewayError
+from rollout.integrations.langgraph.arguments import call_of
 from rollout.integrations.langgraph.messages import given_messages, message_of
 from rollout.tools.schema import inline_references
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
     from langchain_core.messages import AIMessage, BaseMessage
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
     from rollout.gateway.runtime_loop import RuntimeLoop
     from rollout.gateway.session import GatewaySession
 
-#: Arguments of a call that are fields of `sampling`, and those that have another name there.
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
-_MAX_TOKENS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
-
 
 class RolloutChatModel(BaseChatModel):
     """The model of one trajectory; made by `open_chat_model`, and of use while that is open.
@@ -37,8 +34,10 @@ class RolloutChatModel(BaseChatModel):
     Each call's messages are matched with what was said before, as the gateway does: a conversation
     that continues extends its row with the sampled ids as they were, another one begins a segment
     (`docs/gateway.md`). Arguments of a call, as of ``bind``, are fields of `sampling`,
-    ``max_tokens``, ``seed``, ``n``, ``tools``, ``tool_choice`` and ``parallel_tool_calls``. Async
-    only: ``ainvoke``, ``astream`` and what is built on them.
+    ``max_tokens``, ``stop``, ``seed``, ``n``, ``tools``, ``tool_choice`` and
+    ``parallel_tool_calls``, each checked as over HTTP; a call with another one, or with a value
+    that cannot be, raises a `GatewayError` that names it, and the trajectory goes on. Async only:
+    ``ainvoke``, ``astream`` and what is built on them.
     """
 
     _session: GatewaySession = PrivateAttr()
@@ -87,11 +86,11 @@ class RolloutChatModel(BaseChatModel):
     async def _agenerate(
         self,
         messages: list[BaseMessage],
-        stop: list[str] | None = None,
+        stop: str | list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        call = self._call(messages, stop or (), kwargs)
+        call = call_of(given_messages(messages), {**kwargs, "stop": stop})
         try:
             completion: Completion = await self._loop.run(self._session.complete, call)
         except GatewayError as error:
@@ -101,25 +100,6 @@ class RolloutChatModel(BaseChatModel):
         self._loop.post(self._session.delivered, completion.id)
         answers = [message_of(answer, completion) for answer in completion.answers]
         return ChatResult(generations=[ChatGeneration(message=each) for each in answers])
-
-    def _call(
-        self, messages: list[BaseMessage], stop: Sequence[str], given: Mapping[str, Any]
-    ) -> GatewayCall:
-        sampling = {name: given[name] for name in _SAMPLING if given.get(name) is not None}
-        for name in _MAX_TOKENS:
-            if given.get(name) is not None:
-                sampling["max_new_tokens"] = given[name]
-        return GatewayCall(
-            api="chat",
-            messages=given_messages(messages),
-            tools=tuple(given.get("tools") or ()),
-            tool_choice="none" if given.get("tool_choice") == "none" else "auto",
-            parallel_calls=given.get("parallel_tool_calls") is not False,
-            sampling=sampling,
-            seed=given.get("seed"),
-            n=given.get("n") or 1,
-            stop=tuple(stop),
-        )
 
 
 def _with_plain_parameters(schema: dict[str, Any]) -> dict[str, Any]:

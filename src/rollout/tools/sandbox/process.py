@@ -95,7 +95,8 @@ class SandboxAnswer(msgspec.Struct, frozen=True):
         output: What was printed, at most ``limits.max_output_bytes``; of a program the end of it.
         code: Exit code of a program that has ended; negative: the signal that killed it.
         files: What was collected after a program, by relative paths.
-        left_out: Paths of files that were to be collected, and were too long or no plain files.
+        left_out: Paths that were to be collected, and were too long or no plain files; after a
+            program also the patterns that nothing matched.
     """
 
     status: Literal["ready", "ok", "error", "stopped"]

@@ -34,20 +34,28 @@ def collect_files(
     most: int,
     before: Mapping[str, tuple[int, ...]] | None = None,
 ) -> tuple[dict[str, str], list[str]]:
-    """Files in base64 by their paths, in order, and the paths of those that are too much.
+    """Files in base64 by their paths, in order, and what was left out.
+
+    That are paths of files that are too long, of links and other things that are no plain files,
+    and of directories that cannot be read; then patterns that nothing matches.
 
     Args:
         directory: Where to look; links are not followed.
         patterns: Paths of files, of directories, which mean all that is in them, or patterns of
             paths, in which ``*`` stands for any text.
         most: Bytes of all files together.
-        before: Those that were there already, which are left out as long as they are the same.
+        before: Those that were there already, which are passed over as long as they are the same,
+            and so are patterns that nothing matches. None: there were none.
     """
     found: dict[str, str] = {}
     left_out: list[str] = []
+    idle = dict.fromkeys(patterns)
     for path in _paths(directory) if patterns else ():
-        if not any(_matches(path, pattern) for pattern in patterns):
+        matching = [pattern for pattern in patterns if _matches(path, pattern)]
+        if not matching:
             continue
+        for pattern in matching:
+            idle.pop(pattern, None)
         if before and before.get(path, ()) == _stamp(os.path.join(directory, path)):
             continue
         content = _read(os.path.join(directory, path), most)
@@ -56,7 +64,7 @@ def collect_files(
         else:
             found[path] = base64.b64encode(content).decode()
             most -= len(content)
-    return found, left_out
+    return found, left_out + (list(idle) if before is None else [])
 
 
 def stamps_of(directory: str) -> dict[str, tuple[int, ...]]:
@@ -77,15 +85,21 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def _paths(directory: str) -> Iterator[str]:
+    """Of files, and of directories that are not looked into: links, and what cannot be read."""
     for place, folders, names in os.walk(directory):
         folders.sort()
-        for name in sorted(names):
+        closed = [name for name in folders if _is_closed(os.path.join(place, name))]
+        for name in sorted([*names, *closed]):
             path = os.path.relpath(os.path.join(place, name), directory)
             try:
                 path.encode()
             except UnicodeEncodeError:  # bytes that are no text: nobody can have asked for it
                 continue
             yield path
+
+
+def _is_closed(folder: str) -> bool:
+    return os.path.islink(folder) or not os.access(folder, os.R_OK | os.X_OK)
 
 
 def _read(path: str, most: int) -> bytes | None:

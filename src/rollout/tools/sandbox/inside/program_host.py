@@ -354,6 +354,8 @@ def _become_program(command: list[str], own: dict[str, str], output: int, direct
         os.execvpe(command[0], command, {**environment(directory), **own})
     except OSError as error:
         os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+    except ValueError as error:
+        os.write(2, f"{error}\n".encode(errors="replace"))
     finally:
         os._exit(127)
 
