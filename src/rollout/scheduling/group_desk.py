@@ -11,6 +11,7 @@ from rollout.agents.identity import Identity
 from rollout.holds import NEVER, Hold
 from rollout.limits import Deadline
 from rollout.scheduling.ended_groups import Ended
+from rollout.scheduling.journal.pulled_before import name_at
 from rollout.scheduling.member_runs import CLOSED
 from rollout.scheduling.prompt_source import PromptSource
 from rollout.scheduling.prompts import check_prompt
@@ -195,13 +196,15 @@ class GroupDesk:
             self._start(source.pull)
 
     def _pulled(self, given: Any, source: PromptSource) -> PulledGroup | None:
-        check_prompt(given, f"source: prompt {source.count - 1}")
-        if self.log.is_repeated(given, source, source.count - 1):
+        place = source.count - 1
+        check_prompt(given, f"source: prompt {place}")
+        if self.log.is_repeated(given, source, place):
             return None
         number, self._numbers = self._numbers, self._numbers + 1
-        if given.uid is None:
+        pulled = name_at(given, place)
+        if given.uid is None:  # another name than that: it differs from those of other sources
             given = msgspec.structs.replace(given, uid=f"prompt-{number}")
-        return PulledGroup(number, given, source, pulled=given.uid)
+        return PulledGroup(number, given, source, pulled=pulled)
 
     def first_kept(self, source: PromptSource) -> PulledGroup | None:
         """What was pulled first of all that a call of this source comes to, taken away."""

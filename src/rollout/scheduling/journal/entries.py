@@ -68,7 +68,8 @@ class PromptEntry(msgspec.Struct, array_like=True, tag=1):
 
     Attributes:
         fields: Of it, packed.
-        pulled: Its uid as its source gave it; None where it did not come from a source of groups.
+        pulled: Its uid as its source gave it, see `name_at`; None where it did not come from a
+            source of groups.
     """
 
     step: int

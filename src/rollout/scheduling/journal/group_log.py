@@ -10,7 +10,7 @@ import msgspec
 from rollout.errors import JournalError, PromptError
 from rollout.scheduling.journal.entries import BEGUN_AGAIN, UNWANTED, PromptEntry
 from rollout.scheduling.journal.packed_trajectory import packed_prompt, prompt_of
-from rollout.scheduling.journal.pulled_before import PulledBefore
+from rollout.scheduling.journal.pulled_before import PulledBefore, name_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -86,7 +86,7 @@ class GroupLog:
         """
         if self._journal is None:
             return False
-        uid = given.uid or f"prompt-{place}"
+        uid = name_at(given, place)
         try:
             fields = packed_prompt(
                 msgspec.structs.replace(given, uid=uid), f"source: prompt {place}"
