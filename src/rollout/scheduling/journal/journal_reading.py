@@ -20,6 +20,7 @@ from rollout.scheduling.journal.entries import (
     Key,
     MediumEntry,
     PromptEntry,
+    SourceEndedEntry,
     TurnEntry,
     VersionEntry,
     answers_in,
@@ -86,6 +87,7 @@ class Contents:
         version: The weights that the engines had last; None where nobody said.
         prompts: By step, uid and call.
         trajectories: In the order in which they are first spoken of.
+        ended_sources: By the step of the call that was told of their end.
         media: Contents of images and videos, by digest.
         size: Of its whole frames, in bytes.
         torn: What follows them.
@@ -96,6 +98,7 @@ class Contents:
         self.version: int | None = None
         self.prompts: dict[PromptKey, Payload] = {}
         self.trajectories: dict[Key, Recorded] = {}
+        self.ended_sources: dict[int, int | None] = {}
         self.media: dict[str, Payload] = {}
         self.size = 0
         self.torn: TornTail | None = None
@@ -125,6 +128,8 @@ class Contents:
                 self.version = entry.version
             case MediumEntry():
                 self.media[entry.digest] = payload
+            case SourceEndedEntry():
+                self.ended_sources[entry.step] = entry.source
 
     def deliveries(self) -> dict[tuple[int, str, int], int]:
         """Of groups, by step, uid and call, the step of the call that gave them to its caller."""
