@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +232,33 @@ def test_collect_of_a_prompt_that_cannot_be_written_is_refused_by_field(tmp_path
     given = iter([Prompt(messages=[{"role": "user", "content": "go"}], extra={"x": object()})])
     with pytest.raises(PromptError, match=r"source: prompt 0\.extra\['x'\] is a object; expected"):
         run(config_of(tmp_path / "journal"), [0], given)
+
+
+@pytest.mark.parametrize("has_uids", [True, False])
+def test_second_source_resumed_gives_each_of_its_prompts_once(
+    tmp_path: Path, has_uids: bool
+) -> None:
+    path = tmp_path / "journal"
+
+    def six(step: int) -> Iterator[Prompt]:
+        return islice(loader(10 * step, has_uids=has_uids), 6)
+
+    def streamed(resume: bool) -> list[str]:
+        async def act() -> list[str]:
+            asked = []
+            async with rollout.open_rollout(config_of(path), [add], resume=resume) as runtime:
+                for step in range(2):
+                    async with runtime.stream_groups(six(step), policy=CARRY, step=step) as groups:
+                        taken = 0
+                        async for group in groups:
+                            asked.append(group.prompt.messages[0]["content"])
+                            taken += 1
+                            if step == 1 and taken == 2 and not resume:
+                                return asked
+            return asked
+
+        return run_virtual(act)
+
+    assert len(streamed(False)) == 8
+    given = [each.messages[0]["content"] for step in range(2) for each in six(step)]
+    assert sorted(streamed(True)) == sorted(given)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 SpanKind = Literal["prompt", "generated", "observation"]
 
@@ -77,6 +77,12 @@ class SpanTable(msgspec.Struct, eq=False, gc=False):
         return max(
             (stop for start, stop in self.generated() if stop > start), default=self.first_stop
         )
+
+    def covers(self, length: int, log_probs: Sequence[bytes]) -> bool:
+        """Whether they are of so many ids, and the generated ones of these packed log-probs."""
+        generated = [stop - start for start, stop in self.generated()]
+        last = _PAIR.unpack_from(self.places, len(self.places) - _PAIR.size) if self.places else [0]
+        return last[-1] == length and generated == [len(each) // 4 for each in log_probs]
 
     def generated(self) -> Iterator[tuple[int, int]]:
         """Where the generated ones start and stop."""

@@ -93,6 +93,11 @@ class Transcript:
         return sum(map(len, self._log_probs)) // 4
 
     @property
+    def is_whole(self) -> bool:
+        """Whether its spans cover its ids, and each generated one has its log-probs."""
+        return self._spans.covers(len(self), self._log_probs)
+
+    @property
     def trailing_observation_length(self) -> int:
         """Tokens observed after the last generated one: nothing answers them."""
         return len(self) - self._spans.last_answered

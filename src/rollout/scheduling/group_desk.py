@@ -11,6 +11,7 @@ from rollout.agents.identity import Identity
 from rollout.holds import NEVER, Hold
 from rollout.limits import Deadline
 from rollout.scheduling.ended_groups import Ended
+from rollout.scheduling.journal.pulled_before import name_at
 from rollout.scheduling.member_runs import CLOSED
 from rollout.scheduling.prompt_source import PromptSource
 from rollout.scheduling.prompts import check_prompt
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from rollout.observe.tally import Tally
     from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.journal.group_log import GroupLog
+    from rollout.scheduling.journal.pulled_before import PulledBefore
     from rollout.scheduling.member_runs import MemberRuns
     from rollout.scheduling.rewarding import Rewarding
     from rollout.worker_threads import WorkerThreads
@@ -40,6 +42,10 @@ class GroupCall(Protocol):
 
     step: int
     taken_names: set[str]
+
+    @property
+    def source(self) -> PromptSource:
+        """Where its prompts come from."""
 
     def change(self) -> None:
         """Something is not as it was."""
@@ -106,6 +112,15 @@ class GroupDesk:
             self._sources[id(given)] = known
         return known
 
+    def source_for(self, source: PromptSource, step: int) -> PromptSource:
+        """It; one that is over where the journal says that it ended in the call of this step."""
+        return self._over(source.given, is_replayed=True) if self.log.has_ended(step) else source
+
+    def _over(self, given: Any, *, is_replayed: bool = False) -> PromptSource:
+        source = PromptSource(given, self._threads, self._pulled)
+        source.is_over, source.is_replayed = True, is_replayed
+        return source
+
     def forget(self, source: PromptSource) -> None:
         """A caller was told that it is over: should it be given again, it begins again."""
         self._sources.pop(id(source.given), None)
@@ -117,18 +132,21 @@ class GroupDesk:
             self._has_ended = anyio.Event()
             self._start(self._run)
         await self._ready.wait()
-        self._restore(call.step)
+        self._restore(call)
         self._calls[call] = None
         self._start(serve)
 
-    def _restore(self, step: int) -> None:
-        """What the journal has for a call of this step is as if it had been pulled."""
-        for each in self.log.left_for(step):
-            source = PromptSource((), self._threads, self._pulled)
-            source.is_over = True
-            group = PulledGroup(each.number, each.prompt, source, before=each)
-            group.pulled = each.entry.pulled or ""
-            (self._orphans if each.step is None else self._due).append(group)
+    def _restore(self, call: GroupCall) -> None:
+        """What the journal has for a call of its step is as if it had been pulled."""
+        self._due += map(self._restored, self.log.given_in(call.step))
+        if not call.source.is_replayed:
+            names = {group.uid for store in (self._due, *self._stores()) for group in store}
+            self._orphans += map(self._restored, self.log.given_in_none(names))
+
+    def _restored(self, before: PulledBefore) -> PulledGroup:
+        source, pulled = self._over(()), before.entry.pulled or ""
+        source.number = before.entry.source
+        return PulledGroup(before.number, before.prompt, source, pulled=pulled, before=before)
 
     def left(self, call: GroupCall) -> None:
         """It has ended."""
@@ -195,18 +213,22 @@ class GroupDesk:
             self._start(source.pull)
 
     def _pulled(self, given: Any, source: PromptSource) -> PulledGroup | None:
-        check_prompt(given, f"source: prompt {source.count - 1}")
-        if self.log.is_repeated(given, source, source.count - 1):
+        place = source.count - 1
+        check_prompt(given, f"source: prompt {place}")
+        if self.log.is_repeated(given, source, place):
             return None
         number, self._numbers = self._numbers, self._numbers + 1
-        if given.uid is None:
+        pulled = name_at(given, place)
+        if given.uid is None:  # another name than that: it differs from those of other sources
             given = msgspec.structs.replace(given, uid=f"prompt-{number}")
-        return PulledGroup(number, given, source, pulled=given.uid)
+        return PulledGroup(number, given, source, pulled=pulled)
 
     def first_kept(self, source: PromptSource) -> PulledGroup | None:
         """What was pulled first of all that a call of this source comes to, taken away."""
         if self._due:
             return self._due.pop(0)
+        if source.is_replayed:
+            return None
         stores = [store for store in (self._orphans, source.kept) if store]
         if not stores:
             return None
@@ -227,6 +249,7 @@ class GroupDesk:
     def prepare(self, group: PulledGroup, call: GroupCall) -> None:
         """Make the members of a group that has none yet, with names of their own."""
         if group.is_begun or group.waiting:
+            call.taken_names.add(group.uid)
             return
         uid, count = group.uid, 1
         while group.before is None and group.uid in call.taken_names:

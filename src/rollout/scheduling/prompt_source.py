@@ -51,6 +51,9 @@ class PromptSource:
         failure: What it raised, until somebody was told.
         is_pulling: Whether it is being asked.
         users: Called whenever it has given something.
+        number: Its own in a journal; None where it has none.
+        is_replayed: It stands for one whose end an earlier process told the caller: what that had
+            is all that there is.
     """
 
     def __init__(
@@ -64,6 +67,8 @@ class PromptSource:
         self.is_over = self.is_pulling = False
         self.failure: BaseException | None = None
         self.users: dict[Callable[[], object], None] = {}
+        self.number: int | None = None
+        self.is_replayed = False
         self._threads = threads
         self._made = made
         self._iterator: Iterator[Any] | AsyncIterator[Any] | None = None

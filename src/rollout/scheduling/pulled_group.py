@@ -50,7 +50,7 @@ class PulledGroup:
         is_rewarded: Whether the reward of groups was asked for.
         is_settled: What it is to become is decided: nothing of it is wanted any more.
         made: What its consumer gets, once it is whole.
-        pulled: Its uid as its source gave it.
+        pulled: Its uid as its source gave it; see `name_at`.
         before: What the journal has of it from an earlier process.
         key: Of one of its members in the journal; None while it is not there.
     """

@@ -20,7 +20,7 @@ def load_trajectories(path: Path | str) -> list[Trajectory]:
     (group, member) `collate` makes a batch of them. Where ``rollout run`` did not come to save a
     batch, the journal is read that it left beside the path. Images and videos are there without
     their contents, which `RolloutBatch.load` has. A last line or record that was cut short is left
-    out, with a warning.
+    out, with a warning, and so are trajectories of a damaged journal that miss a part.
 
     Args:
         path: One of these, or the directory of them.

@@ -9,24 +9,31 @@ from rollout.agents.kept_messages import TurnReader
 from rollout.chat import get_tool_parser
 from rollout.config import config_from_dict
 from rollout.engine.driver.model_template import template_of
+from rollout.errors import JournalError
 from rollout.scheduling.journal.journal_reading import (
+    logger,
     read_journal,
     reader_of,
+    say_damaged,
     say_torn,
     steps_of,
 )
 from rollout.scheduling.journal.packed_trajectory import prompt_of, trajectory_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from rollout.chat import ChatTemplate
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
-    from rollout.scheduling.journal.entries import EndEntry, Key, PromptEntry
-    from rollout.scheduling.journal.journal_reading import Contents
+    from rollout.scheduling.journal.entries import EndEntry, Entry, Key, PromptEntry
+    from rollout.scheduling.journal.frames import Damage
+    from rollout.scheduling.journal.journal_reading import Contents, Payload, Recorded
+    from rollout.scheduling.journal.packed_trajectory import ReaderOf
     from rollout.types import Prompt
+
+    Read = Callable[[Payload], Entry]
 
 
 class _LateTemplate:
@@ -47,7 +54,8 @@ class _LateTemplate:
 def ended_trajectories(path: Path) -> list[Trajectory]:
     """Those that a journal has, in the order in which they were first spoken of.
 
-    Their messages are decoded with the tokenizer of the journal's model when they are read.
+    Their messages are decoded with the tokenizer of the journal's model when they are read. Of a
+    file that is damaged those that are there whole; a warning says how many are not.
 
     Raises:
         JournalError: It cannot be read, or is none.
@@ -57,21 +65,24 @@ def ended_trajectories(path: Path) -> list[Trajectory]:
 
 def ended_by_key(path: Path) -> dict[Key, Trajectory]:
     """As `ended_trajectories`, each with what it was asked for."""
-    contents = read_journal(path)
+    contents = read_journal(path, skips_damage=True)
     if contents.torn is not None:
         say_torn(path, contents.torn)
+    if contents.damages:
+        say_damaged(path, contents)
     if contents.header is None:
+        if contents.damages:
+            raise JournalError(f"{path}: is damaged: its first record, of the run, is lost")
         return {}
     header, read = contents.header, reader_of(path)
     config = config_from_dict(header.all_config)
     template: Any = _LateTemplate(config)
     parser = get_tool_parser(config.agent.tool_format)
     prompts = _prompts(contents, path)
-    found = {}
+    found, lost = {}, 0
     for key, recorded in contents.trajectories.items():
         if recorded.end is None:
             continue
-        entry = cast("EndEntry", read(recorded.end))
         prompt = prompts.get((key.step, key.uid, key.validate, key.call))
         offered = _offered(header.schemas, prompt)
 
@@ -81,9 +92,40 @@ def ended_by_key(path: Path) -> dict[Key, Trajectory]:
         ) -> TurnReader:
             return TurnReader(template, parser, offered if schemas is None else schemas)
 
-        _, rows = steps_of(recorded, read)
-        found[key] = trajectory_of(entry.trajectory, prompt, reader, rows)
+        if contents.damages and not _is_whole(recorded, contents.damages, read):
+            lost += 1
+            continue
+        found[key] = _made(recorded, read, prompt, reader)
+    if lost:
+        logger.warning("%s: %d finished trajectories are left out: parts are missing", path, lost)
     return found
+
+
+def _made(recorded: Recorded, read: Read, prompt: Prompt | None, reader: ReaderOf) -> Trajectory:
+    assert recorded.end is not None
+    entry = cast("EndEntry", read(recorded.end))
+    _, rows = steps_of(recorded, read)
+    return trajectory_of(entry.trajectory, prompt, reader, rows)
+
+
+def _is_whole(recorded: Recorded, damages: Sequence[Damage], read: Read) -> bool:
+    """Whether all of a finished trajectory is there, though parts of the file are not."""
+    if _is_doubtful(recorded, damages):
+        return False
+    unread: Any = None  # nobody reads its messages
+    try:
+        made = _made(recorded, read, None, lambda _: unread)
+    except LookupError:  # its end tells of turns that are not there
+        return False
+    return all(each.is_whole for each in made.transcripts)
+
+
+def _is_doubtful(recorded: Recorded, damages: Sequence[Damage]) -> bool:
+    """Whether it may have begun again from its start in a place that is lost, and ended there."""
+    if recorded.end is None or not recorded.turns:
+        return False
+    last, end = recorded.turns[-1].start, recorded.end.start
+    return any(last < each.start < end for each in damages)
 
 
 def _prompts(contents: Contents, path: Path) -> dict[Any, Prompt]:

@@ -68,7 +68,9 @@ class PromptEntry(msgspec.Struct, array_like=True, tag=1):
 
     Attributes:
         fields: Of it, packed.
-        pulled: Its uid as its source gave it; None where it did not come from a source of groups.
+        pulled: Its uid as its source gave it, see `name_at`; None where it did not come from a
+            source of groups.
+        source: Number of that source, from 1; 0 in journals of before.
     """
 
     step: int
@@ -77,6 +79,7 @@ class PromptEntry(msgspec.Struct, array_like=True, tag=1):
     call: int
     fields: bytes
     pulled: str | None = None
+    source: int = 0
 
 
 class GivenAnswers(msgspec.Struct, array_like=True):
@@ -192,6 +195,17 @@ class MediumEntry(msgspec.Struct, array_like=True, tag=7):
     content: bytes
 
 
+class SourceEndedEntry(msgspec.Struct, array_like=True, tag=8):
+    """The caller of this step was told that its source had ended: given again, it begins anew.
+
+    Attributes:
+        source: As in `PromptEntry`; None where it gave nothing.
+    """
+
+    step: int
+    source: int | None
+
+
 Entry = (
     Header
     | PromptEntry
@@ -201,6 +215,7 @@ Entry = (
     | DeliveredEntry
     | VersionEntry
     | MediumEntry
+    | SourceEndedEntry
 )
 
 

@@ -7,6 +7,7 @@ records.
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from contextlib import contextmanager
@@ -29,6 +30,11 @@ _encode = msgspec.msgpack.Encoder().encode
 _raw_batches = msgspec.msgpack.Decoder(list[list[msgspec.Raw]])
 #: Of an array whose length is a u32: what it begins with, so that it can be filled as batches come.
 _ARRAY, _COUNT = 0xDD, struct.Struct(">BI")
+#: How a payload begins, in which are fewer than 2**24 batches: with an array of batches, which are
+#: arrays of records, which are arrays that begin with a small number.
+_FIRST_RECORD = re.compile(
+    rb"\xdd\0...(?:[\x91-\x9f]|\xdc..|\xdd....)(?:[\x91-\x9f]|\xdc..)[\0-\x1f]", re.DOTALL
+)
 _EMPTY = bytes(_HEAD.size + _COUNT.size)
 #: No frame is longer; what says otherwise is no frame.
 MAX_PAYLOAD = 1 << 30
@@ -48,6 +54,13 @@ class Frame(NamedTuple):
 
 class TornTail(NamedTuple):
     """What follows the last whole frame of a journal; it begins at `start`."""
+
+    start: int
+    size: int
+
+
+class Damage(NamedTuple):
+    """What holds no whole frame, though one begins after it; it begins at `start`."""
 
     start: int
     size: int
@@ -153,17 +166,37 @@ def check_magic(path: Path, data: memoryview) -> bool:
     raise JournalError(f"{path}: is no journal")
 
 
-def frames(data: memoryview) -> Iterator[Frame | TornTail]:
+def frames(data: memoryview) -> Iterator[Frame | Damage | TornTail]:
     """The whole frames after the first line, then what follows the last of them, if anything."""
     start = len(MAGIC)
     while start < len(data):
         payload = _payload(data, start)
         if payload is None:
-            yield TornTail(start, len(data) - start)
-            return
+            following = _next_frame(data, start + 1)
+            if following is None:
+                yield TornTail(start, len(data) - start)
+                return
+            yield Damage(start, following - start)
+            start = following
+            continue
         frame = Frame(start, payload)
         start = frame.stop
         yield frame  # whose payload may be released
+
+
+def _next_frame(data: memoryview, start: int) -> int | None:
+    """Where the next whole frame begins, from there on; None where none does.
+
+    Only what looks like the first record of a payload is summed: in other bytes that is one place
+    in hundreds of millions, so that a large file costs little more than a look at each byte.
+    """
+    at = start + _HEAD.size
+    while found := _FIRST_RECORD.search(data, at):
+        begin = found.start() - _HEAD.size
+        if _payload(data, begin) is not None:
+            return begin
+        at = found.start() + 1
+    return None
 
 
 def _payload(data: memoryview, start: int) -> memoryview | None:

@@ -10,7 +10,7 @@ import msgspec
 from rollout.agents.turn_log import AskedCalls
 from rollout.chat.media_records import without_content
 from rollout.medium import Media
-from rollout.scheduling.journal.plain_data import plain
+from rollout.scheduling.journal.plain_data import plain, plain_items
 from rollout.tools import ToolResult
 from rollout.tools.answers import Answers
 
@@ -61,7 +61,7 @@ def asked_of(prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]) -
     """What is asked by these calls here; None where it cannot be remembered."""
     try:
         return AskedCalls(prefix, prefix.length, _encode(calls))
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RecursionError):
         return None
 
 
@@ -80,6 +80,7 @@ def plain_states(states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _RESULT_FIELDS = ("text", "data", "reward", "metrics", "is_error", "end_trajectory", "extra")
+_TO_PLAIN = {"metrics": plain_items, "extra": plain_items}
 
 
 def fields_of(result: ToolResult, at: int) -> str | list[Any]:
@@ -101,7 +102,10 @@ def fields_of(result: ToolResult, at: int) -> str | list[Any]:
 
 
 def _fields(result: ToolResult, at: int) -> list[Any]:
-    return [plain(getattr(result, name), f"answers[{at}].{name}") for name in _RESULT_FIELDS]
+    return [
+        _TO_PLAIN.get(name, plain)(getattr(result, name), f"answers[{at}].{name}")
+        for name in _RESULT_FIELDS
+    ]
 
 
 def shown(result: ToolResult) -> tuple[Sequence[Media], Sequence[Media]]:

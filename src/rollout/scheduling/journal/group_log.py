@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rollout.errors import JournalError, PromptError
-from rollout.scheduling.journal.entries import BEGUN_AGAIN, UNWANTED, PromptEntry
+from rollout.scheduling.journal.entries import (
+    BEGUN_AGAIN,
+    UNWANTED,
+    PromptEntry,
+    SourceEndedEntry,
+)
 from rollout.scheduling.journal.packed_trajectory import packed_prompt, prompt_of
-from rollout.scheduling.journal.pulled_before import PulledBefore
+from rollout.scheduling.journal.pulled_before import PulledBefore, name_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,6 +23,7 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.scheduling.journal.journal import Journal
     from rollout.scheduling.journal.trajectory_log import TrajectoryLog
+    from rollout.scheduling.prompt_source import PromptSource
     from rollout.scheduling.prompts import Member
     from rollout.scheduling.pulled_group import PulledGroup
     from rollout.types import Prompt
@@ -31,7 +37,8 @@ class GroupLog:
 
     A resumed run begins its sources again, or gives what they have left. So prompts that are pulled
     again, in any order, are known and left out, until the source gives one that the journal has
-    not: what it has of them is given out by itself.
+    not: what it has of them is given out by itself. Those of a source whose end was told are not:
+    whoever gives them again begins it anew.
 
     Args:
         journal: None where there is none.
@@ -44,18 +51,29 @@ class GroupLog:
     def __init__(self, journal: Journal | None, *, has_group_reward: bool) -> None:
         self._journal = journal
         self._has_group_reward = has_group_reward
-        self._pulls: Counter[_Pull] = Counter()
+        #: The numbers of the sources that are expected to give it again.
+        self._pulls: dict[_Pull, deque[int]] = {}
         self._beyond: dict[int, object] = {}
         self._left: list[PulledBefore] = []
-        for entry in () if journal is None else journal.pulled_before():
-            step = self._step_of(entry)
-            if step != BEGUN_AGAIN:
-                number = self._pulls.total()
-                self._pulls[_pull_of(entry.fields, entry.pulled or "")] += 1
-                if step != UNWANTED:
-                    prompt = prompt_of(entry.fields)
-                    self._left.append(PulledBefore(number, prompt, entry, step))
-        self.pulled = self._pulls.total()
+        self._ended = {} if journal is None else dict(journal.ended_sources)
+        self.pulled = self._sources = 0
+        if journal is not None:
+            self._read(journal.pulled_before())
+
+    def _read(self, entries: Sequence[PromptEntry]) -> None:
+        """Know what an earlier process pulled."""
+        steps = [self._step_of(entry) for entry in entries]
+        pulled = [each for each in zip(entries, steps, strict=True) if each[1] != BEGUN_AGAIN]
+        # Where another call had still some of them, it asks the source again up to its end.
+        over = {*self._ended.values()} - {e.source for e, step in pulled if step is None}
+        for number, (entry, step) in enumerate(pulled):
+            if entry.source not in over:
+                pull = _pull_of(entry.fields, entry.pulled or "")
+                self._pulls.setdefault(pull, deque()).append(entry.source)
+            if step != UNWANTED:
+                self._left.append(PulledBefore(number, prompt_of(entry.fields), entry, step))
+        self.pulled = len(pulled)
+        self._sources = max((entry.source for entry in entries), default=0)
 
     def _step_of(self, entry: PromptEntry) -> int | None:
         assert self._journal is not None
@@ -66,19 +84,45 @@ class GroupLog:
         if self._journal is not None:
             self._journal.check_announced()
 
-    def left_for(self, step: int) -> list[PulledBefore]:
-        """Those that a call of this step gave to its caller, then those that none did; once."""
-        due = [each for each in self._left if each.step == step]
-        rest = [each for each in self._left if each.step is None]
-        self._left = [each for each in self._left if each.step not in (step, None)]
-        return due + rest
+    def has_ended(self, step: int) -> bool:
+        """Whether a call of this step was told that its source had ended; said once."""
+        if step not in self._ended:
+            return False
+        del self._ended[step]
+        return True
 
-    def is_repeated(self, given: Prompt, source: object, place: int) -> bool:
+    def source_ended(self, source: PromptSource, step: int) -> None:
+        """The caller of this step is told that its source has ended."""
+        if self._journal is not None:
+            self._journal.put(SourceEndedEntry(step, source.number))
+
+    def given_in(self, step: int) -> list[PulledBefore]:
+        """Those that a call of this step gave to its caller; once."""
+        return self._taken([each for each in self._left if each.step == step])
+
+    def given_in_none(self, names: set[str]) -> list[PulledBefore]:
+        """Those that no call did; once.
+
+        Of several that have the same name the first, and none that has one of these: they are
+        left for a later call, since none gets a name twice.
+        """
+        rest: dict[str | None, PulledBefore] = {}
+        for each in self._left:
+            if each.step is None and each.prompt.uid not in names:
+                rest.setdefault(each.prompt.uid, each)
+        return self._taken(list(rest.values()))
+
+    def _taken(self, chosen: list[PulledBefore]) -> list[PulledBefore]:
+        numbers = {each.number for each in chosen}
+        self._left = [each for each in self._left if each.number not in numbers]
+        return chosen
+
+    def is_repeated(self, given: Prompt, source: PromptSource, place: int) -> bool:
         """Whether a source gives again what an earlier process pulled.
 
         Args:
             given: What it gave.
-            source: Names it.
+            source: It; the number is put in that it has in the journal.
             place: How many it gave before.
 
         Raises:
@@ -86,21 +130,24 @@ class GroupLog:
         """
         if self._journal is None:
             return False
-        uid = given.uid or f"prompt-{place}"
+        uid = name_at(given, place)
         try:
             fields = packed_prompt(
                 msgspec.structs.replace(given, uid=uid), f"source: prompt {place}"
             )
         except (JournalError, TypeError, ValueError, OverflowError) as error:
             raise PromptError(f"{error} (journal.path is set)") from error
-        if id(source) in self._beyond:
-            return False
-        pull = _pull_of(fields, uid)
-        if not self._pulls[pull]:
-            self._beyond[id(source)] = source
-            return False
-        self._pulls[pull] -= 1
-        return True
+        expected = None if id(source) in self._beyond else self._pulls.get(_pull_of(fields, uid))
+        if expected:
+            number = expected.popleft()
+            if source.number is None:
+                source.number = number
+            return True
+        self._beyond[id(source)] = source
+        if source.number is None:
+            self._sources += 1
+            source.number = self._sources
+        return False
 
     def enrol(self, group: PulledGroup) -> None:
         """Give the members of a group, all of which wait, their logs."""
@@ -109,7 +156,10 @@ class GroupLog:
         call = None if group.before is None else group.before.entry.call
         with self._journal.together():
             for entry in self._journal.enrol(group.waiting, call):
-                self._journal.put(msgspec.structs.replace(entry, pulled=group.pulled))
+                source = group.source.number
+                self._journal.put(
+                    msgspec.structs.replace(entry, pulled=group.pulled, source=source or 0)
+                )
             if group.key is not None:
                 self._journal.delivered([group.key], BEGUN_AGAIN)
         assert group.waiting[0].log is not None

@@ -38,7 +38,7 @@ from rollout.scheduling.journal.trajectory_log import TrajectoryLog
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from rollout.agents.services import Services
     from rollout.config import JournalConfig, RolloutConfig
@@ -78,6 +78,11 @@ class Journal(OpenJournal):
     def delivery_of(self, step: int, uid: str, call: int) -> int | None:
         """The step of the call that gave members of a group to its caller; None: none did."""
         return self._contents.deliveries().get((step, uid, call))
+
+    @property
+    def ended_sources(self) -> Mapping[int, int | None]:
+        """See `Contents`."""
+        return self._contents.ended_sources
 
     def enrol(self, members: Sequence[Member], known_call: int | None = None) -> list[PromptEntry]:
         """Give each member its log; prompts to be written. In any thread.

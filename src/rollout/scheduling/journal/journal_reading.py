@@ -20,6 +20,7 @@ from rollout.scheduling.journal.entries import (
     Key,
     MediumEntry,
     PromptEntry,
+    SourceEndedEntry,
     TurnEntry,
     VersionEntry,
     answers_in,
@@ -27,6 +28,7 @@ from rollout.scheduling.journal.entries import (
 )
 from rollout.scheduling.journal.frames import (
     MAGIC,
+    Damage,
     Frame,
     TornTail,
     check_magic,
@@ -36,7 +38,7 @@ from rollout.scheduling.journal.frames import (
 from rollout.scheduling.journal.told_rows import Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
 logger = logging.getLogger("rollout.journal")
@@ -86,9 +88,11 @@ class Contents:
         version: The weights that the engines had last; None where nobody said.
         prompts: By step, uid and call.
         trajectories: In the order in which they are first spoken of.
+        ended_sources: By the step of the call that was told of their end.
         media: Contents of images and videos, by digest.
         size: Of its whole frames, in bytes.
         torn: What follows them.
+        damages: Places between them that hold none.
     """
 
     def __init__(self) -> None:
@@ -96,9 +100,11 @@ class Contents:
         self.version: int | None = None
         self.prompts: dict[PromptKey, Payload] = {}
         self.trajectories: dict[Key, Recorded] = {}
+        self.ended_sources: dict[int, int | None] = {}
         self.media: dict[str, Payload] = {}
         self.size = 0
         self.torn: TornTail | None = None
+        self.damages: list[Damage] = []
         self._deliveries: dict[tuple[int, str, int], int] | None = None
 
     def add(self, payload: Payload, entry: Entry) -> None:
@@ -125,6 +131,8 @@ class Contents:
                 self.version = entry.version
             case MediumEntry():
                 self.media[entry.digest] = payload
+            case SourceEndedEntry():
+                self.ended_sources[entry.step] = entry.source
 
     def deliveries(self) -> dict[tuple[int, str, int], int]:
         """Of groups, by step, uid and call, the step of the call that gave them to its caller."""
@@ -147,8 +155,12 @@ class Contents:
         return recorded
 
 
-def read_journal(path: Path) -> Contents:
+def read_journal(path: Path, *, skips_damage: bool = False) -> Contents:
     """What a journal holds; a tail that is no whole record is left out, and named in `torn`.
+
+    Args:
+        path: Of the file.
+        skips_damage: Whether places that are damaged are left out as well, and named in `damages`.
 
     Raises:
         JournalError: It cannot be read, is none, or is damaged.
@@ -161,23 +173,42 @@ def read_journal(path: Path) -> Contents:
             with closing(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) as mapped:
                 data = memoryview(mapped)
                 try:
-                    _scan(path, data, contents)
+                    following = _scan(path, data, contents)
                 finally:
                     data.release()
     except OSError as error:
         raise JournalError(f"{path} cannot be read: {error.strerror}") from error
+    if contents.damages and not skips_damage:
+        raise JournalError(_damaged(path, contents.damages, following))
     return contents
 
 
-def _scan(path: Path, data: memoryview, contents: Contents) -> None:
+def _damaged(path: Path, damages: Sequence[Damage], following: int) -> str:
+    first = damages[0]
+    places = "" if len(damages) == 1 else f", the first of {len(damages)} such places"
+    return (
+        f"{path}: is damaged: the {first.size} bytes from byte {first.start} on hold no whole "
+        f"record{places}, and {following} whole frames follow. Nothing is cut off. Where there is "
+        f"no better copy, rollout.load_trajectories reads what can be read, and its first "
+        f"{first.start} bytes alone can be resumed (truncate --size={first.start})"
+    )
+
+
+def _scan(path: Path, data: memoryview, contents: Contents) -> int:
+    """Read it; how many whole frames follow the first place that is damaged."""
+    following = 0
     if not check_magic(path, data):
         contents.torn = TornTail(0, len(data))
-        return
+        return following
     contents.size = len(MAGIC)
     for frame in frames(data):
         if isinstance(frame, TornTail):
             contents.torn = frame
-            return
+            break
+        if isinstance(frame, Damage):
+            contents.damages.append(frame)
+            continue
+        following += len(contents.damages) > 0
         end = frame.stop
         try:
             for payload, entry in entries_of(frame):
@@ -187,6 +218,7 @@ def _scan(path: Path, data: memoryview, contents: Contents) -> None:
         finally:
             frame.payload.release()
         contents.size = end
+    return following
 
 
 def entries_of(frame: Frame) -> list[tuple[Payload, Entry]]:
@@ -228,6 +260,18 @@ def say_torn(path: Path, torn: TornTail) -> None:
         torn.size,
         torn.start,
     )
+
+
+def say_damaged(path: Path, contents: Contents) -> None:
+    """Name what of a journal is left out between its records."""
+    for each in contents.damages:
+        logger.warning(
+            "%s: the %d bytes from byte %d on hold no whole record and are left out, though others "
+            "follow: the file is damaged there",
+            path,
+            each.size,
+            each.start,
+        )
 
 
 class RecordedMedia:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,14 +14,14 @@ from rollout.chat.media_records import message_record, without_content
 from rollout.chat.packed_transcript import PackedTranscript
 from rollout.chat.trajectory import Parent, Segment, Trajectory
 from rollout.chat.transcript import Transcript
+from rollout.errors import JournalError
 from rollout.medium import Media, PlacedMedia
-from rollout.scheduling.journal.plain_data import Unwritable, plain, restored
+from rollout.scheduling.journal.plain_data import TOO_DEEP, Unwritable, plain, plain_items, restored
 from rollout.types import Cause, Message, Outcome, Prompt, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
-    from rollout.errors import JournalError
     from rollout.scheduling.journal.told_rows import Rows, ToldRow
 
     #: What reads messages whose tools have these schemas; None: those of the prompt.
@@ -199,9 +200,9 @@ def _packed_messages(
 
 def _metrics(metrics: Mapping[str, Any]) -> Any:
     """Mostly they are numbers, which need no second look."""
-    return (
-        metrics if _NUMBERS.issuperset(map(type, metrics.values())) else plain(metrics, "metrics")
-    )
+    if _NUMBERS.issuperset(map(type, metrics.values())):
+        return metrics
+    return plain_items(metrics, "metrics")
 
 
 def _encodable(cause: Cause | None) -> Cause | None:
@@ -293,17 +294,23 @@ def packed_prompt(prompt: Prompt, where: str) -> bytes:
         JournalError: One holds what is no plain data; names it.
     """
     fields = {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
-    fields["messages"] = [_plain_message(each) for each in prompt.messages]
+    try:
+        fields["messages"] = [_plain_message(each) for each in prompt.messages]
+    except RecursionError:
+        raise JournalError(f"{where}.messages {TOO_DEEP}") from None
     for name, value in fields.items():
         is_given = value is not None and (type(value) is not dict or len(value) > 0)
         if is_given:  # most are not
-            fields[name] = plain(value, f"{where}.{name}")
+            to_plain = plain_items if isinstance(value, Mapping) else plain
+            fields[name] = to_plain(value, f"{where}.{name}")
     return _encode(fields)
 
 
 def _plain_message(message: Any) -> Any:
-    """As a mapping: what a template makes of it is the same."""
-    return msgspec.to_builtins(message) if isinstance(message, Message) else message
+    """As a dict: what a template makes of it is the same."""
+    if isinstance(message, Message):
+        return msgspec.to_builtins(message)
+    return dict(message) if isinstance(message, Mapping) else message
 
 
 def prompt_of(fields: bytes) -> Prompt:

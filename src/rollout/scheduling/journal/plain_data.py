@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
 
 from rollout.errors import JournalError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 logger = logging.getLogger("rollout.journal")
 
@@ -17,6 +20,10 @@ EXPECTED = (
     "array of numbers"
 )
 _ARRAY, _SCALAR, _TUPLE = 1, 2, 3
+#: How deep values may be nested: what is written can be read again, however little of the stack is
+#: left then.
+MAX_DEPTH = 100
+TOO_DEEP = f"refers to itself, or is nested more than {MAX_DEPTH} deep"
 #: Kinds of NumPy's types that are numbers.
 _NUMBERS = "biufc"
 _SIMPLE = frozenset((bool, float, bytes))
@@ -48,9 +55,20 @@ def plain(value: Any, where: str) -> Any:
         return _plain(value)
     except _Unplain as error:
         raise JournalError(f"{where}{error.path} {error}") from None
+    except RecursionError:
+        raise JournalError(f"{where} {TOO_DEEP}; {EXPECTED}") from None
 
 
-def _plain(value: Any) -> Any:
+def plain_items(items: Mapping[Any, Any], where: str) -> dict[Any, Any]:
+    """The same for the items of any mapping, which comes back as a dict.
+
+    Raises:
+        JournalError: One holds what is no plain data; names where that stands.
+    """
+    return cast("dict[Any, Any]", plain(dict(items), where))
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
     kind = type(value)
     if value is None or kind in _SIMPLE:
         return value
@@ -60,36 +78,44 @@ def _plain(value: Any) -> Any:
         if not _LEAST <= value <= _MOST:
             raise _Unplain(f"is an int of more than 64 bits; {EXPECTED}")
         return value
-    if isinstance(value, dict):
-        return _items(value)
+    if kind is dict:  # one of another type would not come back as such
+        return _items(value, depth + 1)
     if kind is list:
-        return _each(value)
+        return _each(value, depth + 1)
     if kind is tuple:
-        return msgspec.msgpack.Ext(_TUPLE, _encoder.encode(_each(value)))
+        return msgspec.msgpack.Ext(_TUPLE, _encoder.encode(_each(value, depth + 1)))
     return _array(value)
 
 
-def _items(value: dict[Any, Any]) -> dict[Any, Any]:
+def _items(value: Mapping[Any, Any], depth: int) -> dict[Any, Any]:
+    _check_depth(depth)
     made = {}
     for key, each in value.items():
         if type(key) is type(each) is str and key.isascii() and each.isascii():  # as a rule
             made[key] = each
             continue
         try:
-            made[_key(key)] = _plain(each)
+            made[_key(key)] = _plain(each, depth)
         except _Unplain as error:
             raise error.within(key) from None
     return made
 
 
-def _each(values: Any) -> list[Any]:
+def _each(values: Any, depth: int) -> list[Any]:
+    _check_depth(depth)
     made: list[Any] = []
     for each in values:
         try:
-            made.append(_plain(each))
+            made.append(_plain(each, depth))
         except _Unplain as error:
             raise error.within(len(made)) from None
     return made
+
+
+def _check_depth(depth: int) -> None:
+    """Raise what the interpreter raises a little later: where it stands would fill a page."""
+    if depth > MAX_DEPTH:
+        raise RecursionError
 
 
 def _encodable(value: str) -> str:
@@ -107,8 +133,9 @@ def _key(key: Any) -> Any:
 
 
 def _array(value: Any) -> Any:
-    is_array = isinstance(value, np.ndarray)
-    if (is_array or isinstance(value, np.generic)) and value.dtype.kind in _NUMBERS:
+    is_array = type(value) is np.ndarray  # a subclass has more than its numbers, such as a mask
+    is_scalar = isinstance(value, np.generic) and type(value) is value.dtype.type
+    if (is_array or is_scalar) and value.dtype.kind in _NUMBERS:
         array = np.ascontiguousarray(value)
         fields = [array.dtype.str, list(np.shape(value)), array.tobytes()]
         return msgspec.msgpack.Ext(_ARRAY if is_array else _SCALAR, _encoder.encode(fields))
@@ -146,16 +173,20 @@ class Unwritable:
             where: Names it.
         """
         try:
-            return _items(items), None
+            return _items(items, 1), None
         except _Unplain as error:
             fault = JournalError(f"{where}{error.path} {error}")
+        except RecursionError:  # the loop below names it
+            fault = None
         written: dict[Any, Any] = {}
         for key, value in items.items():
             try:
-                written[_key(key)] = _plain(value)
-            except _Unplain as error:
+                written[_key(key)] = _plain(value, 1)
+            except (_Unplain, RecursionError) as error:
+                what = error if isinstance(error, _Unplain) else _Unplain(f"{TOO_DEEP}; {EXPECTED}")
+                found = JournalError(f"{where}{what.within(key).path} {what}")
+                fault = fault or found
                 if self._as_text:
-                    found = JournalError(f"{where}{error.within(key).path} {error}")
                     written[str(key)] = self._text(value, found)
         return written, None if self._as_text else fault
 

@@ -23,3 +23,8 @@ class PulledBefore(NamedTuple):
     prompt: Prompt
     entry: PromptEntry
     step: int | None
+
+
+def name_at(prompt: Prompt, place: int) -> str:
+    """As what a journal knows a prompt that its source gave after so many others."""
+    return prompt.uid or f"prompt-{place}"

@@ -309,7 +309,7 @@ class TrajectoryLog:
             packed, fault = packed_trajectory(trajectory, schemas, unwritable, told)
             if fault is None:
                 return packed
-        except (JournalError, TypeError, ValueError, OverflowError) as error:
+        except (JournalError, TypeError, ValueError, OverflowError, RecursionError) as error:
             fault = error if isinstance(error, JournalError) else JournalError(said(error))
             drop_messages(trajectory)
         fail_unwritten(trajectory, fault)

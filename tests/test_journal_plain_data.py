@@ -1,0 +1,160 @@
+"""Values of users in a journal: back as they were, or refused by the field that holds them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout import (
+    JournalError,
+    Message,
+    Outcome,
+    Prompt,
+    PromptError,
+    Reward,
+    Trajectory,
+    function_tool,
+)
+from rollout.scheduling.journal.plain_data import (
+    EXPECTED,
+    MAX_DEPTH,
+    TOO_DEEP,
+    Unwritable,
+    plain,
+    plain_items,
+)
+from rollout.tools import ToolResult
+from test_journal import CALLED, config_of, prompts, run
+
+
+def nested(depth: int, innermost: Any = None) -> Any:
+    value = innermost
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def endless() -> list[Any]:
+    value: list[Any] = []
+    value.append((value, value))
+    return value
+
+
+@pytest.mark.parametrize("value", [endless(), nested(3000), {"in": nested(MAX_DEPTH)}])
+def test_extra_that_is_nested_without_end_fails_its_trajectory_alone(
+    tmp_path: Path, value: Any
+) -> None:
+    def attaching(trajectory: Trajectory) -> Reward:
+        return Reward(value=1.0, extra={"v": value} if trajectory.uid == "quick" else {})
+
+    given = prompts("quick", "sum")
+    path = tmp_path / "journal"
+    quick, whole = run(config_of(path), given, reward=attaching).trajectories
+    assert whole.outcome is Outcome.COMPLETED
+    assert (quick.outcome, quick.reason, quick.extra) == (Outcome.FAILED, "journal", {})
+    assert quick.cause is not None
+    assert quick.cause.message == f"extra['v'] {TOO_DEEP}; {EXPECTED}"
+    again = run(config_of(path), given, reward=attaching, resume=True)
+    assert again.statistics.returned == 2
+
+
+def test_values_as_deep_as_may_be_come_back_and_deeper_ones_are_refused() -> None:
+    assert plain(nested(MAX_DEPTH), "here") == nested(MAX_DEPTH)
+    for value in (nested(MAX_DEPTH + 1), endless()):
+        with pytest.raises(JournalError) as refused:
+            plain(value, "here")
+        assert str(refused.value) == f"here {TOO_DEEP}; {EXPECTED}"
+
+
+def test_extra_without_end_is_text_where_text_is_written() -> None:
+    deep = nested(3000)
+    written, fault = Unwritable(as_text=True).items({"fine": 1, "v": endless(), "w": deep}, "x")
+    assert fault is None
+    assert written == {
+        "fine": 1,
+        "v": "[([...], [...])]",
+        "w": "<list whose repr raises RecursionError>",
+    }
+
+
+def test_answer_of_a_tool_without_end_is_not_written_and_asked_again(tmp_path: Path) -> None:
+    @function_tool
+    async def add(a: int, b: int) -> ToolResult:
+        """Add.
+
+        Args:
+            a: One.
+            b: Another.
+        """
+        CALLED.append((a, b))
+        return ToolResult(str(a + b), data=endless())
+
+    run_ = run(config_of(tmp_path / "journal"), prompts("sum"), tools=[add], reward=None)
+    assert run_.trajectories[0].outcome is Outcome.COMPLETED
+    assert len(CALLED) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"extra": {"v": endless()}}, r"\.extra"),
+        ({"messages": [{"role": "user", "content": "x", "v": endless()}]}, r"\.messages"),
+        ({"messages": [Message(role="user", content="x", extra={"v": nested(3000)})]}, ".messages"),
+    ],
+)
+def test_prompt_without_end_is_refused_by_field(
+    tmp_path: Path, fields: dict[str, Any], where: str
+) -> None:
+    given = Prompt(**{"messages": [{"role": "user", "content": "quick"}], **fields})
+    with pytest.raises(PromptError, match=rf"^prompts\[0\]{where} refers to itself"):
+        run(config_of(tmp_path / "journal"), [given])
+
+
+class Scaled(np.ndarray):
+    """An array that is more than its numbers."""
+
+
+class Odd(np.float64):
+    """A number that is more than one."""
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (np.ma.masked_array([1, 2, 3], mask=[0, 1, 0]), "numpy.ma.MaskedArray"),
+        (np.arange(3).view(Scaled), "test_journal_plain_data.Scaled"),
+        (Odd(1.5), "test_journal_plain_data.Odd"),
+        (OrderedDict(a=1), "collections.OrderedDict"),
+        (defaultdict(list, a=[1]), "collections.defaultdict"),
+        (MappingProxyType({"a": 1}), "mappingproxy"),
+    ],
+)
+def test_value_that_would_come_back_as_another_is_refused(value: Any, name: str) -> None:
+    with pytest.raises(JournalError) as refused:
+        plain({"v": [value]}, "extra")
+    # The module of a masked array has had two names.
+    told = str(refused.value).replace("numpy.ma.core.", "numpy.ma.")
+    assert told == f"extra['v'][0] is a {name}; {EXPECTED}"
+
+
+def test_extra_itself_may_be_any_mapping(tmp_path: Path) -> None:
+    given = Prompt(
+        messages=[OrderedDict(role="user", content="quick")],
+        uid="quick",
+        extra=MappingProxyType({"a": (1, 2)}),
+    )
+
+    def attaching(trajectory: Trajectory) -> Reward:
+        return Reward(value=1.0, extra=OrderedDict(a=(1, 2)))
+
+    path = tmp_path / "journal"
+    whole = run(config_of(path), [given], reward=attaching).trajectories[0]
+    assert whole.outcome is Outcome.COMPLETED
+    again = run(config_of(path), [given], reward=None, resume=True).trajectories[0]
+    assert dict(again.extra) == {"a": (1, 2)}
+    assert plain_items(defaultdict(int, b=1), "here") == {"b": 1}
