@@ -314,6 +314,9 @@ class GroupBook:
     def leave(self, *, is_over: bool = False) -> Leaving:
         """End the call: what it has and did not take is kept, as `surplus` says.
 
+        A group that is whole and not judged, because its reward was interrupted, is like one that
+        runs: where it is carried, the next call judges it.
+
         Args:
             is_over: Nothing is carried, because the runtime is being closed.
         """
@@ -324,7 +327,8 @@ class GroupBook:
             if carries or not group.is_begun:
                 self.counts["carried"] += group.is_begun
                 leaving.kept.append(group)
-                leaving.carried += group.running
+                if not group.is_settled:  # else what runs of it was cancelled
+                    leaving.carried += group.running
             else:
                 self.counts["cancelled"] += 1
                 leaving.kept.append(group.fresh())

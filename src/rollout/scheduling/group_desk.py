@@ -8,7 +8,7 @@ import anyio
 import msgspec
 
 from rollout.agents.identity import Identity
-from rollout.holds import NEVER, Hold
+from rollout.holds import Hold
 from rollout.limits import Deadline
 from rollout.scheduling.ended_groups import Ended
 from rollout.scheduling.member_runs import CLOSED
@@ -259,12 +259,16 @@ class GroupDesk:
         own = Deadline.after(self._config.limits.trajectory_s, "limits.trajectory_s")
         return group.deadline if group.deadline and group.deadline.at < own.at else own
 
-    async def reward(self, group: PulledGroup, wanted: Sequence[Ended]) -> None:
-        """Ask for the reward of a group, once."""
-        if self._rewarding.group is None or group.is_rewarded or self.log.is_rewarded(wanted):
-            return
+    def wants_reward(self, group: PulledGroup, ended: Sequence[Ended]) -> bool:
+        """Whether the reward of groups is still to be asked for, of these members."""
+        if self._rewarding.group is None or group.is_rewarded:
+            return False
+        return not self.log.is_rewarded(ended)
+
+    async def reward(self, group: PulledGroup, wanted: Sequence[Ended], deadline: Deadline) -> None:
+        """Ask for the reward of a group; cancelled meanwhile, it may be asked for again."""
+        await self._rewarding.reward_group(wanted, self.runs.supervision, deadline)
         group.is_rewarded = True
-        await self._rewarding.reward_group(wanted, self.runs.supervision, NEVER)
 
     async def end(self, run: AgentRun, trajectory: Trajectory) -> None:
         """See `MemberHome`."""

@@ -73,7 +73,8 @@ class _Call:
     """Whom a call of a reward function concerns, and until when.
 
     Attributes:
-        members: Those that it is to reward; once all of them are cancelled, it is.
+        members: Those that it is to reward; once all of them are cancelled, or their time is
+            over, it is ended.
         supervision: Sees that it ends.
         deadline: The batch's.
     """
@@ -86,6 +87,16 @@ class _Call:
     def is_cancelled(self) -> bool:
         """Whether nobody wants it any more."""
         return all(member.cancel_reason is not None for member in self.members)
+
+    @property
+    def over(self) -> Deadline | None:
+        """Whose time ended it, where somebody else than its own clock saw to that."""
+        return self.members[0].over
+
+    @property
+    def is_unwanted(self) -> bool:
+        """Whether it is to end, for one reason or the other."""
+        return all(m.cancel_reason is not None or m.over is not None for m in self.members)
 
     async def run(
         self, work: SupervisedCall[A], score: Callable[[], Awaitable[A]]
@@ -236,7 +247,7 @@ class Rewarding:
             return answer
         if call.is_cancelled:
             return Unrewarded(outcome=Outcome.CANCELLED, reason=call.members[0].cancel_reason or "")
-        return clock.over(names, scorer.when_late)
+        return clock.over(names, scorer.when_late, call.over)
 
 
 def _error_of(answer: object) -> str:
@@ -266,21 +277,22 @@ class _Clock:
         self._deadline = Deadline.after(self._limit_s, LIMIT, self._batch)
         self._work.deadline = self._deadline.fires_at
 
-    def over(self, names: _Names, when_late: str) -> Unrewarded:
-        """Why the reward is not known, when it is over."""
-        error = self._deadline.error()
+    def over(self, names: _Names, when_late: str, over: Deadline | None) -> Unrewarded:
+        """Why the reward is not known, when it is over, or the time `over` was before."""
+        deadline = over or self._deadline
+        error = deadline.error()
         state = f"had not returned{when_late}" if self._has_begun else "had not been called"
         cause = Cause(type=type(error).__qualname__, message=f"{error}: {names.who} {state}")
         return Unrewarded(
             outcome=Outcome.DEADLINE,
             reason=names.reason,
-            source=self._deadline.source,
+            source=deadline.source,
             cause=cause,
         )
 
 
 class RewardWork:
-    """Ends a call once nobody wants it.
+    """Ends a call once nobody wants it, or waits for it.
 
     Attributes:
         is_group: Whether it rewards a whole group.
@@ -292,8 +304,8 @@ class RewardWork:
         self._call, self._work = call, work
 
     def cancel(self) -> None:
-        """One of its members is cancelled."""
-        if self._call.is_cancelled:
+        """One of its members is cancelled, or its time is over."""
+        if self._call.is_unwanted:
             self._work.cancel()
 
 
