@@ -48,8 +48,8 @@ class GroupCall(Protocol):
         """It ends with this."""
 
 
-#: Reason of carried members that do not continue.
-DISCARDED = "discarded"
+#: Reasons of carried members that do not continue: the caller wants none; its tokens are too old.
+DISCARDED, STALE = "discarded", "stale"
 
 
 class GroupDesk:
@@ -305,6 +305,10 @@ class GroupDesk:
         holds = [member.hold for member in members if member.hold is not None]
         with anyio.move_on_after(self._config.limits.cleanup_s):
             await self._engines.stop(holds)
+
+    def drop_carried(self, group: PulledGroup) -> None:
+        """End the carried members of a group whose prompt begins again."""
+        self.runs.cancel([member for member in group.waiting if member.is_held], STALE)
 
     async def discard_carried(self, reason: str = DISCARDED) -> int:
         """End every carried member, and drop its group; how many there were."""

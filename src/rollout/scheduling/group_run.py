@@ -31,6 +31,12 @@ if TYPE_CHECKING:
     from rollout.scheduling.prompts import Member
     from rollout.scheduling.selection import Accept
 
+#: Said once in a call.
+TOO_OLD = (
+    "stream_groups: groups that were carried from an earlier call have tokens that are older than "
+    "max_staleness allows; their prompts begin again (groups/restarted counts them)"
+)
+
 logger = logging.getLogger("rollout.scheduling")
 
 
@@ -270,13 +276,22 @@ class GroupRun:
         kept = self._desk.first_kept(self._source)
         if kept is None:
             return False
-        group = kept.for_call(self.book.wanted.members)
+        group = self._young_enough(kept.for_call(self.book.wanted.members))
         group.call = self
         group.deadline = None
         self._desk.prepare(group, self)
         if self.book.adopt(group):
             self._judging.judge_soon(group)
         return True
+
+    def _young_enough(self, kept: PulledGroup) -> PulledGroup:
+        """What was kept, or its prompt anew where its tokens are too old for this call."""
+        group = self.book.fitting(kept)
+        if group is not kept:
+            if self.book.counts["restarted"] == 1:
+                logger.warning(TOO_OLD)
+            self._desk.drop_carried(kept)
+        return group
 
     def _look_at_source(self) -> None:
         """What it says of its end."""

@@ -90,6 +90,7 @@ class Selection:
 
     * ``groups/{accepted,refused,cancelled,carried,dropped}``: groups, at the end of the call;
     * ``groups/refilled``: members that failed and were restarted;
+    * ``groups/restarted``: carried groups that were too old for `max_staleness` and began again;
     * ``selection/length/{accepted,finished,started}``: mean sampled tokens of trajectories: of
       groups that were taken; of all that ended by themselves; of those and of all that were cut
       off, as far as they had come;
