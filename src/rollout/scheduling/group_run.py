@@ -10,6 +10,7 @@ import anyio
 from rollout.errors import RolloutError, SourceEnded
 from rollout.holds import NEVER
 from rollout.limits import Deadline
+from rollout.scheduling.agent_run import AgentRun
 from rollout.scheduling.ended_groups import Ended
 from rollout.scheduling.finished import unstarted
 from rollout.scheduling.group_book import HINT_S, WAITS_FOR_VERSION
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.config import SchedulingConfig
     from rollout.observe.tally import Tally
-    from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.group_book import GroupBook
     from rollout.scheduling.group_desk import GroupDesk
     from rollout.scheduling.prompt_source import PromptSource
@@ -243,11 +243,17 @@ class GroupRun:
         await self._desk.hold(leaving.carried)
         for member in leaving.carried:
             self._running.pop(member, None)
+            self._count_carried(member)
         while any(member in self._desk.live for member in self._running):
             await self._changed.wait()
         del self._source.users[self.change]
         self._desk.keep(leaving.kept)
         self._endings.log()
+
+    def _count_carried(self, member: GroupMember) -> None:
+        """It is cut off as far as this call is concerned, as those are that are cancelled."""
+        if isinstance(member.scope, AgentRun) and member.hold is not None:  # its agent runs
+            self.selection.cut_off(member.scope.tokens + member.hold.tokens)
 
     # Where members come from: see `MemberSource`.
 

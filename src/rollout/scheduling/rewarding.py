@@ -39,6 +39,8 @@ A = TypeVar("A")
 #: Pauses between retries double up to this.
 MAX_PAUSE_S = 30.0
 LIMIT = "limits.reward_s"
+#: Reasons of trajectories whose reward is not known.
+REWARD_REASON, GROUP_REWARD_REASON = "reward", "group_reward"
 
 
 class _Names(NamedTuple):
@@ -151,7 +153,7 @@ class Rewarding:
         call = _Call(members=[member], supervision=supervision, deadline=deadline)
         started = anyio.current_time()
         what = f"reward of trajectory {trajectory.uid}/{trajectory.member}"
-        names = _Names("reward", REWARD, what)
+        names = _Names(REWARD_REASON, REWARD, what)
         answer = await self._ask(self.single, partial(_copied, trajectory), call, names)
         if isinstance(answer, Unrewarded):
             answer.end(trajectory)
@@ -182,7 +184,7 @@ class Rewarding:
         members = [each.member for each in asked]
         call = _Call(members=members, supervision=supervision, deadline=deadline)
         what = f"reward of the group {ended[0].trajectory.uid}"
-        names = _Names("group_reward", GROUP_REWARD, what)
+        names = _Names(GROUP_REWARD_REASON, GROUP_REWARD, what)
         answer = await self._ask(self.group, partial(_group_of, ended), call, names)
         if self.events.is_on:
             tell_rewarded(self.events, members[0], started, None, _error_of(answer), is_group=True)
