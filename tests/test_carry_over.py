@@ -235,3 +235,57 @@ async def test_fresh_lists_each_step_carry_too() -> None:
         second = await runtime.collect(step(1), 3, policy=GroupPolicy(oversample=1.0))
     assert [t.uid for t in first.trajectories][::2] == ["s0.1"]
     assert [t.uid for t in second.trajectories][::2] == ["s0.0", "s1.0", "s1.1"]
+
+
+async def test_stream_groups_carried_groups_that_are_too_old_begin_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lengths = Scenario(seed=2).reply("", filler={"median": 200, "sigma": 1.2, "max": 4000})
+    source, version, oldest, taken = Counted(), 0, 0, []
+    async with rollout.open_rollout(config(lengths)) as runtime:
+        for step in range(3):
+            batch = await runtime.collect(source, 4, step=step)
+            taken += [t.uid for t in batch.trajectories[::2]]
+            version += 1
+            await runtime.update_weights(version=version, source=DiskWeights("."))
+        async with runtime.stream_groups(source, max_staleness=1, groups_per_step=4) as groups:
+            async for group in groups:
+                taken.append(group.uid)
+                assert group.min_version is not None
+                oldest = max(oldest, version - group.min_version)
+                if len(taken) % 4 == 0:
+                    version += 1
+                    await runtime.update_weights(version=version, source=DiskWeights("."))
+                if len(taken) == 32:
+                    break
+            restarted = groups.metrics()["groups/restarted"]
+        assert oldest == 1
+        assert restarted > 0
+        assert caplog.text.count("older than max_staleness allows") == 1
+        taken += [t.uid for t in (await runtime.collect(source, 8, step=9)).trajectories[::2]]
+        await runtime.discard_carried()
+        statistics = runtime.statistics()
+    assert statistics.admitted == statistics.finished
+    assert len(taken) == len(set(taken)) == 40  # no prompt was lost, and none came twice
+    assert source.count <= 40 + 16
+
+
+async def test_stream_groups_finished_groups_that_are_too_old_begin_again() -> None:
+    source = Counted()
+    scheduling = SchedulingConfig(samples_per_prompt=2, max_in_flight=16)
+    async with rollout.open_rollout(config(scheduling=scheduling)) as runtime:
+        async with runtime.stream_groups(source) as groups:
+            taken = [(await anext(groups)).uid]
+            await anyio.sleep(100.0)  # others have ended, and are not taken
+        for version in range(1, 4):
+            await runtime.update_weights(version=version, source=DiskWeights("."))
+        had = source.count
+        async with runtime.stream_groups(source, max_staleness=2, groups_per_step=2) as groups:
+            found = [await anext(groups) for _ in range(2)]
+            assert groups.metrics()["groups/restarted"] >= 2
+        assert [group.min_version for group in found] == [3, 3]
+        taken += [group.uid for group in found]
+        rest = await runtime.collect(source, had - 3, policy=GroupPolicy(oversample=1.0))
+        taken += [t.uid for t in rest.trajectories[::2]]
+    assert len(taken) == had
+    assert set(taken) == {f"p{at}" for at in range(had)}

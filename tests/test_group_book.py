@@ -51,7 +51,7 @@ class World:
                 assert under_way <= bound.room(self.version)
             move = self.dice.randrange(5)
             if move == 0 and book.wants_group:
-                group = self.next_group().for_call(wanted.members)
+                group = book.fitting(self.next_group().for_call(wanted.members))
                 self.prepare(group)
                 if book.adopt(group):
                     self.judge(book, group)
@@ -129,6 +129,9 @@ WANTED = st.builds(
     refills=st.integers(0, 2),
 )
 
+#: Of the weights, between two calls.
+UPDATES = st.integers(0, 3)
+
 
 @given(
     st.integers(0, 2**32),
@@ -150,6 +153,29 @@ def test_book_staleness_of_what_is_taken_is_within_its_bound(
 ) -> None:
     bound = StalenessBound(most=most, per_step=per_step, start=0)
     World(seed).call(Wanted(groups=None, members=MEMBERS), bound, moves)
+
+
+@given(
+    st.integers(0, 2**32),
+    st.lists(
+        st.tuples(
+            WANTED, st.none() | st.integers(0, 3), st.integers(1, 4), st.integers(0, 120), UPDATES
+        ),
+        max_size=5,
+    ),
+)
+def test_book_staleness_of_what_earlier_calls_left_is_within_its_bound(
+    seed: int, calls: list[tuple[Wanted, int | None, int, int, int]]
+) -> None:
+    world = World(seed)
+    for wanted, most, per_step, moves, updates in calls:
+        bound = None
+        if most is not None and wanted.groups is None:
+            bound = StalenessBound(most=most, per_step=per_step, start=world.version)
+        world.call(wanted, bound, moves)
+        world.version += updates
+        kept = Counter(group.number for group in world.kept)
+        assert kept + world.ends == Counter(range(world.pulled))
 
 
 def test_mean_length_counts_those_that_were_cut_as_longer() -> None:

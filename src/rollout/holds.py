@@ -47,6 +47,10 @@ class Held(Protocol):
     def is_running(self) -> bool:
         """Whether an engine works on it."""
 
+    @property
+    def tokens(self) -> int:
+        """How many it has so far."""
+
     def leave_queue(self) -> None:
         """Let it wait for no place any more."""
 
@@ -117,6 +121,11 @@ class Hold:
         for generation in self.generations:
             generation.renew_deadline(own, NEVER, turn)
         self._opened.set()
+
+    @property
+    def tokens(self) -> int:
+        """Of the generations under way, so far."""
+        return sum(generation.tokens for generation in self.generations)
 
     async def wait(self) -> None:
         """Return when it may continue."""

@@ -119,7 +119,8 @@ class GroupingRuntime:
             max_staleness: By how many versions the weights may be newer, when a group is taken,
                 than those that sampled its first token. Admission is withheld, and groups that
                 are due are given out first, so that this holds while `update_weights` raises the
-                version by one for each `groups_per_step` groups taken. None does not bound it.
+                version by one for each `groups_per_step` groups taken. Carried groups for which it
+                cannot hold begin again. None does not bound it.
             groups_per_step: How many groups the consumer takes for each version.
 
         Raises:

@@ -100,6 +100,12 @@ class AgentRun(Supervised[Cause]):
         assert self._context is not None
         return self._context
 
+    @property
+    def tokens(self) -> int:
+        """Sampled in this attempt, in generations that have ended."""
+        rows = [row for each in self.context.main.all() for row in each.rows]
+        return sum(row.transcript.generated_length for row in rows)
+
     def reject(self, why: RejectedPrompt) -> None:
         """There is no agent."""
         self.rejection = why
@@ -122,9 +128,7 @@ class AgentRun(Supervised[Cause]):
         )
         run.started, run.attempt = self.started, self.attempt + 1
         run.deadline_left = context.deadline.now
-        rows = [row for each in context.main.all() for row in each.rows]
-        run.discarded = self.discarded + context.discarded_tokens
-        run.discarded += sum(row.transcript.generated_length for row in rows)
+        run.discarded = self.discarded + context.discarded_tokens + self.tokens
         run.resumes = self.resumes + context.resumes
         run.restarts = (*self.restarts, *context.restarts)
         return run

@@ -78,6 +78,10 @@ class StalenessBound:
         """Groups that the consumer takes until the end of that version."""
         return (version + 1 - self.start) * self.per_step
 
+    def due(self, version: int) -> int:
+        """The last version at which a group may be taken that began with that one."""
+        return version + self.most
+
 
 @attrs.define(eq=False)
 class Leaving:
@@ -193,12 +197,33 @@ class GroupBook:
 
     def adopt(self, group: PulledGroup) -> bool:
         """Take a group on; whether it is whole already."""
-        if group.version is None:
+        if group.version is None or not group.is_begun:  # it has no tokens of older weights
             group.version = self._version()
         self._open[group] = None
         if group.waiting:
             self._with_waiting.append(group)
         return self.is_whole(group)
+
+    def fitting(self, group: PulledGroup) -> PulledGroup:
+        """A group that is to be adopted, or, where it is too old to be taken in time, anew."""
+        if self._bound is None or not group.is_begun or self._can_be_taken(group, self._bound):
+            return group
+        self.counts["restarted"] += 1
+        return group.fresh()
+
+    def _can_be_taken(self, group: PulledGroup, bound: StalenessBound) -> bool:
+        """Whether it, and all that are under way, can be taken before they are too old."""
+        now, due = self._version(), bound.due(_version_of(group))
+        if due < now:
+            return False
+        dues = [due, *self._dues(bound)]
+        left = {each: bound.taken_by(each) - self.consumed for each in dues if each >= due}
+        return all(sum(other <= each for other in dues) <= left[each] for each in left)
+
+    def _dues(self, bound: StalenessBound) -> list[int]:
+        """When each group that is under way or waits is to be taken at the latest."""
+        now = self._version()
+        return [max(bound.due(_version_of(g)), now) for g in (*self._open, *self._ready)]
 
     def next_member(self) -> GroupMember | None:
         """The member that is to be admitted next; it is not in `waiting` any more."""
@@ -279,6 +304,7 @@ class GroupBook:
             "groups/cancelled": float(counts["cancelled"]),
             "groups/carried": float(counts["carried"]),
             "groups/dropped": float(counts["dropped"] + counts["replaced"]),
+            "groups/restarted": float(counts["restarted"]),
         }
 
     def take(self) -> PulledGroup | None:
@@ -295,9 +321,8 @@ class GroupBook:
         bound = self._bound
         if bound is None:
             return True
-        now = self._version()
-        due = max(_version_of(group) + bound.most, now)
-        others = [max(_version_of(g) + bound.most, now) for g in (*self._open, *self._ready)]
+        due = max(bound.due(_version_of(group)), self._version())
+        others = self._dues(bound)
         for each in sorted({other for other in others if other < due}):
             count = sum(other <= each for other in others)
             if count > bound.taken_by(each) - self.consumed - 1:
@@ -314,6 +339,9 @@ class GroupBook:
     def leave(self, *, is_over: bool = False) -> Leaving:
         """End the call: what it has and did not take is kept, as `surplus` says.
 
+        A group that is whole and not judged, because its reward was interrupted, is like one that
+        runs: where it is carried, the next call judges it.
+
         Args:
             is_over: Nothing is carried, because the runtime is being closed.
         """
@@ -324,7 +352,8 @@ class GroupBook:
             if carries or not group.is_begun:
                 self.counts["carried"] += group.is_begun
                 leaving.kept.append(group)
-                leaving.carried += group.running
+                if not group.is_settled:  # else what runs of it was cancelled
+                    leaving.carried += group.running
             else:
                 self.counts["cancelled"] += 1
                 leaving.kept.append(group.fresh())

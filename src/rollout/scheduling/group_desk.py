@@ -8,7 +8,7 @@ import anyio
 import msgspec
 
 from rollout.agents.identity import Identity
-from rollout.holds import NEVER, Hold
+from rollout.holds import Hold
 from rollout.limits import Deadline
 from rollout.scheduling.ended_groups import Ended
 from rollout.scheduling.journal.pulled_before import name_at
@@ -54,8 +54,8 @@ class GroupCall(Protocol):
         """It ends with this."""
 
 
-#: Reason of carried members that do not continue.
-DISCARDED = "discarded"
+#: Reasons of carried members that do not continue: the caller wants none; its tokens are too old.
+DISCARDED, STALE = "discarded", "stale"
 
 
 class GroupDesk:
@@ -282,12 +282,16 @@ class GroupDesk:
         own = Deadline.after(self._config.limits.trajectory_s, "limits.trajectory_s")
         return group.deadline if group.deadline and group.deadline.at < own.at else own
 
-    async def reward(self, group: PulledGroup, wanted: Sequence[Ended]) -> None:
-        """Ask for the reward of a group, once."""
-        if self._rewarding.group is None or group.is_rewarded or self.log.is_rewarded(wanted):
-            return
+    def wants_reward(self, group: PulledGroup, ended: Sequence[Ended]) -> bool:
+        """Whether the reward of groups is still to be asked for, of these members."""
+        if self._rewarding.group is None or group.is_rewarded:
+            return False
+        return not self.log.is_rewarded(ended)
+
+    async def reward(self, group: PulledGroup, wanted: Sequence[Ended], deadline: Deadline) -> None:
+        """Ask for the reward of a group; cancelled meanwhile, it may be asked for again."""
+        await self._rewarding.reward_group(wanted, self.runs.supervision, deadline)
         group.is_rewarded = True
-        await self._rewarding.reward_group(wanted, self.runs.supervision, NEVER)
 
     async def end(self, run: AgentRun, trajectory: Trajectory) -> None:
         """See `MemberHome`."""
@@ -324,6 +328,10 @@ class GroupDesk:
         holds = [member.hold for member in members if member.hold is not None]
         with anyio.move_on_after(self._config.limits.cleanup_s):
             await self._engines.stop(holds)
+
+    def drop_carried(self, group: PulledGroup) -> None:
+        """End the carried members of a group whose prompt begins again."""
+        self.runs.cancel([member for member in group.waiting if member.is_held], STALE)
 
     async def discard_carried(self, reason: str = DISCARDED) -> int:
         """End every carried member, and drop its group; how many there were."""

@@ -57,6 +57,22 @@ class GroupEndings:
             return self._bad.error(self._count, self._config)
         return None
 
+    def changed(self, were: Sequence[Outcome], now: Sequence[Ended]) -> LimitExceeded | None:
+        """The reward of their group gave members that had ended so other outcomes.
+
+        Returns:
+            As `excess`, of all of them.
+        """
+        error = None
+        for was, (_, _, trajectory) in zip(were, now, strict=True):
+            if was is trajectory.outcome:
+                continue
+            self._tally.outcomes[was] -= 1
+            self._tally.outcomes[trajectory.outcome] += 1
+            self._bad.add(trajectory)
+            error = error or self.excess(trajectory)
+        return error
+
     def judged(self, group: Sequence[Ended], verdict: str) -> None:
         """A group is whole, and this is what becomes of it."""
         if self._events.is_on:

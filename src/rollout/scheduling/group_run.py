@@ -3,38 +3,39 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.chat.group import Group
 from rollout.errors import RolloutError, SourceEnded
 from rollout.holds import NEVER
 from rollout.limits import Deadline
+from rollout.scheduling.agent_run import AgentRun
 from rollout.scheduling.ended_groups import Ended
 from rollout.scheduling.finished import unstarted
 from rollout.scheduling.group_book import HINT_S, WAITS_FOR_VERSION
 from rollout.scheduling.group_endings import GroupEndings
+from rollout.scheduling.group_judging import SURPLUS, GroupJudging
 from rollout.scheduling.member_runs import CLOSED, CLOSED_MEANWHILE
 from rollout.scheduling.pulled_group import GROUP_S, GroupMember, PulledGroup
-from rollout.scheduling.selection import Selection, judge
+from rollout.scheduling.selection import Selection
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
+    from rollout.chat.group import Group
     from rollout.chat.trajectory import Trajectory
     from rollout.config import SchedulingConfig
     from rollout.observe.tally import Tally
-    from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.group_book import GroupBook
     from rollout.scheduling.group_desk import GroupDesk
     from rollout.scheduling.prompt_source import PromptSource
     from rollout.scheduling.prompts import Member
     from rollout.scheduling.selection import Accept
 
-#: Reason of members that nobody wants any more.
-SURPLUS = "surplus"
+#: Said once in a call.
+TOO_OLD = (
+    "stream_groups: groups that were carried from an earlier call have tokens that are older than "
+    "max_staleness allows; their prompts begin again (groups/restarted counts them)"
+)
 
 logger = logging.getLogger("rollout.scheduling")
 
@@ -70,13 +71,20 @@ class GroupRun:
         self.step, self.batch, self.began = step, 0, anyio.current_time()
         self.taken_names: set[str] = set()
         self._desk, self._source = desk, source
-        self._accept = accept
         self._group_s, self._deadline = group_s, deadline
         self._config, self._tally = config, tally
         self._endings = GroupEndings(deadline, config, tally, desk.events)
+        self._judging = GroupJudging(
+            desk,
+            book,
+            self._endings,
+            accept=accept,
+            deadline=deadline,
+            fail=self.fail,
+            change=self.change,
+        )
         self._running: dict[GroupMember, None] = {}
         self._at_door: GroupMember | None = None
-        self._judging = 0
         self._is_closed = self._met_deadline = self._is_cancelled = False
         self._has_hinted = False
         self._pause: anyio.CancelScope | None = None
@@ -147,6 +155,8 @@ class GroupRun:
             self._is_cancelled = True
             self.book.stop()
         chosen = [m for m in self._members() if m.is_meant(uid, member)]
+        unrewarded = [m for m in self._judging.unrewarded() if m.cancel_reason is None]
+        chosen += [m for m in unrewarded if m.is_named(uid, member)]
         self._desk.runs.cancel(chosen, reason)
         self.change()
         return len(chosen)
@@ -176,7 +186,7 @@ class GroupRun:
         ended = {e.member: True for group in self.book.open_groups for e in group.ended}
         return {**dict.fromkeys(self._members(), False), **ended}
 
-    def _members(self) -> Iterable[GroupMember]:
+    def _members(self) -> list[Member]:
         door = [] if self._at_door is None else [self._at_door]
         waiting = (m for group in self.book.open_groups for m in group.waiting)
         return [*self._running, *door, *waiting]
@@ -223,7 +233,8 @@ class GroupRun:
         member, self._at_door = self._at_door, None
         if member is not None:
             self.book.put_back(member)
-        while self._judging:
+        self._judging.end()
+        while self._judging.is_under_way:
             await self._changed.wait()
         leaving = self.book.leave(is_over=self._is_closed or not self._desk.is_running)
         self._desk.runs.cancel([m for m in leaving.surplus if not m.is_finished], SURPLUS)
@@ -232,11 +243,17 @@ class GroupRun:
         await self._desk.hold(leaving.carried)
         for member in leaving.carried:
             self._running.pop(member, None)
+            self._count_carried(member)
         while any(member in self._desk.live for member in self._running):
             await self._changed.wait()
         del self._source.users[self.change]
         self._desk.keep(leaving.kept)
         self._endings.log()
+
+    def _count_carried(self, member: GroupMember) -> None:
+        """It is cut off as far as this call is concerned, as those are that are cancelled."""
+        if isinstance(member.scope, AgentRun) and member.hold is not None:  # its agent runs
+            self.selection.cut_off(member.scope.tokens + member.hold.tokens)
 
     # Where members come from: see `MemberSource`.
 
@@ -265,15 +282,22 @@ class GroupRun:
         kept = self._desk.first_kept(self._source)
         if kept is None:
             return False
-        group = kept.for_call(self.book.wanted.members)
+        group = self._young_enough(kept.for_call(self.book.wanted.members))
         group.call = self
         group.deadline = None
         self._desk.prepare(group, self)
         if self.book.adopt(group):
-            self._judging += 1
-            if not self._desk.runs.conclude_soon(partial(self._judge, group)):
-                self._judging -= 1
+            self._judging.judge_soon(group)
         return True
+
+    def _young_enough(self, kept: PulledGroup) -> PulledGroup:
+        """What was kept, or its prompt anew where its tokens are too old for this call."""
+        group = self.book.fitting(kept)
+        if group is not kept:
+            if self.book.counts["restarted"] == 1:
+                logger.warning(TOO_OLD)
+            self._desk.drop_carried(kept)
+        return group
 
     def _look_at_source(self) -> None:
         """What it says of its end."""
@@ -321,7 +345,7 @@ class GroupRun:
         own = member.group.deadline
         over = self._deadline if own is None or self._deadline.at <= own.at else own
         self._tally.admitted += 1
-        await self._ended(Ended(0, member, unstarted(member, over)))
+        await self._ended(Ended(0, member, unstarted(member, over)), may_wait=False)
 
     # What becomes of them.
 
@@ -334,9 +358,9 @@ class GroupRun:
         self._at_door = None
         member.group.refills[member.identity.member] = self.book.wanted.refills
         self._tally.admitted += 1
-        await self._ended(Ended(0, member, trajectory))
+        await self._ended(Ended(0, member, trajectory), may_wait=False)
 
-    async def _ended(self, ended: Ended) -> None:
+    async def _ended(self, ended: Ended, *, may_wait: bool = True) -> None:
         member, trajectory = ended.member, ended.trajectory
         assert isinstance(member, GroupMember)
         group = member.group
@@ -355,42 +379,5 @@ class GroupRun:
         elif (excess := self._endings.excess(trajectory)) is not None:
             self.fail(excess)
         if not group.is_settled and self.book.is_whole(group):
-            self._judging += 1
-            await self._judge(group)
+            await self._judging.judge(group, may_wait=may_wait)
         self.change()
-
-    async def _judge(self, group: PulledGroup) -> None:
-        """It is whole: reward it, and take or refuse it."""
-        try:
-            wanted = group.wanted(self.book.wanted.members)
-            surplus = self.book.settle(group)
-            self._desk.runs.cancel([m for m in surplus if m.cancel_reason is None], SURPLUS)
-            if self.book.is_to_drop(group):
-                self._desk.log.unwanted(group)
-                self.book.drop(group)
-                self._endings.judged(wanted, "dropped")
-                return
-            await self._desk.reward(group, wanted)
-            self._desk.log.rewarded(group.ended)
-            over, is_leaving = self._deadline.at, self._is_leaving.is_set
-            failure = await self._desk.log.until_written(wanted, over, is_leaving)
-            if failure is not None:  # nothing is given out before the journal has it
-                self.fail(failure)
-            group.made = Group.of(group.uid, group.prompt, [each.trajectory for each in wanted])
-            is_accepted = self._accepts(group.made)
-            if not is_accepted:
-                self._desk.log.unwanted(group)
-            self._endings.judged(wanted, "accepted" if is_accepted else "refused")
-            self.book.judged(group, is_accepted=is_accepted)
-            if self.book.has_refused_too_many:
-                self.fail(self.book.refused_error())
-        finally:
-            self._judging -= 1
-            self.change()
-
-    def _accepts(self, group: Group) -> bool:
-        try:
-            return judge(self._accept, group)
-        except Exception as error:
-            self.fail(error)
-            return True  # it is not lost by that

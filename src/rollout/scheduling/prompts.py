@@ -59,16 +59,19 @@ class Member:
     batch: int = 0
     began: float | None = None
 
+    def is_named(self, uid: str | None, member: int | None) -> bool:
+        """Whether it is this member of this prompt; None stands for all."""
+        return uid in (None, self.identity.uid) and member in (None, self.identity.member)
+
     def is_meant(self, uid: str | None, member: int | None) -> bool:
         """Whether a cancellation of this prompt and member, None for all, is still to reach it."""
-        identity = self.identity
-        is_named = uid in (None, identity.uid) and member in (None, identity.member)
-        return is_named and not self.is_finished and self.cancel_reason is None
+        is_open = not self.is_finished and self.cancel_reason is None
+        return is_open and self.is_named(uid, member)
 
     def give_scope(self, scope: Cancellable) -> None:
         """This ends it from now on."""
         self.scope = scope
-        if self.cancel_reason is not None:
+        if self.cancel_reason is not None or self.over is not None:
             scope.cancel()
 
 

@@ -40,6 +40,8 @@ A = TypeVar("A")
 #: Pauses between retries double up to this.
 MAX_PAUSE_S = 30.0
 LIMIT = "limits.reward_s"
+#: Reasons of trajectories whose reward is not known.
+REWARD_REASON, GROUP_REWARD_REASON = "reward", "group_reward"
 
 
 class _Names(NamedTuple):
@@ -74,7 +76,8 @@ class _Call:
     """Whom a call of a reward function concerns, and until when.
 
     Attributes:
-        members: Those that it is to reward; once all of them are cancelled, it is.
+        members: Those that it is to reward; once all of them are cancelled, or their time is
+            over, it is ended.
         supervision: Sees that it ends.
         deadline: The batch's.
     """
@@ -87,6 +90,16 @@ class _Call:
     def is_cancelled(self) -> bool:
         """Whether nobody wants it any more."""
         return all(member.cancel_reason is not None for member in self.members)
+
+    @property
+    def over(self) -> Deadline | None:
+        """Whose time ended it, where somebody else than its own clock saw to that."""
+        return self.members[0].over
+
+    @property
+    def is_unwanted(self) -> bool:
+        """Whether it is to end, for one reason or the other."""
+        return all(m.cancel_reason is not None or m.over is not None for m in self.members)
 
     async def run(
         self, work: SupervisedCall[A], score: Callable[[], Awaitable[A]]
@@ -141,7 +154,7 @@ class Rewarding:
         call = _Call(members=[member], supervision=supervision, deadline=deadline)
         started = anyio.current_time()
         what = f"reward of trajectory {trajectory.uid}/{trajectory.member}"
-        names = _Names("reward", REWARD, what)
+        names = _Names(REWARD_REASON, REWARD, what)
         measured = dict(trajectory.metrics)
         answer = await self._ask(self.single, partial(_copied, trajectory), call, names)
         answer = _with_metrics(trajectory, measured, answer, names)
@@ -174,7 +187,7 @@ class Rewarding:
         members = [each.member for each in asked]
         call = _Call(members=members, supervision=supervision, deadline=deadline)
         what = f"reward of the group {ended[0].trajectory.uid}"
-        names = _Names("group_reward", GROUP_REWARD, what)
+        names = _Names(GROUP_REWARD_REASON, GROUP_REWARD, what)
         measured = [dict(each.trajectory.metrics) for each in ended]
         answer = await self._ask(self.group, partial(_group_of, ended), call, names)
         if self.events.is_on:
@@ -241,7 +254,7 @@ class Rewarding:
             return answer
         if call.is_cancelled:
             return Unrewarded(outcome=Outcome.CANCELLED, reason=call.members[0].cancel_reason or "")
-        return clock.over(names, scorer.when_late)
+        return clock.over(names, scorer.when_late, call.over)
 
 
 def _with_metrics(
@@ -286,21 +299,22 @@ class _Clock:
         self._deadline = Deadline.after(self._limit_s, LIMIT, self._batch)
         self._work.deadline = self._deadline.fires_at
 
-    def over(self, names: _Names, when_late: str) -> Unrewarded:
-        """Why the reward is not known, when it is over."""
-        error = self._deadline.error()
+    def over(self, names: _Names, when_late: str, over: Deadline | None) -> Unrewarded:
+        """Why the reward is not known, when it is over, or the time `over` was before."""
+        deadline = over or self._deadline
+        error = deadline.error()
         state = f"had not returned{when_late}" if self._has_begun else "had not been called"
         cause = Cause(type=type(error).__qualname__, message=f"{error}: {names.who} {state}")
         return Unrewarded(
             outcome=Outcome.DEADLINE,
             reason=names.reason,
-            source=self._deadline.source,
+            source=deadline.source,
             cause=cause,
         )
 
 
 class RewardWork:
-    """Ends a call once nobody wants it.
+    """Ends a call once nobody wants it, or waits for it.
 
     Attributes:
         is_group: Whether it rewards a whole group.
@@ -312,8 +326,8 @@ class RewardWork:
         self._call, self._work = call, work
 
     def cancel(self) -> None:
-        """One of its members is cancelled."""
-        if self._call.is_cancelled:
+        """One of its members is cancelled, or its time is over."""
+        if self._call.is_unwanted:
             self._work.cancel()
 
 

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.chat.group import Group
 from rollout.errors import ConfigError, PromptError
+from rollout.holds import CARRY_S
+from rollout.scheduling.pulled_group import GROUP_S
+from rollout.scheduling.rewarding import GROUP_REWARD_REASON, REWARD_REASON
 from rollout.types import Outcome
 from rollout.user_files import named_object
 
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
 
 Accept = Callable[[Group], bool]
+
+#: Deadlines that a call sets, and not the task: what meets them would have become longer.
+CUTTING_LIMITS = frozenset((GROUP_S, "limits.batch_s", CARRY_S))
 
 
 def has_signal(group: Group) -> bool:
@@ -69,12 +75,12 @@ class _Means:
         self.rewards = 0
         self.reward = 0.0
 
-    def add(self, trajectory: Trajectory) -> None:
+    def add(self, length: int, reward: float | None = None) -> None:
         self.count += 1
-        self.tokens += trajectory.generated_length
-        if trajectory.reward is not None and math.isfinite(trajectory.reward):
+        self.tokens += length
+        if reward is not None and math.isfinite(reward):
             self.rewards += 1
-            self.reward += trajectory.reward
+            self.reward += reward
 
     def metrics(self, name: str) -> dict[str, float]:
         found = {}
@@ -90,12 +96,15 @@ class Selection:
 
     * ``groups/{accepted,refused,cancelled,carried,dropped}``: groups, at the end of the call;
     * ``groups/refilled``: members that failed and were restarted;
+    * ``groups/restarted``: carried groups that were too old for `max_staleness` and began again;
     * ``selection/length/{accepted,finished,started}``: mean sampled tokens of trajectories: of
       groups that were taken; of all that ended by themselves; of those and of all that were cut
-      off, as far as they had come;
+      off (cancelled, carried, or ended by a deadline of the call or the group), as far as they had
+      come;
     * ``selection/reward/{accepted,finished}``: mean known rewards;
     * ``selection/length_bias``: the mean length of those taken ÷ an estimate of the mean that all
       would have had, those that were cut off included; below 1 where short answers are preferred.
+      Absent where all were cut off.
     """
 
     def __init__(self) -> None:
@@ -106,28 +115,34 @@ class Selection:
 
     def ended(self, trajectory: Trajectory) -> None:
         """One has ended, by itself or because it was not wanted any more."""
-        is_cut = trajectory.outcome is Outcome.CANCELLED
         if trajectory.outcome in (Outcome.FAILED, Outcome.REJECTED):
             return
-        self._started.add(trajectory)
-        self._lengths.append((trajectory.generated_length, is_cut))
-        if not is_cut:
-            self._finished.add(trajectory)
+        length = trajectory.generated_length
+        if is_cut_off(trajectory):
+            self.cut_off(length)
+            return
+        self._started.add(length)
+        self._lengths.append((length, False))
+        self._finished.add(length, trajectory.reward)
+
+    def cut_off(self, length: int) -> None:
+        """One goes on in another call, or ends, at this length, and would have become longer."""
+        self._started.add(length)
+        self._lengths.append((length, True))
 
     def accepted(self, trajectories: Iterable[Trajectory]) -> None:
         """These are taken."""
         for trajectory in trajectories:
             if trajectory.outcome not in (Outcome.FAILED, Outcome.REJECTED):
-                self._accepted.add(trajectory)
+                self._accepted.add(trajectory.generated_length, trajectory.reward)
 
     def metrics(self) -> dict[str, float]:
         """Of the trajectories; see the class."""
         found = {"groups/refilled": float(self.refilled)}
         for name in ("accepted", "finished", "started"):
             found |= getattr(self, f"_{name}").metrics(name)
-        found.pop("selection/reward/started", None)
         mean = mean_length(self._lengths)
-        if mean and self._accepted.count:
+        if mean and math.isfinite(mean) and self._accepted.count:
             found["selection/length_bias"] = found["selection/length/accepted"] / mean
         return found
 
@@ -136,10 +151,15 @@ def mean_length(lengths: Iterable[tuple[int, bool]]) -> float:
     """The mean of lengths of which some are only known to be longer than they are here.
 
     The product-limit estimate (Kaplan and Meier 1958): the area under the share that is still
-    running at each length. Past the longest one nothing is known, and nothing is added.
+    running at each length. Where the longest one was cut off a share is left there, and nothing is
+    known of what it would have done; it goes on as an exponential that has the same share left at
+    that length (Brown, Hollander and Korwar 1974).
 
     Args:
         lengths: Each with whether it was cut off there.
+
+    Returns:
+        Infinity where all were cut off; 0 where there is none.
     """
     ordered = sorted(lengths)
     mean, share, before = 0.0, 1.0, 0
@@ -148,4 +168,14 @@ def mean_length(lengths: Iterable[tuple[int, bool]]) -> float:
         before = length
         if not is_cut:
             share *= 1 - 1 / (len(ordered) - at)
-    return mean
+    if not ordered or not ordered[-1][1]:
+        return mean
+    return math.inf if share == 1.0 else mean + share * before / -math.log(share)
+
+
+def is_cut_off(trajectory: Trajectory) -> bool:
+    """Whether a call, or its policy, ended it before its agent did."""
+    if trajectory.outcome is Outcome.CANCELLED:
+        return True
+    is_over = trajectory.outcome is Outcome.DEADLINE and trajectory.limit_source in CUTTING_LIMITS
+    return is_over and trajectory.reason not in (REWARD_REASON, GROUP_REWARD_REASON)

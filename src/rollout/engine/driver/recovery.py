@@ -217,6 +217,11 @@ class Attempt:
         """Whether it has a request in flight."""
         return self.replica != ""
 
+    @property
+    def tokens(self) -> int:
+        """How many it has so far."""
+        return self.generation.count
+
     def begin_request(self, replica: str) -> None:
         """A request of it is in flight there from now on, and its time counts."""
         self.replica, self.is_interrupted = replica, False

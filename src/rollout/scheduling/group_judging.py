@@ -1,0 +1,166 @@
+"""What becomes of the groups of a call that are whole: rewarded, then taken or refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio
+
+from rollout.chat.group import Group
+from rollout.scheduling.selection import judge
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rollout.limits import Deadline
+    from rollout.scheduling.ended_groups import Ended
+    from rollout.scheduling.group_book import GroupBook
+    from rollout.scheduling.group_desk import GroupDesk
+    from rollout.scheduling.group_endings import GroupEndings
+    from rollout.scheduling.prompts import Member
+    from rollout.scheduling.pulled_group import PulledGroup
+    from rollout.scheduling.selection import Accept
+
+#: Reason of members that nobody wants any more.
+SURPLUS = "surplus"
+
+
+class GroupJudging:
+    """Judges the groups of one call, each once it is whole.
+
+    A reward that is under way when the call ends is cancelled. Its group stays open then, and is
+    left to the next call as `GroupBook.leave` says.
+
+    Args:
+        accept: Which groups are taken; None: all.
+        deadline: Of the call; no reward is waited for past it.
+        fail: Has the call end with an error.
+        change: Has everybody look again.
+    """
+
+    def __init__(
+        self,
+        desk: GroupDesk,
+        book: GroupBook,
+        endings: GroupEndings,
+        *,
+        accept: Accept | None,
+        deadline: Deadline,
+        fail: Callable[[BaseException], None],
+        change: Callable[[], None],
+    ) -> None:
+        self._desk, self._book, self._endings = desk, book, endings
+        self._accept, self._deadline = accept, deadline
+        self._fail, self._change = fail, change
+        self._under_way = 0
+        self._rewards: dict[PulledGroup, anyio.CancelScope] = {}
+        self._is_over = False
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether any group is being judged."""
+        return self._under_way > 0
+
+    def unrewarded(self) -> list[Member]:
+        """Members that have ended, and whose reward may still be refused."""
+        return [
+            each.member
+            for group in self._book.open_groups
+            if self._desk.wants_reward(group, group.ended)
+            for each in group.ended
+            if each.trajectory.trainable
+        ]
+
+    def end(self) -> None:
+        """The call ends: no reward is waited for any more."""
+        self._is_over = True
+        for scope in self._rewards.values():
+            scope.cancel()
+
+    async def judge(self, group: PulledGroup, *, may_wait: bool = True) -> None:
+        """It is whole: reward it, and take or refuse it.
+
+        Args:
+            may_wait: Whether the reward is waited for here; else a task of its own does, as
+                whoever admits members must not wait for it.
+        """
+        wanted = self._settle(group)
+        if may_wait or not self._desk.wants_reward(group, wanted):
+            await self._judge(group, wanted)
+        else:
+            self._judge_soon(group, wanted)
+
+    def judge_soon(self, group: PulledGroup) -> None:
+        """As `judge`, in a task of its own."""
+        self._judge_soon(group, self._settle(group))
+
+    def _settle(self, group: PulledGroup) -> list[Ended]:
+        """The members that are wanted of it; the others are cancelled."""
+        self._under_way += 1
+        wanted = group.wanted(self._book.wanted.members)
+        surplus = self._book.settle(group)
+        self._desk.runs.cancel([m for m in surplus if m.cancel_reason is None], SURPLUS)
+        return wanted
+
+    def _judge_soon(self, group: PulledGroup, wanted: Sequence[Ended]) -> None:
+        if not self._desk.runs.conclude_soon(partial(self._judge, group, wanted)):
+            self._under_way -= 1
+
+    async def _judge(self, group: PulledGroup, wanted: Sequence[Ended]) -> None:
+        try:
+            if self._book.is_to_drop(group):
+                self._desk.log.unwanted(group)
+                self._book.drop(group)
+                self._endings.judged(wanted, "dropped")
+            elif await self._reward(group, wanted):
+                await self._until_written(wanted)
+                self._decide(group, wanted)
+        finally:
+            self._under_way -= 1
+            self._change()
+
+    async def _reward(self, group: PulledGroup, wanted: Sequence[Ended]) -> bool:
+        """Whether it has its reward, or needs none; else the call has ended before."""
+        if self._desk.wants_reward(group, wanted):
+            if self._is_over:
+                return False
+            outcomes = [each.trajectory.outcome for each in wanted]
+            with anyio.CancelScope() as scope:
+                self._rewards[group] = scope
+                try:
+                    await self._desk.reward(group, wanted, self._deadline)
+                finally:
+                    del self._rewards[group]
+            if scope.cancelled_caught:
+                return False
+            error = self._endings.changed(outcomes, wanted)
+            if error is not None:
+                self._fail(error)
+        self._desk.log.rewarded(group.ended)
+        return True
+
+    async def _until_written(self, wanted: Sequence[Ended]) -> None:
+        """Nothing is given out before the journal has it."""
+        failure = await self._desk.log.until_written(
+            wanted, self._deadline.at, lambda: self._is_over
+        )
+        if failure is not None:
+            self._fail(failure)
+
+    def _decide(self, group: PulledGroup, wanted: Sequence[Ended]) -> None:
+        group.made = Group.of(group.uid, group.prompt, [each.trajectory for each in wanted])
+        is_accepted = self._accepts(group.made)
+        if not is_accepted:
+            self._desk.log.unwanted(group)
+        self._endings.judged(wanted, "accepted" if is_accepted else "refused")
+        self._book.judged(group, is_accepted=is_accepted)
+        if self._book.has_refused_too_many:
+            self._fail(self._book.refused_error())
+
+    def _accepts(self, group: Group) -> bool:
+        try:
+            return judge(self._accept, group)
+        except Exception as error:
+            self._fail(error)
+            return True  # it is not lost by that

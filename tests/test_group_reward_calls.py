@@ -1,0 +1,176 @@
+"""A group reward that is under way holds up no end of `collect` or `stream_groups`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import pytest
+
+import rollout
+from rollout import Group, GroupPolicy, Outcome, Trajectory
+from rollout.config import LimitsConfig
+from rollout.errors import LimitExceeded
+from rollout.testing import Recorder
+from test_groups import SCENARIO, Counted, prompts
+from test_groups import config as config_of
+
+pytestmark = pytest.mark.anyio
+
+JUDGE_S = 250.0
+
+
+class Judge:
+    """Takes its time for some groups, and knows whom it was asked about."""
+
+    def __init__(self, *slow: str, seconds: float = JUDGE_S) -> None:
+        self.slow, self.seconds = slow, seconds
+        self.asked: list[str] = []
+
+    async def __call__(self, group: Group) -> list[float]:
+        self.asked.append(group.uid)
+        if not self.slow or group.uid in self.slow:
+            await anyio.sleep(self.seconds)
+        return [float(t.member) for t in group.trajectories]
+
+
+def config(limits: LimitsConfig | None = None, **scheduling: Any) -> Any:
+    base = config_of(**scheduling)
+    return SCENARIO.config(
+        agent=base.agent, scheduling=base.scheduling, limits=limits or LimitsConfig()
+    )
+
+
+async def timed(call: Callable[[], Awaitable[Any]]) -> tuple[Any, float]:
+    began = anyio.current_time()
+    return await call(), anyio.current_time() - began
+
+
+@pytest.mark.parametrize("reward_s", [300.0, None])
+async def test_collect_cancelled_while_a_group_is_judged_returns_at_once(
+    reward_s: float | None,
+) -> None:
+    source, judge = Counted(), Judge(seconds=1e6)
+    async with rollout.open_rollout(
+        config(LimitsConfig(reward_s=reward_s)), group_reward=judge
+    ) as runtime:
+        began = anyio.current_time()
+        with anyio.move_on_after(20.0) as scope:
+            await runtime.collect(source, 2)
+        assert scope.cancelled_caught
+        assert anyio.current_time() - began == pytest.approx(20.0)
+        assert sorted(judge.asked) == ["p0", "p1"]
+        assert runtime.statistics().running == 0
+        judge.seconds = 1.0
+        batch = await runtime.collect(source, 2)  # nothing was lost by that, and nothing is old
+    assert [t.uid for t in batch.trajectories][::2] == ["p0", "p1"]
+    assert [t.reward for t in batch.trajectories] == [0.0, 1.0] * 2
+    assert source.count == 2
+
+
+async def test_collect_batch_deadline_ends_a_group_reward_as_in_generate() -> None:
+    opened = config(LimitsConfig(batch_s=30.0, reward_s=JUDGE_S))
+    recorder = Recorder()
+    async with recorder.open_rollout(opened, group_reward=Judge()) as runtime:
+        collected, seconds = await timed(lambda: runtime.collect(prompts(2), 2))
+        generated = await runtime.generate(prompts(2))
+    assert seconds == pytest.approx(30.0)
+    assert recorder.anomalies() == []
+    for batch in (collected, generated):
+        ends = {(t.outcome, t.reason, t.limit_source) for t in batch.trajectories}
+        assert ends == {(Outcome.DEADLINE, "group_reward", "limits.batch_s")}
+        assert not any(t.trainable for t in batch.trajectories)
+
+
+async def test_collect_batch_deadline_ends_the_reward_of_a_trajectory() -> None:
+    async def reward(trajectory: Trajectory) -> float:
+        await anyio.sleep(JUDGE_S)
+        return 1.0
+
+    opened = config(LimitsConfig(batch_s=30.0, reward_s=JUDGE_S))
+    async with rollout.open_rollout(opened, reward=reward) as runtime:
+        batch, seconds = await timed(lambda: runtime.collect(prompts(2), 2))
+    assert seconds == pytest.approx(30.0)
+    ends = {(t.outcome, t.reason, t.limit_source) for t in batch.trajectories}
+    assert ends == {(Outcome.DEADLINE, "reward", "limits.batch_s")}
+    cause = batch.trajectories[0].cause
+    assert cause is not None
+    assert cause.message == ("limits.batch_s = 30 s is over: the reward function had not returned")
+
+
+async def test_stream_groups_left_while_a_group_is_judged_returns_at_once() -> None:
+    async with rollout.open_rollout(config(), group_reward=Judge()) as runtime:
+        began = anyio.current_time()
+        async with runtime.stream_groups(prompts(4)):
+            await anyio.sleep(20.0)
+        assert anyio.current_time() - began == pytest.approx(20.0)
+
+
+async def test_collect_closed_while_a_group_is_judged_closes_at_once() -> None:
+    async with anyio.create_task_group() as tasks:
+        async with rollout.open_rollout(config(), group_reward=Judge()) as runtime:
+
+            async def collect() -> None:
+                with pytest.raises(rollout.RolloutError, match="closed while this call"):
+                    await runtime.collect(prompts(2), 2)
+
+            tasks.start_soon(collect)
+            await anyio.sleep(20.0)
+            began = anyio.current_time()
+        assert anyio.current_time() - began < 1.0
+
+
+@pytest.mark.parametrize(("uid", "count"), [(None, 4), ("p0", 2)])
+async def test_collect_runtime_cancel_ends_members_whose_group_is_judged(
+    uid: str | None, count: int
+) -> None:
+    recorder, ends = Recorder(), []
+    async with recorder.open_rollout(config(), group_reward=Judge()) as runtime:
+        began = anyio.current_time()
+
+        async def cancel() -> None:
+            await anyio.sleep(20.0)
+            assert runtime.cancel(uid, reason="enough") == count
+            assert runtime.cancel(uid, reason="again") == 0
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(cancel)
+            batch = await runtime.collect(prompts(2), 2)
+        ends.append(anyio.current_time() - began)
+        outcomes = runtime.statistics().outcomes
+    assert recorder.anomalies() == []
+    assert outcomes == {"cancelled": 4} if uid is None else {"cancelled": 2, "completed": 2}
+    assert ends[0] == pytest.approx(20.0) if uid is None else ends[0] > JUDGE_S
+    cancelled = [t for t in batch.trajectories if uid in (None, t.uid)]
+    assert {(t.outcome, t.reason, t.reward) for t in cancelled} == {
+        (Outcome.CANCELLED, "enough", None)
+    }
+
+
+@pytest.mark.parametrize("surplus", ["cancel", "carry"])
+async def test_collect_surplus_group_that_is_judged_is_not_waited_for(surplus: str) -> None:
+    source, judge = Counted(), Judge("p1")
+    policy = GroupPolicy(oversample=2.0, surplus=surplus)
+    async with rollout.open_rollout(config(max_in_flight=4), group_reward=judge) as runtime:
+        first, seconds = await timed(lambda: runtime.collect(source, 1, policy=policy))
+        assert seconds < 10.0
+        assert [t.uid for t in first.trajectories] == ["p0", "p0"]
+        name = {"cancel": "cancelled", "carry": "carried"}[surplus]
+        assert first.metrics[f"groups/{name}"] == 1
+        tokens = runtime.statistics().generated_tokens
+        second, seconds = await timed(lambda: runtime.collect(source, 1, step=1))
+        assert (runtime.statistics().generated_tokens == tokens) == (surplus == "carry")
+    assert sorted(judge.asked) == ["p0", "p1", "p1"]
+    assert [(t.uid, t.reward) for t in second.trajectories] == [("p1", 0.0), ("p1", 1.0)]
+    assert seconds >= JUDGE_S
+
+
+async def test_collect_group_rewards_that_fail_count_as_failures() -> None:
+    async def broken(group: Group) -> list[float]:
+        raise OSError("no judge")
+
+    async with rollout.open_rollout(config(max_failures=3), group_reward=broken) as runtime:
+        with pytest.raises(LimitExceeded, match=r"4 of 4 trajectories failed"):
+            await runtime.collect(prompts(2), 2)
+        assert runtime.statistics().outcomes == {"failed": 4}

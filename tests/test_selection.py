@@ -1,0 +1,101 @@
+"""What the metrics of a call say of the lengths that it preferred, against what there was."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+import rollout
+from rollout import GroupPolicy, Outcome, Trajectory
+from rollout.config import LimitsConfig
+from rollout.scheduling.selection import Selection, mean_length
+from rollout.testing import Scenario
+from test_groups import config, prompts
+
+pytestmark = pytest.mark.anyio
+
+LONG_TAIL = Scenario(seed=5).reply("", filler={"median": 200, "sigma": 1.0, "max": 4000})
+COUNT = 48
+
+
+def mean(batch: Any) -> float:
+    lengths = [t.generated_length for t in batch.trajectories]
+    return sum(lengths) / len(lengths)
+
+
+async def generated() -> Any:
+    async with rollout.open_rollout(config(LONG_TAIL, samples=4)) as runtime:
+        return await runtime.generate(prompts(COUNT), step=0)
+
+
+async def collected(groups: int, count: int = COUNT, **policy: Any) -> Any:
+    async with rollout.open_rollout(config(LONG_TAIL, samples=4)) as runtime:
+        return await runtime.collect(prompts(count), groups, policy=GroupPolicy(**policy), step=0)
+
+
+@pytest.mark.parametrize("surplus", ["cancel", "carry"])
+async def test_selection_counts_what_a_call_leaves_as_cut_off(surplus: str) -> None:
+    whole, batch = await generated(), await collected(COUNT // 2, oversample=2.0, surplus=surplus)
+    found = batch.metrics
+    assert found["selection/length/accepted"] == pytest.approx(mean(batch))
+    assert found["selection/length/finished"] < found["selection/length/started"] < mean(whole)
+    assert found["selection/length_bias"] == pytest.approx(mean(batch) / mean(whole), abs=0.15)
+    if surplus == "carry":
+        assert found["groups/carried"] == COUNT // 2
+
+
+@pytest.mark.parametrize("action", ["keep", "drop"])
+async def test_selection_counts_members_that_their_groups_deadline_ended_as_cut_off(
+    action: str,
+) -> None:
+    whole = await generated()
+    batch = await collected(COUNT, group_s=4.0, on_group_deadline=action)
+    found = batch.metrics
+    assert found["selection/length/finished"] < found["selection/length/started"] < mean(whole)
+    assert found["selection/length_bias"] == pytest.approx(mean(batch) / mean(whole), abs=0.12)
+    assert found["selection/length_bias"] < 0.7
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason", "source", "is_cut"),
+    [
+        (Outcome.COMPLETED, "stop", None, False),
+        (Outcome.LENGTH, "response", None, False),
+        (Outcome.CANCELLED, "surplus", None, True),
+        (Outcome.DEADLINE, "group", "scheduling.groups.group_s", True),
+        (Outcome.DEADLINE, "batch", "limits.batch_s", True),
+        (Outcome.DEADLINE, "carry", "limits.carry_s", True),
+        (Outcome.DEADLINE, "trajectory", "limits.trajectory_s", False),
+        (Outcome.DEADLINE, "reward", "limits.batch_s", False),
+    ],
+)
+def test_selection_cut_off_is_what_a_call_ended(
+    outcome: Outcome, reason: str, source: str | None, is_cut: bool
+) -> None:
+    selection = Selection()
+    trajectory = Trajectory(
+        uid="p", group=0, member=0, outcome=outcome, reason=reason, limit_source=source
+    )
+    selection.ended(trajectory)
+    assert ("selection/length/finished" in selection.metrics()) is not is_cut
+    assert "selection/length/started" in selection.metrics()
+
+
+def test_mean_length_goes_on_as_an_exponential_where_the_longest_was_cut_off() -> None:
+    assert mean_length([(10, False), (20, True)]) == 10 + 10 / 2 + 20 / 2 / math.log(2)
+    assert mean_length([(10, True), (20, True)]) == math.inf
+
+
+async def test_selection_batch_deadline_cuts_off() -> None:
+    opened = LONG_TAIL.config(
+        agent=config().agent,
+        scheduling=config(samples=4).scheduling,
+        limits=LimitsConfig(batch_s=4.0),
+    )
+    async with rollout.open_rollout(opened) as runtime:
+        batch = await runtime.collect(prompts(COUNT), COUNT, step=0)
+    found = batch.metrics
+    assert found["selection/length/finished"] < found["selection/length/started"]
+    assert found["selection/length_bias"] < 0.7
