@@ -211,6 +211,27 @@ async def test_deep_arguments_and_schemas_are_refused_by_name() -> None:
         assert "nested too deeply" in got.json()["error"]["message"]
 
 
+async def test_requests_of_too_many_parts_are_refused_before_anything_looks_at_them() -> None:
+    part = {"type": "text", "text": ""}
+    call = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
+    tool = {"type": "function", "function": {"name": "f"}}
+    many: list[tuple[str, dict[str, Any], str]] = [
+        (CHAT, {"messages": [{"role": "user", "content": ""}] * 20_000}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": [part] * 2000}] * 6}, "messages"),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [call] * 10_000}]}, "messages"),
+        (CHAT, ASKED | {"tools": [tool] * 2000}, "tools"),
+        (CHAT, ASKED | {"stop_token_ids": [1] * 2000}, "stop_token_ids"),
+        (MESSAGES, {"messages": [{"role": "user", "content": [part] * 10_000}]}, "messages"),
+        (RESPONSES, {"input": [{"role": "user", "content": ""}] * 20_000}, "input"),
+    ]
+    async with client_of(FakeSession(PATH, KEY)) as client:
+        for route, body, field in many:
+            got = await client.post(route, json={"model": "rollout"} | body, headers=KEYED)
+            assert got.status_code == 400
+            assert field in got.json()["error"]["message"]
+            assert "10,000" in got.text or "1024" in got.text
+
+
 async def test_encoded_body_is_refused() -> None:
     async with client_of(FakeSession(PATH, KEY)) as client:
         headers = KEYED | {"content-encoding": "gzip"}

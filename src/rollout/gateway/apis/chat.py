@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -59,11 +59,11 @@ class _StreamOptions(msgspec.Struct):
 
 class _Body(reading.OpenAIBody):
     messages: list[_Message] = msgspec.field(default_factory=list)
-    tools: list[_Tool] | None = None
+    tools: Annotated[list[_Tool], msgspec.Meta(max_length=reading.MAX_TOOLS)] | None = None
     stream_options: _StreamOptions | None = None
     max_tokens: reading.Tokens | None = None
     max_completion_tokens: reading.Tokens | None = None
-    stop_token_ids: list[reading.TokenId] | None = None
+    stop_token_ids: reading.StopIds | None = None
     n: reading.Samples | None = None
     logprobs: bool | None = None
     response_format: Any = None
@@ -82,6 +82,7 @@ def read(body: bytes, headers: Mapping[str, str]) -> ChatRequest:
     """
     asked = reading.decoded(_DECODER, body)
     _refuse_impossible(asked)
+    reading.refuse_many(asked.messages, "messages", "content", "tool_calls")
     tools = tuple(
         reading.function_schema(tool.function, f"tools[{index}].function")
         for index, tool in enumerate(asked.tools or ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -67,7 +67,7 @@ class _OutputConfig(msgspec.Struct):
 class _Body(reading.Body):
     messages: list[_Message] = msgspec.field(default_factory=list)
     system: str | list[_Block] | None = None
-    tools: list[_Tool] | None = None
+    tools: Annotated[list[_Tool], msgspec.Meta(max_length=reading.MAX_TOOLS)] | None = None
     tool_choice: _ToolChoice | None = None
     max_tokens: reading.Tokens | None = None
     stop_sequences: list[str] | None = None
@@ -86,6 +86,7 @@ def read(body: bytes, headers: Mapping[str, str]) -> MessagesRequest:
     """
     asked = reading.decoded(_DECODER, body)
     asked.refuse_impossible()
+    reading.refuse_many(asked.messages, "messages", "content")
     tools = tuple(_tools(asked.tools or ()))
     choice = asked.tool_choice or _ToolChoice()
     system, is_claude_code = _system(asked.system)

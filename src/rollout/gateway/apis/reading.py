@@ -17,6 +17,10 @@ T = TypeVar("T")
 
 #: Values within values, in what reaches templates and comparisons.
 MAX_DEPTH = 64
+#: Messages of one request with their parts and calls; each costs the loop some microseconds.
+MAX_ITEMS = 10_000
+MAX_TOOLS = 1024
+MAX_STOP_IDS = 1024
 #: Strings that end a turn, of one request.
 MAX_STOPS = 64
 MAX_TOP_LOG_PROBS = 20
@@ -30,6 +34,7 @@ Penalty = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 Repetition = Annotated[float, msgspec.Meta(gt=0, le=100)]
 Tokens = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+StopIds = Annotated[list[TokenId], msgspec.Meta(max_length=MAX_STOP_IDS)]
 Seed = int
 Samples = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
 TopLogProbs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOG_PROBS)]
@@ -85,6 +90,18 @@ def _lone_surrogate(body: bytes | msgspec.Raw, error: Exception) -> str:
     if found is None:
         return ""
     return f"the lone surrogate {found[1].decode()} is no character; expected a pair of them"
+
+
+def refuse_many(messages: Sequence[Any], field: str, *inner: str) -> None:
+    """Refuse a conversation of more messages, parts and calls than one request may have.
+
+    Args:
+        inner: The messages' fields that hold parts or calls, or text.
+    """
+    lists = [getattr(each, name) for each in messages[: MAX_ITEMS + 1] for name in inner]
+    count = len(messages) + sum(len(each) for each in lists if isinstance(each, list))
+    if count > MAX_ITEMS:
+        refuse(field, f"{count:,} messages, parts and calls; expected at most {MAX_ITEMS:,}")
 
 
 def problem_of(error: msgspec.ValidationError) -> tuple[str, str]:

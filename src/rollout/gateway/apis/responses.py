@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -36,7 +36,7 @@ class _Body(reading.OpenAIBody):
     previous_response_id: str | None = None
     conversation: Any = None
     background: bool | None = None
-    tools: list[_Tool] | None = None
+    tools: Annotated[list[_Tool], msgspec.Meta(max_length=reading.MAX_TOOLS)] | None = None
     text: Any = None
     include: list[str] | None = None
     max_output_tokens: reading.Tokens | None = None
@@ -54,6 +54,8 @@ def read(body: bytes, headers: Mapping[str, str]) -> ResponsesRequest:
     """
     asked = reading.decoded(_DECODER, body)
     _refuse_impossible(asked)
+    if not isinstance(asked.input, str):
+        reading.refuse_many(asked.input, "input", "content", "summary", "output")
     tools = _tools(asked.tools or ())
     messages = _messages(asked, tools)
     call = GatewayCall(
