@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -161,6 +162,28 @@ def test_batch_metrics_of_a_full_engine_that_ends_before_its_second_report() -> 
     assert batch.metrics["replica/engine-0/utilisation/max"] == 1  # type: ignore[attr-defined]
     assert batch.metrics["replica/engine-0/utilisation/mean"] > 0.8  # type: ignore[attr-defined]
     assert 0 < batch.metrics["replica/engine-0/prefix_hits"] < 1  # type: ignore[attr-defined]
+
+
+def test_trace_wraps_methods_of_all_kinds_and_refuses_generators() -> None:
+    class Judge:
+        @rollout.trace
+        @staticmethod
+        def double(number: int) -> int:
+            return 2 * number
+
+        @rollout.trace
+        @classmethod
+        def name(cls) -> str:
+            return cls.__name__
+
+    assert (Judge.double(2), Judge().double(3)) == (4, 6)
+    assert (Judge.name(), Judge().name()) == ("Judge", "Judge")
+
+    def numbers() -> Any:
+        yield 1
+
+    with pytest.raises(TypeError, match=r"numbers makes a generator; trace its user"):
+        rollout.trace(numbers)
 
 
 def test_observe_config_traces_without_backend_are_refused() -> None:

@@ -149,3 +149,21 @@ def test_batch_load_timeline_is_that_of_the_saved_run(tmp_path: Path) -> None:
     batch.save(tmp_path)
     RolloutBatch.load(tmp_path).timeline(tmp_path / "loaded.json")
     assert "trajectories / add/0" in read(tmp_path / "loaded.json")[1].values()
+
+
+def test_batch_timeline_is_of_its_own_call_though_other_runs_write_there_too(
+    tmp_path: Path,
+) -> None:
+    observe = ObserveConfig(path=str(tmp_path))
+    first, _ = observed.run(prompts("first please sum"), observe, samples=2)
+    first.save(tmp_path)
+    second, _ = observed.run(prompts("second please sum"), observe, samples=2)
+    of_batches = {
+        "first": (first, RolloutBatch.load(tmp_path)),
+        "second": (second,),
+    }
+    for uid, batches in of_batches.items():
+        for batch in batches:
+            batch.timeline(tmp_path / "t.json")
+            shown = {name for name in read(tmp_path / "t.json")[1].values() if "traj" in name}
+            assert shown == {f"trajectories / {uid}/0", f"trajectories / {uid}/1"}

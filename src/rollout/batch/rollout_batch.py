@@ -42,7 +42,7 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
             has several rows stands here once.
         decode: Ids to text; `save` then writes the text of every span.
         events_path: Where the events of its run are written, `observe.path`; None: nowhere.
-        number: Its call's among those of the run, from 0, in these events.
+        number: Its call's among those of the run, from 0, in these events; None: not known.
         multi_modal_inputs: Of each row a dict of the tensors that its images and videos become,
             made when it is asked for; see `MultiModalInputs`.
     """
@@ -53,7 +53,7 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
     trajectories: list[Trajectory] = msgspec.field(default_factory=list)
     decode: Callable[[Sequence[int]], str] | None = None
     events_path: Path | None = None
-    number: int = 0
+    number: int | None = None
     multi_modal_inputs: MultiModalInputs = msgspec.field(default_factory=MultiModalInputs)
 
     def __len__(self) -> int:
@@ -120,7 +120,9 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
         """
         if self.events_path is None:
             raise RolloutError("timeline: the run's events are not written; set observe.path")
-        write_timeline(of_batch(events_of_batch(self.events_path, self.number), self.number), path)
+        rows = {(t.uid, t.member, str(t.outcome), t.num_turns) for t in self.trajectories}
+        events = events_of_batch(self.events_path, self.number)
+        write_timeline(of_batch(events, self.number, rows), path)
 
     def _count(self, outcome: Outcome) -> int:
         return sum(sample.outcome is outcome for sample in self.samples)

@@ -162,8 +162,11 @@ def read_events(path: str | Path) -> Iterator[AnyEvent]:
                 yield event
 
 
-def events_of_batch(path: str | Path, batch: int) -> list[AnyEvent]:
+def events_of_batch(path: str | Path, batch: int | None) -> list[AnyEvent]:
     """All events of a file, once the end of this call is among them or should have been long ago.
+
+    Args:
+        batch: The call's number; None: of an earlier process, which has written all that it will.
 
     Raises:
         RolloutError: As `read_events`.
@@ -171,7 +174,8 @@ def events_of_batch(path: str | Path, batch: int) -> list[AnyEvent]:
     wait = threading.Event()
     for _ in range(READ_AGAIN):
         found = list(read_events(path))
-        if any(isinstance(each, BatchEnded) and each.batch == batch for each in reversed(found)):
+        ended = (each.batch for each in reversed(found) if isinstance(each, BatchEnded))
+        if batch is None or batch in ended:
             break
         wait.wait(WRITE_EVERY_S)
     return found

@@ -82,15 +82,15 @@ def trace(*, name: str) -> Callable[[F], F]: ...
 def trace(function: Any = None, /, *, name: str | None = None) -> Any:
     """Shows a function of yours as a span of the trajectory that calls it.
 
-    For functions and coroutine functions, methods too, that agents, tools and rewards call, however
-    deep: arguments, value, seconds, and what it raised. Where nobody reads the run's events, and
-    outside a trajectory, it adds a look at a variable.
+    For functions and coroutine functions, methods of all kinds too, that agents, tools and rewards
+    call, however deep: arguments, value, seconds, and what it raised. Where nobody reads the run's
+    events, and outside a trajectory, it adds a look at a variable.
 
     Args:
         name: Of the span; None: the function's.
 
     Raises:
-        TypeError: It is no function.
+        TypeError: It is no function, or makes a generator, whose time is that of who iterates.
     """
     if function is None:
         return functools.partial(_traced, name=name)
@@ -98,8 +98,12 @@ def trace(function: Any = None, /, *, name: str | None = None) -> Any:
 
 
 def _traced(function: Any, *, name: str | None) -> Any:
+    if isinstance(function, staticmethod | classmethod):
+        return type(function)(_traced(function.__func__, name=name))
     if not callable(function):
         raise TypeError(f"rollout.trace: {function!r:.80}; expected a function")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(f"rollout.trace: {function.__qualname__} makes a generator; trace its user")
     label = str(name or getattr(function, "__qualname__", type(function).__name__))
     signature = _signature_of(function)
 
