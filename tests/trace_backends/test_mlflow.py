@@ -10,6 +10,7 @@ mlflow = pytest.importorskip("mlflow")
 
 import observed  # noqa: E402
 from rollout.config import ObserveConfig  # noqa: E402
+from rollout.errors import ConfigError  # noqa: E402
 
 
 def test_mlflow_file_store_has_each_trajectory_as_a_trace(
@@ -35,3 +36,10 @@ def test_mlflow_file_store_has_each_trajectory_as_a_trace(
     assert observed.ANSWER in spans["chat simulated"].outputs
     failed = next(s for s in found["break", "0"].data.spans if s.name == "execute_tool broken")
     assert failed.status.status_code.value == "ERROR"
+
+
+def test_mlflow_store_that_cannot_be_opened_is_refused_by_name(tmp_path: Path) -> None:
+    mlflow.set_tracking_uri(f"nothing://{tmp_path}")
+    observe = ObserveConfig(trace_backend="mlflow", project="of-tests")
+    with pytest.raises(ConfigError, match=r"observe.trace_backend = 'mlflow' cannot be opened: .*"):
+        observed.run(observed.prompts("add please sum"), observe)

@@ -182,4 +182,8 @@ def open_tracer(observe: ObserveConfig) -> Tracer | None:
             f"observe.trace_backend = {name!r} needs the package {error.name or package}: "
             f"pip install 'rollout-rl[{name}]'"
         ) from error
+    except Exception as error:  # of whatever package that is
+        raise ConfigError(
+            f"observe.trace_backend = {name!r} cannot be opened: {type(error).__name__}: {error}"
+        ) from error
     return Tracer(backend, observe.trace_share, has_texts=observe.token2text)
