@@ -211,6 +211,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
             item.add_marker("full")
 
 
+@pytest.fixture
+def own_temporary_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """What others on this machine leave in theirs is not seen."""
+    tmp_path_factory.getbasetemp()  # not in there
+    with tempfile.TemporaryDirectory(prefix="own-") as place:
+        monkeypatch.setenv("TMPDIR", place)
+        monkeypatch.setattr(tempfile, "tempdir", place)
+        yield
+
+
 _started: list[str] = []
 
 

@@ -35,6 +35,7 @@ from sandboxes import directories, processes_with, spec_of
 
 pytestmark = [
     pytest.mark.anyio,
+    pytest.mark.usefixtures("own_temporary_directory"),
     pytest.mark.parametrize("anyio_backend", ["asyncio"]),
 ]
 ISOLATIONS = ("namespaces", "bubblewrap", "none")

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
+def nothing_left(own_temporary_directory: None) -> Iterator[None]:
     """No process below this one, and no directory, that was not there before."""
     before = directories()
     yield

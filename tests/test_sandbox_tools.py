@@ -49,7 +49,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
+def nothing_left(own_temporary_directory: None) -> Iterator[None]:
     before = directories()
     yield
     assert psutil.Process().children(recursive=True) == []
