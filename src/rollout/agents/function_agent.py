@@ -116,7 +116,7 @@ class FunctionAgent(AgentLoop):
     async def _run_async(self, context: AgentContext, call: Callable[[], Awaitable[Any]]) -> Any:
         if self.backend == "native":
             return await call()
-        # How long it may take to end is watched by whoever supervises the trajectory.
+        # How long it may take to end is watched by what supervises the trajectory.
         job = call if runs_on_trio() else partial(self._supervised, call)
         return await context.services.threads.run_asyncio(self._what, job, cleanup_s=math.inf)
 

@@ -156,7 +156,7 @@ class KeptMessages(Sequence[Message]):
         return repr(list(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self),)  # whoever gets it elsewhere has no tokenizer
+        return list, (list(self),)  # who gets it elsewhere has no tokenizer
 
     @property
     def said(self) -> list[int]:

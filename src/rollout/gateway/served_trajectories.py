@@ -1,4 +1,4 @@
-"""Trajectories whose agents run elsewhere: opened, finished and read by whoever trains."""
+"""Trajectories whose agents run elsewhere: opened, finished and read by the trainer."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def kept_marks() -> Iterator[None]:
 
 
 def _keep(pending: Pending, name: str, mark: Callable[[Any], Any], function: Any) -> Any:
-    """In the place of a mark; whoever has imported it meanwhile may call it at any time."""
+    """In the place of a mark; who has imported it meanwhile may call it at any time."""
     if COMPILER in sys.modules:
         return mark(function)
     pending.append((name, function))

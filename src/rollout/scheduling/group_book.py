@@ -205,7 +205,7 @@ class GroupBook:
         return self.is_whole(group)
 
     def fitting(self, group: PulledGroup) -> PulledGroup:
-        """A group that is to be adopted, or, where it is too old to be taken in time, anew."""
+        """A group that is to be adopted, or, started over where it is too old to be taken."""
         if self._bound is None or not group.is_begun or self._can_be_taken(group, self._bound):
             return group
         self.counts["restarted"] += 1

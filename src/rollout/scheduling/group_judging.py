@@ -83,7 +83,7 @@ class GroupJudging:
 
         Args:
             may_wait: Whether the reward is waited for here; else a task of its own does, as
-                whoever admits members must not wait for it.
+                what admits members must not wait for it.
         """
         wanted = self._settle(group)
         if may_wait or not self._desk.wants_reward(group, wanted):

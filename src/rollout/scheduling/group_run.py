@@ -291,7 +291,7 @@ class GroupRun:
         return True
 
     def _young_enough(self, kept: PulledGroup) -> PulledGroup:
-        """What was kept, or its prompt anew where its tokens are too old for this call."""
+        """What was kept, or its prompt started over where its tokens are too old here."""
         group = self.book.fitting(kept)
         if group is not kept:
             if self.book.counts["restarted"] == 1:

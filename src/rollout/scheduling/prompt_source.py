@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rollout.worker_threads import WorkerThreads
 
 _END: Any = object()
-#: Names it to whoever looks at threads that were left behind.
+#: Names it to those who look at threads that were left behind.
 THREAD_NAME = "the source of prompts"
 
 Source = Iterable[Prompt] | AsyncIterable[Prompt]

@@ -196,7 +196,7 @@ class MediumEntry(msgspec.Struct, array_like=True, tag=7):
 
 
 class SourceEndedEntry(msgspec.Struct, array_like=True, tag=8):
-    """The caller of this step was told that its source had ended: given again, it begins anew.
+    """The caller of this step was told that its source had ended: given again, it starts over.
 
     Attributes:
         source: As in `PromptEntry`; None where it gave nothing.

@@ -38,7 +38,7 @@ class GroupLog:
     A resumed run begins its sources again, or gives what they have left. So prompts that are pulled
     again, in any order, are known and left out, until the source gives one that the journal has
     not: what it has of them is given out by itself. Those of a source whose end was told are not:
-    whoever gives them again begins it anew.
+    who gives them again starts it over.
 
     Args:
         journal: None where there is none.
