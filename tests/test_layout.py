@@ -24,6 +24,7 @@ FLOORS = (
     "observe.explanation",
     "observe.event_stream",
     "observe.event_file",
+    "observe.batch_events",
     "observe.timeline",
     "observe.tally",
     "observe.blocking_code",

@@ -15,8 +15,9 @@ from rollout.batch.storage import read_batch, write_batch
 from rollout.chat.processors import MediaProcessor  # noqa: TC001  (a Struct looks its names up)
 from rollout.chat.trajectory import Trajectory
 from rollout.errors import RolloutError
+from rollout.observe.batch_events import of_batch
 from rollout.observe.event_file import EVENTS, events_of_batch
-from rollout.observe.timeline import of_batch, write_timeline
+from rollout.observe.timeline import write_timeline
 from rollout.types import Outcome
 
 
