@@ -147,6 +147,8 @@ SHARED_IF_VIRTUAL = frozenset(
         *("mistral_reference", "parser_fuzz", "prometheus", "races", "report"),
         *("router_benchmark", "sampling", "segments", "sleeping", "traces", "trainer_rows"),
         *("transcript", "truncate", "word_ids"),
+        *("report_steps", "report_segments", "journal_damage", "journal_plain_data"),
+        *("journal_epochs", "selection", "group_reward_calls", "observe_page", "wrong_sampling"),
     )
 )
 _SHARE_IF_VIRTUAL = 20
