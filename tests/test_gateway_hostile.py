@@ -215,6 +215,7 @@ async def test_requests_of_too_many_parts_are_refused_before_anything_looks_at_t
     part = {"type": "text", "text": ""}
     call = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
     tool = {"type": "function", "function": {"name": "f"}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [part] * 5000}
     many: list[tuple[str, dict[str, Any], str]] = [
         (CHAT, {"messages": [{"role": "user", "content": ""}] * 20_000}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": [part] * 2000}] * 6}, "messages"),
@@ -222,6 +223,8 @@ async def test_requests_of_too_many_parts_are_refused_before_anything_looks_at_t
         (CHAT, ASKED | {"tools": [tool] * 2000}, "tools"),
         (CHAT, ASKED | {"stop_token_ids": [1] * 2000}, "stop_token_ids"),
         (MESSAGES, {"messages": [{"role": "user", "content": [part] * 10_000}]}, "messages"),
+        (MESSAGES, {"messages": [{"role": "user", "content": [result] * 2}]}, "messages"),
+        (MESSAGES, ASKED | {"system": [part] * 10_001}, "system"),
         (RESPONSES, {"input": [{"role": "user", "content": ""}] * 20_000}, "input"),
     ]
     async with client_of(FakeSession(PATH, KEY)) as client:

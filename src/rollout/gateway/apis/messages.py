@@ -87,6 +87,8 @@ def read(body: bytes, headers: Mapping[str, str]) -> MessagesRequest:
     asked = reading.decoded(_DECODER, body)
     asked.refuse_impossible()
     reading.refuse_many(asked.messages, "messages", "content")
+    if isinstance(asked.system, list):
+        reading.refuse_many(asked.system, "system", "content")
     tools = tuple(_tools(asked.tools or ()))
     choice = asked.tool_choice or _ToolChoice()
     system, is_claude_code = _system(asked.system)

@@ -96,12 +96,15 @@ def refuse_many(messages: Sequence[Any], field: str, *inner: str) -> None:
     """Refuse a conversation of more messages, parts and calls than one request may have.
 
     Args:
-        inner: The messages' fields that hold parts or calls, or text.
+        inner: Fields of messages, and of their parts, that hold parts or calls, or text.
     """
-    lists = [getattr(each, name) for each in messages[: MAX_ITEMS + 1] for name in inner]
-    count = len(messages) + sum(len(each) for each in lists if isinstance(each, list))
+    count, level = 0, messages
+    while level and count <= MAX_ITEMS:
+        count += len(level)
+        held = [getattr(each, name, None) for each in level[:MAX_ITEMS] for name in inner]
+        level = [each for values in held if isinstance(values, list) for each in values]
     if count > MAX_ITEMS:
-        refuse(field, f"{count:,} messages, parts and calls; expected at most {MAX_ITEMS:,}")
+        refuse(field, f"more than {MAX_ITEMS:,} messages, parts and calls")
 
 
 def problem_of(error: msgspec.ValidationError) -> tuple[str, str]:

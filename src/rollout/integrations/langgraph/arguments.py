@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -35,12 +35,12 @@ class CallArguments(msgspec.Struct, forbid_unknown_fields=True):
     max_new_tokens: reading.Tokens | None = None
     max_completion_tokens: reading.Tokens | None = None
     max_tokens: reading.Tokens | None = None
-    stop_token_ids: list[reading.TokenId] | None = None
+    stop_token_ids: reading.StopIds | None = None
     top_log_probs: reading.TopLogProbs | None = None
     seed: reading.Seed | None = None
     n: reading.Samples | None = None
     stop: str | list[str] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=reading.MAX_TOOLS)] | None = None
     tool_choice: str | bool | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
