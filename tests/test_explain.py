@@ -98,6 +98,17 @@ async def test_explain_while_a_turn_is_generated_names_the_replica() -> None:
     assert "engine-0: serving, 1 in flight" in str(explanation)
 
 
+@pytest.mark.parametrize("uid", ["task#7", "a#0/b#1", "#"])
+async def test_explain_finds_the_requests_of_any_uid(uid: str) -> None:
+    async def call(runtime: Any) -> None:
+        await runtime.generate([Prompt(messages=prompts()[0].messages, uid=uid)])
+
+    async with explained_after(1.0, call=call) as explanation:
+        (wait,) = only(explanation).waits
+
+    assert (wait.kind, wait.path) == ("generation", "")
+
+
 async def test_explain_while_a_tool_runs_names_it() -> None:
     async with explained_after(30.0) as explanation:
         (wait,) = only(explanation).waits

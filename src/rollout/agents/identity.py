@@ -6,6 +6,7 @@ import attrs
 import msgspec
 
 from rollout.seeds import derive_seed
+from rollout.session_names import session_name
 from rollout.types import Outcome
 
 
@@ -39,8 +40,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def session_id(self) -> str:
         """Names the conversation to the router and the engines; the main one, the trajectory."""
-        main = f"{self.step}/{self.uid}/{self.member}"
-        return f"{main}#{self.path}" if self.path else main
+        return session_name(self.step, self.uid, self.member, self.path)
 
     def opened(self, number: int) -> Identity:
         """Of the conversation that is opened from this one as its `number`-th, counted from 0."""

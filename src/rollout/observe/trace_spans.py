@@ -10,6 +10,7 @@ import attrs
 import msgspec
 
 from rollout.observe import events as told
+from rollout.session_names import session_name
 from rollout.types import ToolCall
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ def _root(ended: told.TrajectoryEnded, trajectory: Trajectory | None, run: RunFa
         "gen_ai.provider.name": run.provider,
         "gen_ai.agent.name": agent,
         "gen_ai.request.model": run.model,
-        "gen_ai.conversation.id": f"{ended.step}/{ended.uid}/{ended.member}",
+        "gen_ai.conversation.id": session_name(ended.step, ended.uid, ended.member),
         "gen_ai.usage.input_tokens": ended.prompt_tokens + ended.observation_tokens,
         "gen_ai.usage.output_tokens": ended.generated_tokens,
         "rollout.step": ended.step,
@@ -296,7 +297,7 @@ class _Texts:
     def __init__(
         self, ended: told.TrajectoryEnded, trajectory: Trajectory | None, decode: Decode | None
     ) -> None:
-        self._session = f"{ended.step}/{ended.uid}/{ended.member}"
+        self._session = session_name(ended.step, ended.uid, ended.member)
         self._trajectory, self._decode = trajectory, decode
         self._turns: dict[str, Iterator[str]] = {}
         self.requests: dict[str, told.RequestEnded] = {}

@@ -14,6 +14,7 @@ import attrs
 from rollout.errors import ConfigError
 from rollout.observe import events as told
 from rollout.observe.trace_spans import RunFacts, trace_of
+from rollout.session_names import session_name
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class Tracer:
         """See `Wants`; the same ones in every run."""
         if is_failed or self._share >= 1:
             return True
-        who = blake2b(f"{step}/{uid}/{member}".encode(), digest_size=4).digest()
+        who = blake2b(session_name(step, uid, member).encode(), digest_size=4).digest()
         return int.from_bytes(who) < self._share * 2**32
 
     def close(self) -> None:

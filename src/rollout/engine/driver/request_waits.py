@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from rollout.observe.explanation import Wait
+from rollout.session_names import split_session
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,7 +22,7 @@ def waits_of(attempts: Iterable[Attempt], now: float) -> dict[str, list[Wait]]:
     """By trajectory, as its main conversation's session is called."""
     waits: dict[str, list[Wait]] = defaultdict(list)
     for attempt in attempts:
-        trajectory, _, path = attempt.session_id.partition("#")
+        trajectory, path = split_session(attempt.session_id)
         waits[trajectory].append(_wait_of(attempt, path, now))
     return waits
 

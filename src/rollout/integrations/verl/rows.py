@@ -144,7 +144,7 @@ def _prompt(
     return Prompt(
         messages=list(kwargs["raw_prompt"]),
         # The rows' places are part of it: several prompts of a call may have one uid in verl.
-        uid=f"{str(kwargs.get('uid', '')).replace('#', '_')}@{group[0]}",
+        uid=f"{kwargs.get('uid', '')}@{group[0]}",
         agent_name=agent,
         sampling={} if agent == LOOP_AGENT else _overrides(row),
         # verl's single-turn loop shows the model no tools.

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from rollout.session_names import split_session
+
 #: Counters of speculative decoding, which verl adds up over the turns of a trajectory.
 COUNTERS = ("spec_num_draft_tokens", "spec_num_accepted_tokens", "spec_num_verify_steps")
 
@@ -96,12 +98,12 @@ class Sessions:
 
     def asked(self, name: str) -> Asked:
         """What is to be said with a request of a conversation."""
-        asked, trajectory = self._of(name).asked, trajectory_of(name)
+        asked, trajectory = self._of(name).asked, split_session(name)[0]
         return asked.get(name) or asked.get(trajectory) or Asked(request_id=trajectory)
 
     def tell(self, name: str, output: Any) -> None:
         """A conversation has an answer; nothing happens where its trajectory has ended."""
-        session = self._sessions.get(trajectory_of(name))
+        session = self._sessions.get(split_session(name)[0])
         if session is None:
             return
         session.told.note(output)
@@ -121,9 +123,4 @@ class Sessions:
         self._sessions.pop(trajectory, None)
 
     def _of(self, name: str) -> Session:
-        return self._sessions.setdefault(trajectory_of(name), Session())
-
-
-def trajectory_of(name: str) -> str:
-    """The name of the main conversation of a conversation's trajectory."""
-    return name.partition("#")[0]
+        return self._sessions.setdefault(split_session(name)[0], Session())

@@ -42,6 +42,7 @@ from rollout.observe.report.trajectory_times import (
     TrajectoryTimes,
 )
 from rollout.observe.report.under_way import UnderWay
+from rollout.session_names import split_session
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -233,7 +234,7 @@ class RunTimes:
                 self.trajectories[number].intervals += begun.intervals(self.end)
 
     def _parts(self, event: RequestEnded) -> Iterable[Interval]:
-        turn, path = self._turns.get(event.request, (None, event.session.partition("#")[2]))
+        turn, path = self._turns.get(event.request, (None, split_session(event.session)[1]))
         at = event.began
         for phase, seconds in (
             (QUEUE, event.queue_s),

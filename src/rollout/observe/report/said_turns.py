@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rollout.chat.trajectory import COMPACTION
+from rollout.session_names import split_session
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,22 +48,16 @@ def turns_of(rows: Sequence[SavedSegment]) -> list[tuple[str | None, list[int]]]
     Turns are counted from 1 over all segments of a conversation. Where a record does not say which
     conversation a segment is of, that is None, and they are counted in the segment.
     """
-    main = rows[0].session_id
     counted: dict[str, int] = {}
     found: list[tuple[str | None, list[int]]] = []
     for at, row in enumerate(rows):
-        path = None if at and not row.session_id else _path(row.session_id, main)
+        path = None if at and not row.session_id else split_session(row.session_id)[1]
         size = sum(span.kind == GENERATED for span in row.spans or ())
         before = 0 if path is None else counted.get(path, 0)
         found.append((path, list(range(before + 1, before + size + 1))))
         if path is not None:
             counted[path] = before + size
     return found
-
-
-def _path(session: str, main: str) -> str:
-    """Of a session ``step/uid/member#path``; a uid may hold any sign."""
-    return session.removeprefix(main).removeprefix("#")
 
 
 def _goes_on(rows: Sequence[SavedSegment], at: int) -> bool:

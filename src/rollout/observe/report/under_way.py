@@ -20,6 +20,7 @@ from rollout.observe.events import (
     TurnStarted,
 )
 from rollout.observe.report.trajectory_times import DECODE, NOT_PARSED, QUEUE, TOOL, Interval
+from rollout.session_names import split_session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,7 +92,7 @@ class Begun:
 
 
 def _path(event: RequestPlaced | RequestEnded) -> str:
-    return event.session.partition("#")[2]
+    return split_session(event.session)[1]
 
 
 @attrs.define
