@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,6 +21,8 @@ EXACT = 2**53
 #: Of calls without arguments, as clients write them.
 _NOTHING = (None, "")
 _write = msgspec.json.Encoder(order="sorted").encode
+#: Bytes of calls whose keys are remembered.
+_SHORT = 256
 
 
 #: What stands for a text, and for a turn of several: Python's own hash, of 64 bits under a key of
@@ -124,8 +127,20 @@ def said_key(text: str, calls: Sequence[tuple[str, Any]]) -> Digest:
     text = text.strip()
     if not calls:
         return hash(text)
-    values = [[name, canonical({} if value in _NOTHING else value)] for name, value in calls]
-    return ("calls", hash(_json([text, values])))
+    values = [[name, {} if value in _NOTHING else value] for name, value in calls]
+    written = _json(values)
+    is_short = len(written) <= _SHORT
+    return ("calls", hash(text), _key_of_written(written) if is_short else _key_of_values(values))
+
+
+@lru_cache(1 << 13)
+def _key_of_written(written: bytes) -> int:
+    """Of calls as JSON; those of a long conversation come again with each of its requests."""
+    return _key_of_values(json.loads(written))
+
+
+def _key_of_values(values: Any) -> int:
+    return hash(_json(canonical(values)))
 
 
 def reasoning_key(reasoning: str | None) -> int | None:
