@@ -85,6 +85,11 @@ class _Period:
     cause: str = ""
     _claimed: threading.Lock = attrs.field(init=False, factory=threading.Lock)
 
+    @classmethod
+    def now(cls, waited_s: float) -> _Period:
+        """One that begins now, on the loop."""
+        return cls(monotonic(), waited_s, thread_cpu(), process_cpu())
+
     def claim(self) -> bool:
         """Whether it has not been claimed before."""
         return self._claimed.acquire(blocking=False)
@@ -143,7 +148,7 @@ class LoopLag:
         """For how long the loop has not come round, whatever the cause; 0 up to `BLOCKED_S`."""
         if not self._threads or self._stop.is_set():
             return 0.0
-        late_s, _ = self._lateness(self._period)
+        late_s, _ = self._lateness(self._period, 0.0)
         return late_s if late_s > BLOCKED_S else 0.0
 
     async def watch(self) -> None:
@@ -151,10 +156,11 @@ class LoopLag:
         self._start_watchdog()
         gc.callbacks.append(self._note_collection)
         try:
+            waited_s = self._waited_s()
             while True:
-                self._period, self._collected_s = self._new_period(), 0.0
+                self._period, self._collected_s = _Period.now(waited_s), 0.0
                 await anyio.sleep(TICK_S)
-                self._explain(self._period)
+                waited_s = self._explain(self._period)
         finally:
             gc.callbacks.remove(self._note_collection)
             self._stop.set()
@@ -167,9 +173,6 @@ class LoopLag:
         thread.start()
         # Of both threads: the loop waits too while the watchdog holds the interpreter and waits.
         self._threads = loop[1], ThreadTimes(thread.native_id)
-
-    def _new_period(self) -> _Period:
-        return _Period(monotonic(), self._waited_s(), thread_cpu(), process_cpu())
 
     def _waited_s(self) -> float:
         """Seconds since the start in which this process could not run, as far as it is known."""
@@ -190,10 +193,14 @@ class LoopLag:
 
     # On the loop, after the fact.
 
-    def _explain(self, period: _Period) -> None:
-        """Measure a period that is over, and say what made it late unless the watchdog has."""
-        is_unseen = period.claim()
-        late_s, blocked_s = self._lateness(period)
+    def _explain(self, period: _Period) -> float:
+        """Measure a period that is over, and say what made it late unless the watchdog has.
+
+        Returns:
+            What `_waited_s` said at its end.
+        """
+        is_unseen, waited_s = period.claim(), self._waited_s()
+        late_s, blocked_s = self._lateness(period, waited_s)
         if is_unseen and blocked_s > BLOCKED_S:
             cause = self._unseen_cause(period, blocked_s)
             if cause is None:
@@ -208,6 +215,7 @@ class LoopLag:
             self._tell(period.cause, blocked_s, starved_s)
         for window in self._windows:
             window.take(blocked_s, starved_s)
+        return waited_s
 
     def _tell(self, cause: str, blocked_s: float, starved_s: float) -> None:
         now = self._events.now()
@@ -217,10 +225,10 @@ class LoopLag:
             said = NOT_RUN % starved_s
             self._events.emit(LoopBlocked(at=now, seconds=starved_s, cause=said, is_starved=True))
 
-    def _lateness(self, period: _Period) -> tuple[float, float]:
+    def _lateness(self, period: _Period, waited_s: float) -> tuple[float, float]:
         """Seconds by which a tick is late, and those of them in which a CPU was to be had."""
         late_s = max(0.0, monotonic() - period.began - TICK_S)
-        return late_s, max(0.0, late_s - (self._waited_s() - period.waited_s))
+        return late_s, max(0.0, late_s - (waited_s - period.waited_s))
 
     def _unseen_cause(self, period: _Period, blocked_s: float) -> str | None:
         """What made a period late where no code was seen in the way; None: nothing of ours."""
@@ -260,7 +268,7 @@ class LoopLag:
         return left_s + TICK_S / 8 if left_s > 0 else TICK_S
 
     def _look(self, period: _Period, loop_thread: int, loop_times: ThreadTimes) -> None:
-        _, blocked_s = self._lateness(period)
+        _, blocked_s = self._lateness(period, self._waited_s())
         if blocked_s <= BLOCKED_S:
             return
         cause = self._seen_cause(period, loop_thread, loop_times)

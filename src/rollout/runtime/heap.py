@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from rollout import process_memory
+from rollout.clocks import thread_cpu
 from rollout.lazy import importing
 
 if TYPE_CHECKING:
@@ -43,8 +44,10 @@ OPENINGS = 32
 GROWN = 1.5
 #: Seconds between two looks at the process's memory.
 LOOK_S = 1.0
-#: Seconds between two collections of the youngest objects, while a batch runs.
-YOUNG_S = 0.02
+#: Seconds between two collections of the youngest objects, while a batch runs: fewest where one
+#: took longer than `FEW_S`, and twice as many after each that did not.
+YOUNG_S, MOST_YOUNG_S = 0.02, 0.32
+FEW_S = 2e-4
 
 
 class _Heap:
@@ -116,16 +119,17 @@ class _Heap:
                 gc.set_threshold(*self._callers)
             self._callers = None
 
-    def collect_youngest(self) -> bool:
-        """Look at the youngest objects now, if collections are put off; whether they are.
+    def collect_youngest(self) -> float | None:
+        """Look at the youngest objects now; CPU seconds that it took, None: nothing is put off.
 
         Python does when so many more have come than have gone, of any age. Where each turn frees
         what the last one made, that is seldom, and there are hundreds of thousands then.
         """
-        is_due = self._callers is not None and gc.isenabled()
-        if is_due:
-            gc.collect(0)
-        return is_due
+        if self._callers is None or not gc.isenabled():
+            return None
+        began = thread_cpu()
+        gc.collect(0)
+        return thread_cpu() - began
 
     def collect_if_due(self) -> None:
         with self._lock:
@@ -178,9 +182,14 @@ async def collect_as_memory_asks() -> None:
 
     The youngest objects are looked at often, so that they are few each time.
     """
-    next_look = anyio.current_time() + LOOK_S
+    next_look, pause_s = anyio.current_time() + LOOK_S, YOUNG_S
     while True:
-        await anyio.sleep(YOUNG_S if _heap.collect_youngest() else LOOK_S)
+        took_s = _heap.collect_youngest()
+        if took_s is None:
+            pause_s = LOOK_S
+        else:  # each look is a round of the loop, also where it waits for engines only
+            pause_s = YOUNG_S if took_s > FEW_S else min(2 * pause_s, MOST_YOUNG_S)
+        await anyio.sleep(pause_s)
         if anyio.current_time() >= next_look:
             _heap.collect_if_due()
             next_look = anyio.current_time() + LOOK_S
