@@ -13,7 +13,7 @@ It finds SGLang in the environment that `make sglang-cpu` made, and a GPU if tha
 one. Progress goes to stderr; the last line of stdout is the result as JSON.
 
     python benchmarks/sglang_overhead.py [--device cuda] [--model PATH] [--python PYTHON]
-                                         [--work fast] [--quick]
+                                         [--work fast] [--rounds 40] [--quick]
 """
 
 from __future__ import annotations
@@ -132,9 +132,14 @@ class Round:
     straight_seconds: float
 
     @property
-    def ratio(self) -> float:
-        """Tokens per second through the library ÷ those of the engine by itself."""
-        return self.straight_seconds / self.seconds
+    def rate(self) -> float:
+        """Tokens per second through the library."""
+        return self.tokens / self.seconds
+
+    @property
+    def straight_rate(self) -> float:
+        """Tokens per second of the engine by itself, afterwards."""
+        return self.tokens / self.straight_seconds
 
 
 class Straight:
@@ -181,8 +186,8 @@ def plan_of(trajectories: Sequence[Trajectory]) -> Plan:
     return plan
 
 
-async def run_work(work: Work, python: str) -> list[Round]:
-    """Rounds through the library and straight, in turns."""
+async def run_work(work: Work, python: str, count: int) -> list[Round]:
+    """So many rounds through the library and straight, in turns, after one that does not count."""
     finished: list[Trajectory] = []
 
     async def keep(trajectory: Trajectory) -> float:
@@ -193,7 +198,7 @@ async def run_work(work: Work, python: str) -> list[Round]:
     rounds = []
     try:
         async with rollout.open_rollout(work.config, [calculator], keep) as runtime:
-            for index in range(ROUNDS[work.name] + 1):
+            for index in range(count + 1):
                 finished.clear()
                 prompts = work.prompts(index)[: None if index else WARM_UP]
                 cpu, begun = time.process_time(), time.perf_counter()
@@ -227,10 +232,9 @@ def measured(plan: Plan, seconds: float, cpu: float, again: dict[str, Any]) -> R
 
 def report(name: str, done: Round) -> None:
     """A line of progress."""
-    rates = [done.tokens / seconds for seconds in (done.seconds, done.straight_seconds)]
     print(
-        f"{name}: {done.tokens} tokens in {done.turns} turns; library {rates[0]:.0f} tokens/s, "
-        f"straight {rates[1]:.0f}, ratio {done.ratio:.3f}",
+        f"{name}: {done.tokens} tokens in {done.turns} turns; library {done.rate:.0f} tokens/s, "
+        f"straight {done.straight_rate:.0f}",
         file=sys.stderr,
         flush=True,
     )
@@ -336,6 +340,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default=EMBEDDED, help="of the slow work")
     parser.add_argument("--work", nargs="+", choices=tuple(ROUNDS), default=list(ROUNDS))
+    parser.add_argument("--rounds", type=int, help=f"default: {ROUNDS}")
     parser.add_argument("--quick", action="store_true", help="the fast work alone")
     asked = parser.parse_args()
     if asked.quick:
@@ -351,7 +356,7 @@ def main() -> None:
             "fast": lambda: fast_work(directory, device, asked.python),
         }
         for name in asked.work:
-            rounds = anyio.run(run_work, works[name](), asked.python)
+            rounds = anyio.run(run_work, works[name](), asked.python, asked.rounds or ROUNDS[name])
             suffix = "_fast" if name == "fast" else ""
             summary |= {f"{key}{suffix}": value for key, value in figures(rounds).items()}
     print(json.dumps(summary))
@@ -360,12 +365,16 @@ def main() -> None:
 def figures(rounds: list[Round]) -> dict[str, Any]:
     """The result of one kind of work."""
     seconds = sum(each.driver_cpu_s for each in rounds)
+    # A machine's speed drifts: each round but the first stands between two straight ones.
+    ratios = [
+        each.rate / statistics.fmean((last.straight_rate, each.straight_rate))
+        for last, each in zip([rounds[0], *rounds], rounds, strict=False)
+    ]
     return {
-        # Median over the rounds: the two sides of one round had the same neighbours.
-        "ratio": round(statistics.median(each.ratio for each in rounds), 3),
+        "ratio": round(statistics.median(ratios), 3),
         "driver_cpu_ms_per_turn": round(1000 * seconds / sum(each.turns for each in rounds), 2),
-        "tokens_per_s": round(statistics.median(each.tokens / each.seconds for each in rounds)),
-        "rounds": [round(each.ratio, 3) for each in rounds],
+        "tokens_per_s": round(statistics.median(each.rate for each in rounds)),
+        "rounds": [round(each, 3) for each in ratios],
     }
 
 
