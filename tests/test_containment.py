@@ -155,6 +155,19 @@ async def test_agent_assigns_anything_to_its_context_its_trajectory_alone_fails(
     batch.tensors  # noqa: B018  (it can be laid out)
 
 
+async def test_agent_clears_the_dict_of_its_context_nothing_is_lost() -> None:
+    class Clearing(AgentLoop):
+        async def run(self, context: AgentContext) -> None:
+            context.notes = "its own"  # type: ignore[attr-defined]
+            await context.generate()
+            vars(context).clear()
+
+    register_agent("clearing")(Clearing)
+    batch = await generate([user("calm"), user("calm", agent_name="clearing")])
+    assert outcomes(batch) == ["completed", "completed"]
+    assert batch.trajectories[1].transcript.generated_length > 0
+
+
 @pytest.mark.parametrize("is_sync", [False, True])
 @pytest.mark.parametrize("word", RAISERS)
 async def test_reward_raises_anything_its_trajectory_alone_fails(word: str, is_sync: bool) -> None:

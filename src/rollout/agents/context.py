@@ -67,6 +67,18 @@ class AgentContext:
             the model had sampled by itself.
     """
 
+    # What an agent keeps on it is its own, and so is what it does to `__dict__`.
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_interaction",
+        "_interaction_name",
+        "_is_whole",
+        "_main",
+        "_services",
+        "_state",
+    )
+
     sampling: OfMain[SamplingParams] = OfMain()
     on_tokens: OfMain[list[Callable[[Generation], object]]] = OfMain()
     extra = Shared[dict[str, Any]]()
