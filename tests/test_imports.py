@@ -82,6 +82,19 @@ def test_every_public_name_resolves() -> None:
         rollout.nothing  # type: ignore[attr-defined]  # noqa: B018
 
 
+@pytest.mark.parametrize("package", ["rollout", "rollout.engine", "rollout.runtime"])
+def test_names_that_are_imported_lazily_are_public_to_type_checkers(package: str) -> None:
+    module = importlib.import_module(package)
+    code = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+    # They run nothing: only a literal tells them what a typed package exports.
+    (public,) = [
+        ast.literal_eval(node.value)
+        for node in code.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    assert public == sorted(name for names in module._HOMES.values() for name in names)
+
+
 @pytest.mark.parametrize("name", ["DiskWeights", "DistributedWeights", "TensorWeights"])
 def test_weights_and_the_model_resolver_are_importable_from_rollout(name: str) -> None:
     import rollout

@@ -53,7 +53,7 @@ class Asker:
         pending = self._channel.submit_nowait(
             request, generation, _nothing, prefix=prefix, deadline=deadline
         )
-        await pending.done.wait()
+        await pending.done
         assert len(generation.ids) == ANSWER, pending.error
         return generation
 

@@ -42,5 +42,20 @@ _HOMES = {
     "rollout.engine.process.server": ("EngineServer",),
     "rollout.engine.weights": ("DiskWeights", "DistributedWeights", "TensorWeights"),
 }
-__all__ = sorted(name for names in _HOMES.values() for name in names)  # noqa: PLE0605
+__all__ = [
+    "Chunk",
+    "DiskWeights",
+    "DistributedWeights",
+    "EngineCore",
+    "EngineInfo",
+    "EngineLoad",
+    "EngineServer",
+    "GenerationRequest",
+    "Router",
+    "SamplingParams",
+    "TensorWeights",
+    "connect_channel",
+    "gpu_slots_of",
+    "open_engines",
+]
 __getattr__ = lazy_exports(globals(), _HOMES)

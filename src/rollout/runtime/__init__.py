@@ -18,5 +18,11 @@ _HOMES = {
     "rollout.runtime.runtime": ("RolloutRuntime",),
     "rollout.runtime.statistics": ("RuntimeStatistics",),
 }
-__all__ = sorted(name for names in _HOMES.values() for name in names)  # noqa: PLE0605
+__all__ = [
+    "BlockingRollout",
+    "RolloutRuntime",
+    "RuntimeStatistics",
+    "open_rollout",
+    "open_rollout_blocking",
+]
 __getattr__ = lazy_exports(globals(), _HOMES)
