@@ -152,4 +152,5 @@ def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
 
 
 def _column(values: Iterable[Any]) -> list[Any]:
-    return [round(value, 4) if isinstance(value, float) else value for value in values]
+    # Significant digits: rewards may be as small as anybody likes.
+    return [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]

@@ -32,6 +32,7 @@ function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (Number.isInteger(value)) return value.toLocaleString("en-US");
   const size = Math.abs(value);
+  if (size < 10 ** -digits) return String(Number(value.toPrecision(2)));
   const places = size >= 100 ? 0 : size >= 10 ? Math.min(1, digits) : size >= 1 ? Math.min(2, digits) : digits;
   return value.toLocaleString("en-US", { maximumFractionDigits: places });
 }
