@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio  # noqa: TID251
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
@@ -11,7 +11,7 @@ from langchain_core.tools import tool
 
 from race_situations import user
 from rollout import AgentContext, AgentError, AgentLoop, Outcome, RolloutBatch, register_agent
-from rollout.config import AgentConfig, LengthsConfig, LimitsConfig
+from rollout.config import AgentConfig, GatewayConfig, LengthsConfig, LimitsConfig
 from rollout.gateway.calls import GatewayError
 from rollout.integrations.langgraph import GraphAgent, RolloutChatModel, open_chat_model
 from rollout.testing import Recorder, Scenario, tool_call
@@ -195,6 +195,29 @@ async def test_chat_model_wrong_arguments_are_refused_by_name_and_end_nothing() 
     (trajectory,) = (await tried(trial)).trajectories
     assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
     assert len(trajectory.segments) == 1
+
+
+@pytest.mark.parametrize("unenforced", ["accept", "refuse"])
+async def test_chat_model_choices_that_would_force_a_call_are_as_the_gateways(
+    unenforced: Literal["accept", "refuse"],
+) -> None:
+    named = {"type": "function", "function": {"name": "multiply"}}
+    asked = [HumanMessage("question")]
+    refused: list[Any] = []
+
+    async def trial(model: RolloutChatModel) -> None:
+        for choice in (None, "auto", "none", False, {"type": "auto"}):
+            await model.bind_tools([multiply], tool_choice=choice).ainvoke(asked)
+        for choice in ("any", "required", "multiply", True, named, {"type": "any"}):
+            try:
+                await model.bind_tools([multiply], tool_choice=choice).ainvoke(asked)
+            except GatewayError as error:
+                refused.append((choice, error.field))
+
+    (trajectory,) = (await tried(trial, gateway=GatewayConfig(unenforced=unenforced))).trajectories
+    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
+    assert len(refused) == (6 if unenforced == "refuse" else 0)
+    assert {field for _, field in refused} <= {"tool_choice"}
 
 
 async def test_chat_model_length_that_nobody_handles_ends_the_trajectory_by_it() -> None:

@@ -198,3 +198,15 @@ class GatewayError(Exception):
         self.status = status
         self.code = code
         self.field = field
+
+
+def check_forced(call: GatewayCall, unenforced: Literal["accept", "refuse"]) -> None:
+    """Refuse what would force the model, unless `gateway.unenforced` accepts it.
+
+    Raises:
+        GatewayError: It is refused.
+    """
+    if unenforced == "refuse" and call.forced_by:
+        field = call.forced_by[0]
+        why = 'nothing holds the model to it, and gateway.unenforced is "refuse"'
+        raise GatewayError(400, "invalid_request", f"{field}: {why}; expected none", field)

@@ -14,7 +14,7 @@ from rollout.clocks import wall
 from rollout.gateway.apis import chat, messages, responses
 from rollout.gateway.apis.writing import AnswerStream, ApiRequest, Teller, openai_error
 from rollout.gateway.asgi import EVENTS, Exchange, ExchangeLimits
-from rollout.gateway.calls import Completion, GatewayCall, GatewayError
+from rollout.gateway.calls import Completion, GatewayCall, GatewayError, check_forced
 from rollout.gateway.live_events import LiveEvents
 from rollout.gateway.runtime_loop import RuntimeLoop
 from rollout.scopes import open_task_group
@@ -158,17 +158,6 @@ class _Visit:
             self.check_model(request.model)
         return request
 
-    def check_forced(self, call: GatewayCall) -> None:
-        """Refuse what would force the model, unless the configuration accepts it.
-
-        Raises:
-            GatewayError: It is refused.
-        """
-        if self.service.unenforced == "refuse" and call.forced_by:
-            field = call.forced_by[0]
-            why = 'nothing holds the model to it, and gateway.unenforced is "refuse"'
-            raise GatewayError(400, "invalid_request", f"{field}: {why}; expected none", field)
-
     def check_model(self, name: str) -> None:
         """Refuse names of other models.
 
@@ -235,7 +224,7 @@ async def _generate(visit: _Visit) -> None:
     visit.exchange.require("POST")
     session = visit.session()
     request = await visit.read()
-    visit.check_forced(request.call)
+    check_forced(request.call, visit.service.unenforced)
     loop, asked = visit.service.loop, _Asked(session)
     try:
         completion = await _completed(visit, asked, request)

@@ -51,6 +51,7 @@ class _Function(msgspec.Struct):
     function: reading.FunctionTool
 
 
+_FREE = (None, False, "auto", "none")
 _TOOL = msgspec.json.Decoder(_Function)
 _SAMPLING = (
     *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
@@ -71,6 +72,7 @@ def call_of(messages: tuple[GivenMessage, ...], given: Mapping[str, Any]) -> Gat
         messages=messages,
         tools=_tools(asked.tools or ()),
         tool_choice="none" if _is_none(asked.tool_choice) else "auto",
+        forced_by=() if _is_free(asked.tool_choice) else ("tool_choice",),
         parallel_calls=asked.parallel_tool_calls is not False,
         sampling=_sampling(asked),
         seed=reading.seed_of(asked.seed),
@@ -115,6 +117,11 @@ def _sampling(asked: CallArguments) -> dict[str, Any]:
 def _is_none(choice: Any) -> bool:
     """Whether a choice among tools keeps the model from calling any."""
     return choice == "none" or (isinstance(choice, dict) and choice.get("type") == "none")
+
+
+def _is_free(choice: Any) -> bool:
+    """Whether it leaves the model free to call one or none; LangChain's others are names, too."""
+    return reading.is_free(choice) if isinstance(choice, dict) else choice in _FREE
 
 
 def _tools(given: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.outputs import ChatGeneration, ChatResult
@@ -10,7 +10,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import PrivateAttr
 
 from rollout.errors import LimitExceeded
-from rollout.gateway.calls import GatewayError
+from rollout.gateway.calls import GatewayError, check_forced
 from rollout.integrations.langgraph.arguments import call_of
 from rollout.integrations.langgraph.messages import given_messages, message_of
 from rollout.tools.schema import inline_references
@@ -42,12 +42,15 @@ class RolloutChatModel(BaseChatModel):
 
     _session: GatewaySession = PrivateAttr()
     _loop: RuntimeLoop = PrivateAttr()
+    _unenforced: Literal["accept", "refuse"] = PrivateAttr()
 
     @classmethod
-    def over(cls, session: GatewaySession, loop: RuntimeLoop) -> RolloutChatModel:
-        """The model of the trajectory that is served by `session`."""
+    def over(
+        cls, session: GatewaySession, loop: RuntimeLoop, unenforced: Literal["accept", "refuse"]
+    ) -> RolloutChatModel:
+        """The model of the trajectory that is served by `session`; see `gateway.unenforced`."""
         model = cls()
-        model._session, model._loop = session, loop
+        model._session, model._loop, model._unenforced = session, loop, unenforced
         return model
 
     @property
@@ -66,7 +69,7 @@ class RolloutChatModel(BaseChatModel):
         Args:
             tools: Whatever LangChain takes as tools.
             tool_choice: "none" keeps the model from calling them; engines cannot force a call, so
-                that all else means "auto".
+                that all else means "auto", or is refused where `gateway.unenforced` is "refuse".
             kwargs: Further arguments of each call.
         """
         schemas = [_with_plain_parameters(convert_to_openai_tool(tool)) for tool in tools]
@@ -91,6 +94,7 @@ class RolloutChatModel(BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         call = call_of(given_messages(messages), {**kwargs, "stop": stop})
+        check_forced(call, self._unenforced)
         try:
             completion: Completion = await self._loop.run(self._session.complete, call)
         except GatewayError as error:

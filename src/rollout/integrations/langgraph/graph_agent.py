@@ -40,12 +40,13 @@ async def open_chat_model(context: AgentContext) -> AsyncIterator[RolloutChatMod
         raise AgentError(
             f"LangGraph needs a package ({error}): pip install 'rollout-rl[langgraph]'"
         ) from error
-    settings = GatewaySettings.of(context.services.config.gateway)
+    config = context.services.config.gateway
+    settings = GatewaySettings.of(config)
     async with (
         open_runtime_loop() as loop,
         Sessions(settings).open(context) as session,
     ):
-        yield RolloutChatModel.over(session, loop)
+        yield RolloutChatModel.over(session, loop, config.unenforced)
 
 
 class GraphAgent(AgentLoop):
