@@ -27,6 +27,7 @@ from rollout.testing.transcript_checks import (
     EPSILON_S,
     Facts,
     is_session_of,
+    late_s,
     trajectory_anomalies,
 )
 
@@ -48,7 +49,8 @@ def _anomalies(watched: WatchedRuntime) -> Iterator[str]:
     facts = _facts(watched)
     yield from group_anomalies(watched)
     for call in watched.calls:
-        yield from _time_anomalies(call, watched.config.limits)
+        late = late_s(call, watched.config)
+        yield from _time_anomalies(call, watched.config.limits, EPSILON_S + late)
         if call.is_of_groups:
             continue
         yield from _delivery_anomalies(call)
@@ -97,9 +99,9 @@ def _delivery_anomalies(call: CallRecord) -> Iterator[str]:
         yield "generate: the rows are not in the order of the prompts"
 
 
-def _time_anomalies(call: CallRecord, limits: LimitsConfig) -> Iterator[str]:
+def _time_anomalies(call: CallRecord, limits: LimitsConfig, slack_s: float) -> Iterator[str]:
     assert call.ended is not None
-    slack = 4 * limits.cleanup_s + EPSILON_S
+    slack = 4 * limits.cleanup_s + slack_s
     took = call.ended - call.started
     if call.kind == "generate" and limits.batch_s is not None and took > limits.batch_s + slack:
         yield f"generate took {took:g} s; limits.batch_s = {limits.batch_s:g}"
@@ -117,7 +119,7 @@ def _time_anomalies(call: CallRecord, limits: LimitsConfig) -> Iterator[str]:
         return  # what is carried has its limits afresh, which nobody can see from outside
     for session, records in call.generations.items():
         for each in records:
-            yield from _request_anomalies(session, each, limits)
+            yield from _request_anomalies(session, each, limits, slack_s)
     for (uid, member), uses in call.uses.items():
         main = f"{call.step}/{uid}/{member}"
         asked = [
@@ -125,11 +127,11 @@ def _time_anomalies(call: CallRecord, limits: LimitsConfig) -> Iterator[str]:
         ]
         asked.sort(key=lambda each: each.started)
         for use in uses:
-            yield from _use_anomalies(main, use, asked, limits)
+            yield from _use_anomalies(main, use, asked, limits, slack_s)
 
 
 def _request_anomalies(
-    session: str, record: GenerationRecord, limits: LimitsConfig
+    session: str, record: GenerationRecord, limits: LimitsConfig, slack_s: float
 ) -> Iterator[str]:
     if record.ended is None:
         yield f"{session}: a generation is still under way"
@@ -139,7 +141,7 @@ def _request_anomalies(
     if limits.generation_s is not None:
         took = record.ended - record.started - record.generation.held_s
         # One that is cut off waits a moment for what has been sampled already.
-        slack = last_answer_s(limits.cleanup_s) + EPSILON_S
+        slack = last_answer_s(limits.cleanup_s) + slack_s
         if took > limits.generation_s + slack:
             yield f"{session}: a generation took {took:g} s; limits.generation_s = " + (
                 f"{limits.generation_s:g}"
@@ -147,7 +149,7 @@ def _request_anomalies(
 
 
 def _use_anomalies(
-    session: str, use: Use, records: list[GenerationRecord], limits: LimitsConfig
+    session: str, use: Use, records: list[GenerationRecord], limits: LimitsConfig, slack_s: float
 ) -> Iterator[str]:
     if use.closes != 1:
         yield f"{session}: {use.name!r} was closed {use.closes} times; expected once"
@@ -155,12 +157,12 @@ def _use_anomalies(
         if start is None or end is None:
             yield f"{session}: {use.name!r} is still answering"
             continue
-        if use.is_tool and limits.tool_s is not None and end - start > limits.tool_s + EPSILON_S:
+        if use.is_tool and limits.tool_s is not None and end - start > limits.tool_s + slack_s:
             yield f"{session}: {use.name!r} ran for {end - start:g} s; limits.tool_s = " + (
                 f"{limits.tool_s:g}"
             )
         turns = [each.started for each in records if each.ended is not None and each.ended <= start]
-        if turns and limits.turn_s is not None and end - turns[-1] > limits.turn_s + EPSILON_S:
+        if turns and limits.turn_s is not None and end - turns[-1] > limits.turn_s + slack_s:
             yield f"{session}: a turn with {use.name!r} took {end - turns[-1]:g} s; " + (
                 f"limits.turn_s = {limits.turn_s:g}"
             )

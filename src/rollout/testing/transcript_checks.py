@@ -12,6 +12,7 @@ import numpy as np
 from rollout.chat.trajectory import BRANCH, COMPACTION
 from rollout.chat.transcript import NO_VERSION
 from rollout.engine.cores.simulated.vocabulary import log_probs_of
+from rollout.scheduling.batch_run import STAGGER_S, TOGETHER
 from rollout.testing.per_token_checks import expert_anomalies, top_anomalies
 from rollout.types import Outcome
 
@@ -151,7 +152,7 @@ def trajectory_anomalies(trajectory: Trajectory, call: CallRecord, facts: Facts)
     yield from _outcome_anomalies(trajectory, facts)
     main = call.generations.get(call.session_of(trajectory), [])
     yield from _cut_anomalies(trajectory, main, facts.config)
-    yield from _time_anomalies(trajectory, facts.config)
+    yield from _time_anomalies(trajectory, call, facts.config)
     for at, segment in enumerate(trajectory.segments):
         where = f"segment {at}: " if len(trajectory.segments) > 1 else ""
         for text in _segment_anomalies(trajectory, at, answers.by_segment[at], facts):
@@ -311,12 +312,22 @@ def _cut_anomalies(
         yield f"outcome {trajectory.outcome}, though its last generation was cancelled"
 
 
-def _time_anomalies(trajectory: Trajectory, config: RolloutConfig) -> Iterator[str]:
+def late_s(call: CallRecord, config: RolloutConfig) -> float:
+    """How much later than their deadlines the scopes of a call's last trajectory fire."""
+    places = config.scheduling.max_in_flight
+    most = places if call.is_of_groups else min(places, call.members)
+    return most // TOGETHER * STAGGER_S
+
+
+def _time_anomalies(
+    trajectory: Trajectory, call: CallRecord, config: RolloutConfig
+) -> Iterator[str]:
     metrics, limits = trajectory.metrics, config.limits
+    slack = late_s(call, config) + EPSILON_S
     if "total_s" not in metrics or limits.trajectory_s is None:
         return
     took = metrics["total_s"] - metrics.get("reward_s", 0.0)
     # Tools and users are closed one after the other; an attempt after the limit is closed at once.
     cleanups = 2 * min(2, metrics.get("attempts", 1))
-    if took > limits.trajectory_s + cleanups * limits.cleanup_s + EPSILON_S:
+    if took > limits.trajectory_s + cleanups * limits.cleanup_s + slack:
         yield f"it took {took:g} s; limits.trajectory_s = {limits.trajectory_s:g}"
