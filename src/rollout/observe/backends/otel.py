@@ -73,7 +73,7 @@ class Backend:
             each.name,
             context,
             SpanKind.CLIENT if each.kind == CHAT else SpanKind.INTERNAL,
-            each.attributes | _contents(each),
+            _attributes(each),
             start_time=_nanoseconds(each.began),
         )
         if each.error:
@@ -86,8 +86,14 @@ class Backend:
         span.end(_nanoseconds(each.ended))
 
 
+def _attributes(each: Span) -> dict[str, Any]:
+    """With inputs and outputs, as JSON where they are no text."""
+    if each.inputs is None and each.outputs is None:
+        return each.attributes
+    return each.attributes | _contents(each)
+
+
 def _contents(each: Span) -> dict[str, str]:
-    """Inputs and outputs, as JSON where they are no text."""
     if each.kind == CHAT and each.outputs is not None:
         parts = [{"type": "text", "content": plain(each.outputs)}]
         said = [{"role": "assistant", "parts": parts}]
