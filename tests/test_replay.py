@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -208,6 +209,8 @@ def test_replay_stops_in_a_debugger_on_the_terminal_that_it_was_started_from(
         text=True,
         check=False,
         timeout=120,
+        # Ray, where a test before has started it in this process, sets a debugger of its own.
+        env={name: value for name, value in os.environ.items() if name != "PYTHONBREAKPOINT"},
     )
     assert done.returncode == 0, done.stderr
     assert "(Pdb) 1\n" in done.stdout

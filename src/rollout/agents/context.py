@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from rollout.tools import ToolResult, TrajectoryTools
     from rollout.types import InvalidToolCall, Message, Outcome, Prompt, ToolCall
 
+_INNER = ("_interaction", "_interaction_name", "_is_whole", "_main", "_services", "_state")
+
 
 class AgentContext:
     """One trajectory from the inside.
@@ -68,16 +70,7 @@ class AgentContext:
     """
 
     # What an agent keeps on it is its own, and so is what it does to `__dict__`.
-    __slots__ = (
-        "__dict__",
-        "__weakref__",
-        "_interaction",
-        "_interaction_name",
-        "_is_whole",
-        "_main",
-        "_services",
-        "_state",
-    )
+    __slots__ = ("__dict__", "__weakref__", *_INNER)
 
     sampling: OfMain[SamplingParams] = OfMain()
     on_tokens: OfMain[list[Callable[[Generation], object]]] = OfMain()
