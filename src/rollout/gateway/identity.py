@@ -21,6 +21,8 @@ EXACT = 2**53
 #: Of calls without arguments, as clients write them.
 _NOTHING = (None, "")
 _write = msgspec.json.Encoder(order="sorted").encode
+#: What it raises of half a character, a huge integer, another mapping than a dict, deep nesting.
+_UNWRITABLE = (UnicodeEncodeError, TypeError, OverflowError, RecursionError)
 #: Bytes of calls whose keys are remembered.
 _SHORT = 256
 
@@ -128,9 +130,15 @@ def said_key(text: str, calls: Sequence[tuple[str, Any]]) -> Digest:
     if not calls:
         return hash(text)
     values = [[name, {} if value in _NOTHING else value] for name, value in calls]
-    written = _json(values)
-    is_short = len(written) <= _SHORT
-    return ("calls", hash(text), _key_of_written(written) if is_short else _key_of_values(values))
+    return ("calls", hash(text), _calls_key(values))
+
+
+def _calls_key(values: list[Any]) -> int:
+    try:
+        written = _write(values)
+    except _UNWRITABLE:
+        return _key_of_values(values)
+    return _key_of_written(written) if len(written) <= _SHORT else _key_of_values(values)
 
 
 @lru_cache(1 << 13)
@@ -139,7 +147,7 @@ def _key_of_written(written: bytes) -> int:
     return _key_of_values(json.loads(written))
 
 
-def _key_of_values(values: Any) -> int:
+def _key_of_values(values: list[Any]) -> int:
     return hash(_json(canonical(values)))
 
 
@@ -215,10 +223,8 @@ def _rounded(value: int) -> int | float:
 def _json(value: Any) -> bytes:
     try:
         return _write(value)
-    except (UnicodeEncodeError, TypeError, OverflowError):  # half of a character, a huge integer
+    except _UNWRITABLE:  # json writes all but what is nested too deeply
         pass
-    except RecursionError:
-        raise _too_deep() from None
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
     except RecursionError:
