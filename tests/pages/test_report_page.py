@@ -112,14 +112,19 @@ def test_table_filtered_shows_what_matches(
     assert matched(browser) == f"{len(expected)} of 40 trajectories"
 
 
-def test_small_rewards_are_not_shown_as_none(browser: Browser, tmp_path: Path) -> None:
-    browser.open(made_page(tmp_path, rewards=(0.00001234, 0.25)))
+@pytest.mark.parametrize(
+    ("query", "shown"), [("reward>0 reward<0.001", "0.000012"), ("reward>1000000", "1,234,568")]
+)
+def test_rewards_of_any_size_are_shown(
+    browser: Browser, tmp_path: Path, query: str, shown: str
+) -> None:
+    browser.open(made_page(tmp_path, rewards=(0.00001234, 1234567.8)))
 
     browser.run("document.getElementById('search').focus()")
-    browser.type("reward>0 reward<0.001")
+    browser.type(query)
 
     assert names_shown(browser)
-    assert "0.000012" in browser.run("document.querySelector('#rows').textContent")
+    assert shown in browser.run("document.querySelector('#rows').textContent")
 
 
 def test_search_in_all_texts_finds_what_only_a_tool_said(browser: Browser, tmp_path: Path) -> None:

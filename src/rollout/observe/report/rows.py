@@ -152,5 +152,9 @@ def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
 
 
 def _column(values: Iterable[Any]) -> list[Any]:
-    # Significant digits: rewards may be as small as anybody likes.
-    return [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
+    return [_rounded(value) if isinstance(value, float) else value for value in values]
+
+
+def _rounded(value: float) -> float:
+    """To four places, or significant digits: rewards may be as small as anybody likes."""
+    return round(value, 4) if abs(value) >= 1 else float(f"{value:.4g}")
