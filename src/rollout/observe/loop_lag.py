@@ -90,6 +90,11 @@ class _Period:
         """One that begins now, on the loop."""
         return cls(monotonic(), waited_s, thread_cpu(), process_cpu())
 
+    @property
+    def late_s(self) -> float:
+        """Seconds by which the tick that ends it is late so far."""
+        return max(0.0, monotonic() - self.began - TICK_S)
+
     def claim(self) -> bool:
         """Whether it has not been claimed before."""
         return self._claimed.acquire(blocking=False)
@@ -148,7 +153,7 @@ class LoopLag:
         """For how long the loop has not come round, whatever the cause; 0 up to `BLOCKED_S`."""
         if not self._threads or self._stop.is_set():
             return 0.0
-        late_s, _ = self._lateness(self._period, 0.0)
+        late_s = self._period.late_s
         return late_s if late_s > BLOCKED_S else 0.0
 
     async def watch(self) -> None:
@@ -200,7 +205,8 @@ class LoopLag:
             What `_waited_s` said at its end.
         """
         is_unseen, waited_s = period.claim(), self._waited_s()
-        late_s, blocked_s = self._lateness(period, waited_s)
+        late_s = period.late_s
+        blocked_s = max(0.0, late_s - (waited_s - period.waited_s))
         if is_unseen and blocked_s > BLOCKED_S:
             cause = self._unseen_cause(period, blocked_s)
             if cause is None:
@@ -224,11 +230,6 @@ class LoopLag:
         if starved_s > BLOCKED_S:
             said = NOT_RUN % starved_s
             self._events.emit(LoopBlocked(at=now, seconds=starved_s, cause=said, is_starved=True))
-
-    def _lateness(self, period: _Period, waited_s: float) -> tuple[float, float]:
-        """Seconds by which a tick is late, and those of them in which a CPU was to be had."""
-        late_s = max(0.0, monotonic() - period.began - TICK_S)
-        return late_s, max(0.0, late_s - (waited_s - period.waited_s))
 
     def _unseen_cause(self, period: _Period, blocked_s: float) -> str | None:
         """What made a period late where no code was seen in the way; None: nothing of ours."""
@@ -268,8 +269,7 @@ class LoopLag:
         return left_s + TICK_S / 8 if left_s > 0 else TICK_S
 
     def _look(self, period: _Period, loop_thread: int, loop_times: ThreadTimes) -> None:
-        _, blocked_s = self._lateness(period, self._waited_s())
-        if blocked_s <= BLOCKED_S:
+        if period.late_s - (self._waited_s() - period.waited_s) <= BLOCKED_S:
             return
         cause = self._seen_cause(period, loop_thread, loop_times)
         if cause is not None and period is self._period and period.claim():
