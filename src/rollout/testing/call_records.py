@@ -6,6 +6,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rollout.session_names import session_name
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -109,7 +111,7 @@ class CallRecord:
 
     def session_of(self, trajectory: Trajectory) -> str:
         """The session id of one of its trajectories."""
-        return f"{self.step}/{trajectory.uid}/{trajectory.member}"
+        return session_name(self.step, trajectory.uid, trajectory.member)
 
     def all_generations(self) -> list[GenerationRecord]:
         """The generations of all its trajectories."""

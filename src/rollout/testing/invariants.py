@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from rollout.engine.core import CORE_CLOSE_S
 from rollout.engine.driver.request_runner import last_answer_s
 from rollout.scheduling.member_runs import CLOSED
+from rollout.session_names import session_name
 from rollout.testing.group_checks import group_anomalies
 from rollout.testing.sampling_checks import sampling_anomalies
 from rollout.testing.tensor_checks import batch_anomalies
@@ -121,7 +122,7 @@ def _time_anomalies(call: CallRecord, limits: LimitsConfig, slack_s: float) -> I
         for each in records:
             yield from _request_anomalies(session, each, limits, slack_s)
     for (uid, member), uses in call.uses.items():
-        main = f"{call.step}/{uid}/{member}"
+        main = session_name(call.step, uid, member)
         asked = [
             a for s, several in call.generations.items() if is_session_of(s, main) for a in several
         ]

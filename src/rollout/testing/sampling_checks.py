@@ -14,7 +14,7 @@ import msgspec
 
 from rollout.engine.cores.simulated.options import parse_scenario
 from rollout.engine.cores.simulated.simulated_model import SimulatedModel
-from rollout.testing.transcript_checks import path_of
+from rollout.session_names import session_name, split_session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -67,7 +67,7 @@ def sampling_anomalies(
     model = _model_of(facts)
     prompts = _prompts_by_session(call)
     for session, several in call.generations.items():
-        trajectory, path = path_of(session)
+        trajectory, path = split_session(session)
         if trajectory not in prompts:
             yield f"{session}: a generation for a trajectory that {call.kind} was not asked for"
             continue
@@ -104,7 +104,7 @@ def seed_of(run_seed: int, step: int, uid: str, member: int, turn: int, path: st
 def _prompts_by_session(call: CallRecord) -> Mapping[str, tuple[str, int, Prompt]]:
     uids = [p.uid or f"prompt-{group}" for group, p in enumerate(call.prompts)]
     return {
-        f"{call.step}/{uid}/{member}": (uid, member, prompt)
+        session_name(call.step, uid, member): (uid, member, prompt)
         for uid, prompt in zip(uids, call.prompts, strict=True)
         for member in range(call.samples)
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from rollout.chat.trajectory import BRANCH, COMPACTION
 from rollout.chat.transcript import NO_VERSION
 from rollout.engine.cores.simulated.vocabulary import log_probs_of
 from rollout.scheduling.batch_run import STAGGER_S, TOGETHER
+from rollout.session_names import split_session
 from rollout.testing.per_token_checks import expert_anomalies, top_anomalies
 from rollout.types import Outcome
 
@@ -36,8 +36,6 @@ OUR_AGENTS = ("single_turn", "tool_agent")
 CUT_OUTCOMES = (Outcome.CANCELLED, Outcome.DEADLINE)
 #: Clocks are compared with this tolerance.
 EPSILON_S = 1e-6
-#: What the session of a conversation has beside that of its trajectory.
-_OPENED = re.compile(r"#\d+(\.\d+)*$")
 #: Reason of those that are cancelled because too many failed.
 BUDGET = "failure_budget"
 
@@ -132,13 +130,7 @@ class Answers:
 
 def is_session_of(session: str, main: str) -> bool:
     """Whether a session is that of a trajectory, or of a conversation that it opened."""
-    return session == main or _OPENED.fullmatch(session.removeprefix(main)) is not None
-
-
-def path_of(session: str) -> tuple[str, str]:
-    """A session's trajectory, and the path of its conversation there; "" is the main one."""
-    found = _OPENED.search(session)
-    return (session[: found.start()], found[0][1:]) if found else (session, "")
+    return split_session(session)[0] == main
 
 
 def _spans(transcript: Transcript) -> int:
@@ -316,7 +308,7 @@ def late_s(call: CallRecord, config: RolloutConfig) -> float:
     """How much later than their deadlines the scopes of a call's last trajectory fire."""
     places = config.scheduling.max_in_flight
     most = places if call.is_of_groups else min(places, call.members)
-    return most // TOGETHER * STAGGER_S
+    return max(0, most - 1) // TOGETHER * STAGGER_S
 
 
 def _time_anomalies(
