@@ -15,7 +15,7 @@ peer's pilot, the peer, and in the shorter lane ours again. Ours counts with the
 three runs, a peer with its whole run. Progress goes to stderr; the last line of stdout is the
 result as JSON. It takes 7 to 9 minutes on two cores; with `--quick` about two, with two turns and
 answers a quarter as long, which says little about the ratio. A CPU without instructions for
-bfloat16 takes ten times as long.
+bfloat16 takes many times as long.
 
     python benchmarks/embedded.py [--quick]
 """
