@@ -1,6 +1,6 @@
 """What a journal costs, and what it keeps when the driver is killed.
 
-    python benchmarks/journal.py [--quick] [--n 1024] [--rounds 7] [--kills 50] [--only cost|kills]
+    python benchmarks/journal.py [--quick] [--n 1024] [--rounds 24] [--kills 50] [--only cost|kills]
 
 Cost: rounds of `benchmarks/driver.py` on the instant engine, with a journal and without, in
 processes of their own that take turns; CPU of the driver for each turn, all threads, through
@@ -8,7 +8,9 @@ processes of their own that take turns; CPU of the driver for each turn, all thr
 moment and resumed, until the batch is whole; what had been finished in the journal at a kill must
 come back bit for bit without being run again. The last line is JSON:
 
-* ``cpu_ratio``: CPU a turn with the journal over that without, the median of the pairs;
+* ``cpu_ratio``: CPU a turn with the journal over that without, the median over its rounds, each
+  beside the ones before and after it; ``half_interval``: what its 95 % interval extends to either
+  side;
 * ``kills``: how many times a driver was killed; ``finished``: trajectories that were finished then;
 * ``lost``: of these those that a resumption ran again or did not return;
 * ``repeated``: tool calls answered twice though their answer was in the journal;
@@ -20,14 +22,16 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import statistics
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from driver_cases.alternation import alternate, median, ratio, say
+from driver_cases.alternation import alternate, median, ratios_between, say
 from driver_cases.cases import Bench, Sizes
 from driver_cases.workload import save_workload
+from intervals import ratio_and_half
 from journal_cases.kills import kill_again_and_again
 
 WORKLOAD = Path(__file__).parents[1] / "build" / "driver" / "workload"
@@ -43,8 +47,10 @@ def cost(n: int, rounds: int, place: Path) -> dict[str, Any]:
         bench.check_tokens("cost", [each for side in found.values() for each in side])
     finally:
         bench.close()
+    ratios = ratios_between(found["on"], found["off"], "cpu_ms")
     return {
-        "cpu_ratio": round(ratio(found["on"], found["off"], "cpu_ms"), 4),
+        "cpu_ratio": round(statistics.median(ratios), 4),
+        "half_interval": round(ratio_and_half(ratios)[1], 4),
         "cpu_us_off": round(1e3 * median(found["off"], "cpu_ms"), 1),
         "cpu_us_on": round(1e3 * median(found["on"], "cpu_ms"), 1),
         **bench.figures,
@@ -54,15 +60,15 @@ def cost(n: int, rounds: int, place: Path) -> dict[str, Any]:
 def main() -> None:
     """Run what is asked for and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="2 rounds of 256, 5 kills")
+    parser.add_argument("--quick", action="store_true", help="4 rounds of 256, 5 kills")
     parser.add_argument("--n", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--only", choices=("cost", "kills"))
     asked = parser.parse_args()
     if asked.quick:
-        asked.n, asked.rounds, asked.kills = 256, 2, 5
+        asked.n, asked.rounds, asked.kills = 256, 4, 5
     figures: dict[str, Any] = {}
     place = Path(tempfile.mkdtemp(prefix="rollout-journal-"))
     try:

@@ -11,12 +11,17 @@ is compared with its neighbours:
 * full: all of them traced, and all events written to disk;
 * prometheus: all events counted for Prometheus.
 
+The CPU of one piece of work differs by a tenth from one time to the next where the machine is
+shared, so that rounds are short and many: 120 cycles, of some five minutes, say a ratio to two
+hundredths.
+
 The last line is the result as JSON: `off_ratio` (off ÷ silent, A/B/A), `aa_ratio` (silent ÷ silent,
 of the same rounds), `sampled_ratio`, `full_ratio` and `prometheus_ratio` (÷ off), medians over the
-cycles; `turn_us`: CPU of a turn with no reader; `told`: functions that tell something; and those of
-the report of 5,000 trajectories, see observe_report.py.
+cycles; `half_intervals`: of each what its 95 % interval extends to either side; `turn_us`: CPU of a
+turn with no reader; `told`: functions that tell something; and those of the report of 5,000
+trajectories, see observe_report.py.
 
-    python benchmarks/observe.py [--quick] [--cycles 12] [--n 256]
+    python benchmarks/observe.py [--quick] [--cycles 120] [--n 64]
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ import attrs
 from driver_cases.alternation import say
 from driver_cases.ours import Plan, Tools, config_of, prompts_of
 from driver_cases.workload import save_workload
+from intervals import ratio_and_half
 from observe_cases.silencing import Silence
 from observe_report import report_figures
 
@@ -171,7 +177,7 @@ async def measured(n: int, cycles: int) -> dict[str, Any]:
     return ratios(found) | {"told": rounds.silence.functions}
 
 
-def ratios(found: list[dict[str, list[float]]]) -> dict[str, float]:
+def ratios(found: list[dict[str, list[float]]]) -> dict[str, Any]:
     """Of each cycle, each round against the mean of its two neighbours; medians over the cycles."""
 
     def beside(of: float, one: float, other: float) -> float:
@@ -184,24 +190,30 @@ def ratios(found: list[dict[str, list[float]]]) -> dict[str, float]:
             "sampled_ratio": beside(each["sampled"][0], each["off"][1], each["off"][2]),
             "full_ratio": beside(each["full"][0], each["off"][2], each["off"][3]),
             "prometheus_ratio": beside(each["prometheus"][0], each["off"][3], each["off"][4]),
-            "turn_us": statistics.median(each["off"]),
         }
         for each in found
     ]
-    return {name: statistics.median(each[name] for each in cycles) for name in cycles[0]}
+    by_name = {name: [each[name] for each in cycles] for name in cycles[0]}
+    return {
+        **{name: statistics.median(each) for name, each in by_name.items()},
+        "half_intervals": {n: round(ratio_and_half(each)[1], 4) for n, each in by_name.items()},
+        "turn_us": statistics.median(us for each in found for us in each["off"]),
+    }
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer cycles")
-    parser.add_argument("--n", type=int, default=256, help="trajectories, all in flight at once")
-    parser.add_argument("--cycles", type=int, help="that count (12; --quick: 4)")
+    parser.add_argument("--n", type=int, default=64, help="trajectories, all in flight at once")
+    parser.add_argument("--cycles", type=int, help="that count (120; --quick: 12)")
     asked = parser.parse_args()
     save_workload(WORKLOAD)
-    cycles = asked.cycles or (4 if asked.quick else 12)
+    cycles = asked.cycles or (12 if asked.quick else 120)
     figures = anyio.run(measured, asked.n, cycles, backend="trio")
-    figures = {name: round(value, 4) for name, value in figures.items()}
+    figures = {
+        n: round(each, 4) if isinstance(each, float) else each for n, each in figures.items()
+    }
     figures |= report_figures()
     for name, value in figures.items():
         wanted = f"≤ {PROMISED[name]:g}" if name in PROMISED else ""

@@ -114,10 +114,12 @@ WITH_PROCESSES = (
 #: Directories of tests that need environments of their own, or a browser: those start processes.
 OWN_PACKAGES = ("sglang", "clients", "trainers", "trace_backends", "pages")
 #: Files whose tests take seconds each: they start processes, clusters and models, or try many
-#: examples. One test in five is run by `make test`, as the seed says; all by `make test-full`.
+#: examples. One test in eight is run by `make test`, as the seed says; all by `make test-full`.
 SHARED = frozenset(
     (
-        *("attacks", "blocking", "bridge", "cli", "containment", "driver_death", "engine_pairs"),
+        *("attacks", "blocked_loop", "blocking", "bridge", "cli", "containment", "driver_death"),
+        *("engine_pairs", "journal_epochs", "journal_groups", "live_weights", "media_refusals"),
+        *("mistral_reference", "program_agent", "vision_rows", "wrapping"),
         *("examples", "fast_tokenizer", "function_agent", "loop_lag", "parser_floods"),
         *("vision_core", "wake_ups"),
         *("faults", "full_disk", "garbage", "gateway", "gateway_clients", "gateway_hostile"),
@@ -135,7 +137,7 @@ SHARED = frozenset(
         *("template_properties", "transformers_core", "unencodable_calls"),
     )
 )
-_SHARE = 5
+_SHARE = 8
 #: `make test-virtual`, which people run again and again, has one in twenty of those, and of these
 #: too, which `make test` has all.
 SHARED_IF_VIRTUAL = frozenset(
@@ -143,12 +145,12 @@ SHARED_IF_VIRTUAL = frozenset(
         *("beside_loop", "builtin_tools", "carry_over", "chat_formats", "config_roundtrip"),
         *("conservation", "environment_agent", "frame_fuzz", "gateway_races", "group_rewards"),
         *("groups", "growing_text", "harmony_reference", "heap", "idle_memory", "journal"),
-        *("journal_groups", "listening", "long_texts", "media_batches", "media_exactness"),
-        *("mistral_reference", "parser_fuzz", "prometheus", "races", "report"),
+        *("listening", "long_texts", "media_batches", "media_exactness"),
+        *("parser_fuzz", "prometheus", "races", "report"),
         *("router_benchmark", "sampling", "segments", "sleeping", "traces", "trainer_rows"),
         *("transcript", "truncate", "word_ids"),
         *("report_steps", "report_segments", "journal_damage", "journal_plain_data"),
-        *("journal_epochs", "selection", "group_reward_calls", "observe_page", "wrong_sampling"),
+        *("selection", "group_reward_calls", "observe_page", "wrong_sampling"),
     )
 )
 _SHARE_IF_VIRTUAL = 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,6 +35,12 @@ def ratio(one: list[Figures], other: list[Figures], key: str, other_key: str = "
     """The median over the rounds of what one took for what the other took in the same round."""
     pairs = zip(one, other, strict=True)
     return float(statistics.median(a[key] / b[other_key or key] for a, b in pairs))
+
+
+def ratios_between(one: list[Figures], other: list[Figures], key: str) -> list[float]:
+    """What each round of one took for what those of the other before and after it did."""
+    around = [(early[key] + late[key]) / 2 for early, late in pairwise(other)]
+    return [each[key] / mean for each, mean in zip(one, around, strict=False)]
 
 
 def median(rounds: list[Figures], key: str) -> float:
