@@ -116,42 +116,30 @@ OWN_PACKAGES = ("sglang", "clients", "trainers", "trace_backends", "pages")
 #: Files whose tests take seconds each: they start processes, clusters and models, or try many
 #: examples. One test in eight is run by `make test`, as the seed says; all by `make test-full`.
 SHARED = frozenset(
-    (
-        *("attacks", "blocked_loop", "blocking", "bridge", "cli", "containment", "driver_death"),
-        *("engine_pairs", "journal_epochs", "journal_groups", "live_weights", "media_refusals"),
-        *("mistral_reference", "program_agent", "vision_rows", "wrapping"),
-        *("examples", "fast_tokenizer", "function_agent", "loop_lag", "parser_floods"),
-        *("vision_core", "wake_ups"),
-        *("faults", "full_disk", "garbage", "gateway", "gateway_clients", "gateway_hostile"),
-        *(
-            "gateway_matching",
-            "gateway_sessions",
-            "gateway_streaming",
-            "imports",
-            "kept_messages",
-            "langgraph_model",
-        ),
-        *("local_process", "long_text_attacks", "mcp", "mcp_servers", "media_trajectories"),
-        *("planted_bugs", "ray_placement", "real_processes", "recorder", "replay"),
-        *("reward_processes", "sandbox_attacks", "sandbox_tools", "serve_gateway"),
-        *("template_properties", "transformers_core", "unencodable_calls"),
-    )
+    (  # noqa: SIM905  (a line for each would fill a page)
+        "attacks blocked_loop blocking bridge cli containment driver_death engine_pairs examples "
+        "fast_tokenizer faults full_disk function_agent garbage gateway gateway_clients "
+        "gateway_hostile gateway_matching gateway_sessions gateway_streaming idle_memory imports "
+        "journal_epochs journal_groups kept_messages langgraph_model live_weights local_process "
+        "long_text_attacks loop_lag mcp mcp_servers media_refusals media_trajectories "
+        "mistral_reference parser_floods planted_bugs program_agent ray_placement real_processes "
+        "recorder replay reward_processes sandbox_attacks sandbox_tools selection serve_gateway "
+        "soak template_properties transformers_core unencodable_calls vision_core vision_rows "
+        "wake_ups wrapping"
+    ).split()
 )
 _SHARE = 8
 #: `make test-virtual`, which people run again and again, has one in twenty of those, and of these
 #: too, which `make test` has all.
 SHARED_IF_VIRTUAL = frozenset(
-    (
-        *("beside_loop", "builtin_tools", "carry_over", "chat_formats", "config_roundtrip"),
-        *("conservation", "environment_agent", "frame_fuzz", "gateway_races", "group_rewards"),
-        *("groups", "growing_text", "harmony_reference", "heap", "idle_memory", "journal"),
-        *("listening", "long_texts", "media_batches", "media_exactness"),
-        *("parser_fuzz", "prometheus", "races", "report"),
-        *("router_benchmark", "sampling", "segments", "sleeping", "traces", "trainer_rows"),
-        *("transcript", "truncate", "word_ids"),
-        *("report_steps", "report_segments", "journal_damage", "journal_plain_data"),
-        *("selection", "group_reward_calls", "observe_page", "wrong_sampling"),
-    )
+    (  # noqa: SIM905
+        "beside_loop builtin_tools carry_over chat_formats config_roundtrip conservation "
+        "environment_agent frame_fuzz gateway_races group_reward_calls group_rewards groups "
+        "growing_text harmony_reference heap journal journal_damage journal_plain_data listening "
+        "long_texts media_batches media_exactness observe_page parser_fuzz prometheus races report "
+        "report_segments report_steps router_benchmark sampling segments sleeping traces "
+        "trainer_rows transcript truncate word_ids wrong_sampling"
+    ).split()
 )
 _SHARE_IF_VIRTUAL = 20
 # Workers inherit it: all collect the same tests.

@@ -20,7 +20,6 @@ SHARE = dict.fromkeys(SITUATIONS, 0.004) | {
     "groups collected": 0.002,
     "groups carried": 0.002,
     "groups streamed": 0.002,
-    "rewards of groups": 0.002,
 }
 
 
@@ -68,7 +67,7 @@ def test_situation_undisturbed_does_what_its_name_says(name: str) -> None:
 
 async def leaky(recorder: Recorder) -> None:
     """Swallows the cancellation of its caller, which is a fault of the situation's own."""
-    config = Scenario(seed=1).reply("", filler=50).config(scheduling=SchedulingConfig())
+    config = Scenario(seed=1).reply("", filler=20).config(scheduling=SchedulingConfig())
     async with recorder.open_rollout(config) as runtime:
         prompt = rollout.Prompt(messages=[{"role": "user", "content": "x"}])
         try:
