@@ -77,6 +77,7 @@ WITH_PROCESSES = (
     "journal_kills",
     "gateway",
     "gateway_clients",
+    "gateway_rows",
     "gateway_streaming",
     "gateway_hostile",
     "imports",
@@ -119,13 +120,13 @@ SHARED = frozenset(
     (  # noqa: SIM905  (a line for each would fill a page)
         "attacks blocked_loop blocking bridge cli containment driver_death engine_pairs examples "
         "fast_tokenizer faults full_disk function_agent garbage gateway gateway_clients "
-        "gateway_hostile gateway_matching gateway_sessions gateway_streaming idle_memory imports "
-        "journal_epochs journal_groups kept_messages langgraph_model live_weights local_process "
-        "long_text_attacks loop_lag mcp mcp_servers media_refusals media_trajectories "
-        "mistral_reference parser_floods planted_bugs program_agent ray_placement real_processes "
-        "recorder replay reward_processes sandbox_attacks sandbox_tools selection serve_gateway "
-        "soak template_properties transformers_core unencodable_calls vision_core vision_rows "
-        "wake_ups wrapping"
+        "gateway_hostile gateway_matching gateway_rows gateway_sessions gateway_streaming "
+        "idle_memory imports journal_epochs journal_groups kept_messages langgraph_model "
+        "live_weights local_process long_text_attacks loop_lag mcp mcp_servers media_refusals "
+        "media_trajectories mistral_reference parser_floods planted_bugs program_agent "
+        "ray_placement real_processes recorder replay reward_processes sandbox_attacks "
+        "sandbox_tools selection serve_gateway soak template_properties transformers_core "
+        "unencodable_calls vision_core vision_rows wake_ups wrapping"
     ).split()
 )
 _SHARE = 8

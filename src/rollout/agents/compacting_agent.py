@@ -13,6 +13,8 @@ from rollout.errors import LimitExceeded
 from rollout.types import InvalidToolCall, Message
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rollout.agents.context import AgentContext
     from rollout.agents.turn import AssistantTurn
     from rollout.interactions import InteractionTurn
@@ -41,9 +43,12 @@ class CompactingAgent(ToolAgent):
     def __init__(self) -> None:
         super().__init__()
         self._compactions = 0
+        #: What the conversation began with: a sub-agent's is not the trajectory's prompt.
+        self._opening: Sequence[Message] = ()
 
     async def generate(self, context: AgentContext) -> AssistantTurn:
         """The model's next turn; in a new row where the last one has no room for it."""
+        self._opening = self._opening or list(context.messages)
         self._keep_room(context)
         try:
             turn = await context.generate()
@@ -103,7 +108,7 @@ class CompactingAgent(ToolAgent):
         notes = await context.generate()
         words = _SUMMARY.format(notes=notes.content.strip()) + further + _CONTINUE
         message = Message(role="user", content=words)
-        await context.compact([*context.prompt.messages, message])
+        await context.compact([*self._opening, message])
         self._keep_room(context)
 
 

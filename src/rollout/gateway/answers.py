@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rollout.gateway.apis.reading import MAX_DEPTH, is_too_deep
-from rollout.gateway.calls import Answer, GivenCall, GivenMessage, told_text
+from rollout.gateway.apis.writing import text_input
+from rollout.gateway.calls import ID_LENGTH, Answer, GivenCall, GivenMessage, call_id, told_text
 from rollout.gateway.identity import Digest, reasoning_key, said_key
-from rollout.gateway.tree import ID_LENGTH, Turn
+from rollout.gateway.tree import Turn
 from rollout.types import InvalidToolCall, ToolCall
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def told(
     valid = [each for each in calls if isinstance(each, ToolCall)]
     shown = valid if call.parallel_calls else valid[:1]
     named = {
-        id(each): msgspec.structs.replace(each, id=f"call_{minted(answer_id, at)}")
+        id(each): msgspec.structs.replace(each, id=call_id(answer_id, at))
         for at, each in enumerate(shown)
     }
     answer = _with_tokens(
@@ -93,11 +94,19 @@ def told(
         ids=frozenset([answer_id, *(each.id[-ID_LENGTH:] for each in named.values())]),
         calls=[(each.name, each.id) for each in valid],
         told=len(shown),
-        agent_id=call.agent_id,
+        asker=call.asker,
     )
     values = [(each.name, each.arguments) for each in shown]
-    forms = (said_key(told_text(answer), values), said_key(answer.text, values))
-    return Told(answer, forms, turn)
+    forms = [said_key(told_text(answer), values), said_key(answer.text, values)]
+    if call.text_tools:
+        told_values = [(each.name, _told_arguments(each, call)) for each in shown]
+        forms += [said_key(text, told_values) for text in (told_text(answer), answer.text)]
+    return Told(answer, tuple(forms), turn)
+
+
+def _told_arguments(each: ToolCall, call: GatewayCall) -> Any:
+    """Those of a call as the client gives it back."""
+    return {"input": text_input(each)} if each.name in call.text_tools else each.arguments
 
 
 def given_back(answer: Answer) -> GivenMessage:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -17,6 +17,24 @@ from rollout.types import InvalidToolCall, ToolCall
 Api = Literal["chat", "responses", "messages"]
 #: "stop_string": one of the client's, which engines do not know.
 Finish = Literal["stop", "length", "calls", "stop_string"]
+
+
+#: Ids that are minted here end with so many characters, whatever an API puts before them.
+ID_LENGTH = 24
+#: What ids of calls begin with; the beginning of their answer's follows, and which call it is.
+_CALL, _OF_ANSWER = "call_", 20
+
+
+def call_id(answer_id: str, at: int) -> str:
+    """The id of an answer's call."""
+    return f"{_CALL}{answer_id[:_OF_ANSWER]}{at:0{ID_LENGTH - _OF_ANSWER}x}"
+
+
+def are_of_one_answer(one: str, other: str) -> bool:
+    """Whether these are ids of calls of one answer."""
+    shared = len(_CALL) + _OF_ANSWER
+    is_minted = one.startswith(_CALL) and len(one) == len(other) == len(_CALL) + ID_LENGTH
+    return is_minted and one[:shared] == other[:shared]
 
 
 class GivenCall(msgspec.Struct, frozen=True):
@@ -59,6 +77,17 @@ class GivenMessage(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[str | Mapping[str, Any], ...] = ()
 
 
+class Asker(NamedTuple):
+    """Who asks: the main agent has no id, and what it asks is not beside its work.
+
+    Attributes:
+        agent_id: Of a sub-agent.
+    """
+
+    is_side: bool = False
+    agent_id: str | None = None
+
+
 class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):
     """One request for a generation.
 
@@ -66,6 +95,7 @@ class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):
         messages: The conversation; of the Responses API what is new since `previous_id`, if any. A
             system message that comes first then is said of the whole conversation.
         tools: OpenAI-style ``{"type": "function", "function": {…}}``.
+        text_tools: Names of those whose calls the client is told, and gives back, as plain text.
         tool_choice: "auto", "none", "required" or the name of one; engines cannot force a call, so
             that all but "none" mean "auto".
         parallel_calls: Whether one turn may call several tools.
@@ -74,6 +104,7 @@ class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):
         n: Samples of one request.
         stop: Strings that end the turn where its text first contains one.
         previous_id: Of the Responses API: the answer that the messages follow.
+        has_instructions: Whether the first message is what that API keeps apart from the others.
         agent_id: Names a sub-agent, where the client says one.
         is_side: Whether its form says that it is beside the work: a title, a summary for people.
         wants_log_probs, wants_ids: Whether the answer carries them.
@@ -86,6 +117,7 @@ class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):
     api: Api
     messages: tuple[GivenMessage, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    text_tools: frozenset[str] = frozenset()
     tool_choice: str = "auto"
     parallel_calls: bool = True
     sampling: Mapping[str, Any] = {}
@@ -93,6 +125,7 @@ class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     stop: tuple[str, ...] = ()
     previous_id: str | None = None
+    has_instructions: bool = False
     agent_id: str | None = None
     is_side: bool = False
     wants_log_probs: bool = False
@@ -100,6 +133,11 @@ class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):
     forced_by: tuple[str, ...] = ()
     digest: bytes = b""
     hear: Callable[[Draft], object] | None = None
+
+    @property
+    def asker(self) -> Asker:
+        """Who asks."""
+        return Asker(self.is_side, self.agent_id)
 
 
 class AnswerDraft(msgspec.Struct, frozen=True):

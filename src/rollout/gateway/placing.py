@@ -10,6 +10,7 @@ import anyio
 from rollout.chat.trajectory import BRANCH, COMPACTION, SIDE, SUBAGENT
 from rollout.errors import AgentError, TemplateError
 from rollout.gateway.calls import GatewayError
+from rollout.gateway.tree import MAIN_AGENT
 from rollout.gateway.wording import accepted, conversation, is_plain, observation
 from rollout.types import Outcome
 
@@ -54,7 +55,7 @@ class Places:
     def is_of_main(self, request: Request) -> bool:
         """Whether it is a call of the main agent."""
         call, main = request.call, self._main
-        if call.is_side or call.agent_id is not None:
+        if call.asker != MAIN_AGENT:
             return False
         return main is None or (main.tools, main.system) == (
             request.shape.tools,
@@ -64,15 +65,15 @@ class Places:
     async def take(self, request: Request) -> Conversation:
         """A conversation whose next turn is the one that was asked for, and nobody else's.
 
-        The first that asks at a node has what the client gave rendered; others branch there.
+        The first of an asker's at a node has what the client gave rendered; others branch there.
 
         Raises:
             LimitExceeded: There is no room.
             GatewayError: The messages cannot be rendered, or there are too many rows.
         """
-        node = request.found.node
+        places, asker = request.found.node.places, request.call.asker
         while True:
-            place: Place | None = node.place
+            place: Place | None = places.get(asker)
             if place is None:
                 return await self._first(request)
             if place.conversation is not None:
@@ -86,12 +87,12 @@ class Places:
             await place.settled.wait()
 
     async def _first(self, request: Request) -> Conversation:
-        node = request.found.node
-        node.place = place = Place()
+        places, asker = request.found.node.places, request.call.asker
+        places[asker] = place = Place()
         try:
             opened = await self._open(request)
         except BaseException:
-            node.place = None
+            del places[asker]
             raise
         else:
             place.conversation, place.position = opened, len(opened.transcript)
@@ -109,12 +110,17 @@ class Places:
         return await self._rendered(request, turn)
 
     async def _continued(self, request: Request, turn: Turn) -> Conversation:
-        """What follows a generated turn: in its row where nothing else does, else on a branch."""
+        """What follows a generated turn: in its row where nothing else does, else on a branch.
+
+        Another one's turn is not continued in its row: it continues that itself.
+        """
         owner: Conversation = turn.conversation
-        messages = observation(request.rest, turn)
-        if turn.is_extended or (owner.purpose == SIDE) != request.call.is_side:
+        messages, call = observation(request.rest, turn), request.call
+        is_own = turn.asker == call.asker
+        if turn.is_extended or not is_own:
             with self._one_more():
-                purpose = _purpose(request, BRANCH)
+                is_forked = call.agent_id is not None and not is_own
+                purpose = _purpose(request, SUBAGENT if is_forked else BRANCH)
                 branch = await owner.branch(turn.stop, purpose=purpose, messages=messages)
                 return self._marked(branch, request)
         turn.is_extended = True
@@ -132,7 +138,7 @@ class Places:
             messages = await context.services.media.prepared(messages)
             if not is_plain(messages):
                 messages = accepted(messages, self._template, call.tools)
-            if self._main is None and not call.is_side and call.agent_id is None:
+            if self._main is None and call.asker == MAIN_AGENT:
                 return await self._begun(request, messages)
             with self._one_more():
                 parent = context.main if turn is None else turn.conversation

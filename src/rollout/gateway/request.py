@@ -68,7 +68,7 @@ def matched(call: GatewayCall, tree: Tree, previous: Node | None = None) -> Requ
     Raises:
         GatewayError: It has no messages, or arguments that nobody can compare.
     """
-    given = call.messages if previous is None else _joined(previous, call.messages)
+    given = call.messages if previous is None else _joined(previous, call)
     if not given:
         raise GatewayError(400, "invalid_request", "expected at least one message", "messages")
     messages = placed(given)
@@ -76,14 +76,14 @@ def matched(call: GatewayCall, tree: Tree, previous: Node | None = None) -> Requ
     head = len(_head_of([message for message, _ in messages]))
     opening = tuple(key.given for key in keys[: head + 1])
     shape = Shape(tree.tool_sets.key(call.tools), opening[:head], opening)
-    found = tree.find(tree.root(shape.tools), keys, call.agent_id)
+    found = tree.find(tree.root(shape.tools), keys, call.asker)
     if call.api == "responses":
         _keep(found.node, messages)
     return Request(call, messages, found, shape)
 
 
-def _joined(previous: Node, new: Sequence[GivenMessage]) -> list[GivenMessage]:
-    """The conversation up to a turn, then what is new; its own system messages replace others."""
+def _joined(previous: Node, call: GatewayCall) -> list[GivenMessage]:
+    """The conversation up to a turn, then what is new; its own instructions replace others."""
     before: list[GivenMessage] = []
     node: Node | None = previous
     while node is not None:
@@ -91,10 +91,11 @@ def _joined(previous: Node, new: Sequence[GivenMessage]) -> list[GivenMessage]:
             before.append(node.message)
         node = node.parent
     before.reverse()
-    head = _head_of(new)
-    if head:
-        before = before[len(_head_of(before)) :]
-    return [*head, *before, *new[len(head) :]]
+    if not call.has_instructions:
+        return [*before, *call.messages]
+    instructions, *new = call.messages
+    kept = before[1:] if before and before[0].role == instructions.role else before
+    return [instructions, *kept, *new]
 
 
 def _keep(node: Node | None, messages: Sequence[Placed]) -> None:

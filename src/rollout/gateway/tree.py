@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rollout.gateway.calls import ID_LENGTH, Asker
 from rollout.gateway.identity import ToolSets
 
 if TYPE_CHECKING:
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
     from rollout.gateway.calls import GivenMessage
     from rollout.gateway.identity import Digest, Key
 
-#: Ids that are minted here end with so many characters, whatever an API puts before them.
-ID_LENGTH = 24
+MAIN_AGENT = Asker()
 
 
 class Turn:
@@ -31,12 +31,12 @@ class Turn:
         ids: Minted for it: the answer's, its calls'.
         calls: Of each call its name and the id that the model gave it, "" where it gave none.
         told: How many of these calls the client was told.
-        agent_id: Of the sub-agent that asked for it.
+        asker: Who asked for it.
         is_extended: Whether something follows it in its transcript.
     """
 
     __slots__ = (
-        "agent_id",
+        "asker",
         "calls",
         "conversation",
         "ids",
@@ -55,7 +55,7 @@ class Turn:
         ids: frozenset[str] = frozenset(),
         calls: Sequence[tuple[str, str]] = (),
         told: int = 0,
-        agent_id: str | None = None,
+        asker: Asker = MAIN_AGENT,
     ) -> None:
         self.conversation = conversation
         self.stop = stop
@@ -63,7 +63,7 @@ class Turn:
         self.ids = ids
         self.calls = tuple(calls)
         self.told = told
-        self.agent_id = agent_id
+        self.asker = asker
         self.is_extended = False
 
 
@@ -74,16 +74,16 @@ class Node:
         parent: Before it; None of a root.
         turn: The generated turn that it stands after; None where a client gave the message.
         message: The message, where it is kept.
-        place: Where a turn that follows is generated, for who generates it.
+        places: Where a turn that follows is generated, by who asks for it.
     """
 
-    __slots__ = ("given", "message", "parent", "place", "said", "turn")
+    __slots__ = ("given", "message", "parent", "places", "said", "turn")
 
     def __init__(self, parent: Node | None = None, turn: Turn | None = None) -> None:
         self.parent = parent
         self.turn = turn
         self.message: GivenMessage | None = None
-        self.place: Any = None
+        self.places: dict[Asker, Any] = {}
         self.given: dict[Digest, Node] = {}
         self.said: dict[Digest, list[Node]] = {}
 
@@ -136,9 +136,9 @@ class Tree:
         """Where conversations with these tools begin."""
         return self._roots.setdefault(tools, Node())
 
-    def find(self, root: Node, keys: Sequence[Key], agent_id: str | None = None) -> Found:
+    def find(self, root: Node, keys: Sequence[Key], asker: Asker = MAIN_AGENT) -> Found:
         """The place of a request; its nodes are made where there are none yet."""
-        best = self._deepest(root, keys, agent_id)
+        best = self._deepest(root, keys, asker)
         node = best.said
         for key in keys[best.depth :]:
             child = node.given.get(key.given)
@@ -165,7 +165,7 @@ class Tree:
             node.given.clear()
             node.said.clear()
 
-    def _deepest(self, root: Node, keys: Sequence[Key], agent_id: str | None) -> _Path:
+    def _deepest(self, root: Node, keys: Sequence[Key], asker: Asker) -> _Path:
         alone = self._only_path(root, keys)
         paths = candidates = [alone]
         for at, key in enumerate(keys[alone.at :], alone.at):
@@ -176,7 +176,7 @@ class Tree:
             candidates = reached or candidates
         if len(candidates) == 1:
             return candidates[0]
-        return max(candidates, key=lambda path: _preference(path, keys, agent_id))
+        return max(candidates, key=lambda path: _preference(path, keys, asker))
 
     def _only_path(self, root: Node, keys: Sequence[Key]) -> _Path:
         """As far down as there is one way to go, and no choice."""
@@ -216,7 +216,7 @@ class Tree:
         return turn.reasoning is None or not self._is_reasoning_needed
 
 
-def _preference(path: _Path, keys: Sequence[Key], agent_id: str | None) -> tuple[int, bool, bool]:
+def _preference(path: _Path, keys: Sequence[Key], asker: Asker) -> tuple[int, bool, bool]:
     """Among turns that say the same: ids, then who asked, then that nothing follows yet."""
     turn, evidence = path.said.turn, path.evidence
     if turn is None:
@@ -225,7 +225,7 @@ def _preference(path: _Path, keys: Sequence[Key], agent_id: str | None) -> tuple
         if key.said is not None:
             break
         evidence += _hits(turn, key.ids)
-    return evidence, turn.agent_id == agent_id, not turn.is_extended
+    return evidence, turn.asker == asker, not turn.is_extended
 
 
 def _hits(turn: Turn | None, ids: Iterable[str]) -> int:

@@ -10,7 +10,7 @@ import msgspec
 
 from rollout.gateway.apis import reading
 from rollout.gateway.apis.reading import refuse
-from rollout.gateway.calls import GivenCall, GivenMessage
+from rollout.gateway.calls import GivenCall, GivenMessage, are_of_one_answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -163,7 +163,22 @@ class _Reader:
             text = item.arguments
             arguments = reading.arguments_of(text, f"{place}.arguments") if text else {}
         self._names[item.call_id] = name
-        self._open().calls.append(GivenCall(name, arguments, item.call_id))
+        call = GivenCall(name, arguments, item.call_id)
+        at = self._asked_with(call)
+        if at is None:
+            self._open().calls.append(call)
+        else:
+            turn = self.messages[at]
+            self.messages[at] = msgspec.structs.replace(turn, calls=(*turn.calls, call))
+
+    def _asked_with(self, call: GivenCall) -> int | None:
+        """Where the turn is whose further call this is: some clients put answers between them."""
+        at = len(self.messages) - 1
+        while at >= 0 and self.messages[at].role == "tool":
+            at -= 1
+        if self._turn is not None or at < 0 or not self.messages[at].calls:
+            return None
+        return at if are_of_one_answer(call.id, self.messages[at].calls[-1].id) else None
 
     def _note(self, turn: _Turn, item: Item, prefix: str) -> None:
         if item.id:

@@ -11,7 +11,7 @@ from rollout.gateway.apis.response_items import (
     REASONING_ID,
     sealed,
 )
-from rollout.gateway.apis.writing import arguments_text
+from rollout.gateway.apis.writing import arguments_text, text_input
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -52,6 +52,11 @@ class Tools:
         self.schemas += other.schemas
         self._origins |= other._origins
 
+    @property
+    def of_text(self) -> frozenset[str]:
+        """Names of those that take plain text, for the model."""
+        return frozenset(name for name, origin in self._origins.items() if origin.is_text)
+
     @staticmethod
     def flat_name(name: str, space: str | None) -> str:
         """The name of a tool for the model."""
@@ -63,10 +68,9 @@ class Tools:
         item = {"id": f"{CALL_ID}{call.id}", "call_id": call.id, "name": origin.name}
         if origin.space:
             item["namespace"] = origin.space
-        text = call.arguments.get("input")
         if origin.is_text:
-            said = text if isinstance(text, str) else arguments_text(call)
-            return {"type": "custom_tool_call", **item, "input": said, "status": "completed"}
+            text = text_input(call)
+            return {"type": "custom_tool_call", **item, "input": text, "status": "completed"}
         arguments = arguments_text(call)
         return {"type": "function_call", **item, "arguments": arguments, "status": "completed"}
 

@@ -70,6 +70,8 @@ def read(body: bytes, headers: Mapping[str, str]) -> ResponsesRequest:
         seed=reading.seed_of(asked.seed),
         stop=reading.stops_of(asked.stop, "stop"),
         previous_id=asked.previous_response_id,
+        has_instructions=bool(messages) and bool(asked.instructions),
+        text_tools=tools.of_text,
         agent_id=headers.get("x-openai-subagent") or headers.get("x-claude-code-agent-id"),
         is_side=not tools.schemas and reading.asks_for_title(messages),
         wants_log_probs=LOG_PROBS in (asked.include or ()) or asked.top_logprobs is not None,

@@ -155,6 +155,12 @@ def arguments_text(call: ToolCall) -> str:
     return encode(call.arguments).decode()
 
 
+def text_input(call: ToolCall) -> str:
+    """What a tool of plain text is told of a call; the rest of the arguments has no place there."""
+    text = call.arguments.get("input")
+    return text if isinstance(text, str) else arguments_text(call)
+
+
 def ids_of(completion: Completion, answer: Answer) -> dict[str, Any]:
     """Token ids, under the names that vLLM gives them."""
     return {
