@@ -166,6 +166,35 @@ async def test_function_agent_exception_fails_its_trajectory(door: FakeDoor) -> 
     assert door.contexts == {}
 
 
+async def too_late(task: AgentTask) -> None:
+    with anyio.fail_after(0.01):
+        await anyio.sleep(1)
+
+
+async def too_late_on_asyncio(task: AgentTask) -> None:
+    raise TimeoutError from asyncio.CancelledError()  # as `asyncio.timeout` does
+
+
+async def told_by_nothing(task: AgentTask) -> None:
+    raise LookupError("no answer in time") from OSError()
+
+
+@pytest.mark.parametrize(
+    ("trial", "cause"),
+    [
+        (too_late, ("TimeoutError", "")),
+        (too_late_on_asyncio, ("TimeoutError", "")),
+        (told_by_nothing, ("LookupError", "no answer in time")),
+    ],
+)
+async def test_function_agent_cause_is_no_cancellation_and_says_something(
+    door: FakeDoor, trial: Any, cause: tuple[str, str]
+) -> None:
+    (trajectory,) = (await tried(trial)).trajectories
+    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "agent")
+    assert (trajectory.cause.type, trajectory.cause.message) == cause
+
+
 async def test_function_agent_error_after_a_limit_has_the_limits_outcome(door: FakeDoor) -> None:
     async def trial(task: AgentTask) -> None:
         context = door.contexts[task.api_key]

@@ -161,3 +161,26 @@ async def test_answers_between_the_calls_of_a_turn_do_not_divide_it() -> None:
         output(client, input=items, tools=tools)
 
     assert turns_of(await rows_of(ask, scenario)) == [("main", 2)]
+
+
+PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+SHOWN = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_what_the_model_cannot_read_is_refused_in_the_clients_words(is_first: bool) -> None:
+    def ask(client: Client) -> list[Any]:
+        if not is_first:
+            said(client, user("One"))
+        chat = client.chat(user(SHOWN))
+        given = {"role": "user", "content": [PICTURE]}
+        responses = client.post("/v1/responses", instructions="Look.", input=[given])
+        long = client.post("/v1/responses", input="x" * 5000)
+        return [each.json()["error"] for each in (chat, responses, long)]
+
+    chat, responses, long = (await rows_of(ask)).extra["result"]
+    why = "(user): content[0]: only parts of type 'text' are understood, not 'image'"
+    assert chat["message"].startswith(f"messages[0] {why}")
+    assert responses["message"].startswith(f"input {why}")
+    assert [chat["param"], responses["param"], long["param"]] == ["messages", "input", "input"]
+    assert long["code"] == "context_length_exceeded"

@@ -307,7 +307,7 @@ async def test_session_agents_of_an_agent_have_rows_of_their_own() -> None:
         await ask(session, system("Judge"), user("question"), tools=(ADD, LOOK))
 
     found = await tried(trial, TURNS)
-    assert sorted(found.purposes) == ["branch", "main", "subagent", "subagent"]
+    assert sorted(found.purposes) == ["main", "subagent", "subagent", "subagent"]
     spans = sorted(len(each.transcript.spans) for each in found.trajectory.segments)
     assert spans == [2, 2, 4, 4]
 
@@ -690,10 +690,11 @@ async def test_session_client_seed_is_the_engines() -> None:
 async def test_session_responses_continue_a_named_answer() -> None:
     async def trial(session: GatewaySession, context: AgentContext) -> None:
         rest: dict[str, Any] = {"api": "responses"}
+        told = rest | {"has_instructions": True}
         one = await ask(session, system("Work"), user("question"), **rest)
         two = await ask(session, user("more"), previous_id=one.id, **rest)
-        await ask(session, system("Work"), user("most"), previous_id=two.id, **rest)
-        await ask(session, system("Play"), user("most"), previous_id=two.id, **rest)
+        await ask(session, system("Work"), user("most"), previous_id=two.id, **told)
+        await ask(session, system("Play"), user("most"), previous_id=two.id, **told)
         with pytest.raises(GatewayError) as caught:
             await ask(session, user("more"), previous_id="resp", **rest)
         assert (caught.value.status, caught.value.field) == (404, "previous_response_id")

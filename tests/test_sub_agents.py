@@ -20,6 +20,7 @@ from rollout import (
     register_agent,
 )
 from rollout.agents import ToolAgent
+from rollout.agents.compacting_agent import CompactingAgent
 from rollout.chat.trajectory import Parent
 from rollout.config import AgentConfig, LengthsConfig, LimitsConfig
 from rollout.interactions import ScriptedUser
@@ -346,6 +347,49 @@ async def test_compacting_agent_after_its_last_summary_ends_by_the_length() -> N
     trajectory = await compacted(scenario, max_compactions=2)
     assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LENGTH, "lengths.response")
     assert [s.purpose for s in trajectory.segments] == ["main", "compaction", "compaction"]
+
+
+async def test_compacting_agent_of_a_segment_keeps_what_that_began_with() -> None:
+    async def trial(context: AgentContext) -> None:
+        await context.generate()
+        async with context.open_segment(RESEARCH, tools=[]) as child:
+            await CompactingAgent().run(child)
+        context.observe([{"role": "user", "content": "Go on."}])
+        await context.generate()
+
+    TRIALS["it"] = trial
+    scenario = (
+        Scenario(seed=2)
+        .reply("Sum up", "Notes: none.")
+        .reply("researcher", "Found. " * 30)
+        .reply("question", "The main answer.")
+        .then("The end.")
+    )
+    config = scenario.config(
+        agent=AgentConfig(name="tries_sub_agents", compaction_room=80, compaction_prompt="Sum up"),
+        lengths=LengthsConfig(prompt=600, response=180),
+    )
+    recorder = Recorder()
+    async with recorder.open_rollout(config) as runtime:
+        (trajectory,) = (await runtime.generate([user("question")])).trajectories
+    assert recorder.anomalies() == []
+    compacted = [s for s in trajectory.segments if s.purpose == "compaction"]
+    assert compacted
+    assert {s.messages[0].content for s in compacted} == {"You are a researcher."}
+
+
+@pytest.mark.parametrize("given", ["CHILD", None, {"role": "user", "content": "x"}, [1]])
+async def test_open_segment_and_compact_refuse_what_are_no_messages(given: Any) -> None:
+    async def trial(context: AgentContext) -> None:
+        await context.generate()
+        with pytest.raises(AgentError, match=r"messages.* must be a"):
+            await context.compact(given)
+        with pytest.raises(AgentError, match=r"messages.* must be a"):
+            async with context.open_segment(given):
+                pass
+
+    (trajectory,) = (await tried(trial)).trajectories
+    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
 
 
 def test_compacting_agent_room_must_be_less_than_the_response() -> None:

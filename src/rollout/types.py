@@ -117,6 +117,10 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {text_of(error)}"
 
 
+#: Of asyncio and trio, neither of which is imported for its name alone.
+CANCELLATIONS = frozenset(("CancelledError", "Cancelled"))
+
+
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """The root cause of a failure: what was raised, what it said, and where."""
 
@@ -126,11 +130,17 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: BaseException) -> Cause:
-        """The record of `error`'s root cause, with the tail of that one's traceback."""
-        root, seen = error, {id(error)}
-        while root.__cause__ is not None and id(root.__cause__) not in seen:  # causes may go round
-            root = root.__cause__
-            seen.add(id(root))
+        """The record of `error`'s root cause, with the tail of that one's traceback.
+
+        A cancellation is how a time-out reaches the code, and no cause of it; and what says nothing
+        explains nothing.
+        """
+        root, cause, seen = error, error.__cause__, {id(error)}
+        while cause is not None and id(cause) not in seen:  # causes may go round
+            if type(cause).__name__ not in CANCELLATIONS and text_of(cause):
+                root = cause
+            seen.add(id(cause))
+            cause = cause.__cause__
         frames = "".join(traceback_module.format_tb(root.__traceback__))
         return cls(
             type=type(root).__qualname__,

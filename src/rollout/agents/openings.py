@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollout.agents.budget import length_error
@@ -34,8 +34,9 @@ async def begun(what: str, wording: Wording, messages: Given) -> Worded:
         LimitExceeded: They are more than fits.
         AgentError: They cannot be rendered.
     """
+    is_list = isinstance(messages, Sequence)  # what is none is refused with the words for it
     try:
-        return await wording.prompt(messages, is_continued=any(map(_is_said, messages)))
+        return await wording.prompt(messages, is_continued=is_list and any(map(_is_said, messages)))
     except RejectedPrompt as error:
         raise _refusal(what, error) from error
 
@@ -65,5 +66,5 @@ def opened_log(parent: Row, wording: Wording, worded: Worded, purpose: str) -> C
 
 
 def _is_said(message: Message | Mapping[str, Any]) -> bool:
-    role = message.get("role") if isinstance(message, Mapping) else message.role
+    role = message.get("role") if isinstance(message, Mapping) else getattr(message, "role", None)
     return role == "assistant"

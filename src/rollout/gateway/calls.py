@@ -6,6 +6,7 @@ Each API is a pair of functions: one makes a `GatewayCall` of a body, one makes 
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -135,6 +136,11 @@ class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):
     hear: Callable[[Draft], object] | None = None
 
     @property
+    def field(self) -> str:
+        """Of the body: where its messages stand."""
+        return "input" if self.api == "responses" else "messages"
+
+    @property
     def asker(self) -> Asker:
         """Who asks."""
         return Asker(self.is_side, self.agent_id)
@@ -248,3 +254,14 @@ def check_forced(call: GatewayCall, unenforced: Literal["accept", "refuse"]) -> 
         field = call.forced_by[0]
         why = 'nothing holds the model to it, and gateway.unenforced is "refuse"'
         raise GatewayError(400, "invalid_request", f"{field}: {why}; expected none", field)
+
+
+def refused_messages(call: GatewayCall, error: Exception) -> GatewayError:
+    """What the template, or the model, cannot take of a call's messages, in words for its client.
+
+    Only chat has its messages one for one as they were given: elsewhere no number names one.
+    """
+    words = str(error.__cause__ or error)  # without what was to be done with them here
+    if call.api != "chat":
+        words = re.sub(r"^messages\[\d+\]", call.field, words)
+    return GatewayError(400, "invalid_request", words, call.field)

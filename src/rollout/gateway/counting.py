@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.agents.long_texts import is_long
 from rollout.errors import TemplateError
-from rollout.gateway.calls import GatewayError
+from rollout.gateway.calls import refused_messages
 from rollout.gateway.wording import accepted, conversation, is_plain, observation
 
 if TYPE_CHECKING:
@@ -56,4 +56,4 @@ async def _rendered(context: AgentContext, request: Request) -> int:
 
         return await services.texts.run(is_long(messages, services.texts.prompt_room), count)
     except TemplateError as error:
-        raise GatewayError(400, "invalid_request", str(error), "messages") from error
+        raise refused_messages(request.call, error) from error

@@ -9,7 +9,7 @@ import anyio
 
 from rollout.chat.trajectory import BRANCH, COMPACTION, SIDE, SUBAGENT
 from rollout.errors import AgentError, TemplateError
-from rollout.gateway.calls import GatewayError
+from rollout.gateway.calls import GatewayError, refused_messages
 from rollout.gateway.tree import MAIN_AGENT
 from rollout.gateway.wording import accepted, conversation, is_plain, observation
 from rollout.types import Outcome
@@ -146,7 +146,7 @@ class Places:
                 opened = await parent.subagent(messages, purpose=purpose, tools=call.tools)
                 return self._marked(opened, request)
         except (AgentError, TemplateError) as error:
-            raise GatewayError(400, "invalid_request", str(error), "messages") from error
+            raise refused_messages(call, error) from error
 
     async def _begun(self, request: Request, messages: Any) -> Conversation:
         """The main conversation."""

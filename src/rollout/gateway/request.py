@@ -70,7 +70,7 @@ def matched(call: GatewayCall, tree: Tree, previous: Node | None = None) -> Requ
     """
     given = call.messages if previous is None else _joined(previous, call)
     if not given:
-        raise GatewayError(400, "invalid_request", "expected at least one message", "messages")
+        raise GatewayError(400, "invalid_request", "expected at least one message", call.field)
     messages = placed(given)
     keys = keys_of(messages)
     head = len(_head_of([message for message, _ in messages]))

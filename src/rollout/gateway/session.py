@@ -176,7 +176,7 @@ class GatewaySession:
         except GatewayError as error:
             work.error = error
         except LimitExceeded as error:
-            work.error = _limit_error(error)
+            work.error = _limit_error(error, work.call.field)
             if error.outcome is Outcome.LENGTH:
                 self.length = work.error.__cause__ = error
         except Exception as error:
@@ -311,10 +311,10 @@ def _counted(trajectory: _Trajectory, request: Request) -> Iterator[None]:
         trajectory.places.main_calls -= is_of_main
 
 
-def _limit_error(error: LimitExceeded) -> GatewayError:
+def _limit_error(error: LimitExceeded, field: str) -> GatewayError:
     """A length is the agent's to deal with; any other limit ends the trajectory."""
     if error.outcome is Outcome.LENGTH:
-        return GatewayError(400, "context_length", str(error), "messages")
+        return GatewayError(400, "context_length", str(error), field)
     return ended_error(f"the trajectory has ended: {error}")
 
 
