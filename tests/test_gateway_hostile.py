@@ -261,6 +261,16 @@ async def test_slow_heads_are_ended_and_siblings_do_not_notice() -> None:
         assert sorted(each[:12] for each in ended) == [b"HTTP/1.1 400"] * 3
 
 
+@pytest.mark.parametrize(("size", "status"), [(60_000, b"200"), (70_000, b"400")])
+async def test_head_that_comes_at_once_is_bounded_too(size: int, status: bytes) -> None:
+    async with client_of(FakeSession(PATH, KEY)) as client:
+        async with await anyio.connect_tcp(*address_of(client)) as stream:
+            await stream.send(b"HEAD / HTTP/1.1\r\nhost: x\r\nx: " + b"a" * size + b"\r\n\r\n")
+            got = await stream.receive()
+    assert got.startswith(b"HTTP/1.1 " + status)
+    assert (b"Request head too large." in got) is (status == b"400")
+
+
 async def test_drip_of_headers_does_not_put_the_end_off() -> None:
     async with client_of(FakeSession(PATH, KEY), head_s=0.3) as client:
         async with await anyio.connect_tcp(*address_of(client)) as stream:

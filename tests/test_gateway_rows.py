@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
 from http_agents import Client, Program, tried, user
@@ -184,3 +185,16 @@ async def test_what_the_model_cannot_read_is_refused_in_the_clients_words(is_fir
     assert responses["message"].startswith(f"input {why}")
     assert [chat["param"], responses["param"], long["param"]] == ["messages", "input", "input"]
     assert long["code"] == "context_length_exceeded"
+
+
+async def test_client_that_leaves_before_its_answer_is_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    slow = Scenario(seed=3).reply("One", "x" * 200).timing(base_s=0.05, slope_s=0)
+
+    def ask(client: Client) -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            client.http.post("/v1/chat/completions", json={"messages": [user("One")]}, timeout=0.2)
+
+    await rows_of(ask, slow)
+    assert [each.message for each in caplog.records if each.levelname == "ERROR"] == []

@@ -84,7 +84,7 @@ class Exchange:
                 logger.exception("a %s request failed", self.method)
                 await refuse(GatewayError(500, "engine", "internal error"))
         except ClientLeftError:
-            return
+            self._connection.leave_unanswered()
 
     def key(self) -> str:
         """What the client shows to be let in; "" where it shows nothing."""

@@ -13,6 +13,7 @@ import sys
 import termios
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -30,6 +31,7 @@ logger = logging.getLogger("rollout.gateway")
 
 #: A request's line and headers together.
 MAX_HEAD_BYTES = 64 * 1024
+LARGE_HEAD = "Request head too large."
 #: For what of a refused request's body is still on its way, and for handlers when the server ends.
 DRAIN_S = 5.0
 #: A peer that is silent for this long is asked whether it is there, and given up after as much.
@@ -107,7 +109,11 @@ class Connection(HttpToolsProtocol):
                 self._allow(self._limits.head_s, self._end_slow_head)
         super().data_received(data)
         if self._is_head and self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse("Request head too large.")
+            self._refuse(LARGE_HEAD)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what cannot be read; a head by its size, which was too large before all else."""
+        super().send_400_response(LARGE_HEAD if self._head_bytes > MAX_HEAD_BYTES else msg)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -115,6 +121,8 @@ class Connection(HttpToolsProtocol):
         self.scope["rollout.connection"] = self  # type: ignore[typeddict-unknown-key]
 
     def on_headers_complete(self) -> None:
+        if sum(map(len, chain([self.url], *self.headers))) > MAX_HEAD_BYTES:
+            raise ValueError(LARGE_HEAD)  # which ends the parsing, and is refused in these words
         self._is_head = False
         self._head_bytes = 0
         self._forget_timer()
@@ -160,6 +168,11 @@ class Connection(HttpToolsProtocol):
         self.flow.resume_reading()  # a long body may have stopped it
         if self.has_left:
             self._tell_leave()
+
+    def leave_unanswered(self) -> None:
+        """The client has left before its answer was whole: nobody misses the rest."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
 
     def if_unread(self, callback: Callable[[], object]) -> None:
         """Call it where the client turns out to have closed before it read all of the reply.
