@@ -17,8 +17,9 @@ from observed import prompts
 from rollout.config import LengthsConfig, ObserveConfig, SimulatedEngine, ToolsConfig
 from rollout.observe.event_stream import EventStream
 from rollout.observe.events import TrajectoryEnded, TrajectoryStarted, TurnEnded
-from rollout.observe.trace_spans import MOST_CHARACTERS, Span
+from rollout.observe.trace_spans import Span
 from rollout.observe.traces import Tracer
+from rollout.observe.written_values import MOST_CHARACTERS
 from rollout.testing import Scenario, run_virtual, tool_call
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")

@@ -10,6 +10,7 @@ import attrs
 import msgspec
 
 from rollout.observe import events as told
+from rollout.observe.written_values import beginning
 from rollout.session_names import session_name
 from rollout.types import ToolCall
 from rollout.utf8 import encodable
@@ -23,37 +24,6 @@ if TYPE_CHECKING:
 Decode = Callable[[Sequence[int]], str]
 
 AGENT, CHAT, TOOL, FUNCTION, USER, REWARD = "agent", "chat", "tool", "function", "user", "reward"
-
-
-#: Characters of an input or an output that a trace keeps.
-MOST_CHARACTERS = 16_384
-
-
-def plain(value: Any) -> Any:
-    """What JSON can hold, of other objects their `repr`; of long ones the beginning."""
-    if isinstance(value, str):
-        return _beginning(value)
-    try:
-        text = msgspec.json.encode(value, enc_hook=repr)
-    except Exception:  # whatever a user's function takes and returns
-        return _beginning(repr(value))
-    if len(text) <= MOST_CHARACTERS:
-        return msgspec.json.decode(text)
-    return _beginning(text.decode())
-
-
-def text_of(value: Any) -> str:
-    """A text, or something else as JSON; of long ones the beginning."""
-    if isinstance(value, str):
-        return _beginning(value)
-    try:
-        return _beginning(msgspec.json.encode(value, enc_hook=repr).decode())
-    except Exception:  # as above
-        return _beginning(repr(value))
-
-
-def _beginning(text: str) -> str:
-    return encodable(text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…")
 
 
 class Span(msgspec.Struct, kw_only=True):
@@ -171,7 +141,7 @@ def _make_encodable(span: Span) -> None:
     """Replace halves of characters, such as a lone surrogate of a model's, in what backends take as
     it is: one of them would fail whatever is sent together with it.
     """
-    span.name, span.error = encodable(span.name), _beginning(span.error)
+    span.name, span.error = encodable(span.name), beginning(span.error)
     for name, value in span.attributes.items():
         if isinstance(value, str) and not value.isascii():
             span.attributes[name] = encodable(value)
