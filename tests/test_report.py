@@ -254,6 +254,9 @@ def test_report_of_a_run_without_events_or_tokenizer_says_what_is_missing(tmp_pa
 def test_report_of_a_run_that_has_only_begun_is_a_page_too(tmp_path: Path) -> None:
     directory = MadeUpRun(groups=1).write(tmp_path, has_ended=False)
     (directory / "trajectories.jsonl").unlink()
+    lines = (directory / EVENTS).read_bytes().splitlines(keepends=True)
+    begun = [line for line in lines if b'"trajectory_ended"' not in line]
+    (directory / EVENTS).write_bytes(b"".join(begun))
 
     data = data_of(page_of(directory))
 
