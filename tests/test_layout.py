@@ -29,6 +29,7 @@ FLOORS = (
     "observe.tally",
     "observe.blocking_code",
     "observe.loop_lag",
+    "observe.written_values",
     "observe.user_spans",
     "chat",
     "batch",

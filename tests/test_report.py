@@ -62,6 +62,7 @@ def findings(directory: Path) -> list[tuple[str, str]]:
         ({"losses": 1}, "lost_replica", "Replica replica-1 was lost 1 time"),
         ({"cut": 6}, "truncated", "A majority of trajectories (60 %) were cut by length"),
         ({"equal": 9}, "no_signal", "90 % of groups give no signal"),
+        ({"groups": 5, "equal": 4}, "no_signal", "80 % of groups give no signal"),
         ({"unparsed": 9}, "calls_not_parsed", "47 % of calls could not be parsed"),
         ({"drifting": 3}, "drift", "Text and tokens drift apart in 30 % of trajectories"),
     ],
@@ -76,7 +77,14 @@ def test_finding_of_a_planted_fault_comes_first(
 
 
 @pytest.mark.parametrize(
-    "size", [{}, {"groups": 2}, {"groups": 40, "replicas": 4}, {"unparsed": 2}]
+    "size",
+    [
+        {},
+        {"groups": 2},
+        {"groups": 3, "equal": 2},
+        {"groups": 40, "replicas": 4},
+        {"unparsed": 2},
+    ],
 )
 def test_findings_of_a_healthy_run_are_none(tmp_path: Path, size: dict[str, int]) -> None:
     assert findings(MadeUpRun(**size).write(tmp_path)) == []
@@ -254,6 +262,9 @@ def test_report_of_a_run_without_events_or_tokenizer_says_what_is_missing(tmp_pa
 def test_report_of_a_run_that_has_only_begun_is_a_page_too(tmp_path: Path) -> None:
     directory = MadeUpRun(groups=1).write(tmp_path, has_ended=False)
     (directory / "trajectories.jsonl").unlink()
+    lines = (directory / EVENTS).read_bytes().splitlines(keepends=True)
+    begun = [line for line in lines if b'"trajectory_ended"' not in line]
+    (directory / EVENTS).write_bytes(b"".join(begun))
 
     data = data_of(page_of(directory))
 

@@ -17,8 +17,9 @@ from observed import prompts
 from rollout.config import LengthsConfig, ObserveConfig, SimulatedEngine, ToolsConfig
 from rollout.observe.event_stream import EventStream
 from rollout.observe.events import TrajectoryEnded, TrajectoryStarted, TurnEnded
-from rollout.observe.trace_spans import MOST_CHARACTERS, Span
+from rollout.observe.trace_spans import Span
 from rollout.observe.traces import Tracer
+from rollout.observe.written_values import MOST_CHARACTERS
 from rollout.testing import Scenario, run_virtual, tool_call
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
@@ -106,6 +107,58 @@ def test_otel_spans_of_a_run_arrive_at_a_collector(monkeypatch: pytest.MonkeyPat
     failed = next(each for each in spans if each.name == "execute_tool broken")
     assert failed.status.message == "ValueError: no such number"
     assert failed.trace_id == roots["break"].trace_id != root.trace_id
+
+
+HALF = "\ud800"
+
+
+@rollout.trace(name=f"echo {HALF}")
+def echo(text: str, kept: dict[str, str]) -> dict[str, str]:
+    return {**kept, "text": text}
+
+
+@rollout.function_tool
+async def halve(topic: str) -> str:
+    """Say half of a character.
+
+    Args:
+        topic: Of what.
+    """
+    echo(HALF, {HALF: topic})
+    return f"half {HALF}"
+
+
+def halved_run(observe: ObserveConfig) -> None:
+    """A trajectory whose tool answers with half of a character, and one whose reward raises one."""
+    scenario = Scenario(seed=1).reply("please", tool_call("halve", topic="x")).then("Oh.")
+
+    async def reward(trajectory: rollout.Trajectory) -> float:
+        if trajectory.uid == "bad":
+            raise RuntimeError(f"cannot read {HALF}")
+        return 1.0
+
+    async def body() -> None:
+        config = scenario.config(observe=observe)
+        async with rollout.open_rollout(config, [halve], reward) as runtime:
+            await runtime.generate(prompts("good please", "bad please"))
+
+    run_virtual(body)
+
+
+def test_half_of_a_character_in_a_result_or_an_error_loses_no_span(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with collector() as (address, spans):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", address)
+        halved_run(ObserveConfig(trace_backend="otel", token2text=True))
+    roots = {attributes(each)["rollout.uid"]: each for each in spans if not each.parent_span_id}
+    assert set(roots) == {"good", "bad"}
+    assert roots["bad"].status.message == "RuntimeError: cannot read \ufffd"
+    named = {each.name: each for each in spans}
+    result = attributes(named["execute_tool halve"])["gen_ai.tool.call.result"]
+    assert result == "half \ufffd"
+    said = attributes(named["echo \ufffd"])
+    assert said["rollout.output"] == "{'\\ud800': 'x', 'text': '\\ud800'}"
 
 
 class Kept:

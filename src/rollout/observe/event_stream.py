@@ -36,7 +36,8 @@ class Reader(Protocol):
             event: What happened.
             subject: What it happened to, where readers in this process may look at it: the
                 `Trajectory` of a `TrajectoryEnded`, the call of a `ToolEnded` and the text of its
-                result, the arguments and the value of a `SpanEnded`.
+                result, the arguments and the value of a `SpanEnded` as they were then, where
+                a reader looks at such (`plain`).
         """
 
 
@@ -61,6 +62,7 @@ class EventStream:
     Attributes:
         is_on: Whether anybody reads.
         tells_all: Whether anybody wants all of it, as it happens.
+        tells_subjects: Whether anybody looks at what it happened to.
     """
 
     __slots__ = (
@@ -74,16 +76,19 @@ class EventStream:
         "_readers_of",
         "_start",
         "_wants",
+        "_without_subjects",
         "is_on",
         "tells_all",
+        "tells_subjects",
     )
 
     def __init__(self) -> None:
-        self.is_on = self.tells_all = False
+        self.is_on = self.tells_all = self.tells_subjects = False
         self._readers: tuple[Reader, ...] = ()
         self._readers_of: dict[type[Event], tuple[Reader, ...]] = {}
         self._kinds: dict[Reader, Collection[type[Event]]] = {}
         self._wants: dict[Reader, Wants] = {}
+        self._without_subjects: set[Reader] = set()
         self._notes: dict[int, list[Any]] = {}
         self._loop = 0
         self._post: Post | None = None
@@ -153,6 +158,7 @@ class EventStream:
         *,
         wants: Wants | None = None,
         kinds: Collection[type[Event]] | None = None,
+        needs_subjects: bool = True,
     ) -> None:
         """Give it events from now on.
 
@@ -160,17 +166,21 @@ class EventStream:
             wants: Of a reader that has use for whole trajectories only: for which ones. It may get
                 others too.
             kinds: Those that it gets; None: all.
+            needs_subjects: Whether it looks at what events happened to.
         """
         if wants is not None:
             self._wants[reader] = wants
         if kinds is not None:
             self._kinds[reader] = kinds
+        if not needs_subjects:
+            self._without_subjects.add(reader)
         self._set((*self._readers, reader))
 
     def detach(self, reader: Reader) -> None:
         """Give it none any more; harmless where it gets none."""
         self._wants.pop(reader, None)
         self._kinds.pop(reader, None)
+        self._without_subjects.discard(reader)
         self._set(tuple(each for each in self._readers if each is not reader))
 
     def emit(self, event: Event, subject: Any = None) -> None:
@@ -202,6 +212,7 @@ class EventStream:
         self._readers, self.is_on = readers, bool(readers)
         self._readers_of = {}
         self.tells_all = len(readers) > len(self._wants)
+        self.tells_subjects = len(readers) > len(self._without_subjects)
         if not self.is_on:
             self._notes.clear()
 

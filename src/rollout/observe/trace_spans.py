@@ -10,8 +10,10 @@ import attrs
 import msgspec
 
 from rollout.observe import events as told
+from rollout.observe.written_values import beginning
 from rollout.session_names import session_name
 from rollout.types import ToolCall
+from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,37 +24,6 @@ if TYPE_CHECKING:
 Decode = Callable[[Sequence[int]], str]
 
 AGENT, CHAT, TOOL, FUNCTION, USER, REWARD = "agent", "chat", "tool", "function", "user", "reward"
-
-
-#: Characters of an input or an output that a trace keeps.
-MOST_CHARACTERS = 16_384
-
-
-def plain(value: Any) -> Any:
-    """What JSON can hold, of other objects their `repr`; of long ones the beginning."""
-    if isinstance(value, str):
-        return _beginning(value)
-    try:
-        text = msgspec.json.encode(value, enc_hook=repr)
-    except Exception:  # whatever a user's function takes and returns
-        return f"{value!r:.{MOST_CHARACTERS}}"
-    if len(text) <= MOST_CHARACTERS:
-        return msgspec.json.decode(text)
-    return _beginning(text.decode())
-
-
-def text_of(value: Any) -> str:
-    """A text, or something else as JSON; of long ones the beginning."""
-    if isinstance(value, str):
-        return _beginning(value)
-    try:
-        return _beginning(msgspec.json.encode(value, enc_hook=repr).decode())
-    except Exception:  # as above
-        return f"{value!r:.{MOST_CHARACTERS}}"
-
-
-def _beginning(text: str) -> str:
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
 
 
 class Span(msgspec.Struct, kw_only=True):
@@ -162,7 +133,20 @@ def trace_of(
     if parents:
         _place(parents, functions, root)
     root.children.sort(key=lambda each: each.began)
+    _make_encodable(root)
     return root
+
+
+def _make_encodable(span: Span) -> None:
+    """Replace halves of characters, such as a lone surrogate of a model's, in what backends take as
+    it is: one of them would fail whatever is sent together with it.
+    """
+    span.name, span.error = encodable(span.name), beginning(span.error)
+    for name, value in span.attributes.items():
+        if isinstance(value, str) and not value.isascii():
+            span.attributes[name] = encodable(value)
+    for child in span.children:
+        _make_encodable(child)
 
 
 def _place(parents: list[tuple[Span, int]], functions: dict[int, Span], root: Span) -> None:

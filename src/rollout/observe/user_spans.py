@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from rollout.observe.events import SpanEnded
+from rollout.observe.written_values import plain
 from rollout.worker_threads import carried
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ class TrajectorySpans:
 
     def __init__(self, events: EventStream, trajectory: int) -> None:
         self._events, self._trajectory, self._count = events, trajectory, 0
+
+    @property
+    def are_shown(self) -> bool:
+        """Whether anybody looks at arguments and values."""
+        return self._events.tells_subjects
 
     def begin(self) -> tuple[int, float]:
         """The number of another span, and when it begins."""
@@ -42,7 +48,7 @@ class TrajectorySpans:
         """It has ended.
 
         Args:
-            called: Its arguments and its value.
+            called: Its arguments and its value, as they were then.
             error: What it raised.
         """
         fault = "" if error is None else f"{type(error).__name__}: {error}"
@@ -114,13 +120,13 @@ def _traced(function: Any, *, name: str | None) -> Any:
             current = _current.get()
             if current is None:
                 return await function(*args, **kwargs)
-            span = _Span(label, current)
+            span = _Span(label, current, signature, args, kwargs)
             try:
                 value = await function(*args, **kwargs)
             except BaseException as error:
-                span.end((_inputs(signature, args, kwargs), None), error)
+                span.end(None, error)
                 raise
-            span.end((_inputs(signature, args, kwargs), value), None)
+            span.end(value, None)
             return value
 
         return awaited
@@ -130,13 +136,13 @@ def _traced(function: Any, *, name: str | None) -> Any:
         current = _current.get()
         if current is None:
             return function(*args, **kwargs)
-        span = _Span(label, current)
+        span = _Span(label, current, signature, args, kwargs)
         try:
             value = function(*args, **kwargs)
         except BaseException as error:
-            span.end((_inputs(signature, args, kwargs), None), error)
+            span.end(None, error)
             raise
-        span.end((_inputs(signature, args, kwargs), value), None)
+        span.end(value, None)
         return value
 
     return called
@@ -145,16 +151,28 @@ def _traced(function: Any, *, name: str | None) -> Any:
 class _Span:
     """One call of a traced function; those that it calls are within it."""
 
-    __slots__ = ("_began", "_name", "_number", "_parent", "_spans", "_token")
+    __slots__ = ("_began", "_inputs", "_name", "_number", "_parent", "_spans", "_token")
 
-    def __init__(self, name: str, current: tuple[TrajectorySpans, int]) -> None:
+    def __init__(
+        self,
+        name: str,
+        current: tuple[TrajectorySpans, int],
+        signature: inspect.Signature | None,
+        args: Any,
+        kwargs: Any,
+    ) -> None:
         self._name = name
         self._spans, self._parent = current
+        # Before the call, and copied: the function, and who called it, may change them later.
+        shown = self._spans.are_shown
+        self._inputs = plain(_inputs(signature, args, kwargs)) if shown else None
         self._number, self._began = self._spans.begin()
         self._token: Token[Any] = _current.set((self._spans, self._number))
 
-    def end(self, called: tuple[Any, Any], error: BaseException | None) -> None:
+    def end(self, value: Any, error: BaseException | None) -> None:
         _current.reset(self._token)
+        output = plain(value) if error is None and self._spans.are_shown else None
+        called = self._inputs, output
         self._spans.end(self._name, self._number, self._parent, self._began, called, error)
 
 

@@ -78,7 +78,7 @@ async def observed(
         if isinstance(reader, Tracer):
             events.attach(reader, wants=reader.wants, kinds=reader.kinds)
         else:
-            events.attach(reader)
+            events.attach(reader, needs_subjects=False)
     events.start(
         loop_clock(),
         version=sys.modules["rollout"].__version__,

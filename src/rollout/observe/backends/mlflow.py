@@ -8,7 +8,8 @@ import mlflow
 from mlflow.entities import SpanType
 from mlflow.tracking import MlflowClient
 
-from rollout.observe.trace_spans import AGENT, CHAT, TOOL, plain
+from rollout.observe.trace_spans import AGENT, CHAT, TOOL
+from rollout.observe.written_values import plain
 
 if TYPE_CHECKING:
     from rollout.observe.trace_spans import Span

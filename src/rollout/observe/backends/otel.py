@@ -14,7 +14,8 @@ import msgspec
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
-from rollout.observe.trace_spans import CHAT, TOOL, plain, text_of
+from rollout.observe.trace_spans import CHAT, TOOL
+from rollout.observe.written_values import plain, text_of
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

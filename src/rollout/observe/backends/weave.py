@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import weave
 
-from rollout.observe.trace_spans import plain
+from rollout.observe.written_values import plain
 
 if TYPE_CHECKING:
     from rollout.observe.trace_spans import Span

@@ -40,7 +40,7 @@ def flapping(run: Run) -> Iterable[Finding]:
             continue
         why = run.times.losses_of(replica.name)[-1]
         lost = [each for each in run.times.replicas[replica.name].requests if _is_lost(each)]
-        resumed = sum(row.resumes for row in run.rows)
+        resumed = sum(row.resumes for row in run.endings)
         is_flapping = replica.losses >= FLAPPING
         what = "flaps: it was lost" if is_flapping else "was lost"
         yield Finding(

@@ -19,7 +19,7 @@ Fact = tuple[str, str]
 
 def summary_of(run: Run) -> list[tuple[str, str, str]]:
     """The figures at the top of the page: name, value, and what else there is to say."""
-    rows = run.rows
+    rows = run.endings
     rewards = [row.reward for row in rows if row.reward is not None]
     sampled = sum(row.generated for row in rows)
     groups = len({row.group_key for row in rows})

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import attrs
 import msgspec
 
 from rollout.observe.report.joining import joined
-from rollout.observe.report.rows import Row
+from rollout.observe.report.rows import Row, shortened
 from rollout.observe.report.run_times import RunTimes
 from rollout.observe.report.series import (
     ReplicaFigures,
@@ -24,6 +24,7 @@ from rollout.observe.report.trajectory_times import TOOL, covered
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from rollout.observe.events import TrajectoryEnded
     from rollout.observe.report.trajectory_times import TrajectoryTimes
 
 Severity = Literal["severe", "notable"]
@@ -48,12 +49,50 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     filter: str = ""
 
 
+class Ending(NamedTuple):
+    """What events tell of a trajectory that was not saved, as a `Row` has it."""
+
+    group_key: tuple[Any, ...]
+    outcome: str
+    reason: str
+    limit: str
+    cause: str
+    reward: float | None
+    generated: int
+    calls: int
+    errors: int
+    resumes: int
+    drift: str
+
+    @classmethod
+    def of(cls, event: TrajectoryEnded) -> Ending:
+        """That of one event."""
+        return cls(
+            group_key=(event.step, event.validate, event.batch, event.group, event.uid),
+            outcome=event.outcome,
+            reason=event.reason,
+            limit=event.limit_source,
+            cause=shortened(event.cause),
+            reward=event.reward,
+            generated=event.generated_tokens,
+            calls=event.tool_calls,
+            errors=event.tool_errors,
+            resumes=event.resumes,
+            drift=event.drift,
+        )
+
+
 @attrs.frozen
 class Run:
     """A run as findings see it."""
 
     rows: Sequence[Row]
     times: RunTimes
+
+    @cached_property
+    def endings(self) -> Sequence[Row | Ending]:
+        """How trajectories ended: those that were saved, else those that events tell of."""
+        return self.rows or [Ending.of(each) for each in self.times.endings]
 
     @cached_property
     def joined(self) -> list[TrajectoryTimes | None]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from rollout.observe.report.engine_findings import failing, flapping, idle, slow_replica, starved
 from rollout.observe.report.finding import NOTABLE, SEVERE, Finding, Run, percent
+from rollout.observe.report.rows import shortened
 from rollout.observe.report.tool_findings import erring_tools, slow_tools
 from rollout.plurals import count
 
@@ -31,23 +32,27 @@ BLOCKED_S, BLOCKED_SHARE, BLOCKED_AT_ONCE_S = 0.2, 0.02, 0.5
 LEAST_BLOCKED_S = 0.1
 #: As much of what is no single piece of code's, such as Python's collection of garbage.
 BLOCKED_BY_ALL_S, BLOCKED_BY_ALL_SHARE = 1.0, 0.1
+#: How errors of calls begin that somebody stopped.
+STOPPED = ("Cancelled", "KeyboardInterrupt", "SystemExit", "GeneratorExit")
 #: How a cause names the place of code.
 PLACE = " at "
 #: Of all trajectories.
 FAILED_SHARE, CUT_SHARE, MAJORITY, LATE_SHARE = 0.02, 0.3, 0.5, 0.1
-#: Of the groups with two known rewards or more, of which there must be some; of few it must be all.
+#: Of the groups with two known rewards or more, of which there must be some; of few it must be most.
 EQUAL_SHARE, MOST_EQUAL_SHARE, LEAST_GROUPS, FEW_GROUPS = 0.5, 0.75, 2, 6
 
 
 def findings_of(run: Run) -> list[Finding]:
     """What stands out, the worst first."""
     found = [finding for look in _LOOKS for finding in look(run)]
+    if not run.rows:  # there is no table that could be filtered
+        found = [msgspec.structs.replace(each, filter="") for each in found]
     return sorted(found, key=lambda each: each.severity != SEVERE)
 
 
 def looked_for(run: Run) -> str:
     """What is said where nothing was found."""
-    if not run.rows:
+    if not run.endings:
         return "No trajectory has ended so far."
     if not run.times.is_known:
         return (
@@ -62,21 +67,21 @@ def looked_for(run: Run) -> str:
 
 
 def _agreement(run: Run) -> str:
-    compared = [row for row in run.rows if row.drift]
+    compared = [row for row in run.endings if row.drift]
     agree = sum(row.drift in BY_DESIGN for row in compared)
     if not compared:
         return "texts and tokens were not compared (agent.tokenization_check)"
-    if agree == len(run.rows):
+    if agree == len(run.endings):
         return "texts and tokens agree"
     some = "all" if agree == len(compared) else f"{agree:,} of"
     return (
         f"texts and tokens agree in {some} {len(compared):,} trajectories that were compared, of "
-        f"{len(run.rows):,}"
+        f"{len(run.endings):,}"
     )
 
 
 def _drift(run: Run) -> Iterable[Finding]:
-    compared = [row for row in run.rows if row.drift or row.reason == "tokenization"]
+    compared = [row for row in run.endings if row.drift or row.reason == "tokenization"]
     kinds = Counter(row.drift or "refused" for row in compared if row.drift not in BY_DESIGN)
     drifting = sum(kinds.values())
     if not compared or drifting / len(compared) < DRIFTING:
@@ -89,7 +94,7 @@ def _drift(run: Run) -> Iterable[Finding]:
         severity=SEVERE,
         title=(
             "Text and tokens drift apart in "
-            f"{of_all if len(compared) == len(run.rows) else of_some}"
+            f"{of_all if len(compared) == len(run.endings) else of_some}"
         ),
         text=(
             f"Of {len(compared):,} trajectories that were compared with a full rendering of their "
@@ -150,23 +155,38 @@ def _is_blocked(events: Sequence[LoopBlocked], duration: float) -> bool:
     )
 
 
+def _failed_calls(run: Run) -> Iterable[Finding]:
+    errors = [each for each in run.times.errors if not each.error.startswith(STOPPED)]
+    if not errors:
+        return
+    calls = {each.batch: f"{each.call}() of step {each.step}" for each in run.times.batches}
+    first = errors[0]
+    more = f" So did {len(errors) - 1:,} more." if len(errors) > 1 else ""
+    yield Finding(
+        kind="failed_calls",
+        severity=SEVERE,
+        title=f"{count(len(errors), 'call')} of {len(run.times.batches):,} ended with an error",
+        text=f"{calls.get(first.batch, 'A call')} raised {shortened(first.error)}{more}",
+    )
+
+
 def _failures(run: Run) -> Iterable[Finding]:
-    ended = [row for row in run.rows if row.outcome in ("failed", "rejected")]
+    ended = [row for row in run.endings if row.outcome in ("failed", "rejected")]
     failed = [row for row in ended if row.reason != "tokenization"]
-    if not failed or len(failed) / len(run.rows) < FAILED_SHARE:
+    if not failed or len(failed) / len(run.endings) < FAILED_SHARE:
         return
     reasons = Counter(row.reason for row in failed)
     reason, number = reasons.most_common(1)[0]
     causes = Counter(row.cause for row in failed if row.reason == reason and row.cause)
     said = f" It says: {causes.most_common(1)[0][0]}" if causes else ""
-    share = percent(len(failed), len(run.rows))
+    share = percent(len(failed), len(run.endings))
     yield Finding(
         kind="failures",
-        severity=SEVERE if len(failed) / len(run.rows) >= 5 * FAILED_SHARE else NOTABLE,
+        severity=SEVERE if len(failed) / len(run.endings) >= 5 * FAILED_SHARE else NOTABLE,
         title=f"{share} of trajectories failed or were rejected",
         text=(
-            f"{len(failed):,} of {len(run.rows):,}, {number:,} of them by {reason!r}.{said} They "
-            f"have no reward, and nothing is learned from them."
+            f"{len(failed):,} of {len(run.endings):,}, {number:,} of them by {reason!r}.{said} "
+            f"They have no reward, and nothing is learned from them."
         ),
         filter="outcome:failed|rejected"
         + (" -reason=tokenization" if len(failed) < len(ended) else ""),
@@ -174,39 +194,40 @@ def _failures(run: Run) -> Iterable[Finding]:
 
 
 def _cut_by_length(run: Run) -> Iterable[Finding]:
-    cut = [row for row in run.rows if row.outcome == "length"]
-    if not cut or len(cut) / len(run.rows) < CUT_SHARE:
+    cut = [row for row in run.endings if row.outcome == "length"]
+    if not cut or len(cut) / len(run.endings) < CUT_SHARE:
         return
-    is_most = len(cut) / len(run.rows) >= MAJORITY
+    is_most = len(cut) / len(run.endings) >= MAJORITY
     limits = Counter(row.limit for row in cut if row.limit)
     where = f" Most often by {limits.most_common(1)[0][0]}." if limits else ""
     sampled = sorted(row.generated for row in cut)[len(cut) // 2]
-    share = percent(len(cut), len(run.rows))
+    share = percent(len(cut), len(run.endings))
     yield Finding(
         kind="truncated",
         severity=SEVERE if is_most else NOTABLE,
         title=f"{'A majority' if is_most else 'Many'} of trajectories ({share}) were cut by length",
         text=(
-            f"{len(cut):,} of {len(run.rows):,} had no room left before they ended by themselves, "
-            f"after {sampled:,} sampled tokens in the middle.{where} What they would have answered "
-            f"is not known, and their rewards say little."
+            f"{len(cut):,} of {len(run.endings):,} had no room left before they ended by "
+            f"themselves, after {sampled:,} sampled tokens in the middle.{where} What they would "
+            f"have answered is not known, and their rewards say little."
         ),
         filter="outcome:length",
     )
 
 
 def _cut_by_time(run: Run) -> Iterable[Finding]:
-    late = [row for row in run.rows if row.outcome == "deadline"]
-    if not late or len(late) / len(run.rows) < LATE_SHARE:
+    late = [row for row in run.endings if row.outcome == "deadline"]
+    if not late or len(late) / len(run.endings) < LATE_SHARE:
         return
     limits = Counter(row.limit for row in late)
-    share = percent(len(late), len(run.rows))
+    share = percent(len(late), len(run.endings))
     yield Finding(
         kind="late",
         severity=NOTABLE,
         title=f"{share} of trajectories ran out of time",
         text=(
-            f"{len(late):,} of {len(run.rows):,}, most by {limits.most_common(1)[0][0] or 'time'}."
+            f"{len(late):,} of {len(run.endings):,}, most by "
+            f"{limits.most_common(1)[0][0] or 'time'}."
         ),
         filter="outcome:deadline",
     )
@@ -214,12 +235,12 @@ def _cut_by_time(run: Run) -> Iterable[Finding]:
 
 def _no_signal(run: Run) -> Iterable[Finding]:
     groups: dict[tuple[Any, ...], list[float]] = defaultdict(list)
-    for row in run.rows:
+    for row in run.endings:
         if row.reward is not None:
             groups[row.group_key].append(row.reward)
     known = [rewards for rewards in groups.values() if len(rewards) > 1]
     equal = [rewards for rewards in known if min(rewards) == max(rewards)]
-    least = EQUAL_SHARE if len(known) >= FEW_GROUPS else 1.0
+    least = EQUAL_SHARE if len(known) >= FEW_GROUPS else MOST_EQUAL_SHARE
     if len(known) < LEAST_GROUPS or len(equal) / len(known) < least:
         return
     is_most = len(equal) / len(known) >= MOST_EQUAL_SHARE
@@ -245,6 +266,7 @@ _LOOKS: Sequence[Callable[[Run], Iterable[Finding]]] = (
     failing,
     starved,
     slow_replica,
+    _failed_calls,
     _failures,
     _cut_by_length,
     _cut_by_time,

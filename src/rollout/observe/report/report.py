@@ -161,6 +161,11 @@ class RunReport:
                 f"There is no {EVENTS}: waterfalls, times of tools, replicas and plots over time "
                 "are made of it. `rollout run --out` records one."
             )
+        if times.endings and not run.rows:
+            notes.append(
+                f"Trajectories were not saved: there is no {TRAJECTORIES}, and {EVENTS} alone says "
+                "how they ended. `rollout run --out` and `RolloutBatch.save` write them."
+            )
         if times.dropped:
             notes.append(
                 f"{times.dropped:,} events are missing in {EVENTS}: the disk was too slow."

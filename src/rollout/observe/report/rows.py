@@ -130,7 +130,11 @@ def _called(segments: Iterable[SavedSegment]) -> Iterable[str]:
 
 def _cause(trajectory: SavedTrajectory) -> str:
     cause = trajectory.cause or {}
-    text = f"{cause.get('type', '')}: {cause.get('message', '')}" if cause else ""
+    return shortened(f"{cause.get('type', '')}: {cause.get('message', '')}" if cause else "")
+
+
+def shortened(text: str) -> str:
+    """What was raised, as much of it as is shown."""
     return text if len(text) <= 2 * SHOWN else f"{text[: 2 * SHOWN - 1]}…"
 
 

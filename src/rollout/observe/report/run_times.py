@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rollout.observe.events import (
+    BatchEnded,
     BatchStarted,
     Event,
     EventsDropped,
@@ -77,6 +78,8 @@ class RunTimes:
         tools: Calls that have ended.
         calls_under_way: When each that has not ended began.
         dropped: Events that are missing.
+        endings: Of the trajectories that have ended, in their order.
+        errors: Ends of calls that raised.
     """
 
     run: RunStarted | None = None
@@ -89,6 +92,8 @@ class RunTimes:
     replicas: dict[str, ReplicaTimes] = attrs.field(factory=dict)
     blocked: list[LoopBlocked] = attrs.field(factory=list)
     dropped: int = 0
+    endings: list[TrajectoryEnded] = attrs.field(factory=list)
+    errors: list[BatchEnded] = attrs.field(factory=list)
     _turns: dict[str, tuple[int, str]] = attrs.field(factory=dict)
     _requests: list[RequestEnded] = attrs.field(factory=list)
     _under_way: UnderWay = attrs.field(factory=UnderWay)
@@ -132,6 +137,8 @@ class RunTimes:
         match event:
             case BatchStarted():
                 self.batches.append(event)
+            case BatchEnded() if event.error:
+                self.errors.append(event)
             case RunEnded():
                 self.has_ended = True
             case LoopBlocked():
@@ -164,6 +171,7 @@ class RunTimes:
                     times.began = event.at
                     self._add_wait(times, event)
             case TrajectoryEnded():
+                self.endings.append(event)
                 times = self._named(event)
                 times.ended, times.ending = event.at, (event.outcome, event.generated_tokens)
                 times.began = event.began if times.began is None else times.began

@@ -1,0 +1,67 @@
+"""The report of a run whose trajectories were not saved: what its events say."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import observed
+from report_runs import MadeUpRun
+from rollout import open_rollout
+from rollout.config import ObserveConfig, SchedulingConfig
+from rollout.errors import RolloutError
+from rollout.observe.report import write_report
+from rollout.testing import run_virtual
+
+
+def data_of(directory: Path) -> dict[str, Any]:
+    """What the page of a run holds."""
+    page = write_report(directory).read_text(encoding="utf-8")
+    found = re.search(r'<script type="application/json" id="report">(.*?)</script>', page, re.S)
+    assert found is not None
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+def test_report_of_a_call_that_raised_says_what_failed_without_trajectories(
+    tmp_path: Path,
+) -> None:
+    config = observed.SCENARIO.config(
+        observe=ObserveConfig(path=str(tmp_path)),
+        scheduling=SchedulingConfig(samples_per_prompt=10),
+    )
+
+    async def reward(trajectory: object) -> float:
+        raise RuntimeError("no judge")
+
+    async def body() -> None:
+        async with open_rollout(config, [observed.add], reward) as runtime:
+            with pytest.raises(RolloutError, match="trajectories failed"):
+                await runtime.generate(observed.prompts("a please sum", "b please sum"), step=3)
+
+    run_virtual(body)
+    data = data_of(tmp_path)
+
+    found = {each["kind"]: each for each in data["findings"]}
+    calls, failures = found["failed_calls"], found["failures"]
+    assert calls["title"] == "1 call of 1 ended with an error"
+    assert calls["text"].startswith("generate() of step 3 raised LimitExceeded: ")
+    assert failures["filter"] == ""
+    assert "by 'reward'. It says: RuntimeError: no judge" in failures["text"]
+    assert data["summary"][0] == ["trajectories", "20", "of 2 prompts"]
+    assert any("Trajectories were not saved" in note for note in data["notes"])
+
+
+def test_report_of_events_alone_says_what_was_looked_at(tmp_path: Path) -> None:
+    directory = MadeUpRun().write(tmp_path)
+    (directory / "trajectories.jsonl").unlink()
+
+    data = data_of(directory)
+
+    assert data["findings"] == []
+    assert data["looked_for"].startswith("Nothing stands out: ")
+    assert data["summary"][0] == ["trajectories", "40", "of 10 prompts"]
