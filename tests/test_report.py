@@ -82,6 +82,7 @@ def test_finding_of_a_planted_fault_comes_first(
         {},
         {"groups": 2},
         {"groups": 3, "equal": 2},
+        {"groups": 4, "equal": 3},
         {"groups": 40, "replicas": 4},
         {"unparsed": 2},
     ],

@@ -39,7 +39,8 @@ PLACE = " at "
 #: Of all trajectories.
 FAILED_SHARE, CUT_SHARE, MAJORITY, LATE_SHARE = 0.02, 0.3, 0.5, 0.1
 #: Of the groups with two known rewards or more, of which there must be some; of few it must be most.
-EQUAL_SHARE, MOST_EQUAL_SHARE, LEAST_GROUPS, FEW_GROUPS = 0.5, 0.75, 2, 6
+EQUAL_SHARE, MOST_EQUAL_SHARE, LEAST_GROUPS = 0.5, 0.75, 2
+FEW_GROUPS, FEW_EQUAL_SHARE = 6, 0.8
 
 
 def findings_of(run: Run) -> list[Finding]:
@@ -240,7 +241,7 @@ def _no_signal(run: Run) -> Iterable[Finding]:
             groups[row.group_key].append(row.reward)
     known = [rewards for rewards in groups.values() if len(rewards) > 1]
     equal = [rewards for rewards in known if min(rewards) == max(rewards)]
-    least = EQUAL_SHARE if len(known) >= FEW_GROUPS else MOST_EQUAL_SHARE
+    least = EQUAL_SHARE if len(known) >= FEW_GROUPS else FEW_EQUAL_SHARE
     if len(known) < LEAST_GROUPS or len(equal) / len(known) < least:
         return
     is_most = len(equal) / len(known) >= MOST_EQUAL_SHARE
