@@ -225,6 +225,44 @@ async def test_carried_trajectory_of_a_dead_engine_continues_elsewhere() -> None
     assert said == await alone("p0", "slow")
 
 
+@pytest.mark.parametrize("surplus", ["cancel", "carry"])
+async def test_collect_left_while_surplus_of_a_whole_group_cleans_up_returns_when_it_has_ended(
+    surplus: str,
+) -> None:
+    started: list[str] = []
+
+    @rollout.register_agent("tidy")
+    class Tidy(AgentLoop):
+        async def run(self, context: Any) -> None:
+            uid = context.prompt.uid
+            started.append(uid)
+            is_surplus = started.count(uid) == 2 and len(started) <= 4
+            await anyio.sleep(1.0 if uid == "p0" else 0.0)
+            try:
+                await anyio.sleep(1000.0 if is_surplus else 0.0)
+                await context.generate()
+            finally:
+                if is_surplus and uid == "p1":
+                    with anyio.CancelScope(shield=True):
+                        await anyio.sleep(3.0)
+
+    async def judge(group: rollout.Group) -> list[float]:
+        await anyio.sleep(60.0 if group.uid == "p1" and anyio.current_time() < 10.0 else 0.0)
+        return [1.0] * len(group.trajectories)
+
+    first = GroupPolicy(members=1, surplus=surplus, oversample=2.0)
+    agent = AgentConfig(name="tidy")
+    async with rollout.open_rollout(config(agent=agent), group_reward=judge) as runtime:
+        began = anyio.current_time()
+        one = await runtime.collect([user("go", uid=f"p{n}") for n in range(2)], 1, policy=first)
+        assert [t.uid for t in one.trajectories] == ["p0"]
+        assert anyio.current_time() - began == pytest.approx(3.2, abs=0.1)
+        statistics = runtime.statistics()
+        assert statistics.admitted == statistics.finished == 4
+        both = await runtime.collect([], 1, policy=GroupPolicy(members=2, oversample=1.0))
+    assert [(t.uid, t.outcome) for t in both.trajectories] == [("p1", Outcome.COMPLETED)] * 2
+
+
 async def test_fresh_lists_each_step_carry_too() -> None:
     def step(number: int) -> list[Prompt]:
         texts = ["slow", "go"] if number == 0 else ["go", "go"]

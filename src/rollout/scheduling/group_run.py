@@ -239,13 +239,16 @@ class GroupRun:
         leaving = self.book.leave(is_over=self._is_closed or not self._desk.is_running)
         self._desk.runs.cancel([m for m in leaving.surplus if not m.is_finished], SURPLUS)
         for group in leaving.kept:
-            group.call = None
+            if not group.is_settled:  # else members that clean up end here: they are waited for
+                group.call = None
         await self._desk.hold(leaving.carried)
         for member in leaving.carried:
             self._running.pop(member, None)
             self._count_carried(member)
         while any(member in self._desk.live for member in self._running):
             await self._changed.wait()
+        for group in leaving.kept:
+            group.call = None
         del self._source.users[self.change]
         self._desk.keep(leaving.kept)
         self._endings.log()
