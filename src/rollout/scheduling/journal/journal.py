@@ -111,8 +111,8 @@ class Journal(OpenJournal):
                 faults += self._changes(entry, where)
         if faults:
             raise PromptError("\n".join(faults))
-        if known_call is None:
-            before.update(entries.keys())
+        for uid, entry in entries.items():  # begun again, it has another number than known ones
+            before[uid] = max(before[uid], entry.call + 1)
         recorded = self._contents.trajectories
         for member in members:
             uid = member.identity.uid
