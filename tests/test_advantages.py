@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -120,6 +121,9 @@ def test_pass_at_k_of_groups_of_unequal_size_leaves_out_those_too_small() -> Non
         mean_at_k(rewards, groups, k=3)
     with pytest.raises(ValueError, match="k = 0: expected an integer ≥ 1"):
         pass_at_k(rewards, groups, k=0)
+    two = np.int64(2)
+    assert pass_at_k(rewards, groups, k=two) == pass_at_k(rewards, groups, k=2)
+    assert mean_at_k(rewards, groups, k=two) == mean_at_k(rewards, groups, k=2)
 
 
 def test_advantages_of_tensors_of_other_shapes_are_refused() -> None:

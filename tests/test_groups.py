@@ -284,6 +284,7 @@ async def test_collect_group_reward_ranks_the_wanted_members() -> None:
     [
         ({"source": 3, "groups": 1}, "source: expected an iterable or async iterable of Prompt"),
         ({"source": [], "groups": 0}, "groups = 0: expected an integer ≥ 1"),
+        ({"source": [], "groups": None}, "groups = None: expected an integer ≥ 1"),
         ({"source": [], "groups": 1, "policy": 3}, "policy = 3: expected a GroupPolicy"),
         (
             {"source": [], "groups": 1, "policy": GroupPolicy(members=3)},
@@ -295,6 +296,13 @@ async def test_collect_wrong_arguments_are_refused(arguments: Any, message: str)
     async with rollout.open_rollout(config()) as runtime:
         with pytest.raises(PromptError, match=message):
             await runtime.collect(**arguments)
+
+
+def test_policy_oversample_without_bound_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"oversample = 1e\+308: expected a number from 1 to 1000"
+    ):
+        GroupPolicy(oversample=1e308)
 
 
 async def test_collect_group_deadline_keeps_drops_or_refills() -> None:

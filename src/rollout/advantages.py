@@ -8,6 +8,7 @@ trajectory: of a batch `Trajectory.reward`; of plain tensors that of its first r
 from __future__ import annotations
 
 import math
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -183,7 +184,7 @@ class _Rows(NamedTuple):
 
     def averaged(self, function: Callable[[torch.Tensor], float], k: int) -> float:
         """The mean of `function` over groups that have k counted rewards."""
-        if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+        if not isinstance(k, Integral) or isinstance(k, bool) or k < 1:
             raise ValueError(f"k = {k!r}: expected an integer ≥ 1")
         counted = [self.rewards[first] for first in self._groups()]
         values = [function(each) for each in counted if len(each) >= k]

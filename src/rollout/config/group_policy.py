@@ -11,7 +11,7 @@ from rollout.config.section_type import Section, annotations_of, given_fields
 
 _REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
-AtLeastOne = Annotated[float, Rule("a number ≥ 1", lambda x: x >= 1)]
+Times = Annotated[float, Rule("a number from 1 to 1000", lambda x: 1 <= x <= 1000)]
 Accept = Annotated[
     object,
     Rule(
@@ -36,7 +36,7 @@ class GroupPolicy(Section):
     members: Count | None = None
     #: `collect` starts up to so many times the groups that it is to return, and takes the first
     #: ones to finish.
-    oversample: AtLeastOne = 1.0
+    oversample: Times = 1.0
     #: Says whether a finished group is taken: a function of a `Group` that returns a bool, such as
     #: ``rollout.scheduling:has_signal``. Other groups are refused, and further prompts take their
     #: place. None takes all.

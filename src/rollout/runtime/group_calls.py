@@ -84,7 +84,8 @@ class GroupCalls:
         self,
         source: Any,
         policy: Any,
-        groups: Any = None,
+        *,
+        groups: Any = 1,
         max_staleness: Any = None,
         groups_per_step: Any = None,
     ) -> GroupCall:

@@ -80,7 +80,7 @@ class GroupingRuntime:
         """
         self._refuse_when_closed()
         step, _ = check_call(step, validate=False, samples=None, layout=layout, trim=trim)
-        call = self._groups.checked(source, policy, groups)
+        call = self._groups.checked(source, policy, groups=groups)
         with self._steps.counted(step) as step:
             run = self._groups.run_of(call, step, int(groups))
         window_of = self._watch.window("collect", step, prompts=int(groups))
@@ -128,7 +128,9 @@ class GroupingRuntime:
         """
         self._refuse_when_closed()
         step, _ = check_call(step, validate=False, samples=None)
-        call = self._groups.checked(source, policy, None, max_staleness, groups_per_step)
+        call = self._groups.checked(
+            source, policy, max_staleness=max_staleness, groups_per_step=groups_per_step
+        )
         with self._steps.counted(step) as step:
             run = self._groups.run_of(call, step, None, max_staleness, groups_per_step)
         with self._unhurried(), self._watch.window("stream_groups", step) as window:

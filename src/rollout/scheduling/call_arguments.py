@@ -35,7 +35,7 @@ def check_call(
 
 
 def check_group_call(policy: Any, groups: Any, max_staleness: Any, groups_per_step: Any) -> None:
-    """Let the arguments of `collect` and `stream_groups` pass; None: not given.
+    """Let the arguments of `collect` and `stream_groups` pass.
 
     Raises:
         PromptError: One is wrong; all faults are named.
@@ -43,8 +43,9 @@ def check_group_call(policy: Any, groups: Any, max_staleness: Any, groups_per_st
     faults = []
     if not isinstance(policy, GroupPolicy | None):
         faults.append(f"policy = {policy!r:.80}: expected a GroupPolicy, or None")
-    for name, value in (("groups", groups), ("groups_per_step", groups_per_step)):
-        if value is not None and not (_is_natural(value) and int(value)):
+    steps = 1 if groups_per_step is None else groups_per_step
+    for name, value in (("groups", groups), ("groups_per_step", steps)):
+        if not (_is_natural(value) and int(value)):
             faults.append(f"{name} = {value!r:.80}: expected an integer ≥ 1")
     if max_staleness is not None and not _is_natural(max_staleness):
         faults.append(f"max_staleness = {max_staleness!r:.80}: expected an integer ≥ 0, or None")
