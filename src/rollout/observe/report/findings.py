@@ -38,7 +38,7 @@ STOPPED = ("Cancelled", "KeyboardInterrupt", "SystemExit", "GeneratorExit")
 PLACE = " at "
 #: Of all trajectories.
 FAILED_SHARE, CUT_SHARE, MAJORITY, LATE_SHARE = 0.02, 0.3, 0.5, 0.1
-#: Of the groups with two known rewards or more, of which there must be some; of few it must be most.
+#: Of the groups with two known rewards or more, of which there must be some; of few it is more.
 EQUAL_SHARE, MOST_EQUAL_SHARE, LEAST_GROUPS, FEW_GROUPS = 0.5, 0.75, 2, 6
 
 
