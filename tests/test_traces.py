@@ -20,7 +20,7 @@ from rollout.observe.events import TrajectoryEnded, TrajectoryStarted, TurnEnded
 from rollout.observe.trace_spans import Span
 from rollout.observe.traces import Tracer
 from rollout.observe.written_values import MOST_CHARACTERS
-from rollout.testing import Scenario, run_virtual, tool_call
+from rollout.testing import Scenario, run_virtual, simulated_tokenizer, tool_call
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -87,6 +87,10 @@ def test_otel_spans_of_a_run_arrive_at_a_collector(monkeypatch: pytest.MonkeyPat
     said = attributes(root)
     assert root.name == "invoke_agent tool_agent"
     assert said["gen_ai.operation.name"] == "invoke_agent"
+    transcript = batch.trajectories[0].transcript
+    read = simulated_tokenizer().decode(list(transcript.span_ids(transcript.spans[0])))
+    assert said["rollout.input"] == read
+    assert "add please sum" in read
     assert (said["rollout.step"], said["rollout.sample_index"]) == (7, 0)
     assert (said["rollout.rollout_n"], said["rollout.validate"]) == (0, False)
     assert said["gen_ai.usage.output_tokens"] == batch.trajectories[0].generated_length

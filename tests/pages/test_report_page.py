@@ -429,6 +429,13 @@ def test_failures_lead_to_those_that_failed_or_were_rejected(
     assert names_shown(browser) == ["task-1/1", "task-1/2"]
 
 
+def test_rewards_too_small_to_be_told_apart_are_one_bar(browser: Browser, tmp_path: Path) -> None:
+    browser.open(made_page(tmp_path, rewards=(0.0, 5e-324), equal=0))
+    bars = "document.querySelectorAll('.plots figure:first-child .bar')"
+    assert browser.run(f"{bars}.length") == 1
+    assert browser.complaints == []
+
+
 @pytest.mark.parametrize(
     "rewards",
     [

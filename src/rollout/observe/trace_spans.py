@@ -192,7 +192,7 @@ def _root(ended: told.TrajectoryEnded, trajectory: Trajectory | None, run: RunFa
         ended=run.wall_s + ended.at,
         attributes=_known(attributes),
         error=(ended.cause or ended.reason or ended.outcome) if ended.outcome == "failed" else "",
-        inputs=_texts_of_messages(trajectory) if run.decode is not None else None,
+        inputs=_text_of_prompt(trajectory, run.decode),
         outputs=trajectory.answer if run.decode is not None and trajectory is not None else None,
     )
 
@@ -312,17 +312,15 @@ class _Texts:
                     yield self._decode(segment.transcript.span_ids(span))
 
 
-def _texts_of_messages(trajectory: Trajectory | None) -> list[dict[str, Any]] | None:
-    if trajectory is None or trajectory.prompt is None:
+def _text_of_prompt(trajectory: Trajectory | None, decode: Decode | None) -> str | None:
+    """What the model read first, as its template wrote it."""
+    if trajectory is None or decode is None or not trajectory.segments:
         return None
-    return [
-        {"role": _field(each, "role"), "content": _field(each, "content")}
-        for each in trajectory.prompt.messages
-    ]
-
-
-def _field(message: Any, name: str) -> Any:
-    return message.get(name) if isinstance(message, dict) else getattr(message, name, None)
+    transcript = trajectory.segments[0].transcript
+    return next(
+        (decode(transcript.span_ids(each)) for each in transcript.spans if each.kind == "prompt"),
+        None,
+    )
 
 
 def _known(attributes: dict[str, Any]) -> dict[str, Any]:

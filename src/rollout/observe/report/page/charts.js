@@ -62,9 +62,12 @@ function compact(value) {
   return number(value, 2);
 }
 
+// Smaller values count as 0: a step between them would be less than a number can be.
+const TINY = 1e-290;
+
 // How many values fall where; `onPick` gets the bounds of a bar that is clicked.
 function histogram(title, values, { whole = false, unit = "", onPick = null } = {}) {
-  const known = values.filter((value) => value !== null).sort((a, b) => a - b);
+  const known = values.filter((value) => value !== null).map((value) => Math.abs(value) < TINY ? 0 : value).sort((a, b) => a - b);
   if (!known.length) return null;
   const low = known[0], high = known[known.length - 1];
   const width = binWidth(low, high, whole);
