@@ -422,6 +422,29 @@ async def test_stream_groups_staleness_is_bounded_and_no_work_is_thrown_away(
         assert runtime.statistics().outcomes["completed"] >= 120
 
 
+@pytest.mark.parametrize(("groups_each", "warnings"), [(1, 1), (3, 0)])
+async def test_stream_groups_version_that_rises_too_often_is_said(
+    caplog: pytest.LogCaptureFixture, groups_each: int, warnings: int
+) -> None:
+    lengths = Scenario(seed=2).reply("", filler={"median": 50, "sigma": 1.5, "max": 4000})
+    async with rollout.open_rollout(config(lengths, max_in_flight=12)) as runtime:
+        taken, version, ages = 0, 0, []
+        async with runtime.stream_groups(Counted(), max_staleness=1, groups_per_step=3) as groups:
+            async for group in groups:
+                taken += 1
+                assert group.min_version is not None
+                ages.append(version - group.min_version)
+                if taken % groups_each == 0:
+                    version = taken // groups_each
+                    await runtime.update_weights(version=version, source=DiskWeights("."))
+                if taken == 30:
+                    break
+    assert (max(ages) > 1) is bool(warnings)
+    assert caplog.text.count("max_staleness = 1: that holds where the version rises by one") == (
+        warnings
+    )
+
+
 async def test_stream_groups_version_does_not_rise_admission_waits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter, deque
 from typing import TYPE_CHECKING
@@ -17,12 +18,19 @@ if TYPE_CHECKING:
 
     from rollout.scheduling.ended_groups import Ended
 
+logger = logging.getLogger("rollout.scheduling")
+
 #: A consumer that waits for so long, and for itself, is told why.
 HINT_S = 60.0
 WAITS_FOR_VERSION = (
     "stream_groups: %d groups were taken, and nothing has run for %g s: further ones would be "
     "older than max_staleness allows; call update_weights, with a version that is one higher, "
     "after each groups_per_step groups"
+)
+#: Said once in a call.
+IS_LATE = (
+    "stream_groups: a group was taken %d versions after its first tokens, max_staleness = %d: that "
+    "holds where the version rises by one after each %d groups, and not more often"
 )
 #: Groups that wait for a slow consumer of a stream before no further prompt is pulled.
 GROUP_BUFFER = 2
@@ -124,6 +132,7 @@ class GroupBook:
         self.consumed = 0
         self.wanted = wanted
         self._bound = bound
+        self._has_said_late = False
         self._version = version
         self._open: dict[PulledGroup, None] = {}
         self._ready: deque[PulledGroup] = deque()
@@ -313,8 +322,16 @@ class GroupBook:
             if self._may_be_next(group):
                 self._ready.remove(group)
                 self.consumed += 1
+                self._look_at_age(group)
                 return group
         return None
+
+    def _look_at_age(self, group: PulledGroup) -> None:
+        """Say so where the version has risen faster than the bound knows."""
+        bound, age = self._bound, self._version() - _version_of(group)
+        if bound is not None and age > bound.most and not self._has_said_late:
+            self._has_said_late = True
+            logger.warning(IS_LATE, age, bound.most, bound.per_step)
 
     def _may_be_next(self, group: PulledGroup) -> bool:
         """Whether those that are due earlier can still be taken in time after it."""
