@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import anyio
+import attrs
 import pytest
 
 import rollout
-from rollout import Group, GroupPolicy, Prompt, PromptError, RolloutConfig, Trajectory
+from rollout import AgentLoop, Group, GroupPolicy, Prompt, PromptError, RolloutConfig, Trajectory
 from rollout.config import AgentConfig, JournalConfig, SchedulingConfig
-from rollout.scheduling.journal.entries import TurnEntry
-from rollout.scheduling.journal.journal_reading import read_journal
+from rollout.scheduling.journal.entries import EndEntry, TurnEntry
+from rollout.scheduling.journal.journal_reading import Payload, Recorded, read_journal
 from rollout.testing import Scenario, run_virtual, tool_call
 from test_journal import add, content, cut, entries_of, record_ends
 
@@ -262,3 +265,77 @@ def test_second_source_resumed_gives_each_of_its_prompts_once(
     assert len(streamed(False)) == 8
     given = [each.messages[0]["content"] for step in range(2) for each in six(step)]
     assert sorted(streamed(True)) == sorted(given)
+
+
+def test_prompt_begun_again_after_a_resumption_has_no_tokens_of_its_first_beginning(
+    tmp_path: Path,
+) -> None:
+    config = config_of(tmp_path / "journal", max_in_flight=4)
+    config = attrs.evolve(config, agent=AgentConfig(name="in_turn"))
+    begun: Counter[str] = Counter()
+    late: set[int] = set()
+
+    @rollout.register_agent("in_turn")
+    class InTurn(AgentLoop):
+        async def run(self, context: Any) -> None:
+            uid = context.prompt.uid
+            begun[uid] += 1
+            if uid == "p0" and begun[uid] in late:
+                await anyio.sleep(5.0)
+            await context.generate()
+
+    def streamed(late_ones: set[int], last: str, *, resume: bool = True) -> dict[str, list[bytes]]:
+        """What step 1 gives up to this group; so many beginnings of p0 come late in the process."""
+        found: dict[str, list[bytes]] = {}
+        begun.clear()
+        late.clear()
+        late.update(late_ones)
+
+        async def act() -> None:
+            async with rollout.open_rollout(config, [add], resume=resume) as runtime:
+                source = loader()
+                for step, end in enumerate(("p1", last)):
+                    async with runtime.stream_groups(source, step=step) as groups:
+                        async for group in groups:
+                            if step:
+                                ids = [t.transcript.ids_bytes() for t in group.trajectories]
+                                found[group.uid] = ids
+                            await anyio.sleep(1.0)
+                            if group.uid == end:
+                                break
+
+        run_virtual(act)
+        return found
+
+    streamed({2, 4}, "p2", resume=False)  # p0 is under way in both steps, and its first member ends
+    had = streamed({1}, "p0")  # step 0 takes it from the journal, and cancels it
+    again = streamed(set(), "p0")
+    assert again["p0"] == had["p0"]
+    keys = [each.key for each in entries_of(tmp_path / "journal") if isinstance(each, EndEntry)]
+    assert len(keys) == len({*keys})
+
+
+def test_uid_of_a_refused_group_that_comes_again_after_a_resumption_is_another_group(
+    tmp_path: Path,
+) -> None:
+    def is_fast(group: Group) -> bool:
+        return "slow" not in group.prompt.messages[0]["content"]
+
+    def source() -> Iterator[Prompt]:
+        for uid, text in (("same", "slow"), ("b", "go"), ("c", "go"), ("same", "go"), ("d", "go")):
+            yield Prompt(messages=[{"role": "user", "content": text}], uid=uid)
+
+    path, policy = tmp_path / "journal", GroupPolicy(accept=is_fast)
+    first = run(config_of(path), [0], source(), policy=policy)
+    assert first.uids == [["b", "b", "c", "c"]]
+    second = run(config_of(path), [0, 0], source(), resume=True, policy=policy)
+    assert second.uids == [*first.uids, ["same", "same", "d", "d"]]
+
+
+def test_journal_of_before_with_two_beginnings_under_one_key_has_the_turns_of_the_last() -> None:
+    recorded = Recorded(turns=[Payload(0, 8)], answers=[Payload(0, 8)])
+    recorded.note_end(Payload(8, 8))
+    recorded.turns.append(Payload(16, 8))
+    for end in (Payload(24, 8), Payload(32, 8)):  # the last one tells the end of the same again
+        recorded.note_end(end)
+        assert (recorded.turns, recorded.answers) == ([Payload(16, 8)], [])
