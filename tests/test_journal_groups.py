@@ -16,7 +16,7 @@ import rollout
 from rollout import AgentLoop, Group, GroupPolicy, Prompt, PromptError, RolloutConfig, Trajectory
 from rollout.config import AgentConfig, JournalConfig, SchedulingConfig
 from rollout.scheduling.journal.entries import EndEntry, TurnEntry
-from rollout.scheduling.journal.journal_reading import read_journal
+from rollout.scheduling.journal.journal_reading import Payload, Recorded, read_journal
 from rollout.testing import Scenario, run_virtual, tool_call
 from test_journal import add, content, cut, entries_of, record_ends
 
@@ -313,3 +313,29 @@ def test_prompt_begun_again_after_a_resumption_has_no_tokens_of_its_first_beginn
     assert again["p0"] == had["p0"]
     keys = [each.key for each in entries_of(tmp_path / "journal") if isinstance(each, EndEntry)]
     assert len(keys) == len({*keys})
+
+
+def test_uid_of_a_refused_group_that_comes_again_after_a_resumption_is_another_group(
+    tmp_path: Path,
+) -> None:
+    def is_fast(group: Group) -> bool:
+        return "slow" not in group.prompt.messages[0]["content"]
+
+    def source() -> Iterator[Prompt]:
+        for uid, text in (("same", "slow"), ("b", "go"), ("c", "go"), ("same", "go"), ("d", "go")):
+            yield Prompt(messages=[{"role": "user", "content": text}], uid=uid)
+
+    path, policy = tmp_path / "journal", GroupPolicy(accept=is_fast)
+    first = run(config_of(path), [0], source(), policy=policy)
+    assert first.uids == [["b", "b", "c", "c"]]
+    second = run(config_of(path), [0, 0], source(), resume=True, policy=policy)
+    assert second.uids == [*first.uids, ["same", "same", "d", "d"]]
+
+
+def test_journal_of_before_with_two_beginnings_under_one_key_has_the_turns_of_the_last() -> None:
+    recorded = Recorded(turns=[Payload(0, 8)], answers=[Payload(0, 8)])
+    recorded.note_end(Payload(8, 8))
+    recorded.turns.append(Payload(16, 8))
+    for end in (Payload(24, 8), Payload(32, 8)):  # the last one tells the end of the same again
+        recorded.note_end(end)
+        assert (recorded.turns, recorded.answers) == ([Payload(16, 8)], [])

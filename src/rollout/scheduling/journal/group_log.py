@@ -155,7 +155,7 @@ class GroupLog:
             return
         call = None if group.before is None else group.before.entry.call
         with self._journal.together():
-            for entry in self._journal.enrol(group.waiting, call):
+            for entry in self._journal.enrol(group.waiting, call, is_pulled=True):
                 source = group.source.number
                 self._journal.put(
                     msgspec.structs.replace(entry, pulled=group.pulled, source=source or 0)

@@ -84,12 +84,15 @@ class Journal(OpenJournal):
         """See `Contents`."""
         return self._contents.ended_sources
 
-    def enrol(self, members: Sequence[Member], known_call: int | None = None) -> list[PromptEntry]:
+    def enrol(
+        self, members: Sequence[Member], known_call: int | None = None, *, is_pulled: bool = False
+    ) -> list[PromptEntry]:
         """Give each member its log; prompts to be written. In any thread.
 
         Args:
             members: Of one call.
             known_call: The number of that call, where it is an earlier one.
+            is_pulled: Whether they are of a group that was pulled.
 
         Raises:
             PromptError: A prompt holds what cannot be written, or is another one than before.
@@ -108,11 +111,14 @@ class Journal(OpenJournal):
                 fields = self._fields(member.prompt, where, faults)
                 call = before[uid] if known_call is None else known_call
                 entries[uid] = entry = PromptEntry(step, uid, validate, call, fields)
+                if known_call is None:
+                    self._pass_over_others(entry, is_pulled=is_pulled)
                 faults += self._changes(entry, where)
         if faults:
             raise PromptError("\n".join(faults))
-        for uid, entry in entries.items():  # begun again, it has another number than known ones
-            before[uid] = max(before[uid], entry.call + 1)
+        if known_call is None:
+            for uid, entry in entries.items():
+                before[uid] = entry.call + 1
         recorded = self._contents.trajectories
         for member in members:
             uid = member.identity.uid
@@ -120,6 +126,19 @@ class Journal(OpenJournal):
             member.log = TrajectoryLog(self, key, recorded.pop(key, None) if recorded else None)
         known = self._contents.prompts
         return [each for each in entries.values() if _prompt_key(each) not in known]
+
+    def _pass_over_others(self, entry: PromptEntry, *, is_pulled: bool) -> None:
+        """Have a call that begins take no number that an earlier process gave to another one.
+
+        A call that is made again finds its prompts under its number. A group that is continued
+        brings its number with it; any other one that was pulled begins anew.
+        """
+        while known := self._contents.prompts.get(_prompt_key(entry)):
+            before = self.read(known)
+            assert isinstance(before, PromptEntry)
+            if not is_pulled and before.pulled is None:
+                return
+            entry.call += 1
 
     def _fields(self, prompt: Prompt, where: str, faults: list[str]) -> bytes:
         try:

@@ -79,6 +79,19 @@ class Recorded:
         """Whether there is anything that could be given again."""
         return bool(self.turns or self.answers)
 
+    def note_end(self, end: Payload) -> None:
+        """It is finished.
+
+        Journals of before may have two beginnings under one key, both from the start: after an end
+        the turns of another one, and its end. Then only those are of the trajectory.
+        """
+        if self.end is not None:
+            since = [each for each in self.turns if each > self.end]
+            if since:
+                self.turns = since
+                self.answers = [each for each in self.answers if each > self.end]
+        self.end = end
+
 
 class Contents:
     """Of a journal.
@@ -123,7 +136,7 @@ class Contents:
                 recorded.stateful -= entry.snapshots.keys()
                 recorded.stateful |= set(entry.stateful)
             case EndEntry():
-                self._of(entry.key).end = payload
+                self._of(entry.key).note_end(payload)
             case DeliveredEntry():
                 for each in entry.keys:
                     self._of(each).delivered_in = each.step if entry.step is None else entry.step
