@@ -137,10 +137,18 @@ class Browser:
     def wait_for(self, condition: str) -> None:
         """Return once the expression is true."""
         deadline = monotonic() + ANSWER_S
-        while not self._await(f"Boolean({condition})"):
+        while not self._holds(condition):
             if monotonic() > deadline:
                 raise PageError(f"never true: {condition}")
             threading.Event().wait(0.01)
+
+    def _holds(self, condition: str) -> bool:
+        try:
+            return bool(self._await(f"Boolean({condition})"))
+        except PageError as error:
+            if "navigated" in str(error):  # it was asked of a page that is being left
+                return False
+            raise
 
     def press(self, key: str) -> None:
         """Press and release a key; one character, or a name such as "ArrowDown"."""

@@ -284,7 +284,7 @@ def test_page_of_a_run_that_grows_can_be_kept_loading(browser: Browser, tmp_path
 
     assert "still running" in browser.run("document.getElementById('top').innerText")
     browser.run("document.getElementById('reload').click()")
-    browser.wait_for("performance.getEntriesByType('navigation')[0].type === 'reload'")
+    browser.wait_for("performance.getEntriesByType('navigation')[0]?.type === 'reload'")
 
 
 @pytest.mark.parametrize("width", [360, 1280])
