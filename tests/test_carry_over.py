@@ -275,6 +275,25 @@ async def test_fresh_lists_each_step_carry_too() -> None:
     assert [t.uid for t in second.trajectories][::2] == ["s0.0", "s1.0", "s1.1"]
 
 
+async def test_carried_groups_of_one_uid_come_in_calls_of_their_own() -> None:
+    def two() -> list[Prompt]:
+        return [user("slow", uid="x"), user("go", uid="y")]
+
+    alone = GroupPolicy(oversample=1.0)
+    async with rollout.open_rollout(config()) as runtime:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(runtime.collect, two(), 1)
+            tasks.start_soon(runtime.collect, two(), 1)
+        assert runtime.statistics().carried == 4
+        more = [user("go", uid="x"), user("go", uid="z")]
+        first = await runtime.collect(more, 2, policy=alone)
+        second = await runtime.collect(more, 2, policy=alone)
+        statistics = runtime.statistics()
+    assert [t.uid for t in first.trajectories[::2]] == ["x", "x@2"]
+    assert [t.uid for t in second.trajectories[::2]] == ["x", "z"]
+    assert (statistics.outcomes["completed"], statistics.carried) == (12, 0)
+
+
 async def test_stream_groups_carried_groups_that_are_too_old_begin_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
@@ -20,7 +21,7 @@ from rollout.scheduling.trajectory_events import LOST, tell_ended, tell_lost
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Collection, Coroutine, Sequence
 
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
@@ -223,16 +224,23 @@ class GroupDesk:
             given = msgspec.structs.replace(given, uid=f"prompt-{number}")
         return PulledGroup(number, given, source, pulled=pulled)
 
-    def first_kept(self, source: PromptSource) -> PulledGroup | None:
-        """What was pulled first of all that a call of this source comes to, taken away."""
+    def first_kept(self, source: PromptSource, taken_names: Collection[str]) -> PulledGroup | None:
+        """What was pulled first of all that a call of this source comes to, taken away.
+
+        None that has one of these names and keeps it: it is left for a later call.
+        """
         if self._due:
             return self._due.pop(0)
         if source.is_replayed:
             return None
-        stores = [store for store in (self._orphans, source.kept) if store]
-        if not stores:
-            return None
-        return min(stores, key=lambda store: store[0].number).pop(0)
+        stores = (self._orphans, source.kept)
+        kept = [group for store in stores for group in store]
+        fitting = [g for g in kept if not (g.is_named and g.uid in taken_names)]
+        first = min(fitting, key=attrgetter("number"), default=None)
+        for store in stores:
+            if first in store:
+                store.remove(first)
+        return first
 
     def keep(self, groups: Sequence[PulledGroup]) -> None:
         """Keep these for the next call."""

@@ -282,7 +282,7 @@ class GroupRun:
             self._pause = None
 
     def _adopt_one(self) -> bool:
-        kept = self._desk.first_kept(self._source)
+        kept = self._desk.first_kept(self._source, self.taken_names)
         if kept is None:
             return False
         group = self._young_enough(kept.for_call(self.book.wanted.members))

@@ -84,6 +84,11 @@ class PulledGroup:
         return bool(self.running or self.ended) or self.is_carried
 
     @property
+    def is_named(self) -> bool:
+        """Whether its name stands, since its members or the journal have it."""
+        return self.is_begun or bool(self.waiting) or self.before is not None
+
+    @property
     def is_carried(self) -> bool:
         """Whether members of it wait to continue."""
         return any(member.is_held for member in self.waiting)
