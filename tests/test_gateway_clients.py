@@ -276,7 +276,7 @@ async def test_responses_create_gives_items_that_can_be_given_back() -> None:
     assert (got.status, got.output_text) == ("completed", "Well.")
     assert (got.usage.input_tokens, got.usage.output_tokens) == (4, 3)
     first, echoed, sealed, following = asked.calls
-    assert first.messages[0] == GivenMessage(role="system", text="Be brief.")
+    assert first.messages[0] == GivenMessage(role="system", text="Be brief.", is_instructions=True)
     turn = GivenMessage(
         role="assistant",
         text="Well.",

@@ -132,6 +132,16 @@ async def test_other_instructions_after_a_previous_response_begin_a_row() -> Non
     assert heads == [["Be brief."], ["Be long."]]
 
 
+async def test_instructions_replace_no_system_message_of_the_input() -> None:
+    def ask(client: Client) -> None:
+        first = output(client, input=[{"role": "system", "content": "Stay."}, user("One")])
+        output(client, previous_response_id=first["id"], instructions="Be brief.", input="More")
+
+    trajectory = await rows_of(ask)
+    heads = [[m.content for m in s.messages if m.role == "system"] for s in trajectory.segments]
+    assert heads == [["Stay."], ["Be brief.", "Stay."]]
+
+
 @pytest.mark.parametrize("given", ['{"input": "*** diff", "why": "x"}', '{"input": {"x": 1}}'])
 async def test_call_of_a_text_tool_is_known_as_it_was_told(given: str) -> None:
     call = f'<tool_call>\n{{"name": "patch", "arguments": {given}}}\n</tool_call>'

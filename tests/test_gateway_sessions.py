@@ -690,11 +690,11 @@ async def test_session_client_seed_is_the_engines() -> None:
 async def test_session_responses_continue_a_named_answer() -> None:
     async def trial(session: GatewaySession, context: AgentContext) -> None:
         rest: dict[str, Any] = {"api": "responses"}
-        told = rest | {"has_instructions": True}
-        one = await ask(session, system("Work"), user("question"), **rest)
+        told = [GivenMessage(role="system", text=t, is_instructions=True) for t in ("Work", "Play")]
+        one = await ask(session, told[0], user("question"), **rest)
         two = await ask(session, user("more"), previous_id=one.id, **rest)
-        await ask(session, system("Work"), user("most"), previous_id=two.id, **told)
-        await ask(session, system("Play"), user("most"), previous_id=two.id, **told)
+        await ask(session, told[0], user("most"), previous_id=two.id, **rest)
+        await ask(session, told[1], user("most"), previous_id=two.id, **rest)
         with pytest.raises(GatewayError) as caught:
             await ask(session, user("more"), previous_id="resp", **rest)
         assert (caught.value.status, caught.value.field) == (404, "previous_response_id")

@@ -65,6 +65,7 @@ class GivenMessage(msgspec.Struct, frozen=True, kw_only=True):
         ids: What else names it: ids of messages and items, signatures, encrypted content.
         parts: Where it shows images or videos, all that it says and shows, in order: texts, and
             parts as messages of prompts have them; else empty.
+        is_instructions: Whether it is what the Responses API keeps apart from its input.
     """
 
     role: str
@@ -76,6 +77,7 @@ class GivenMessage(msgspec.Struct, frozen=True, kw_only=True):
     is_error: bool = False
     ids: tuple[str, ...] = ()
     parts: tuple[str | Mapping[str, Any], ...] = ()
+    is_instructions: bool = False
 
 
 class Asker(NamedTuple):
@@ -105,7 +107,6 @@ class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):
         n: Samples of one request.
         stop: Strings that end the turn where its text first contains one.
         previous_id: Of the Responses API: the answer that the messages follow.
-        has_instructions: Whether the first message is what that API keeps apart from the others.
         agent_id: Names a sub-agent, where the client says one.
         is_side: Whether its form says that it is beside the work: a title, a summary for people.
         wants_log_probs, wants_ids: Whether the answer carries them.
@@ -126,7 +127,6 @@ class GatewayCall(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     stop: tuple[str, ...] = ()
     previous_id: str | None = None
-    has_instructions: bool = False
     agent_id: str | None = None
     is_side: bool = False
     wants_log_probs: bool = False

@@ -91,11 +91,10 @@ def _joined(previous: Node, call: GatewayCall) -> list[GivenMessage]:
             before.append(node.message)
         node = node.parent
     before.reverse()
-    if not call.has_instructions:
-        return [*before, *call.messages]
-    instructions, *new = call.messages
-    kept = before[1:] if before and before[0].role == instructions.role else before
-    return [instructions, *kept, *new]
+    new = call.messages
+    given = [each for each in new[:1] if each.is_instructions]
+    kept = before[1:] if given and before and before[0].is_instructions else before
+    return [*given, *kept, *new[len(given) :]]
 
 
 def _keep(node: Node | None, messages: Sequence[Placed]) -> None:

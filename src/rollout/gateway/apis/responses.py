@@ -70,7 +70,6 @@ def read(body: bytes, headers: Mapping[str, str]) -> ResponsesRequest:
         seed=reading.seed_of(asked.seed),
         stop=reading.stops_of(asked.stop, "stop"),
         previous_id=asked.previous_response_id,
-        has_instructions=bool(messages) and bool(asked.instructions),
         text_tools=tools.of_text,
         agent_id=headers.get("x-openai-subagent") or headers.get("x-claude-code-agent-id"),
         is_side=not tools.schemas and reading.asks_for_title(messages),
@@ -106,7 +105,7 @@ def _messages(asked: _Body, tools: Tools) -> tuple[GivenMessage, ...]:
         given = (GivenMessage(role="user", text=said),)
     if not given or not asked.instructions:
         return given
-    return (GivenMessage(role="system", text=asked.instructions), *given)
+    return (GivenMessage(role="system", text=asked.instructions, is_instructions=True), *given)
 
 
 def _tools(given: Sequence[_Tool], space: str = "", within: str = "tools") -> Tools:
