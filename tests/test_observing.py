@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from observed import TOOL_S, of_kind, prompts
 from rollout import RolloutError
 from rollout.config import ObserveConfig
 from rollout.observe import read_events
+from rollout.observe.event_stream import EventStream
 from rollout.observe.events import (
     BatchEnded,
     BatchStarted,
@@ -33,6 +35,7 @@ from rollout.observe.events import (
     TurnEnded,
     TurnStarted,
 )
+from rollout.observe.user_spans import enter_trajectory
 from rollout.testing import Scenario
 
 
@@ -83,6 +86,27 @@ def test_trace_outside_a_trajectory_calls_the_function_alone() -> None:
     assert observed.added(1, 2) == 3
     with pytest.raises(TypeError, match=r"rollout.trace: 3; expected a function"):
         observed.rollout.trace(3)  # type: ignore[call-overload]
+
+
+def test_trace_lets_the_users_error_through_where_its_text_cannot_be_made() -> None:
+    class Unsaid(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    @observed.rollout.trace
+    def fail() -> None:
+        raise Unsaid
+
+    events, told = EventStream(), list[Any]()
+    events.attach(lambda event, _: told.append(event))
+
+    def body() -> None:
+        enter_trajectory(events, 1)
+        with pytest.raises(Unsaid):
+            fail()
+
+    copy_context().run(body)
+    assert [each.error for each in told] == ["Unsaid: (its message cannot be shown)"]
 
 
 def test_run_events_errors_are_told_where_they_were() -> None:

@@ -121,8 +121,7 @@ class EventStream:
             facts: The first is the trajectory's number.
         """
         if self.tells_all:
-            event, subject = make(self._start, facts)
-            self.emit(event, subject)
+            self.emit(*make(self._start, facts))
         elif (notes := self._notes.get(facts[0])) is not None:
             # Flat, so that no container stays for each, which Python's collector would look at.
             notes.append(make)
@@ -141,10 +140,12 @@ class EventStream:
     ) -> bool:
         """Whether the end of a trajectory is to be told; what was kept of it has been then."""
         notes: Sequence[Any] = self._notes.pop(trajectory, ())
-        if not self.tells_all and not any(
-            wants(step, uid, member, is_failed=is_failed) for wants in self._wants.values()
-        ):
-            return False
+        if not self.tells_all:
+            for wants in self._wants.values():
+                if wants(step, uid, member, is_failed=is_failed):
+                    break
+            else:
+                return False
         at = 0
         while at < len(notes):
             make, first, after = notes[at], at + 2, at + 2 + notes[at + 1]

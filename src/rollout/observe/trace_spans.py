@@ -29,6 +29,9 @@ AGENT, CHAT, TOOL, FUNCTION, USER, REWARD = "agent", "chat", "tool", "function",
 class Span(msgspec.Struct, kw_only=True):
     """A piece of a trajectory's time.
 
+    Its name, its attributes and its error hold no half of a character, such as a lone surrogate of
+    a model's: in what backends take as it is, one would fail whatever is sent together with it.
+
     Attributes:
         name: For people.
         kind: "agent" (the whole trajectory), "chat" (a turn of the model), "tool", "function" (of
@@ -83,7 +86,7 @@ class RunFacts:
     @cached_property
     def chat(self) -> str:
         """The name of the span of a turn."""
-        return f"chat {self.model}".strip()
+        return encodable(f"chat {self.model}".strip())
 
     @classmethod
     def of(cls, run: told.RunStarted) -> RunFacts:
@@ -133,20 +136,7 @@ def trace_of(
     if parents:
         _place(parents, functions, root)
     root.children.sort(key=lambda each: each.began)
-    _make_encodable(root)
     return root
-
-
-def _make_encodable(span: Span) -> None:
-    """Replace halves of characters, such as a lone surrogate of a model's, in what backends take as
-    it is: one of them would fail whatever is sent together with it.
-    """
-    span.name, span.error = encodable(span.name), beginning(span.error)
-    for name, value in span.attributes.items():
-        if isinstance(value, str) and not value.isascii():
-            span.attributes[name] = encodable(value)
-    for child in span.children:
-        _make_encodable(child)
 
 
 def _place(parents: list[tuple[Span, int]], functions: dict[int, Span], root: Span) -> None:
@@ -186,12 +176,14 @@ def _root(ended: told.TrajectoryEnded, trajectory: Trajectory | None, run: RunFa
         "rollout.tool_s": ended.tool_s,
     }
     return Span(
-        name=f"invoke_agent {agent}".strip(),
+        name=encodable(f"invoke_agent {agent}".strip()),
         kind=AGENT,
         began=run.wall_s + ended.began,
         ended=run.wall_s + ended.at,
         attributes=_known(attributes),
-        error=(ended.cause or ended.reason or ended.outcome) if ended.outcome == "failed" else "",
+        error=beginning(ended.cause or ended.reason or ended.outcome)
+        if ended.outcome == "failed"
+        else "",
         inputs=_text_of_prompt(trajectory, run.decode),
         outputs=trajectory.answer if run.decode is not None and trajectory is not None else None,
     )
@@ -200,7 +192,7 @@ def _root(ended: told.TrajectoryEnded, trajectory: Trajectory | None, run: RunFa
 def _reward(event: told.RewardEnded, run: RunFacts) -> Span:
     span = _timed(REWARD, "reward", event.began, event.at, run)
     span.attributes = _known({"rollout.reward": event.reward})
-    span.error = event.error
+    span.error = beginning(event.error)
     return span
 
 
@@ -243,21 +235,21 @@ def _tool(event: told.ToolEnded, subject: Any, run: RunFacts) -> Span:
         "rollout.turn": event.turn,
     }
     if event.tool:
-        attributes["gen_ai.tool.name"] = event.tool
+        attributes["gen_ai.tool.name"] = tool = encodable(event.tool)
     if event.call_id:
-        attributes["gen_ai.tool.call.id"] = event.call_id
+        attributes["gen_ai.tool.call.id"] = encodable(event.call_id)
     if event.path:
         attributes["rollout.conversation"] = event.path
     call, text = subject or (None, None)
     return Span(
-        name=f"execute_tool {event.tool}" if event.tool else "execute_tool",
+        name=f"execute_tool {tool}" if event.tool else "execute_tool",
         kind=TOOL,
         began=run.wall_s + event.began,
         ended=run.wall_s + event.at,
         attributes=attributes,
         inputs=_asked(call),
         outputs=text,
-        error=(event.error or "error") if event.is_error else "",
+        error=beginning(event.error or "error") if event.is_error else "",
     )
 
 
@@ -269,8 +261,8 @@ def _asked(call: ToolCall | InvalidToolCall | None) -> Any:
 
 
 def _function(event: told.SpanEnded, subject: Any, run: RunFacts) -> Span:
-    span = _timed(FUNCTION, event.name, event.began, event.at, run)
-    span.error = event.error
+    span = _timed(FUNCTION, encodable(event.name), event.began, event.at, run)
+    span.error = beginning(event.error)
     span.inputs, span.outputs = subject or (None, None)
     return span
 
@@ -288,12 +280,19 @@ class _Texts:
 
     def add_phases(self, attributes: dict[str, Any], requests: Iterable[str]) -> None:
         """Add the seconds of a turn's requests in each phase."""
-        known = [self.requests[each] for each in requests if each in self.requests]
-        if known:
-            attributes["rollout.queue_s"] = sum([each.queue_s for each in known])
-            attributes["rollout.prefill_s"] = sum([each.prefill_s for each in known])
-            attributes["rollout.decode_s"] = sum([each.decode_s for each in known])
-            attributes["rollout.replica"] = known[-1].replica
+        queue_s = prefill_s = decode_s = 0.0
+        last = None
+        for each in requests:
+            if (known := self.requests.get(each)) is not None:
+                queue_s += known.queue_s
+                prefill_s += known.prefill_s
+                decode_s += known.decode_s
+                last = known
+        if last is not None:
+            attributes["rollout.queue_s"] = queue_s
+            attributes["rollout.prefill_s"] = prefill_s
+            attributes["rollout.decode_s"] = decode_s
+            attributes["rollout.replica"] = last.replica
 
     def next_turn(self, path: str) -> str | None:
         """The text of a conversation's next turn."""
@@ -324,5 +323,9 @@ def _text_of_prompt(trajectory: Trajectory | None, decode: Decode | None) -> str
 
 
 def _known(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Those that say something."""
-    return {name: value for name, value in attributes.items() if value is not None and value != ""}
+    """Those that say something, texts without halves of characters."""
+    return {
+        name: encodable(value) if isinstance(value, str) else value
+        for name, value in attributes.items()
+        if value is not None and value != ""
+    }

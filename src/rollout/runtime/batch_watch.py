@@ -13,6 +13,7 @@ from rollout.engine.driver.load_windows import LoadWindow
 from rollout.engine.driver.pool import EnginePool
 from rollout.observe.events import BatchEnded, BatchStarted, RuntimeSampled
 from rollout.observe.loop_lag import LagWindow
+from rollout.types import said
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,7 +101,7 @@ class BatchWatch:
             try:
                 yield window
             except BaseException as fault:
-                error = f"{type(fault).__name__}: {fault}"
+                error = said(fault)
                 raise
             finally:
                 if events.is_on:

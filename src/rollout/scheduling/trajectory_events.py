@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from rollout.chat.trajectory import Trajectory
-    from rollout.chat.transcript import Transcript
     from rollout.observe.event_stream import EventStream
     from rollout.scheduling.agent_run import AgentRun
     from rollout.scheduling.ended_groups import Ended
@@ -46,9 +45,15 @@ def tell_ended(events: EventStream, member: Member, trajectory: Trajectory) -> N
     if member.began is None:
         _number(events, member)
     now, metrics = events.now(), trajectory.metrics
-    transcripts = trajectory.transcripts
-    generated = sum([each.generated_length for each in transcripts])
-    cause = trajectory.cause
+    cause, drifts = trajectory.cause, [name for name in metrics if name.startswith(DRIFT)]
+    turns = prompt = generated = response = 0
+    versions: set[int] = set()
+    for each in trajectory.transcripts:
+        turns += each.turns
+        prompt += each.prompt_length
+        generated += each.generated_length
+        response += each.response_length
+        versions |= each.versions
     events.emit(
         TrajectoryEnded(
             at=now,
@@ -60,12 +65,12 @@ def tell_ended(events: EventStream, member: Member, trajectory: Trajectory) -> N
             cause="" if cause is None else f"{cause.type}: {cause.message}",
             trainable=trajectory.trainable,
             reward=trajectory.reward,
-            turns=sum([each.turns for each in transcripts]),
+            turns=turns,
             num_turns=trajectory.num_turns,
-            rows=len(transcripts),
-            prompt_tokens=sum([each.prompt_length for each in transcripts]),
+            rows=len(trajectory.segments),
+            prompt_tokens=prompt,
             generated_tokens=generated,
-            observation_tokens=sum([each.response_length for each in transcripts]) - generated,
+            observation_tokens=response - generated,
             generation_s=metrics.get("generation_s", 0.0),
             tool_s=metrics.get("tool_s", 0.0),
             tool_calls=int(metrics.get("tool_calls", 0)),
@@ -73,8 +78,8 @@ def tell_ended(events: EventStream, member: Member, trajectory: Trajectory) -> N
             discarded_tokens=int(metrics.get("discarded_tokens", 0)),
             resumes=int(metrics.get("resumes", 0)),
             restarts=int(metrics.get("restarts", 0)),
-            drift=next((n.removeprefix(DRIFT) for n in metrics if n.startswith(DRIFT)), ""),
-            versions=_oldest_and_newest(transcripts),
+            drift=drifts[0].removeprefix(DRIFT) if drifts else "",
+            versions=(min(versions), max(versions)) if versions else (),
         ),
         trajectory,
     )
@@ -175,8 +180,3 @@ def _began(events: EventStream, member: Member, now: float) -> float:
 def _number(events: EventStream, member: Member) -> None:
     number = events.new_trajectory()
     member.identity = msgspec.structs.replace(member.identity, number=number)
-
-
-def _oldest_and_newest(transcripts: Iterable[Transcript]) -> tuple[int, ...]:
-    found = {version for each in transcripts for version in each.versions}
-    return (min(found), max(found)) if found else ()

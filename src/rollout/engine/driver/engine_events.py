@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rollout.observe.events import MemoryChanged, RequestEnded, RequestPlaced, WeightsUpdated
+from rollout.types import said
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +50,7 @@ def tell_request_ended(
         now,
         pending.dispatch.prompt_tokens,
         attempt.generation.cached_tokens if pending.finish_reason else 0,
-        _end_of(pending),
+        pending.finish_reason or _end_without_answer(pending),
     )
     events.tell(_request_ended, facts)
 
@@ -76,10 +77,10 @@ def _request_ended(start: float, facts: Sequence[Any]) -> tuple[RequestEnded, No
     return event, None
 
 
-def _end_of(pending: PendingRequest) -> str:
+def _end_without_answer(pending: PendingRequest) -> str:
     if pending.is_lost:
         return "lost"
-    return pending.finish_reason or ("error" if pending.is_garbled else "cancelled")
+    return "error" if pending.is_garbled else "cancelled"
 
 
 def telling_weights(events: EventStream, version: int, mode: str) -> AbstractContextManager[None]:
@@ -101,7 +102,7 @@ def _telling(events: EventStream, event: Callable[..., Event]) -> Iterator[None]
     try:
         yield
     except BaseException as fault:
-        error = f"{type(fault).__name__}: {fault}"
+        error = said(fault)
         raise
     finally:
         if events.is_on:
