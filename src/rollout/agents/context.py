@@ -202,7 +202,8 @@ class AgentContext:
     def reward(self) -> Any:
         """What the agent itself gives; assign to set it. Of a segment's context, the segment's.
 
-        A number, a `Reward` or None; a reward function of `open_rollout` decides in its place.
+        A number, a `Reward` (not of a segment) or None; a reward function of `open_rollout` decides
+        in its place.
         """
         return self._state.reward if self._is_whole else self._main.reward
 
