@@ -110,11 +110,10 @@ class Drive(Interruptible, Generator[Any, Any, Any], Generic[Owner]):
         chain = self._chain()
         try:
             self._coroutine.close()
+            self._closed()
         except BaseException:  # one swallowed this too and waits again, or a clean-up failed
             for coroutine in chain:
                 _keep_for_ever(coroutine)
-        else:
-            self._closed()
         self.disown_children()
         raise unresponsive
 
