@@ -74,6 +74,7 @@ class Generation:
         cached_tokens: Prompt tokens that the engine did not need to prefill.
         parts: The requests made for it, in order; more than one where replicas were lost.
         resumes: How often it resumed elsewhere from the tokens it had.
+        bounded_by: Path of the length that bounds it, for who asked for it.
         top_count: How many of the most likely ids are asked for with each token: k.
         top_ids: Where asked for, int32: the k most likely ids at each position, likeliest first.
         top_log_probs: float32, one for each of `top_ids`.
@@ -94,6 +95,7 @@ class Generation:
         "_packed",
         "_restarts",
         "_versions",
+        "bounded_by",
         "cached_tokens",
         "expert_room",
         "expert_shape",
@@ -125,6 +127,7 @@ class Generation:
         self.finish_reason: FinishReason | None = None
         self.cached_tokens = 0
         self.resumes = 0
+        self.bounded_by = ""
         self.top_count = 0
         self.top_ids = b""
         self.top_log_probs = b""
