@@ -92,17 +92,13 @@ class AgentContext:
         prompt: Prompt,
         identity: Identity,
         sampling: SamplingParams,
-        tools: TrajectoryTools,
         deadline: Deadline,
-        extra: dict[str, Any],
         outermost: Deadline,
         hold: Hold | None = None,
         log: TurnLog | None = None,
     ) -> None:
         self._services = services
-        self._state = TrajectoryState(
-            services, prompt, identity, tools, deadline, extra, outermost, hold, log
-        )
+        self._state = TrajectoryState(services, prompt, identity, deadline, outermost, hold, log)
         self._main = Conversation(
             self._state,
             ConversationLog(Row(Transcript(), MAIN), MessageLog(self._state.wording.reader)),
@@ -149,7 +145,14 @@ class AgentContext:
     @property
     def idle_since(self) -> float:
         """When the last generation, call or answer of a user ended, on the loop's clock."""
-        return max(self._state.idle_since, self.tools.idle_since)
+        tools = self._state.tools_asked_for
+        return max(self._state.idle_since, 0.0 if tools is None else tools.idle_since)
+
+    @property
+    def calls_under_way(self) -> Sequence[tuple[str, float]]:
+        """Calls of tools that run: name, and since when."""
+        tools = self._state.tools_asked_for
+        return () if tools is None else tools.under_way
 
     @property
     def tools(self) -> TrajectoryTools:

@@ -7,9 +7,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from rollout.agents.conversation_opening import OpeningConversation
+from rollout.agents.on_demand import NOT_MADE, ListOnDemand
 from rollout.agents.openings import begun, first_log
 from rollout.agents.places import check_ids
-from rollout.agents.trajectory_state import NOT_MADE, ListOnDemand
 from rollout.agents.turn import AssistantTurn, SampledTokens
 from rollout.agents.turn_end import TurnEnd
 from rollout.agents.turn_events import tell_turn_ended, tell_turn_started
