@@ -16,7 +16,6 @@ from rollout.agents.turn_events import tell_turn_ended, tell_turn_started
 from rollout.agents.turn_options import AS_EVER, TurnOptions
 from rollout.chat.row_beginnings import common_length
 from rollout.drives import UnresponsiveError
-from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.sampling_faults import sampling_fault
 from rollout.errors import AgentError, EngineError, LimitExceeded
@@ -153,8 +152,8 @@ class Conversation(OpeningConversation):
             finally:
                 generation.kept = self._kept(generation, options.stop)
                 end = self._ended(generation, deadline, started, recalled_s)
-                stays_open = options.stays_open and end.finish_reason not in WHOLE_ANSWERS
-                self._arrived(generation, seed, end, stays_open=is_over or stays_open)
+                is_over = is_over or (options.stays_open and end.is_cut)
+                self._arrived(generation, seed, end, stays_open=is_over)
             return self._say()
         finally:
             self._is_generating = False

@@ -115,12 +115,14 @@ class RequestRunner:
                     pending = self._submit(channel, dispatch, attempt)
                     try:  # right here: each coroutine around this wait is one for each trajectory
                         await pending.done
-                    except BaseException as error:
+                    except anyio.get_cancelled_exc_class():
                         channel.abandon_nowait(pending)
-                        if isinstance(error, anyio.get_cancelled_exc_class()):
-                            with cleanup_scope(self._last_answer_s):
-                                await pending.done
-                        raise  # else it is closed by force, which may not be awaited in
+                        with cleanup_scope(self._last_answer_s):
+                            await pending.done
+                        raise
+                    except BaseException:  # closed by force, which may not be awaited in
+                        channel.abandon_nowait(pending)
+                        raise
                     finally:
                         pending.generation = attempt.pending = None
                     if pending.given_up_at is not None:
