@@ -107,7 +107,7 @@ class ConversationLog:
             top=generation.top(),
             packed=packed,
         )
-        if prefix.checked == had and generation.parts:  # each was looked at as it came
+        if prefix.checked == had and generation.last_part:  # each was looked at as it came
             prefix.checked = prefix.length
         experts = generation.experts()
         if experts is not None:

@@ -278,7 +278,7 @@ class TrajectoryState:
     def count_tokens(self, generation: Generation, known_tokens: int) -> None:
         """Count what a generation brought, and how much of `known_tokens` its engine still had."""
         self.cached_tokens += generation.cached_tokens
-        if not generation.parts:
+        if generation.last_part is None:
             return  # none arrived, or all of it is remembered
         tally = self.services.tally
         tally.generated_tokens += generation.count

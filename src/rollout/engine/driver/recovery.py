@@ -200,8 +200,8 @@ class Attempt:
     @property
     def has_answer(self) -> bool:
         """Whether the replica that was asked last has given it a token."""
-        parts = self.generation.parts
-        return bool(parts) and parts[-1].count > 0
+        part = self.generation.last_part
+        return part is not None and part.count > 0
 
     @property
     def is_suspect(self) -> bool:
