@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-#: What stands for a list that nobody has asked for.
+#: What stands for something that nobody has asked for.
 NOT_MADE: Any = object()
 
 

@@ -106,7 +106,7 @@ class TrajectoryState:
         self.log = log
         self.clock = loop_clock()
         self._tools: TrajectoryTools | None = None
-        self._extra: dict[str, Any] | None = dict(prompt.extra) if prompt.extra else None
+        self._extra: dict[str, Any] = dict(prompt.extra) if prompt.extra else NOT_MADE
         self.outermost = outermost
         self.reward: Any = None
         self._turn_scores = self._tool_rewards = self._restarts = NOT_MADE
@@ -162,7 +162,7 @@ class TrajectoryState:
     @property
     def extra(self) -> dict[str, Any]:
         """One for the trajectory and its tools."""
-        if self._extra is None:
+        if self._extra is NOT_MADE:
             self._extra = {}
         return self._extra
 
