@@ -118,8 +118,7 @@ def test_load_trajectories_without_the_first_record_is_refused(path: Path) -> No
 def test_frame_after_bytes_that_look_like_many_is_found() -> None:
     buffer = FrameBuffer()
     buffer.add([[2, "a"]])
-    with buffer.closed() as made:
-        frame = bytes(made)
+    frame = b"".join(buffer.parts())
     # Ids and a payload of no frame: each place could begin one, and none does.
     ids = np.full(1000, 0xDD, dtype="<i4").tobytes()
     likeness = (frame[HEAD:] * 3)[: len(frame) * 2]

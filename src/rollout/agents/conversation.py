@@ -211,7 +211,7 @@ class Conversation(OpeningConversation):
         self, log: TurnLog, drawn: SamplingParams, generation: Generation, started: float
     ) -> bool:
         """Have the log remember a turn; whether to wait for room in it then."""
-        prefix, took_s = self.transcript.prefix, self._state.clock() - started
+        prefix, took_s = self._log.transcript.prefix, self._state.clock() - started
         session, turn = self._session_id, self.assistant_turns
         return log.note_turn(prefix, drawn, session, turn, generation, took_s)
 
