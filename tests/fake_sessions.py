@@ -189,7 +189,7 @@ async def served(
                     write_s=config.write_s,
                 ),
                 models=(config.model, *config.model_aliases),
-                decode=lambda ids: "".join(f"<{each}>" for each in ids),
+                spell=lambda token_id: b"<%d>" % token_id,
                 keep_alive_s=config.keep_alive_s,
                 stream_interval_s=stream_interval_s,
                 unenforced=config.unenforced,

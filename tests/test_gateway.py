@@ -440,6 +440,15 @@ async def test_several_samples_and_their_ids_are_the_engines() -> None:
         assert any(row[-len(ids) :] == ids for row in rows)
 
 
+async def test_log_probs_spell_parts_of_characters_byte_by_byte() -> None:
+    def ask(client: Client) -> Any:
+        got = client.chat(user("One"), logprobs=True).json()["choices"][0]["logprobs"]["content"]
+        return b"".join(bytes(each["bytes"]) for each in got)
+
+    trajectory = await tried(open_rollout, ask, Scenario(seed=3).reply("One", "漢 😀."))
+    assert trajectory.extra["result"] == "漢 😀.<|im_end|>".encode()
+
+
 async def test_agent_without_a_gateway_says_how_to_open_one() -> None:
     async with open_rollout(config_of(CHAT, GatewayConfig())) as runtime:
         runtime.services.gateway.door = None

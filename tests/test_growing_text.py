@@ -67,3 +67,22 @@ def test_text_of_byte_level_ids_grows_to_all_of_it(vocabulary: str, seed: int) -
     ids += template.encoder.encode(" end")
     told = check(template.growing_text(), list(ids), template.decode(ids), random)
     assert told == template.decode(ids)
+
+
+@pytest.mark.parametrize("vocabulary", ["smollm2", "qwen"])
+def test_spellings_of_parts_of_characters_join_to_the_text(vocabulary: str) -> None:
+    template, text = chat(vocabulary, "chatml"), "漢字 👩‍👩‍👧 so<|im_end|>"
+    growing = template.growing_text()
+    spelt = [growing.spelling(each) for each in template.encoder.encode(text)]
+    assert b"".join(spelt) == text.encode()
+    assert any(b"\xef\xbf\xbd" not in each and not _is_text(each) for each in spelt)
+
+
+def test_bytes_of_a_vocabulary_of_words_are_spelt_as_they_are() -> None:
+    backend = spelled()
+    growing = GrowingText(lambda ids: str(backend.decode(list(ids))), None, backend)
+    assert [growing.spelling(each) for each in (2, 6 + 0xE6, 4)] == [b"s", b"\xe6", "é".encode()]
+
+
+def _is_text(spelling: bytes) -> bool:
+    return "\ufffd" not in spelling.decode(errors="replace")

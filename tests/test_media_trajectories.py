@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import json
 import os
@@ -174,70 +175,87 @@ PLAYLISTS = {
     b"m=video 5004 RTP/AVP 96\na=rtpmap:96 H264/90000\n",
     "m3u8": b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nmovie.mp4\n#EXT-X-ENDLIST\n",
 }
-BAD: dict[str, tuple[Any, str]] = {
-    "truncated": (image(encoded(picture())[:2000]), "a picture that cannot be decoded: "),
-    "bomb": (image(header_of(30_000, 30_000)), "media.max_pixels"),
-    "bomb below pillow's own limit": (
-        image(header_of(9_000, 9_000)),
-        "media.max_pixels = 33554432: 9000 x 9000 are 81000000",
-    ),
-    "svg": (image(b"<?xml version='1.0'?><svg xmlns='http://www.w3.org/2000/svg'/>"), "an SVG"),
-    "svg url": (image(data_url(b"<svg/>", "image/svg+xml")), "an SVG"),
-    "path": (image("/etc/hostname"), "media.roots names no directory; none is opened"),
-    "file url": (image("file:///etc/hostname"), "media.roots names no directory"),
-    "url": (image("https://host/a.png"), "no media_fetcher was given to open_rollout"),
-    "wrong mime": (
-        image(data_url(encoded(picture()), "image/jpeg")),
-        "said to be image/jpeg, and is image/png",
-    ),
-    "other mime": (image(data_url(encoded(picture()), "text/html")), "said to be text/html"),
-    "no base64": (image("data:image/png,abc"), "a data URL that is not of the form"),
-    "broken base64": (image("data:image/png;base64,@@@"), "not valid base64"),
-    "gif": (image(animated_gif(10_000)), "media.max_frames = 4096"),
-    "gif as video": (
-        [{"type": "video", "video": animated_gif(10_000)}],
-        "media.max_frames = 4096: it has 10000",
-    ),
-    "no video": ([{"type": "video", "video": encoded(picture())[:300]}], "a video"),
-    "floats": (image(np.zeros((4, 4, 3))), "an array of float64 (4, 4, 3); expected uint8"),
-    "empty": (image(np.zeros((0, 4, 3), np.uint8)), "a picture of 4 x 0 pixels"),
-    "thin": (image(np.zeros((1, 900, 3), np.uint8)), "Qwen2_5_VLProcessor refuses media of 900x1"),
-    "audio": ([{"type": "input_audio", "input_audio": {"data": "AA"}}], "audio is not supported"),
-    **{
-        name: ([{"type": "video", "video": content}], "expected a video (MP4, ")
-        for name, content in PLAYLISTS.items()
-    },
-    "many frames": (
-        [{"type": "video", "video": video_of_many_frames()}],
-        "media.max_frames = 4096: it has 1000000000",
-    ),
-    "picture as video": ([{"type": "video", "video": encoded(picture())}], "expected a video (MP4"),
-    "deep pixels": (image(deep()), "a picture of mode 'I;16': expected 8 bits for each channel"),
-    "deep file": (image(saved(deep(), "png")), "a picture of mode 'I;16': expected 8 bits"),
-    "floats of PIL": (image(Image.new("F", (8, 8))), "a picture of mode 'F': expected 8 bits"),
-    "odd mode": (image(Image.new("La", (8, 8))), "a picture that cannot be decoded: "),
-    "empty data url": (image("data:image/png;base64,"), "no bytes at all; expected a picture"),
-    "no bytes": (image(b""), "no bytes at all; expected a picture"),
-    "data after padding": (
-        image(f"data:image/png;base64,QQ=={base64.b64encode(encoded(picture())).decode()}"),
-        "not valid base64",
-    ),
-    "chunk of text": (
-        image(encoded(picture())[:33] + text_bomb() + encoded(picture())[33:]),
-        "expected a picture",
-    ),
-    "tiff of many pages": (
-        image(saved(picture(), "tiff", save_all=True, append_images=[picture()])),
-        "an animated TIFF where one picture is expected",
-    ),
-    "nothing": ([{"type": "image"}], "is a part of type 'image' that holds nothing"),
-    "a number": (image(3), "int: expected a PIL image"),
-}
+
+
+@functools.cache
+def bad_media() -> dict[str, tuple[Any, str]]:
+    """What a prompt or a tool may show, and what is said of it; made when it is wanted."""
+    return {
+        "truncated": (image(encoded(picture())[:2000]), "a picture that cannot be decoded: "),
+        "bomb": (image(header_of(30_000, 30_000)), "media.max_pixels"),
+        "bomb below pillow's own limit": (
+            image(header_of(9_000, 9_000)),
+            "media.max_pixels = 33554432: 9000 x 9000 are 81000000",
+        ),
+        "svg": (image(b"<?xml version='1.0'?><svg xmlns='http://www.w3.org/2000/svg'/>"), "an SVG"),
+        "svg url": (image(data_url(b"<svg/>", "image/svg+xml")), "an SVG"),
+        "path": (image("/etc/hostname"), "media.roots names no directory; none is opened"),
+        "file url": (image("file:///etc/hostname"), "media.roots names no directory"),
+        "url": (image("https://host/a.png"), "no media_fetcher was given to open_rollout"),
+        "wrong mime": (
+            image(data_url(encoded(picture()), "image/jpeg")),
+            "said to be image/jpeg, and is image/png",
+        ),
+        "other mime": (image(data_url(encoded(picture()), "text/html")), "said to be text/html"),
+        "no base64": (image("data:image/png,abc"), "a data URL that is not of the form"),
+        "broken base64": (image("data:image/png;base64,@@@"), "not valid base64"),
+        "gif": (image(animated_gif(10_000)), "media.max_frames = 4096"),
+        "gif as video": (
+            [{"type": "video", "video": animated_gif(10_000)}],
+            "media.max_frames = 4096: it has 10000",
+        ),
+        "no video": ([{"type": "video", "video": encoded(picture())[:300]}], "a video"),
+        "floats": (image(np.zeros((4, 4, 3))), "an array of float64 (4, 4, 3); expected uint8"),
+        "empty": (image(np.zeros((0, 4, 3), np.uint8)), "a picture of 4 x 0 pixels"),
+        "thin": (
+            image(np.zeros((1, 900, 3), np.uint8)),
+            "Qwen2_5_VLProcessor refuses media of 900x1",
+        ),
+        "audio": (
+            [{"type": "input_audio", "input_audio": {"data": "AA"}}],
+            "audio is not supported",
+        ),
+        **{
+            name: ([{"type": "video", "video": content}], "expected a video (MP4, ")
+            for name, content in PLAYLISTS.items()
+        },
+        "many frames": (
+            [{"type": "video", "video": video_of_many_frames()}],
+            "media.max_frames = 4096: it has 1000000000",
+        ),
+        "picture as video": (
+            [{"type": "video", "video": encoded(picture())}],
+            "expected a video (MP4",
+        ),
+        "deep pixels": (
+            image(deep()),
+            "a picture of mode 'I;16': expected 8 bits for each channel",
+        ),
+        "deep file": (image(saved(deep(), "png")), "a picture of mode 'I;16': expected 8 bits"),
+        "floats of PIL": (image(Image.new("F", (8, 8))), "a picture of mode 'F': expected 8 bits"),
+        "odd mode": (image(Image.new("La", (8, 8))), "a picture that cannot be decoded: "),
+        "empty data url": (image("data:image/png;base64,"), "no bytes at all; expected a picture"),
+        "no bytes": (image(b""), "no bytes at all; expected a picture"),
+        "data after padding": (
+            image(f"data:image/png;base64,QQ=={base64.b64encode(encoded(picture())).decode()}"),
+            "not valid base64",
+        ),
+        "chunk of text": (
+            image(encoded(picture())[:33] + text_bomb() + encoded(picture())[33:]),
+            "expected a picture",
+        ),
+        "tiff of many pages": (
+            image(saved(picture(), "tiff", save_all=True, append_images=[picture()])),
+            "an animated TIFF where one picture is expected",
+        ),
+        "nothing": ([{"type": "image"}], "is a part of type 'image' that holds nothing"),
+        "a number": (image(3), "int: expected a PIL image"),
+    }
 
 
 async def test_prompt_with_bad_media_is_rejected_by_name(folder: Path) -> None:
-    batch = await play(config_of(folder), *(content for content, _ in BAD.values()))
-    for (name, (_, said)), trajectory in zip(BAD.items(), batch.trajectories, strict=True):
+    batch = await play(config_of(folder), *(content for content, _ in bad_media().values()))
+    for (name, (_, said)), trajectory in zip(bad_media().items(), batch.trajectories, strict=True):
         assert (trajectory.outcome, trajectory.reason) == (Outcome.REJECTED, "bad_message"), name
         assert trajectory.cause is not None
         assert said in trajectory.cause.message, (name, trajectory.cause.message)
@@ -245,7 +263,9 @@ async def test_prompt_with_bad_media_is_rejected_by_name(folder: Path) -> None:
 
 
 async def test_tool_that_shows_bad_media_answers_with_the_error(folder: Path) -> None:
-    shown = {name: parts[-1] for name, (parts, _) in BAD.items() if name not in ("audio", "thin")}
+    shown = {
+        name: parts[-1] for name, (parts, _) in bad_media().items() if name not in ("audio", "thin")
+    }
     for name, part in shown.items():
 
         @function_tool
@@ -258,7 +278,7 @@ async def test_tool_that_shows_bad_media_answers_with_the_error(folder: Path) ->
         (trajectory,) = batch.trajectories
         assert trajectory.outcome is Outcome.COMPLETED
         answer = trajectory.messages[2]
-        assert BAD[name][1] in str(answer.content), (name, answer)
+        assert bad_media()[name][1] in str(answer.content), (name, answer)
         assert not answer.parts
 
 

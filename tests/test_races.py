@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 import anyio
 import pytest
 
@@ -13,20 +15,20 @@ from rollout.testing.races import INJECTIONS, RacesFoundError, explore, replay
 from rollout.testing.recorder import Recorder
 
 #: Share of all runs that CI makes, less of those that take longest; the seed chooses which.
-SHARE = dict.fromkeys(SITUATIONS, 0.004) | {
-    "slow consumer": 0.001,
-    "changing replicas": 0.002,
-    "close during start-up": 0.008,
-    "groups collected": 0.002,
-    "groups carried": 0.002,
-    "groups streamed": 0.002,
+SHARE = dict.fromkeys(SITUATIONS, 0.002) | {
+    "slow consumer": 0.0005,
+    "changing replicas": 0.001,
+    "close during start-up": 0.004,
+    "groups collected": 0.001,
+    "groups carried": 0.001,
+    "groups streamed": 0.001,
 }
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_situation_share_of_all_injections_keeps_every_invariant(name: str) -> None:
     done = explore(SITUATIONS[name], share=SHARE[name], seed=1)
-    assert done.runs > 0.5 * SHARE[name] * sum(done.steps.values())
+    assert done.runs == ceil(SHARE[name] * sum(done.steps.values()))
 
 
 @pytest.mark.full

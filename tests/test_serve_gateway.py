@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from rollout import GatewayConfig
-from rollout.config import LengthsConfig, SimulatedEngine
+from rollout.config import JournalConfig, LengthsConfig, SimulatedEngine
 from rollout.testing import Scenario
 
 pytest.importorskip("httptools")
@@ -36,11 +36,14 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 
 
 @asynccontextmanager
-async def trainer(**gateway: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def trainer(
+    journal: JournalConfig | None = None, **gateway: Any
+) -> AsyncIterator[httpx.AsyncClient]:
     config = CHAT.config(
         engine=SimulatedEngine(),
         lengths=LengthsConfig(prompt=1500, response=3000),
         gateway=GatewayConfig(**gateway),
+        journal=journal or JournalConfig(),
     )
     async with open_trajectory_server(config, "secret") as served:
         headers = {"authorization": "Bearer secret"}
@@ -96,6 +99,18 @@ async def test_trajectory_is_opened_finished_and_read() -> None:
     assert 0 < sum(row["mask"]) < len(row["ids"]) - row["prompt_length"]
     sampled = [v >= 0 for v in row["weight_versions"]]
     assert sampled == [mask == 1 for mask in row["mask"]]
+
+
+@pytest.mark.anyio
+async def test_trajectories_are_served_beside_a_journal(tmp_path: Path) -> None:
+    async with trainer(JournalConfig(path=str(tmp_path / "journal"))) as client:
+        address = await opened(client)
+        assert (await chat(address, {"role": "user", "content": "One"})).status_code == 200
+        path = f"/trajectories/{address['id']}"
+        ended = (await client.post(f"{path}/finish", json={"reward": 0.5})).json()
+        assert (ended["outcome"], ended["reward"]) == ("completed", 0.5)
+        (row,) = (await client.get(f"{path}/rows")).json()["rows"]
+    assert sum(row["mask"]) > 0
 
 
 @pytest.mark.anyio

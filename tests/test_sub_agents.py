@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 from race_situations import add, nap, user
@@ -59,6 +60,30 @@ async def tried(trial: Any, **options: Any) -> RolloutBatch:
         batch: RolloutBatch = await runtime.generate([user("question")], step=1)
     assert recorder.anomalies() == []
     return batch
+
+
+@pytest.mark.parametrize("value", [True, np.float32(1), np.array(1.0)])
+async def test_segment_takes_the_numbers_that_a_trajectory_takes(value: Any) -> None:
+    async def trial(context: AgentContext) -> None:
+        await context.generate()
+        async with context.open_segment(RESEARCH) as child:
+            await child.generate()
+            child.reward = value
+
+    (trajectory,) = (await tried(trial)).trajectories
+    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
+    assert [(each.reward, type(each.reward)) for each in trajectory.segments[1:]] == [(1.0, float)]
+
+
+async def test_segment_refuses_a_reward_that_is_no_number() -> None:
+    async def trial(context: AgentContext) -> None:
+        async with context.open_segment(RESEARCH) as child:
+            await child.generate()
+            child.reward = 1e39  # more than tensors hold
+
+    (trajectory,) = (await tried(trial)).trajectories
+    assert trajectory.outcome is Outcome.FAILED
+    assert "reward = 1e+39: expected a finite number" in trajectory.cause.message
 
 
 async def test_open_segment_runs_an_agent_loop_as_it_is() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rollout.loop_tasks import Interruptible
 
@@ -16,11 +16,25 @@ if TYPE_CHECKING:
 _LIBRARIES = {"rollout", "anyio", "trio", "asyncio", "outcome"}
 
 
-class Ends(Protocol):
+class Ends:
     """Whose code a coroutine is."""
+
+    __slots__ = ()
+
+    @property
+    def activity(self) -> object:
+        """What the code is, for who finds it running; None where it says that by itself."""
+        return None
+
+    def following(self, how: BaseException) -> Coroutine[Any, Any, Any] | None:
+        """What the task runs after a coroutine that has ended so, as `end` says; None: nothing."""
+        return None
 
     def end(self, how: BaseException) -> None:
         """It has ended, by this error or with the value in a StopIteration."""
+
+    def closed(self) -> None:
+        """The coroutine of its task was given up, and has left its own blocks."""
 
 
 Owner = TypeVar("Owner", bound=Ends)
@@ -96,11 +110,15 @@ class Drive(Interruptible, Generator[Any, Any, Any], Generic[Owner]):
         chain = self._chain()
         try:
             self._coroutine.close()
+            self._closed()
         except BaseException:  # one swallowed this too and waits again, or a clean-up failed
             for coroutine in chain:
                 _keep_for_ever(coroutine)
         self.disown_children()
         raise unresponsive
+
+    def _closed(self) -> None:
+        """The coroutine has left its blocks."""
 
     def _chain(self) -> list[Any]:
         """The coroutines that wait for each other, the outermost first."""
@@ -113,25 +131,51 @@ class Drive(Interruptible, Generator[Any, Any, Any], Generic[Owner]):
 
 
 class MainDrive(Drive[Owner]):
-    """Runs a coroutine as a task's own: whatever it raises, the task ends well."""
+    """Runs a coroutine as a task's own, and what follows: whatever they raise, the task ends well.
+
+    What follows has no frame that waits for the first one meanwhile.
+    """
 
     __slots__ = ()
 
+    def become(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Run this one in place of what has prepared it."""
+        self._coroutine = coroutine
+
     def send(self, value: Any) -> Any:
-        try:
-            if self.unresponsive is not None:
-                self._leave(self.unresponsive)
-            return self._coroutine.send(value)
-        except BaseException as how:
-            self.owner.end(how)
-        raise StopIteration
+        activity = self.owner.activity  # noqa: F841  (see observe.loop_lag)
+        while True:
+            try:
+                if self.unresponsive is not None:
+                    self._leave(self.unresponsive)
+                return self._coroutine.send(value)
+            except BaseException as how:
+                is_over = self._is_over(how)
+            if is_over:
+                raise StopIteration
+            value = None
 
     def throw(self, *error: Any) -> Any:
+        activity = self.owner.activity  # noqa: F841  (see observe.loop_lag)
         try:
             return super().throw(*error)
         except BaseException as how:
+            is_over = self._is_over(how)
+        if is_over:
+            raise StopIteration
+        return self.send(None)
+
+    def _is_over(self, how: BaseException) -> bool:
+        """Whether nothing follows a coroutine that has ended so."""
+        following = None if self.unresponsive is not None else self.owner.following(how)
+        if following is None:
             self.owner.end(how)
-        raise StopIteration
+            return True
+        self._coroutine = following
+        return False
+
+    def _closed(self) -> None:
+        self.owner.closed()
 
 
 def _keep_for_ever(coroutine: Any) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import anyio
 
 from rollout.bridge import cancel_scope, loop_clock
-from rollout.drives import Drive, MainDrive, UnresponsiveError
+from rollout.drives import Drive, Ends, MainDrive, UnresponsiveError
 from rollout.loop_tasks import open_apart
 from rollout.scopes import open_task_group
 
@@ -71,7 +71,7 @@ class Duty:
             self.drive.owner.discharge(self)
 
 
-class Supervised(Generic[T]):
+class Supervised(Ends, Generic[T]):
     """One piece of foreign code, in a task of its own; a context manager around the code itself.
 
     What is in the block is cancelled by `cancel` and at the deadline; what comes after it in the

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from asking import collect
-from driver import PYTHON, ask_all, check_pair, prompts, shares_an_engine
+from driver import PYTHON, ask_all, check_pair, processes, prompts, shares_an_engine
 from test_engine_vision import ask
 
 import vision_models
@@ -20,6 +20,7 @@ from rollout.config import HttpEngine, InProcessPlacement, ModelConfig, RolloutC
 from rollout.engine import open_engines
 from rollout.engine.cores.http import HttpCore
 from rollout.engine.cores.sglang.plugin import CPU_VARIABLE
+from rollout.engine.guardian import mapped_files, remove, shared_files
 from test_vision_core import Reference, image
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ async def sglang_server(model: str, *arguments: str) -> AsyncIterator[str]:
         *arguments,
     ]
     environment = {**os.environ, CPU_VARIABLE: "1", "OMP_NUM_THREADS": "1"}
+    before = shared_files()
     process = await anyio.open_process(
         command, env=environment, start_new_session=True, stdout=None, stderr=None
     )
@@ -55,8 +57,10 @@ async def sglang_server(model: str, *arguments: str) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         with anyio.CancelScope(shield=True):
+            left = mapped_files(each.pid for each in processes()) - before
             os.killpg(process.pid, 9)
             await process.aclose()
+            remove(left)
 
 
 @pytest.mark.parametrize("extra", [(), pytest.param((INCREMENTAL,), marks=pytest.mark.full)])

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from rollout.tools import ToolResult, TrajectoryTools
     from rollout.types import InvalidToolCall, Message, Outcome, Prompt, ToolCall
 
-_INNER = ("_interaction", "_interaction_name", "_is_whole", "_main", "_services", "_state")
+_INNER = ("_interaction", "_interaction_name", "_is_whole", "_main", "_state")
 
 
 class AgentContext:
@@ -92,17 +92,12 @@ class AgentContext:
         prompt: Prompt,
         identity: Identity,
         sampling: SamplingParams,
-        tools: TrajectoryTools,
         deadline: Deadline,
-        extra: dict[str, Any],
         outermost: Deadline,
         hold: Hold | None = None,
         log: TurnLog | None = None,
     ) -> None:
-        self._services = services
-        self._state = TrajectoryState(
-            services, prompt, identity, tools, deadline, extra, outermost, hold, log
-        )
+        self._state = TrajectoryState(services, prompt, identity, deadline, outermost, hold, log)
         self._main = Conversation(
             self._state,
             ConversationLog(Row(Transcript(), MAIN), MessageLog(self._state.wording.reader)),
@@ -124,7 +119,7 @@ class AgentContext:
     @property
     def services(self) -> Services:
         """What all trajectories of the runtime share."""
-        return self._services
+        return self._state.services
 
     @property
     def config(self) -> AgentConfig:
@@ -149,7 +144,14 @@ class AgentContext:
     @property
     def idle_since(self) -> float:
         """When the last generation, call or answer of a user ended, on the loop's clock."""
-        return max(self._state.idle_since, self.tools.idle_since)
+        tools = self._state.tools_asked_for
+        return max(self._state.idle_since, 0.0 if tools is None else tools.idle_since)
+
+    @property
+    def calls_under_way(self) -> Sequence[tuple[str, float]]:
+        """Calls of tools that run: name, and since when."""
+        tools = self._state.tools_asked_for
+        return () if tools is None else tools.under_way
 
     @property
     def tools(self) -> TrajectoryTools:
@@ -163,7 +165,7 @@ class AgentContext:
         Raises:
             AgentError: There is none.
         """
-        return self._services.gateway.open_door()
+        return self.services.gateway.open_door()
 
     @property
     def main(self) -> Conversation:
@@ -202,7 +204,8 @@ class AgentContext:
     def reward(self) -> Any:
         """What the agent itself gives; assign to set it. Of a segment's context, the segment's.
 
-        A number, a `Reward` or None; a reward function of `open_rollout` decides in its place.
+        A number, a `Reward` (not of a segment) or None; a reward function of `open_rollout` decides
+        in its place.
         """
         return self._state.reward if self._is_whole else self._main.reward
 
@@ -221,7 +224,7 @@ class AgentContext:
     @property
     def events(self) -> EventStream:
         """Takes what happens to those who want to know."""
-        return self._services.events
+        return self.services.events
 
     def end(self, outcome: Outcome, reason: str, *, limit_source: str | None = None) -> None:
         """Settle the outcome; return from `run` afterwards. The first call counts.
@@ -253,7 +256,7 @@ class AgentContext:
             worded = wording.raw_prompt(ids, given)
         if worded.cut_tokens:
             self._state.note_cut(worded.cut_tokens)
-        self._interaction = new_interaction(self._services, self._interaction_name)
+        self._interaction = new_interaction(self.services, self._interaction_name)
         self._main.begin(worded)
         if self._interaction is not None:
             await self._interaction.start(interaction_context(self))
@@ -300,7 +303,7 @@ class AgentContext:
         if self._interaction is None:
             raise AgentError("ask_user: no interaction takes part in this trajectory")
         await self.settle()
-        deadline, events = self._main.turn_deadline, self._services.events
+        deadline, events = self._main.turn_deadline, self.services.events
         began = self._state.clock()
         with (
             SettlingLimits(self._state, settles_lengths=True),
@@ -388,9 +391,9 @@ class AgentContext:
     async def close(self) -> None:
         """End the tools and the simulated user; shielded, bounded, never raises."""
         for each in self._main.all():
-            self._services.engines.forget(each.session_id)
+            self.services.engines.forget(each.session_id)
         await self.tools.close()
         interaction, self._interaction = self._interaction, None
         if interaction is not None:
-            cleanup_s = self._services.config.limits.cleanup_s
+            cleanup_s = self.services.config.limits.cleanup_s
             await finish(interaction, self.identity.session_id, cleanup_s)

@@ -7,16 +7,15 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from rollout.agents.conversation_opening import OpeningConversation
+from rollout.agents.on_demand import NOT_MADE, ListOnDemand
 from rollout.agents.openings import begun, first_log
 from rollout.agents.places import check_ids
-from rollout.agents.trajectory_state import NOT_MADE, ListOnDemand
 from rollout.agents.turn import AssistantTurn, SampledTokens
 from rollout.agents.turn_end import TurnEnd
 from rollout.agents.turn_events import tell_turn_ended, tell_turn_started
 from rollout.agents.turn_options import AS_EVER, TurnOptions
 from rollout.chat.row_beginnings import common_length
 from rollout.drives import UnresponsiveError
-from rollout.engine.core import WHOLE_ANSWERS
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.sampling_faults import sampling_fault
 from rollout.errors import AgentError, EngineError, LimitExceeded
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from rollout.agents.conversation_log import ConversationLog
     from rollout.agents.identity import Identity
     from rollout.agents.trajectory_state import TrajectoryState
-    from rollout.agents.turn_log import TurnLog
     from rollout.agents.turn_options import TurnStop
     from rollout.agents.wording import Given, Worded, Wording
     from rollout.engine.core import SamplingParams
@@ -129,56 +127,55 @@ class Conversation(OpeningConversation):
         try:
             if self._unsettled:
                 await self._settle()
-            state, stop, is_over, bounded_by = self._state, options.stop, False, ""
-            log = state.log
-            started, recalled_s = state.clock(), None
-            if state.services.events.tells_all:
-                tell_turn_started(
-                    state.services.events, self._identity, self.assistant_turns, started
-                )
-            deadline = state.deadline_of_generation(started)
+            # Every trajectory waits in this frame: what it has room for costs each.
+            started = self._told_start()
+            deadline = self._state.deadline_of_generation(started)
             generation, seed = self._begun(options)
-            sampling = options.sampling or self.sampling
+            recalled_s, is_over = None, False
             try:
-                with stop or _NO_STOP:
+                with options.stop or _NO_STOP:
                     if self.history != "append_only" and self._log.may_be_rendered_again:
                         with deadline:
                             await self._render_again()
-                    drawn, bounded_by = self._drawn(sampling, seed)
-                    if log is not None and log.has_answers:
-                        prefix = self.transcript.prefix
-                        recalled_s = await log.recall_turn(prefix, drawn, generation)
+                    drawn, generation.bounded_by = self._drawn(options.sampling, seed)
+                    if self._has_answers:
+                        recalled_s = await self._recalled(drawn, generation)
                     if recalled_s is None:
-                        # Every trajectory waits here: what this frame has room for costs each.
                         await self._asked(generation, drawn, deadline)
-                    if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
-                        raise state.abort_error(self._session_id, deadline.now)
+                    self._check_abort(generation, options.stop, deadline)
                 is_over = True
-                if (log is not None and recalled_s is None) and self._noted(
-                    log, drawn, generation, started
-                ):
-                    await log.room()
+                if recalled_s is None and self._noted(drawn, generation, started):
+                    await self._until_room()
             except (LimitExceeded, UnresponsiveError) as error:
                 self._settling_limits.settle(error)
                 raise
             finally:
-                generation.kept = self._kept(generation, stop)
-                end = self._ended(generation, deadline, bounded_by, started)
-                is_cut = end.finish_reason not in WHOLE_ANSWERS
-                self._arrived(
-                    generation,
-                    seed,
-                    end,
-                    state.idle_since - started - generation.held_s + (recalled_s or 0.0),
-                    stays_open=is_over or (is_cut and options.stays_open),
-                )
+                generation.kept = self._kept(generation, options.stop)
+                end = self._ended(generation, deadline, started, recalled_s)
+                is_over = is_over or (options.stays_open and end.is_cut)
+                self._arrived(generation, seed, end, stays_open=is_over)
             return self._say()
         finally:
             self._is_generating = False
 
-    def _drawn(self, sampling: SamplingParams, seed: int) -> tuple[SamplingParams, str]:
+    def _told_start(self) -> float:
+        """When the turn begins, which those learn who want to know."""
+        state, started = self._state, self._state.clock()
+        if state.services.events.tells_all:
+            tell_turn_started(state.services.events, self._identity, self.assistant_turns, started)
+        return started
+
+    def _check_abort(
+        self, generation: Generation, stop: TurnStop | None, deadline: PausableDeadline
+    ) -> None:
+        """Raise what a generation ends with that was aborted, unless its turn's stop did that."""
+        if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
+            raise self._state.abort_error(self._session_id, deadline.now)
+
+    def _drawn(self, sampling: SamplingParams | None, seed: int) -> tuple[SamplingParams, str]:
         """How the next turn is sampled, and the path of the length that bounds it."""
         state, kept_tokens = self._state, self._wording.kept_tokens
+        sampling = sampling or self.sampling
         try:
             budget, bounded_by = state.budget(self.transcript, sampling, kept_tokens)
             return state.sampling_of_turn(sampling, budget, seed), bounded_by
@@ -207,25 +204,48 @@ class Conversation(OpeningConversation):
             media=transcript.media,
         )
 
-    def _noted(
-        self, log: TurnLog, drawn: SamplingParams, generation: Generation, started: float
-    ) -> bool:
+    @property
+    def _has_answers(self) -> bool:
+        """Whether a log may remember the next turn."""
+        return self._state.log is not None and self._state.log.has_answers
+
+    def _recalled(
+        self, drawn: SamplingParams, generation: Generation
+    ) -> Coroutine[Any, Any, float | None]:
+        """What took the turn that the log remembers, to be awaited; None where it has none."""
+        assert self._state.log is not None
+        return self._state.log.recall_turn(self.transcript.prefix, drawn, generation)
+
+    def _noted(self, drawn: SamplingParams, generation: Generation, started: float) -> bool:
         """Have the log remember a turn; whether to wait for room in it then."""
+        log = self._state.log
+        if log is None:
+            return False
         prefix, took_s = self._log.transcript.prefix, self._state.clock() - started
         session, turn = self._session_id, self.assistant_turns
         return log.note_turn(prefix, drawn, session, turn, generation, took_s)
 
+    def _until_room(self) -> Coroutine[Any, Any, None]:
+        """Until the log has room for further turns, to be awaited."""
+        assert self._state.log is not None
+        return self._state.log.room()
+
     def _ended(
-        self, generation: Generation, deadline: PausableDeadline, bounded_by: str, started: float
+        self,
+        generation: Generation,
+        deadline: PausableDeadline,
+        started: float,
+        recalled_s: float | None,
     ) -> TurnEnd:
         """The wait for a generation is over now, whatever became of it."""
         state = self._state
         self._turn_deadline = deadline.outer or deadline.now
         now = state.idle_since = state.clock()
+        state.note_generation(generation, now - started - generation.held_s + (recalled_s or 0.0))
         end = TurnEnd("stop", None)
         if generation.kept is None:
             said = generation.finish_reason
-            end = TurnEnd.of(said, bounded_by=bounded_by, deadline=deadline.now, now=now)
+            end = TurnEnd.of(said, bounded_by=generation.bounded_by, deadline=deadline.now, now=now)
         events = state.services.events
         if events.is_on:
             had, times, turn = len(self.transcript), (started, now), self.assistant_turns
@@ -308,15 +328,13 @@ class Conversation(OpeningConversation):
             await self._state.log.kept()
 
     def _arrived(
-        self, generation: Generation, seed: int, end: TurnEnd, seconds: float, *, stays_open: bool
+        self, generation: Generation, seed: int, end: TurnEnd, *, stays_open: bool
     ) -> None:
         """Append what came of a generation, whatever became of the wait for it."""
-        state = self._state
-        state.note_generation(generation, seconds)
         if not (generation.count or generation.finish_reason):
             return
         self._log.take(generation.kept_part(), end.finish_reason, seed)
-        state.count_tokens(generation, self._known_tokens)
+        self._state.count_tokens(generation, self._known_tokens)
         self._known_tokens = self.transcript.prefix.length
         self.assistant_turns += 1
         self.cut_by = end.cut_by

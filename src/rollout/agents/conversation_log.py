@@ -28,7 +28,6 @@ class ConversationLog:
 
     Attributes:
         row: The last of its rows, which is written.
-        transcript: The tokens of that.
         message_log: Its messages.
         in_reasoning: Whether the next turn begins inside reasoning.
         has_raw_ids: Whether it has tokens that are not what the template makes of its messages.
@@ -43,19 +42,22 @@ class ConversationLog:
         "in_reasoning",
         "message_log",
         "row",
-        "transcript",
     )
 
     def __init__(self, row: Row, message_log: MessageLog) -> None:
         self.row = row
         self._earlier: tuple[Row, ...] = ()
-        self.transcript = row.transcript
         self.message_log = message_log
         self.in_reasoning = False
         self.has_raw_ids = False
         self._marks = b""  # see `Marks`
         self._open_from: int | None = None
         self._last_turn = (0, -1)  # where it begins and ends
+
+    @property
+    def transcript(self) -> Transcript:
+        """The tokens of the last row."""
+        return self.row.transcript
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -105,7 +107,7 @@ class ConversationLog:
             top=generation.top(),
             packed=packed,
         )
-        if prefix.checked == had and generation.parts:  # each was looked at as it came
+        if prefix.checked == had and generation.last_part:  # each was looked at as it came
             prefix.checked = prefix.length
         experts = generation.experts()
         if experts is not None:
@@ -168,7 +170,6 @@ class ConversationLog:
 
     def _add(self, row: Row) -> None:
         self._earlier, self.row = self.rows, row
-        self.transcript = row.transcript
         self._marks, self._last_turn = b"", (0, -1)
 
     def reward_turn(self, value: float) -> bool:

@@ -17,7 +17,7 @@ from rollout.errors import AgentError
 from rollout.interactions import InteractionRegistry
 from rollout.observe.event_stream import EventStream
 from rollout.observe.tally import Tally
-from rollout.tools import ToolExecutor, TrajectoryTools
+from rollout.tools import ToolExecutor
 from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
@@ -78,17 +78,17 @@ class Services:
     _wordings: dict[tuple[str, ...], Any] = attrs.field(init=False, factory=dict)
     _readers: dict[tuple[str, ...], TurnReader] = attrs.field(init=False, factory=dict)
 
-    def wording_of(self, tools: TrajectoryTools, make: Callable[[], T]) -> T:
+    def wording_of(self, tools: tuple[str, ...], make: Callable[[], T]) -> T:
         """The wording where these tools are offered; one for all that offer the same."""
-        wording: T | None = self._wordings.get(tools.names)
+        wording: T | None = self._wordings.get(tools)
         if wording is None:
-            wording = self._wordings[tools.names] = make()
+            wording = self._wordings[tools] = make()
         return wording
 
-    def reader_of(self, tools: TrajectoryTools) -> TurnReader:
+    def reader_of(self, tools: tuple[str, ...]) -> TurnReader:
         """What reads turns in which these tools may be called; one for all that offer the same."""
-        reader = self._readers.get(tools.names)
+        reader = self._readers.get(tools)
         if reader is None:
-            reader = TurnReader(self.template, self.parser, tools.schemas)
-            self._readers[tools.names] = reader
+            reader = TurnReader(self.template, self.parser, self.tools.schemas(tools))
+            self._readers[tools] = reader
         return reader

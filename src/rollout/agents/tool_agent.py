@@ -36,8 +36,9 @@ class ToolAgent(AgentLoop):
         is_over = False
         while not is_over:
             turn = await self.generate(context)
-            may_continue = bool(turn.calls) or context.has_interaction
-            if turn.cut_by is not None or not may_continue or has_reached_turn_limit(context):
+            if turn.cut_by is not None or not (turn.calls or context.has_interaction):
+                return
+            if has_reached_turn_limit(context):
                 return
             if turn.calls:
                 results = await self.call_tools(context, turn)

@@ -11,6 +11,7 @@ import msgspec
 from rollout.agents.budget import generation_budget
 from rollout.agents.identity import Ending, Identity
 from rollout.agents.kept_messages import TurnReader
+from rollout.agents.on_demand import NOT_MADE, ListOnDemand
 from rollout.agents.prompt_sampling import sampling_given
 from rollout.agents.wording import Wording
 from rollout.bridge import loop_clock
@@ -42,33 +43,11 @@ logger = logging.getLogger("rollout.agents")
 UNRESPONSIVE = "unresponsive"
 
 
-#: What stands for a list that nobody has asked for.
-NOT_MADE: Any = object()
-
-
-class ListOnDemand:
-    """A list that is made when somebody first asks for it: most trajectories never need it."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._slot = f"_{name}"
-
-    def __get__(self, state: Any, owner: type) -> list[Any]:
-        values: list[Any] = getattr(state, self._slot)
-        if values is NOT_MADE:
-            values = []
-            setattr(state, self._slot, values)
-        return values
-
-    def __set__(self, state: Any, values: list[Any]) -> None:
-        setattr(state, self._slot, values)
-
-
 class TrajectoryState:
     """The part of an `AgentContext` that each of its conversations uses.
 
     Attributes:
         services: What all trajectories share.
-        config: The `agent` section of the configuration.
         prompt, identity, tools, extra, reward, turn_scores, tool_rewards, ending, generation_s,
             cached_tokens, resumes, restarts, discarded_tokens: As in `AgentContext`.
         wording: Renders, encodes and reads where the trajectory's own tools are offered.
@@ -88,17 +67,17 @@ class TrajectoryState:
 
     __slots__ = (
         "_calls_asked",
+        "_extra",
         "_restarts",
         "_tool_rewards",
+        "_tools",
         "_turn_scores",
         "cached_tokens",
         "clock",
-        "config",
         "cut_prompt_tokens",
         "deadline",
         "discarded_tokens",
         "ending",
-        "extra",
         "generation_s",
         "hold",
         "identity",
@@ -110,7 +89,6 @@ class TrajectoryState:
         "reward",
         "sampled_placeholders",
         "services",
-        "tools",
         "wording",
     )
 
@@ -119,22 +97,17 @@ class TrajectoryState:
         services: Services,
         prompt: Prompt,
         identity: Identity,
-        tools: TrajectoryTools,
         deadline: Deadline,
-        extra: dict[str, Any],
         outermost: Deadline,
         hold: Hold | None,
         log: TurnLog | None = None,
     ) -> None:
         self.services = services
         self.log = log
-        self.config: AgentConfig = services.config.agent
         self.clock = loop_clock()
-        self.wording = services.wording_of(
-            tools, lambda: Wording(services, services.reader_of(tools))
-        )
+        self._tools: TrajectoryTools | None = None
+        self._extra: dict[str, Any] = dict(prompt.extra) if prompt.extra else NOT_MADE
         self.outermost = outermost
-        self.extra = extra
         self.reward: Any = None
         self._turn_scores = self._tool_rewards = self._restarts = NOT_MADE
         self.ending: Ending | None = None
@@ -146,12 +119,59 @@ class TrajectoryState:
         self.sampled_placeholders = 0
         self.prompt = prompt
         self.identity = identity
-        self.tools = tools
+        if prompt.tools is not None or prompt.tools_kwargs:
+            names = self.tools.names  # now, since what the prompt says of them may be wrong
+        else:
+            names = services.tools.names
+        self.wording = services.wording_of(
+            names, lambda: Wording(services, services.reader_of(names))
+        )
         self.deadline = PausableDeadline(deadline, outermost)
         self.hold = hold
         if hold is not None:
-            hold.govern(self.deadline, tools.has_open_sessions)
+            hold.govern(self.deadline, self._has_open_tools)
         self._calls_asked = 0
+
+    @property
+    def config(self) -> AgentConfig:
+        """The `agent` section of the configuration."""
+        return self.services.config.agent
+
+    @property
+    def tools(self) -> TrajectoryTools:
+        """Its tools, made when somebody first asks for them.
+
+        Raises:
+            ToolError: The prompt names an unknown one; not where they have been made.
+        """
+        if self._tools is None:
+            self._tools = self.services.tools.open_session(
+                uid=self.identity.uid,
+                member=self.identity.member,
+                names=self.prompt.tools,
+                tools_kwargs=self.prompt.tools_kwargs,
+                extra=self.extra,
+            )
+        return self._tools
+
+    @property
+    def tools_asked_for(self) -> TrajectoryTools | None:
+        """The same; None where nobody has asked for them yet."""
+        return self._tools
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """One for the trajectory and its tools."""
+        if self._extra is NOT_MADE:
+            self._extra = {}
+        return self._extra
+
+    @extra.setter
+    def extra(self, extra: dict[str, Any]) -> None:
+        self._extra = extra
+
+    def _has_open_tools(self) -> bool:
+        return self._tools is not None and self._tools.has_open_sessions()
 
     def wording_of(self, tools: Sequence[Mapping[str, Any]] | None) -> Wording:
         """The wording where these tools are offered; None: the trajectory's own."""
@@ -258,7 +278,7 @@ class TrajectoryState:
     def count_tokens(self, generation: Generation, known_tokens: int) -> None:
         """Count what a generation brought, and how much of `known_tokens` its engine still had."""
         self.cached_tokens += generation.cached_tokens
-        if not generation.parts:
+        if generation.last_part is None:
             return  # none arrived, or all of it is remembered
         tally = self.services.tally
         tally.generated_tokens += generation.count

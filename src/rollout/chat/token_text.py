@@ -73,6 +73,15 @@ class GrowingText:
         self._ids: list[int] = []  # told ones, as context, and those that wait
         self._context = ""  # the text of the former
 
+    def spelling(self, token_id: int) -> bytes:
+        """What one token adds to the text: it may be a part of a character."""
+        if self._spellings is not None:
+            return self._spellings[token_id]
+        name = "" if self._backend is None else self._backend.id_to_token(token_id) or ""
+        if _BYTE.fullmatch(name):
+            return bytes.fromhex(name[3:5])
+        return self._decode((token_id,)).encode(errors="replace")
+
     def more(self, ids: Iterable[int]) -> str:
         """What is certain by these ids, after what was told before."""
         if self._spellings is not None:

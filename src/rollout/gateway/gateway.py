@@ -105,7 +105,7 @@ def _service(services: Services, sessions: Sessions, loop: RuntimeLoop) -> Servi
         loop=loop,
         limits=exchange_limits(config),
         models=(config.model, *config.model_aliases),
-        decode=services.template.decode,
+        spell=services.template.growing_text().spelling,
         keep_alive_s=config.keep_alive_s,
         unenforced=config.unenforced,
         stream_interval_s=services.config.channel.stream_interval_s,

@@ -7,6 +7,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
+from weakref import WeakValueDictionary
 
 import anyio
 import attrs
@@ -123,13 +124,17 @@ class Served:
     fault: Exception | None = None
 
 
+#: By their prompts' uids: a prompt itself holds only what a journal can.
+_SERVED: WeakValueDictionary[str, Served] = WeakValueDictionary()
+
+
 @register_agent(AGENT)
 class ServedElsewhere(AgentLoop):
     """Opens the gateway to its trajectory, and waits until somebody finishes it."""
 
     async def run(self, context: AgentContext) -> None:
         """Wait for the finish, no longer than was asked for."""
-        served: Served = context.prompt.extra["served"]
+        served = _SERVED[context.identity.uid]
         asked = msgspec.to_builtins(served.limits)
         seconds = asked.pop("trajectory_s", None)
         door: Any = context.door
@@ -157,7 +162,7 @@ class Desk:
         """
         served = Served(id=f"trajectory-{secrets.token_hex(12)}", limits=asked.limits)
         self._forget_old()
-        self._served[served.id] = served
+        self._served[served.id] = _SERVED[served.id] = served
         self._tasks.start_soon(self._run, served, asked)
         await served.opened.wait()
         if served.address is None:
@@ -265,7 +270,6 @@ def _prompt(served: Served, asked: AskedPrompt) -> Prompt:
         agent_name=AGENT,
         sampling=asked.sampling,
         priority=asked.priority,
-        extra={"served": served},
     )
 
 

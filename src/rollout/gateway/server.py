@@ -62,7 +62,7 @@ class Service:
 
     Attributes:
         models: Names that clients may ask for, that of the model first.
-        decode: The text of token ids.
+        spell: The bytes of a token.
         keep_alive_s: Between two signs of life of a stream.
         stream_interval_s: Least time between two pieces of a streamed answer.
         unenforced: What becomes of a request that would force the model.
@@ -72,7 +72,7 @@ class Service:
     loop: RuntimeLoop
     limits: ExchangeLimits
     models: tuple[str, ...]
-    decode: Callable[[tuple[int, ...]], str]
+    spell: Callable[[int], bytes]
     keep_alive_s: float
     stream_interval_s: float = 0.25
     unenforced: Literal["accept", "refuse"] = "accept"
@@ -172,7 +172,7 @@ class _Visit:
     def teller(self) -> Teller:
         """Tells answers to the request."""
         named = self.request.model if self.request is not None else None
-        return Teller(named or self.service.models[0], int(wall()), self.service.decode)
+        return Teller(named or self.service.models[0], int(wall()), self.service.spell)
 
     def stream(self, request: ApiRequest) -> AnswerStream:
         """Tells the answer in events: one for all of the reply."""

@@ -109,8 +109,7 @@ def _waits_of(
 
 def _of_agent(run: AgentRun, now: float) -> Iterator[Wait]:
     """What it waits for beside engines."""
-    tools = run.context.tools
-    calls = tools.under_way
+    calls = run.context.calls_under_way
     for name, since in calls:
         yield Wait("tool", now - since, repr(name))
     for duty in run.duties:

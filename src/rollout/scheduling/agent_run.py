@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from types import CoroutineType
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from rollout.agents.identity import RejectedPrompt
 from rollout.drives import UnresponsiveError
@@ -14,7 +15,8 @@ from rollout.supervision import Supervised, Supervision, is_given_up
 from rollout.types import Cause, Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable, Coroutine
+    from types import TracebackType
 
     from rollout.agents.agent_loop import AgentLoop
     from rollout.agents.context import AgentContext
@@ -55,6 +57,7 @@ class AgentRun(Supervised[Cause]):
     __slots__ = (
         "_conclude",
         "_context",
+        "_is_within",
         "attempt",
         "batch_deadline",
         "deadline_left",
@@ -79,6 +82,7 @@ class AgentRun(Supervised[Cause]):
         super().__init__(supervision, "an agent")
         self._conclude = conclude
         self._context: AgentContext | None = None
+        self._is_within = False  # the block
         self.member, self.home = member, home
         self.batch_deadline = batch_deadline
         self.started = supervision.clock()
@@ -118,7 +122,40 @@ class AgentRun(Supervised[Cause]):
         self.member.concluding_since = None
         context.deadline.govern(self)
         self.member.give_scope(self)
-        self.start(_run_guarded(self, loop, context))
+        self.start(cast("Any", _Beginning(self, loop)))
+
+    def go_on(self, code: Coroutine[Any, Any, None]) -> None:
+        """This is the agent's code."""
+        assert self._main is not None
+        self._main.become(code)
+
+    @property
+    def activity(self) -> object:
+        """Which trajectory it is."""
+        return None if self._context is None else self._context.identity
+
+    def __enter__(self) -> None:
+        if not self._is_within:
+            super().__enter__()
+            self._is_within = True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        self._is_within = False
+        return super().__exit__(kind, error, traceback)
+
+    def following(self, how: BaseException) -> Coroutine[Any, Any, Cause | None] | None:
+        """After the agent, what ends its trajectory and leaves the block."""
+        return _end_guarded(self, how) if self._is_within else None
+
+    def closed(self) -> None:
+        """Leave the block that the agent was in."""
+        if self._is_within:
+            self.__exit__(None, None, None)
 
     def again(self) -> AgentRun:
         """Another attempt, from the start; what this one sampled is discarded."""
@@ -175,20 +212,57 @@ def _name_of(loop: type[AgentLoop]) -> str:
     return f"agent {loop.__name__}"
 
 
-async def _run_guarded(
-    run: AgentRun, loop: type[AgentLoop] | AgentLoop, context: AgentContext
-) -> Cause | None:
-    """Run the agent; what it raises settles the outcome, and its root cause is returned."""
-    activity = context.identity  # noqa: F841  (see observe.loop_lag)
-    if context.events.is_on:
-        enter_trajectory(context.events, context.identity.number)
+class _Beginning:
+    """Makes the agent's code at the first step of its task, within the attempt's block.
+
+    That is left by `_end_guarded`. A coroutine around the agent's would be one for each trajectory.
+    """
+
+    __slots__ = ("_loop", "_run")
+
+    def __init__(self, run: AgentRun, loop: type[AgentLoop] | AgentLoop) -> None:
+        self._run, self._loop = run, loop
+
+    def send(self, value: None) -> Any:
+        """Begin, up to where the agent waits first."""
+        run, loop, context = self._run, self._loop, self._run.context
+        run.__enter__()
+        if context.events.is_on:
+            enter_trajectory(context.events, context.identity.number)
+        try:
+            code: Any = (loop() if isinstance(loop, type) else loop).run(context)
+        except StopIteration as error:
+            raise RuntimeError("the agent raised StopIteration") from error
+        if not isinstance(code, CoroutineType):
+            code = _awaited(code)
+        run.go_on(code)
+        return code.send(None)
+
+    def throw(self, *error: Any) -> Any:
+        """Nothing has begun."""
+        raise error[0]
+
+    def close(self) -> None:
+        """The same."""
+
+
+async def _awaited(code: Awaitable[None]) -> None:
+    await code
+
+
+async def _end_guarded(run: AgentRun, how: BaseException) -> Cause | None:
+    """What the agent has raised settles the outcome, and its root cause is returned."""
+    context = run.context
     try:
-        with run:
+        with run:  # which the agent's code was begun in
             try:
                 try:
-                    await (loop() if isinstance(loop, type) else loop).run(context)
+                    if not isinstance(how, StopIteration):
+                        raise how
                 except LimitExceeded as error:
                     context.end(error.outcome, error.reason, limit_source=error.source)
+                finally:
+                    del how  # its traceback holds this frame, and only the collector would end that
                 await context.score()
             except BaseException as error:
                 _let_pass(error)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from rollout.agents.identity import Ending
+from rollout.reward_values import BadRewardError, finite_number
 from rollout.types import Outcome
 from rollout.utf8 import is_encodable
 
@@ -57,14 +57,13 @@ def _restore_conversation(conversation: Conversation) -> list[str]:
     if not isinstance(conversation.trainable, bool | None):
         faults.append(f"{where}: trainable = {conversation.trainable!r:.80}: expected bool or None")
         conversation.trainable = None
-    if conversation.reward is not None and not _is_reward(conversation.reward):
-        faults.append(f"{where}: reward = {conversation.reward!r:.80}: expected a finite number")
-        conversation.reward = None
+    given, conversation.reward = conversation.reward, None
+    if given is not None:
+        try:
+            conversation.reward = finite_number(given, where)
+        except BadRewardError:
+            faults.append(f"{where}: reward = {given!r:.80}: expected a finite number")
     return faults
-
-
-def _is_reward(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _has_sound_items(name: str, value: Any) -> bool:

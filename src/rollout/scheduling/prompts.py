@@ -24,7 +24,7 @@ class Cancellable(Protocol):
         """Have it end soon."""
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, weakref_slot=False)
 class Member:
     """One trajectory to be run, from admission to its outcome.
 

@@ -159,32 +159,22 @@ class TrajectoryRunner:
         fault = top_log_probs_fault(sampling.top_log_probs, self.services.engines.info)
         if fault:
             raise RejectedPrompt("bad_sampling", fault)
-        extra = dict(prompt.extra)  # one for the trajectory and its tools
+        log = member.log
         try:
-            tools = self.services.tools.open_session(
-                uid=identity.uid,
-                member=identity.member,
-                names=prompt.tools,
-                tools_kwargs=prompt.tools_kwargs,
-                extra=extra,
+            context = AgentContext(
+                self.services,
+                prompt,
+                identity,
+                sampling,
+                deadline,
+                batch_deadline,
+                member.hold,
+                log,
             )
         except ToolError as error:
             raise RejectedPrompt("unknown_tool", str(error)) from None
-        log = member.log
         if log is not None:
             log.begin()
-        context = AgentContext(
-            self.services,
-            prompt,
-            identity,
-            sampling,
-            tools,
-            deadline,
-            extra,
-            batch_deadline,
-            member.hold,
-            log,
-        )
         return loop, context
 
 

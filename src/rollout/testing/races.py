@@ -10,6 +10,7 @@ may be left.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING
 
 from rollout.engine.cores.simulated.stable import stable_share
@@ -87,7 +88,7 @@ def explore(
         situation: Opens its runtimes through the `Recorder` that it is given, and does nothing but
             wait for what is virtual: no threads, sockets or processes.
         injections: Some of `INJECTIONS`.
-        share: Of all runs, which `seed` chooses; 1 makes them all.
+        share: How many of all runs are made, rounded up; `seed` chooses them. 1 makes them all.
         seed: The schedule seed.
         ceiling_s: Virtual seconds after which a run is taken for hanging.
 
@@ -99,12 +100,8 @@ def explore(
     if unknown:
         raise ValueError(f"injection {unknown[0]!r}: expected some of {', '.join(INJECTIONS)}")
     steps = {name: _undisturbed(situation, name, seed, ceiling_s) for name in injections}
-    chosen = [
-        (name, step)
-        for name in injections
-        for step in range(1, len(steps[name]) + 1)
-        if stable_share(seed, name, step) < share
-    ]
+    every = [(name, step) for name in injections for step in range(1, len(steps[name]) + 1)]
+    chosen = sorted(every, key=lambda run: stable_share(seed, *run))[: ceil(share * len(every))]
     runs = (
         RaceRun(situation, name, seed, ceiling_s, step=step, expected=steps[name][step - 1])
         for name, step in chosen

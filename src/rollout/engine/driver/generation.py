@@ -55,6 +55,7 @@ class Part(msgspec.Struct, eq=False, gc=False):
         start: Where its tokens begin in the generation.
         count: Tokens taken from it.
         is_discarded: The generation restarted after it; its tokens are dropped.
+        before: The request before it.
     """
 
     request_id: str
@@ -62,6 +63,7 @@ class Part(msgspec.Struct, eq=False, gc=False):
     start: int
     count: int = 0
     is_discarded: bool = False
+    before: Part | None = None
 
 
 class Generation:
@@ -72,8 +74,9 @@ class Generation:
     Attributes:
         finish_reason: None until the last chunk has come.
         cached_tokens: Prompt tokens that the engine did not need to prefill.
-        parts: The requests made for it, in order; more than one where replicas were lost.
+        last_part: The request that was made last; None before the first.
         resumes: How often it resumed elsewhere from the tokens it had.
+        bounded_by: Path of the length that bounds it, for who asked for it.
         top_count: How many of the most likely ids are asked for with each token: k.
         top_ids: Where asked for, int32: the k most likely ids at each position, likeliest first.
         top_log_probs: float32, one for each of `top_ids`.
@@ -94,6 +97,7 @@ class Generation:
         "_packed",
         "_restarts",
         "_versions",
+        "bounded_by",
         "cached_tokens",
         "expert_room",
         "expert_shape",
@@ -101,8 +105,8 @@ class Generation:
         "held_s",
         "is_seeded",
         "kept",
+        "last_part",
         "on_tokens",
-        "parts",
         "resumes",
         "routed_experts",
         "top_count",
@@ -113,7 +117,7 @@ class Generation:
     def __init__(
         self, on_tokens: Sequence[Callable[[Generation], object]] = (), *, is_seeded: bool = False
     ) -> None:
-        self.parts: tuple[Part, ...] = ()
+        self.last_part: Part | None = None
         self._restarts: tuple[str, ...] = ()
         self.on_tokens: tuple[Callable[[Generation], object], ...] = tuple(on_tokens)
         # Tokens that came at once stay as they came, packed. Arrays are made where more follow, or
@@ -125,6 +129,7 @@ class Generation:
         self.finish_reason: FinishReason | None = None
         self.cached_tokens = 0
         self.resumes = 0
+        self.bounded_by = ""
         self.top_count = 0
         self.top_ids = b""
         self.top_log_probs = b""
@@ -177,14 +182,23 @@ class Generation:
         return list(self._restarts)
 
     @property
+    def parts(self) -> tuple[Part, ...]:
+        """The requests made for it, in order; more than one where replicas were lost."""
+        parts, part = [], self.last_part
+        while part is not None:
+            parts.append(part)
+            part = part.before
+        return tuple(reversed(parts))
+
+    @property
     def replica(self) -> str:
         """Name of the engine that was asked last; empty before the first request."""
-        return self.parts[-1].replica if self.parts else ""
+        return "" if self.last_part is None else self.last_part.replica
 
     @property
     def request_id(self) -> str:
         """Of the request that was made last; empty before the first one."""
-        return self.parts[-1].request_id if self.parts else ""
+        return "" if self.last_part is None else self.last_part.request_id
 
     @property
     def discarded_tokens(self) -> int:
@@ -215,8 +229,7 @@ class Generation:
     def begin(self, request_id: str, replica: str) -> Part:
         """What is taken from now on comes from this request, after the tokens there are."""
         self.finish_reason = None
-        part = Part(request_id, replica, self.count)
-        self.parts += (part,)
+        part = self.last_part = Part(request_id, replica, self.count, before=self.last_part)
         return part
 
     def top(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] | None:
@@ -268,7 +281,7 @@ class Generation:
         if has_more:
             self._check_top(chunk)
             self._check_experts(chunk)
-        part = self.parts[-1] if self.parts else self.begin("", "")  # else filled by hand
+        part = self.last_part or self.begin("", "")  # else filled by hand
         had, count = part.count, 0
         if chunk.offset == had:
             count = size // 4

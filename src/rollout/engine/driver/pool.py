@@ -338,6 +338,7 @@ class EnginePool(PoolMaintenance):
             sampling=sampling,
             rules=self._rules,
             priority=priority,
+            group_id=group_id,
             known_experts=known_experts,
             deadline=deadline,
             hold=hold,
@@ -346,7 +347,7 @@ class EnginePool(PoolMaintenance):
         )
         if info.expert_shape is not None:
             generation.expert_room = attempt.prompt_tokens - known_experts
-        return self._requests.run(attempt, group_id=group_id)
+        return self._requests.run(attempt)
 
     def forget(self, session_id: str) -> None:
         """The trajectory has ended; nothing is kept for it."""

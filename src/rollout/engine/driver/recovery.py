@@ -110,6 +110,7 @@ class Attempt:
         generation: Filled by one request after the other.
         session_id: The trajectory, for errors.
         priority: Larger is served first.
+        group_id: Trajectories that begin with the same prompt; "" for one on its own.
         refusals: How often engines that were full refused it.
         isolation: Where it has a replica to itself, until it is no suspect any more.
         is_interrupted: Its request is cut off, to resume later from the tokens that it has.
@@ -127,6 +128,7 @@ class Attempt:
     _sampling: SamplingParams
     _rules: RecoveryRules
     priority: int = 0
+    group_id: str = ""
     _known_experts: int = 0
     _deadline: PausableDeadline | None = None
     hold: Hold | None = None
@@ -198,8 +200,8 @@ class Attempt:
     @property
     def has_answer(self) -> bool:
         """Whether the replica that was asked last has given it a token."""
-        parts = self.generation.parts
-        return bool(parts) and parts[-1].count > 0
+        part = self.generation.last_part
+        return part is not None and part.count > 0
 
     @property
     def is_suspect(self) -> bool:

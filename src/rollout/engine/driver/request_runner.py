@@ -87,13 +87,13 @@ class RequestRunner:
         self._now = loop_clock()
         self._on_gone = self._released  # one for all requests
 
-    async def run(self, attempt: Attempt, *, group_id: str) -> None:
+    async def run(self, attempt: Attempt) -> None:
         """Make requests until the attempt has its answer; see `EnginePool.generate`.
 
         Cancelled, or at the deadline, it has the engine end the request, and waits a moment for the
         tokens that the last answer brings: they have been sampled already.
         """
-        avoid: str | None = None
+        avoid: str | None = None  # every trajectory waits in this frame: its names cost each
         self.active[attempt] = None
         if attempt.hold is not None:
             attempt.hold.begin(attempt)
@@ -102,44 +102,36 @@ class RequestRunner:
                 if attempt.hold is not None and attempt.hold.is_closed:
                     await self._wait_held(attempt, attempt.hold)
                 attempt.waits_since = self._now()
-                events = self._events
                 pending: PendingRequest | None = None
-                dispatch = self._place_at_once(attempt, group_id, avoid, attempt.waits_since)
+                dispatch = self._place_at_once(attempt, avoid, attempt.waits_since)
                 if dispatch is None:
-                    dispatch = await self._place(attempt, group_id, avoid)
+                    dispatch = await self._place(attempt, avoid)
                 if dispatch is None:
                     continue  # it is held
                 channel = self._begin(attempt, dispatch)
                 try:
                     if channel.is_full:
-                        with attempt.in_time():
-                            await self._wait_for_room(channel, dispatch, attempt)
+                        await self._wait_for_room(channel, dispatch, attempt)
                     pending = self._submit(channel, dispatch, attempt)
-                    if events.tells_all:
-                        tell_request_placed(events, attempt, pending)
-                    attempt.pending = pending
-                    self.deadlines.look_at(attempt.deadline)
                     try:  # right here: each coroutine around this wait is one for each trajectory
                         await pending.done
-                    except BaseException as error:
+                    except anyio.get_cancelled_exc_class():
                         channel.abandon_nowait(pending)
-                        if isinstance(error, anyio.get_cancelled_exc_class()):
-                            with cleanup_scope(self._last_answer_s):
-                                await pending.done
-                        raise  # else it is closed by force, which may not be awaited in
+                        with cleanup_scope(self._last_answer_s):
+                            await pending.done
+                        raise
+                    except BaseException:  # closed by force, which may not be awaited in
+                        channel.abandon_nowait(pending)
+                        raise
                     finally:
                         pending.generation = attempt.pending = None
                     if pending.given_up_at is not None:
                         raise attempt.overdue()
                 finally:
-                    self._end(attempt)
-                    if events.is_on:
-                        tell_request_ended(events, attempt, pending, self._now())
+                    self._end(attempt, pending)
                 if pending.finish_reason in WHOLE_ANSWERS or await self._is_over(attempt, pending):
                     return
-                is_cut_off = pending.finish_reason == "abort"
-                is_alone = len(self._router.replicas) == 1
-                avoid = None if is_cut_off or is_alone else dispatch.replica.name
+                avoid = self._to_avoid(pending)
         finally:
             attempt.resume_deadlines()
             del self.active[attempt]
@@ -230,20 +222,24 @@ class RequestRunner:
             raise attempt.failed(pending.error or f"{generation.replica}: the engine failed")
         return True
 
-    def _place_at_once(
-        self, attempt: Attempt, group_id: str, avoid: str | None, now: float
-    ) -> Dispatch | None:
+    def _to_avoid(self, pending: PendingRequest) -> str | None:
+        """The replica that is not to get the request which is made in place of this one."""
+        if pending.finish_reason == "abort" or len(self._router.replicas) == 1:
+            return None
+        return pending.part.replica
+
+    def _place_at_once(self, attempt: Attempt, avoid: str | None, now: float) -> Dispatch | None:
         """A place on a replica; None where it is to be waited for.
 
         Args:
             avoid: A replica that gets it only where no other one does.
         """
-        dispatch = None if self._wait_queue else self._ask(attempt, group_id, avoid, now)
+        dispatch = None if self._wait_queue else self._ask(attempt, avoid, now)
         if dispatch is not None:
             self._wait_queue.wake_next()  # there may be room for the next one too
         return dispatch
 
-    async def _place(self, attempt: Attempt, group_id: str, avoid: str | None) -> Dispatch | None:
+    async def _place(self, attempt: Attempt, avoid: str | None) -> Dispatch | None:
         """Wait for a place on a replica; waiting requests are served by priority.
 
         None where its trajectory is held meanwhile.
@@ -263,7 +259,7 @@ class RequestRunner:
                     return None
             if not has_turn:
                 raise attempt.failed(f"no engine is left: {self.last_failure}", reason=NO_ENGINE)
-            dispatch = self._ask(attempt, group_id, avoid, self._now())
+            dispatch = self._ask(attempt, avoid, self._now())
         self._wait_queue.wake_next()
         return dispatch
 
@@ -277,22 +273,20 @@ class RequestRunner:
         attempt.queue_scope = None
         return has_turn
 
-    def _ask(
-        self, attempt: Attempt, group_id: str, avoid: str | None, now: float
-    ) -> Dispatch | None:
+    def _ask(self, attempt: Attempt, avoid: str | None, now: float) -> Dispatch | None:
         attempt.asked_at = now
         if self.is_admission_blocked:
             return None
         dispatch = self._router.assign(
             attempt.session_id,
-            group_id=group_id,
+            group_id=attempt.group_id,
             prompt_tokens=attempt.prompt_tokens,
             max_new_tokens=attempt.sampling.max_new_tokens,
             avoid=avoid,
             now=now,
         )
         if dispatch is None and avoid is not None:
-            return self._ask(attempt, group_id, None, now)
+            return self._ask(attempt, None, now)
         return dispatch
 
     def _begin(self, attempt: Attempt, dispatch: Dispatch) -> Channel:
@@ -305,22 +299,25 @@ class RequestRunner:
         attempt.begin_request(replica.name)
         return replica.channel
 
-    def _end(self, attempt: Attempt) -> None:
-        """It is not any more."""
+    def _end(self, attempt: Attempt, pending: PendingRequest | None) -> None:
+        """It is not any more; None: nothing was sent."""
         attempt.end_request()
         if attempt.isolation is not None:
             attempt.isolation.end()
             attempt.isolation = None
+        if self._events.is_on:
+            tell_request_ended(self._events, attempt, pending, self._now())
 
     async def _wait_for_room(self, channel: Channel, dispatch: Dispatch, attempt: Attempt) -> None:
         try:
-            await channel.wait_for_room(attempt.prompt_tokens)
+            with attempt.in_time():
+                await channel.wait_for_room(attempt.prompt_tokens)
         except BaseException:
             self._release(dispatch, generated=None)
             raise
 
     def _submit(self, channel: Channel, dispatch: Dispatch, attempt: Attempt) -> PendingRequest:
-        return channel.submit_nowait(
+        pending = attempt.pending = channel.submit_nowait(
             attempt.submit(self._ids.new()),
             attempt.generation,
             self._on_gone,
@@ -330,6 +327,10 @@ class RequestRunner:
             media=attempt.media,
             asker=attempt,
         )
+        self.deadlines.look_at(attempt.deadline)
+        if self._events.tells_all:
+            tell_request_placed(self._events, attempt, pending)
+        return pending
 
     def _end_isolation(self, name: str) -> None:
         self._router.end_isolation(name)

@@ -31,10 +31,10 @@ class Teller:
         created: Seconds since 1970.
     """
 
-    def __init__(self, model: str, created: int, decode: Callable[[tuple[int, ...]], str]) -> None:
+    def __init__(self, model: str, created: int, spell: Callable[[int], bytes]) -> None:
         self.model = model
         self.created = created
-        self._decode = decode
+        self._spell = spell
 
     def log_probs(self, answer: Answer) -> list[dict[str, Any]]:
         """One entry for each sampled id, as OpenAI's APIs have it."""
@@ -51,9 +51,9 @@ class Teller:
         ]
 
     def _token(self, token_id: int, log_prob: float) -> dict[str, Any]:
-        text = self._decode((token_id,))
-        spelling = list(text.encode(errors="replace"))
-        return {"token": text, "logprob": max(log_prob, LEAST_LOG_PROB), "bytes": spelling}
+        spelling = self._spell(token_id)
+        text = spelling.decode(errors="replace")
+        return {"token": text, "logprob": max(log_prob, LEAST_LOG_PROB), "bytes": list(spelling)}
 
 
 class Telling:
