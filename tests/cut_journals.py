@@ -28,6 +28,5 @@ def cut_before_end(path: Path) -> None:
                     ]
                     frame = FrameBuffer()
                     frame.add(before)
-                    with frame.closed() as whole:
-                        path.write_bytes(data[: each.start] + whole)
+                    path.write_bytes(data[: each.start] + b"".join(frame.parts()))
                     return

@@ -115,11 +115,23 @@ def test_load_trajectories_without_the_first_record_is_refused(path: Path) -> No
         rollout.load_trajectories(bad)
 
 
+def test_frame_that_is_filled_again_has_nothing_of_before() -> None:
+    used, new = FrameBuffer(), FrameBuffer()
+    for size in (5000, 10, 300):
+        used.add([[2, "a" * size], [2, "b"]])
+    used.clear()
+    for each in (used, new):
+        each.add([[2, "c" * 200]])
+        each.add([[2, "d"]], is_whole=True)
+    assert b"".join(used.parts()) == b"".join(new.parts())
+    assert (used.count, used.size) == (2, len(b"".join(new.parts())))
+    assert [each.count for each in used.divided()] == [1, 1]
+
+
 def test_frame_after_bytes_that_look_like_many_is_found() -> None:
     buffer = FrameBuffer()
     buffer.add([[2, "a"]])
-    with buffer.closed() as made:
-        frame = bytes(made)
+    frame = b"".join(buffer.parts())
     # Ids and a payload of no frame: each place could begin one, and none does.
     ids = np.full(1000, 0xDD, dtype="<i4").tobytes()
     likeness = (frame[HEAD:] * 3)[: len(frame) * 2]

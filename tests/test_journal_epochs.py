@@ -73,8 +73,7 @@ def old(path: Path) -> Path:
         for _, record in records_of(frame):
             fields = msgspec.msgpack.decode(record)
             made.add([fields[:PROMPT_FIELDS] if fields[0] == PROMPT_TAG else fields])
-        with made.closed() as whole:
-            written.append(bytes(whole))
+        written += made.parts()
     copy.write_bytes(b"".join(written))
     return copy
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -20,6 +21,7 @@ from rollout import (
     Trajectory,
     function_tool,
 )
+from rollout.scheduling.journal.packed_trajectory import packed_prompt
 from rollout.scheduling.journal.plain_data import (
     EXPECTED,
     MAX_DEPTH,
@@ -158,3 +160,17 @@ def test_extra_itself_may_be_any_mapping(tmp_path: Path) -> None:
     again = run(config_of(path), [given], reward=None, resume=True).trajectories[0]
     assert dict(again.extra) == {"a": (1, 2)}
     assert plain_items(defaultdict(int, b=1), "here") == {"b": 1}
+
+
+@pytest.mark.parametrize("ground_truth", [None, 1.5, "42", b"42", [4, 2], {"a": ["b"]}])
+@pytest.mark.parametrize("message", [{"role": "user", "content": "hé"}, {"content": ["a"]}])
+def test_packed_prompt_is_its_fields_by_name(message: dict[str, Any], ground_truth: Any) -> None:
+    prompt = Prompt(messages=[message, message], uid="a", ground_truth=ground_truth)
+    fields = {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
+    assert packed_prompt(prompt, "prompts[0]") == msgspec.msgpack.encode(fields)
+
+
+def test_packed_prompt_of_a_text_that_no_file_holds_names_the_field() -> None:
+    prompt = Prompt(messages=[{"role": "user", "content": "\ud800"}])
+    with pytest.raises(JournalError, match=r"messages\[0\]\['content'\] is a str that"):
+        packed_prompt(prompt, "prompts[0]")

@@ -46,14 +46,13 @@ class Telling:
 
     def tell(self, prefix: TokenPrefix, generation: Generation) -> TurnEntry:
         row = self.row_of(prefix)
-        told, kept = row.untold()
         ids, log_probs = generation.packed()
-        place, context = (prefix.length, 0, 7), prefix.pieces[told:]
+        kept, context = row.tell(ids)
+        place = prefix.length, 0, 7
         number = row.number
         values: list[Any] = [KEY, 0, "s", 0, place, number, kept, context, ids, log_probs]
         entry = TurnEntry(*values, [[0, len(ids) // 4]], "stop", 0, 0, 0.0)
         entry.answers = GivenAnswers(b"calls", [], 0.0, (), {})
-        row.add(ids)
         self.read.add(entry)
         return entry
 

@@ -26,11 +26,12 @@ class TokenPrefix(msgspec.Struct, eq=False, gc=False):
     Attributes:
         checked: How many of the first ids are known to lie in the engines' vocabulary.
         length: How many ids there are. `len` makes another number for each who keeps it.
+        pieces: All ids, packed, as they were appended; to be read.
     """
 
     checked: int = 0
     length: int = 0
-    _pieces: list[bytes] = []
+    pieces: list[bytes] = []
     _sum: int = 0  # of the first `_summed` ids
     _summed: int = 0
     #: What the replica has that was asked last; of earlier ones in `_others`.
@@ -54,15 +55,15 @@ class TokenPrefix(msgspec.Struct, eq=False, gc=False):
         """Append packed ids, int32; bytes are kept as they are."""
         piece = ids if isinstance(ids, bytes) else ids.tobytes()
         if piece:
-            if self._pieces:  # a new tuple would touch all pieces, at each turn
-                self._pieces.append(piece)
+            if self.pieces:  # a new tuple would touch all pieces, at each turn
+                self.pieces.append(piece)
             else:
-                self._pieces = [piece]  # a list that grows has room for more
+                self.pieces = [piece]  # a list that grows has room for more
             self.length += len(piece) // 4
 
     def begin(self, pieces: Sequence[bytes]) -> None:
         """The first packed ids, in pieces of which none is empty."""
-        self._pieces = list(pieces)
+        self.pieces = list(pieces)
         self.length = sum(map(len, pieces)) // 4
 
     def sum_of(self, length: int) -> int:
@@ -74,17 +75,12 @@ class TokenPrefix(msgspec.Struct, eq=False, gc=False):
             self._summed = length
         return self._sum
 
-    @property
-    def pieces(self) -> list[bytes]:
-        """All ids, packed, as they were appended."""
-        return self._pieces
-
     def packed(self, start: int = 0, stop: int | None = None) -> bytes:
         """The ids from index `start` up to `stop`, int32 little-endian."""
         stop = self.length if stop is None else min(stop, self.length)
         if start >= stop:
             return b""
-        pieces, begun = self._pieces, self.length
+        pieces, begun = self.pieces, self.length
         newest = pieces[-1]
         if stop == begun and start == begun - len(newest) // 4:  # as a rule
             return newest

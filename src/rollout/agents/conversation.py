@@ -221,7 +221,7 @@ class Conversation(OpeningConversation):
         log = self._state.log
         if log is None:
             return False
-        prefix, took_s = self.transcript.prefix, self._state.clock() - started
+        prefix, took_s = self._log.transcript.prefix, self._state.clock() - started
         session, turn = self._session_id, self.assistant_turns
         return log.note_turn(prefix, drawn, session, turn, generation, took_s)
 

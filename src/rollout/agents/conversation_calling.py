@@ -73,7 +73,7 @@ class CallingConversation(ListeningConversation):
     async def _answers_to(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[ToolResult]:
         """What the tools answer, or have answered when the trajectory came here before."""
         state, log, offered = self._state, self._state.log, self._offered
-        asked = None if log is None else log.asked(self.transcript.prefix, calls)
+        asked = None if log is None else log.asked(self._log.transcript.prefix, calls)
         if log is not None and asked is not None and log.has_answers:
             known = await log.recall_answers(asked)
             if known is not None:
@@ -91,8 +91,7 @@ class CallingConversation(ListeningConversation):
         if log is not None and asked is not None:
             answers = Answers(results, state.tools.seconds - before)
             if state.tools.has_states:
-                stateful, snapshots = await state.tools.states_after(calls)
-                answers = answers._replace(stateful=stateful, snapshots=snapshots)
+                answers.stateful, answers.snapshots = await state.tools.states_after(calls)
             if log.note_answers(asked, self._session_id, self.assistant_turns, answers):
                 await log.room()
         return results

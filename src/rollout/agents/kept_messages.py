@@ -96,7 +96,7 @@ class PackedMessages(NamedTuple):
         rows: The numbers of the rows that the places speak of.
     """
 
-    entries: list[Any]
+    entries: Sequence[Any]
     places: bytes
     rows: list[int]
 
@@ -240,7 +240,9 @@ class KeptMessages(Sequence[Message]):
         numbers = [each for each in own if each is not None]
         if len(numbers) < len(own):
             return None
-        entries = [pack(each) if type(each) is Message else each for each in self._entries]
+        entries: Sequence[Any] = self._entries
+        if Message in map(type, entries):  # seldom
+            entries = [pack(each) if type(each) is Message else each for each in entries]
         return PackedMessages(entries, self._places, numbers)
 
     @classmethod

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from rollout.token_prefix import TokenPrefix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
-    from rollout.token_prefix import TokenPrefix
     from rollout.tools.answers import Answers
     from rollout.types import InvalidToolCall, ToolCall
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 Place = tuple[int, int, int]
 
 
-class AskedCalls(NamedTuple):
+class AskedCalls(msgspec.Struct, frozen=True, gc=False):
     """Calls of tools, as they are remembered.
 
     Attributes:

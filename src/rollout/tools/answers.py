@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+import msgspec
 
-    from rollout.tools.results import ToolResult
+from rollout.tools.results import ToolResult
 
 _NO_SNAPSHOTS: Mapping[str, Any] = MappingProxyType({})
 
 
-class Answers(NamedTuple):
+class Answers(msgspec.Struct, gc=False):
     """Results, and what there is of the tools' states after them.
 
     Attributes:

@@ -82,7 +82,7 @@ class PromptEntry(msgspec.Struct, array_like=True, tag=1):
     source: int = 0
 
 
-class GivenAnswers(msgspec.Struct, array_like=True):
+class GivenAnswers(msgspec.Struct, array_like=True, gc=False):
     """What tools answered to a turn, as part of its record; see `AnswersEntry`.
 
     Attributes:

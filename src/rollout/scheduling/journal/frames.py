@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -27,6 +26,7 @@ MAGIC_OF_ANY = b"rollout journal "
 _HEAD = struct.Struct("<II")
 _encode_into = msgspec.msgpack.Encoder().encode_into
 _encode = msgspec.msgpack.Encoder().encode
+_raw_batch = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _raw_batches = msgspec.msgpack.Decoder(list[list[msgspec.Raw]])
 #: Of an array whose length is a u32: what it begins with, so that it can be filled as batches come.
 _ARRAY, _COUNT = 0xDD, struct.Struct(">BI")
@@ -35,7 +35,12 @@ _ARRAY, _COUNT = 0xDD, struct.Struct(">BI")
 _FIRST_RECORD = re.compile(
     rb"\xdd\0...(?:[\x91-\x9f]|\xdc..|\xdd....)(?:[\x91-\x9f]|\xdc..)[\0-\x1f]", re.DOTALL
 )
-_EMPTY = bytes(_HEAD.size + _COUNT.size)
+#: Bytes of a frame before its first batch.
+_BEFORE = _HEAD.size + _COUNT.size
+#: Bytes, and batches, with which a frame is full; the system writes 1024 parts at once.
+FULL, _MOST_BATCHES = 1 << 19, 1 << 9
+#: Batches whose memory is kept.
+_KEPT = 16
 #: No frame is longer; what says otherwise is no frame.
 MAX_PAYLOAD = 1 << 30
 
@@ -67,28 +72,36 @@ class Damage(NamedTuple):
 
 
 class FrameBuffer:
-    """A frame that is filled, written and filled again: memory that is new for each one would come
-    from the system, page by page.
+    """A frame that is filled, written and filled again.
+
+    Each of its batches has memory of its own, which is kept: that of one long buffer would be given
+    to the system and taken from it again, page by page, and that costs three times the encoding.
 
     Attributes:
         size: In bytes, as far as it is filled.
         count: Of its records.
     """
 
-    __slots__ = ("_buffer", "_counts", "_wholes", "count", "size")
+    __slots__ = ("_buffers", "_counts", "_wholes", "count", "size")
 
     def __init__(self) -> None:
-        self._buffer = bytearray(_EMPTY)
+        self._buffers: list[bytearray] = []
         #: How many records each of its batches has, and which of them are not divided.
         self._counts: list[int] = []
         self._wholes: set[int] = set()
-        self.size, self.count = len(_EMPTY), 0
+        self.size, self.count = _BEFORE, 0
 
     def clear(self) -> None:
         """It is empty."""
-        self.size, self.count = len(_EMPTY), 0
+        self.size, self.count = _BEFORE, 0
+        del self._buffers[_KEPT:]
         self._counts.clear()
         self._wholes.clear()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is as long as frames become."""
+        return self.size > FULL or len(self._counts) >= _MOST_BATCHES
 
     def add(self, records: Sequence[Any], *, is_whole: bool = False) -> None:
         """One more batch of records.
@@ -100,29 +113,31 @@ class FrameBuffer:
         Raises:
             TypeError, ValueError, OverflowError: One cannot be encoded; the frame is as it was.
         """
-        _encode_into(records, self._buffer, self.size)
-        self.size = len(self._buffer)
+        at = len(self._counts)
+        if at == len(self._buffers):
+            self._buffers.append(bytearray())
+        buffer = self._buffers[at]
+        _encode_into(records, buffer)
         if is_whole:
-            self._wholes.add(len(self._counts))
+            self._wholes.add(at)
         self._counts.append(len(records))
         self.count += len(records)
+        self.size += len(buffer)
 
-    @contextmanager
-    def closed(self) -> Iterator[memoryview]:
-        """It as it stands in the file, in the block."""
-        _COUNT.pack_into(self._buffer, _HEAD.size, _ARRAY, len(self._counts))
-        with memoryview(self._buffer) as whole, whole[: self.size] as frame:
-            with frame[_HEAD.size :] as payload:
-                checksum = zlib.crc32(payload)
-            _HEAD.pack_into(frame, 0, self.size - _HEAD.size, checksum)
-            yield frame
+    def parts(self) -> list[bytes | bytearray]:
+        """It as it stands in the file, in parts; they are its own until it is cleared."""
+        count = len(self._counts)
+        checksum = zlib.crc32(begin := _COUNT.pack(_ARRAY, count))
+        batches = self._buffers[:count]
+        for each in batches:
+            checksum = zlib.crc32(each, checksum)
+        return [_HEAD.pack(self.size - _HEAD.size, checksum) + begin, *batches]
 
     def divided(self) -> list[FrameBuffer]:
         """Its records, each in a frame of its own, or with those that it is kept together with."""
-        with self.closed() as frame:
-            batches = _raw_batches.decode(frame[_HEAD.size :])
         made = []
-        for number, records in enumerate(batches):
+        for number, buffer in enumerate(self._buffers[: len(self._counts)]):
+            records = _raw_batch.decode(buffer)
             is_whole = number in self._wholes
             for part in [records] if is_whole else [[each] for each in records]:
                 made.append(FrameBuffer())
@@ -137,7 +152,7 @@ def records_of(frame: Frame) -> list[tuple[int, bytes]]:
         msgspec.MsgspecError: It holds none.
     """
     found = []
-    at = frame.start + len(_EMPTY)
+    at = frame.start + _BEFORE
     for batch in _raw_batches.decode(frame.payload):
         at += len(_encode([None] * len(batch))) - len(batch)  # what an array begins with
         for record in map(bytes, batch):

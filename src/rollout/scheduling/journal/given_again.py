@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -80,6 +81,8 @@ def plain_states(states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _RESULT_FIELDS = ("text", "data", "reward", "metrics", "is_error", "end_trajectory", "extra")
+#: Of a result of which text is all, these are empty, and the other two are None.
+_more_of = attrgetter("metrics", "extra", "is_error", "end_trajectory", "images", "videos")
 _TO_PLAIN = {"metrics": plain_items, "extra": plain_items}
 
 
@@ -89,16 +92,13 @@ def fields_of(result: ToolResult, at: int) -> str | list[Any]:
     Raises:
         JournalError: It holds what is no plain data.
     """
-    if result.has_media:
-        return [
-            *_fields(result, at),
-            *([without_content(m) for m in each] for each in shown(result)),
-        ]
-    says_more = result.metrics or result.extra or result.is_error or result.end_trajectory
-    if result.data is None and result.reward is None and not says_more:
+    if result.data is None and result.reward is None and not any(_more_of(result)):
         text = result.text
         return text if text.isascii() else str(plain(text, f"answers[{at}].text"))
-    return _fields(result, at)
+    fields = _fields(result, at)
+    if result.has_media:
+        fields += ([without_content(m) for m in each] for each in shown(result))
+    return fields
 
 
 def _fields(result: ToolResult, at: int) -> list[Any]:

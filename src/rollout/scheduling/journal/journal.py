@@ -103,7 +103,7 @@ class Journal(OpenJournal):
             return []
         identity = members[0].identity
         step, validate = identity.step, identity.validate
-        before = self._calls_before(step, validate)
+        before, known = self._calls_before(step, validate), self._contents.prompts
         for member in members:
             uid, group = member.identity.uid, member.identity.group
             if uid not in entries:
@@ -111,9 +111,10 @@ class Journal(OpenJournal):
                 fields = self._fields(member.prompt, where, faults)
                 call = before[uid] if known_call is None else known_call
                 entries[uid] = entry = PromptEntry(step, uid, validate, call, fields)
-                if known_call is None:
-                    self._pass_over_others(entry, is_pulled=is_pulled)
-                faults += self._changes(entry, where)
+                if known:
+                    if known_call is None:
+                        self._pass_over_others(entry, is_pulled=is_pulled)
+                    faults += self._changes(entry, where)
         if faults:
             raise PromptError("\n".join(faults))
         if known_call is None:
@@ -124,8 +125,7 @@ class Journal(OpenJournal):
             uid = member.identity.uid
             key = Key(step, uid, member.identity.member, validate, entries[uid].call)
             member.log = TrajectoryLog(self, key, recorded.pop(key, None) if recorded else None)
-        known = self._contents.prompts
-        return [each for each in entries.values() if _prompt_key(each) not in known]
+        return [each for each in entries.values() if not known or _prompt_key(each) not in known]
 
     def _pass_over_others(self, entry: PromptEntry, *, is_pulled: bool) -> None:
         """Have a call that begins take no number that an earlier process gave to another one.

@@ -14,10 +14,10 @@ import anyio
 
 from rollout.bridge import event_type, has_virtual_clock, loop_poster
 from rollout.disk_room import unwritable
-from rollout.scheduling.journal.frames import MAGIC, FrameBuffer
+from rollout.scheduling.journal.frames import FULL, MAGIC, FrameBuffer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from rollout.errors import RolloutError
@@ -34,8 +34,8 @@ _HURRY_S, SOON_S = 0.03, 0.002
 RETRY_S = 1.0
 #: Records that wait to be written before trajectories wait for them.
 MAX_WAITING = 1 << 16
-#: Bytes after which a frame is closed, and records after which they are encoded.
-_FRAME, _BATCH = 1 << 19, 32
+#: Records after which they are encoded.
+_BATCH = 32
 #: What a record that is no plain data raises.
 _UNENCODABLE = (TypeError, ValueError, OverflowError)
 
@@ -83,7 +83,10 @@ class JournalWriter:
         self._path, self._descriptor, self._syncs = path, descriptor, syncs
         #: Records that are to be encoded: one by one that costs twice as much. Under the lock, for
         #: the thread does so as well, they are taken from here into what is to be written.
-        self._put: deque[Entry] = deque()
+        self._put: list[Entry] = []
+        #: With this number there is more to do than to put: 0 while the thread idles, else where a
+        #: batch is whole. One look at it is all that most records cost.
+        self._due = 0
         self._open, self._lock = FrameBuffer(), threading.RLock()
         self._encoded = 0
         self._is_together = False
@@ -105,20 +108,25 @@ class JournalWriter:
             self._thread = threading.Thread(target=self._run, name="rollout-journal", daemon=True)
             self._thread.start()
 
-    def put(self, entry: Entry, *, is_large: bool = False) -> int:
+    def put(self, entry: Entry) -> int:
         """Have a record written; its number. On the loop.
 
         Args:
             entry: It is encoded later: nothing in it may change, and it must be plain data.
-            is_large: Whether it may be of megabytes.
         """
-        self.put_count = number = self.put_count + 1  # first: what is encoded is never more
+        self.put_count = number = self.put_count + 1  # first: what is written is never more
         self._put.append(entry)
-        if (is_large or len(self._put) >= _BATCH) and not self._is_together:
-            with self._lock, suppress(*_UNENCODABLE):
-                self._encode()
-        if not self._is_awake:
-            self._awake()
+        if number >= self._due:
+            if len(self._put) >= _BATCH:
+                self._encode_now()
+            if not self._is_awake:
+                self._awake()
+        return number
+
+    def put_large(self, entry: Entry) -> int:
+        """The same of one that may be of megabytes, which do not wait to be encoded."""
+        number = self.put(entry)
+        self._encode_now()
         return number
 
     def complete(self, turn: TurnEntry, number: int, answers: GivenAnswers) -> bool:
@@ -135,6 +143,12 @@ class JournalWriter:
             turn.answers = answers
         return True
 
+    def _encode_now(self) -> None:
+        """Encode what was put, unless it is to be one batch with what follows."""
+        if not self._is_together:
+            with self._lock, suppress(*_UNENCODABLE):
+                self._encode()
+
     def _encode(self, *, is_whole: bool = False) -> None:
         """What was put is in the open frame then; with the lock.
 
@@ -144,11 +158,12 @@ class JournalWriter:
         """
         count = len(self._put)  # the loop may add more meanwhile
         if count:
-            self._open.add([self._put[at] for at in range(count)], is_whole=is_whole)
-            for _ in range(count):
-                self._put.popleft()
-            self._encoded = self.put_count
-        if self._open.size > _FRAME:
+            self._open.add(self._put[:count], is_whole=is_whole)
+            del self._put[:count]
+            self._encoded += count
+            if self._thread is not None:
+                self._due = self._encoded + _BATCH
+        if self._open.is_full:
             self._fill()
 
     def _fill(self) -> None:
@@ -167,8 +182,7 @@ class JournalWriter:
     def together(self) -> Iterator[None]:
         """What is put in the block is in the file as a whole, or not at all."""
         with self._lock:
-            with suppress(*_UNENCODABLE):
-                self._encode()
+            self._encode_now()
             self._is_together = True
             try:
                 yield
@@ -244,7 +258,7 @@ class JournalWriter:
 
     def _gather(self) -> None:
         """Until something was put, and time for more has passed."""
-        self._is_awake = False
+        self._is_awake, self._due = False, 0
         within_s = self._gather_s
         if not (self._put or self._open.count or self._full):
             within_s = self._signals.get()  # whatever is put from here on sends one
@@ -262,7 +276,7 @@ class JournalWriter:
                 if self._open.count:
                     self._fill()
             if not self.size:
-                self._append(memoryview(MAGIC))
+                self._append([MAGIC])
             while self._full:
                 self._write_first()
             self.failure = None
@@ -285,7 +299,7 @@ class JournalWriter:
         """
         frame = self._full[0]
         try:
-            self._write(frame)
+            self._append(frame.parts())
         except OSError:
             parts = frame.divided()
             if len(parts) < 2:
@@ -293,30 +307,27 @@ class JournalWriter:
             self._full.popleft()
             self._full.extendleft(reversed(parts))
             frame = parts[0]
-            self._write(frame)
+            self._append(frame.parts())
         self._full.popleft()
         self.written += frame.count
         self.admitted = self.written + self.allowance
-        if frame.size < 2 * _FRAME:  # that of a film is too much to keep
+        if frame.size < 2 * FULL:  # that of a film is too much to keep
             frame.clear()
             self._spare.append(frame)
 
-    def _write(self, frame: FrameBuffer) -> None:
-        with frame.closed() as view:
-            self._append(view)
-
-    def _append(self, frame: memoryview) -> None:
+    def _append(self, frame: Sequence[bytes | bytearray]) -> None:
         """All of a frame, or nothing of it."""
-        done = 0
+        size = sum(map(len, frame))
         try:
-            while done < len(frame):
-                done += os.write(self._descriptor, frame[done:])
+            done = os.writev(self._descriptor, frame)
+            while done < size:  # as a rule there is no room, and this says so
+                done += os.write(self._descriptor, b"".join(frame)[done:])
             if self._syncs:
                 os.fdatasync(self._descriptor)
         except OSError:
             os.ftruncate(self._descriptor, self.size)
             raise
-        self.size += len(frame)
+        self.size += size
 
     def _tell(self) -> None:
         """Wake those who wait; on the loop."""

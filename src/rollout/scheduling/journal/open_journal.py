@@ -106,7 +106,7 @@ class OpenJournal:
     def put_media(self, contents: Mapping[str, bytes]) -> None:
         """Have these contents written, by digest, unless they are."""
         for digest in contents.keys() - self._written_media:
-            self.put(MediumEntry(digest, contents[digest]), is_large=True)
+            self.writer.put_large(MediumEntry(digest, contents[digest]))
             self._written_media.add(digest)
 
     @property

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
+from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -77,6 +79,7 @@ class _Trajectory(msgspec.Struct, array_like=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 _NUMBERS = frozenset((int, float, bool))
+_SINGLE, _TEXT = frozenset((type(None), str, int, float, bool, bytes)), frozenset((str,))
 _decoder = msgspec.msgpack.Decoder(_Trajectory, ext_hook=restored)
 
 
@@ -293,6 +296,9 @@ def packed_prompt(prompt: Prompt, where: str) -> bytes:
     Raises:
         JournalError: One holds what is no plain data; names it.
     """
+    with suppress(TypeError, ValueError, OverflowError):  # what follows names the field
+        if _says_little(prompt):
+            return _encode(prompt)
     fields = {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
     try:
         fields["messages"] = [_plain_message(each) for each in prompt.messages]
@@ -304,6 +310,21 @@ def packed_prompt(prompt: Prompt, where: str) -> bytes:
             to_plain = plain_items if isinstance(value, Mapping) else plain
             fields[name] = to_plain(value, f"{where}.{name}")
     return _encode(fields)
+
+
+def _says_little(prompt: Prompt) -> bool:
+    """Whether a prompt is plain without another look: messages of texts, and single values."""
+    if type(prompt) is not Prompt or type(prompt.messages) is not list:
+        return False
+    if prompt.sampling or prompt.tools_kwargs or prompt.extra:
+        return False
+    values = prompt.uid, prompt.agent_name, prompt.tools, prompt.ground_truth, prompt.data_source
+    if not _SINGLE.issuperset(map(type, values)):
+        return False
+    for each in prompt.messages:
+        if type(each) is not dict or not _TEXT.issuperset(map(type, chain(each, each.values()))):
+            return False
+    return True
 
 
 def _plain_message(message: Any) -> Any:

@@ -26,21 +26,30 @@ class ToldRow:
         prefix: Its ids.
         number: Of the row in its trajectory.
         turns: That told of it.
+        length: Of its ids, right after the last of these.
         is_cut: Whether not all tokens of one of these stayed.
     """
 
-    __slots__ = ("_last", "_told", "is_cut", "number", "prefix", "turns")
+    __slots__ = ("_last", "_told", "is_cut", "length", "number", "prefix", "turns")
 
     def __init__(self, prefix: TokenPrefix, number: int) -> None:
         self.prefix, self.number, self.turns = prefix, number, 0
-        self.is_cut = False
+        self.is_cut, self.length = False, 0
         self._told, self._last = 0, b""  # pieces; ids of the last turn
 
-    def add(self, ids: bytes) -> None:
-        """A turn told what was `untold`, and then these."""
-        self._told = len(self.prefix.pieces) + (len(ids) > 0)
-        self._last = ids
+    def tell(self, ids: bytes) -> tuple[int, list[bytes]]:
+        """A turn tells of what was `untold`, and then of these ids.
+
+        Returns:
+            How many ids of its last turn stayed, or `ALL`; and the pieces since then.
+        """
+        told, pieces, kept = self._told, self.prefix.pieces, ALL
+        if told and (told > len(pieces) or pieces[told - 1] is not self._last):
+            told, kept = self.untold()
+        self._told, self._last = len(pieces) + (1 if ids else 0), ids
+        self.length = self.prefix.length + len(ids) // 4
         self.turns += 1
+        return kept, pieces[told:]
 
     def untold(self) -> tuple[int, int]:
         """Up to which piece it is told, and how many ids of its last turn stayed, or `ALL`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from itertools import chain
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -55,6 +55,8 @@ logger = logging.getLogger("rollout.journal")
 UNFINISHED = frozenset(("closed", "interrupted", "surplus"))
 
 
+#: What most answers are as a record holds them.
+_TEXT = frozenset((str,))
 _NOTHING = Recorded()
 
 
@@ -85,6 +87,7 @@ class TrajectoryLog:
         "_ticket",
         "_turn",
         "_turns",
+        "_writer",
         "has_answers",
         "key",
         "recalled",
@@ -94,7 +97,7 @@ class TrajectoryLog:
         self.key = key
         self.recalled = 0
         self.has_answers = False
-        self._journal = journal
+        self._journal, self._writer = journal, journal.writer
         self._recorded = recorded or _NOTHING
         self._start = self._recorded.start
         self._ticket = self._latest = 0
@@ -196,16 +199,12 @@ class TrajectoryLog:
         seconds: float,
     ) -> bool:
         """A generation is over that continues `prefix`; whether to wait for `room`."""
-        top, experts, shape = None, None, generation.expert_shape
         ids, log_probs = generation.packed()
-        if generation.top_count:
-            top = (generation.top_count, generation.top_ids, generation.top_log_probs)
-        if shape is not None:
-            experts = (*shape, generation.expert_room, generation.routed_experts)
         row = self._row
         if row is None or row.prefix is not prefix:
             row = self._row_of(prefix)
-        told, kept = row.untold()
+        kept, context = row.tell(ids)
+        writer = self._writer
         self._turn = entry = TurnEntry(
             self.key,
             self._start,
@@ -214,7 +213,7 @@ class TrajectoryLog:
             (prefix.length, 0, sampling.seed or 0),
             row.number,
             kept,
-            prefix.pieces[told:],
+            context,
             ids,
             log_probs,
             generation.versions,
@@ -222,12 +221,15 @@ class TrajectoryLog:
             generation.cached_tokens,
             generation.resumes,
             seconds,
-            top,
-            experts,
         )
-        row.add(ids)
-        writer = self._journal.writer
-        self._latest = number = writer.put(entry, is_large=experts is not None)
+        if generation.top_count:
+            entry.top = (generation.top_count, generation.top_ids, generation.top_log_probs)
+        if generation.expert_shape is None:
+            self._latest = number = writer.put(entry)
+        else:
+            shape, experts = generation.expert_shape, generation.routed_experts
+            entry.experts = (*shape, generation.expert_room, experts)
+            self._latest = number = writer.put_large(entry)
         return number > writer.admitted
 
     def _row_of(self, prefix: TokenPrefix) -> ToldRow:
@@ -257,31 +259,29 @@ class TrajectoryLog:
         is not on its way to the file yet, and these become part of it.
         """
         try:
-            results = [fields_of(each, at) for at, each in enumerate(answers.results)]
+            results = list(map(fields_of, answers.results, count()))
             snapshots = plain_states(answers.snapshots) if answers.snapshots else {}
         except JournalError as error:
             self._journal.say_unwritable(error)
             return False
         told = (results, answers.seconds, answers.stateful, snapshots)
-        writer = self._journal.writer
-        if show_something(answers.results):  # their contents come first
+        writer, row, last, self._turn = self._writer, self._row, self._turn, None
+        if not _TEXT.issuperset(map(type, results)) and show_something(answers.results):
+            # Their contents come first.
             for result in answers.results:
                 self._journal.put_media({m.digest: m.content for m in chain(*shown(result))})
-        elif self._completed(asked, segment, turn, told):
+        elif (
+            last is not None
+            and row is not None
+            and asked.prefix is row.prefix
+            and asked.length == row.length  # else the calls came later
+            and writer.complete(last, self._latest, GivenAnswers(asked.calls, *told))
+        ):
             return self._latest > writer.admitted
         place = place_of_calls(asked)
         entry = AnswersEntry(self.key, self._start, segment, turn, place, *told)
         self._latest = number = writer.put(entry)
         return number > writer.admitted
-
-    def _completed(self, asked: AskedCalls, segment: str, turn: int, told: tuple[Any, ...]) -> bool:
-        """Whether these answers are part of their turn's record now."""
-        last, self._turn = self._turn, None
-        if last is None or last.turn + 1 != turn or last.segment != segment:
-            return False
-        if asked.length != last.place[0] + len(last.ids) // 4:  # the calls came later
-            return False
-        return self._journal.writer.complete(last, self._latest, GivenAnswers(asked.calls, *told))
 
     async def room(self) -> None:
         """Until the journal takes more."""
