@@ -159,6 +159,7 @@ def broken(**methods: Any) -> Any:
         ),
         (("a", "b", False, {}), "step of the environment returned 'b'; expected a number"),
         (("a", 1, False, 3), "step of the environment returned the info 3; expected (observation"),
+        (("a", None, False, {}), "step of the environment returned None; expected a number"),
         ((5, 1, False, {}), "step of the environment returned the observation 5; expected a text"),
     ],
 )
@@ -181,6 +182,20 @@ async def test_environment_that_raises_fails_its_trajectory_and_is_closed() -> N
     (trajectory,) = (await played(maze)).trajectories
     assert (trajectory.outcome, trajectory.cause.message) == (Outcome.FAILED, "lost")
     assert maze.log[-1] == "close"
+
+
+@pytest.mark.parametrize("length", [1, 20_000])
+async def test_environment_observation_that_is_no_text_is_named(length: int) -> None:
+    class HalfWords:
+        async def reset(self, prompt: Any) -> str:
+            return "a door"
+
+        async def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
+            return "\ud83d" + length * "x", 0.5, False, {}
+
+    (trajectory,) = (await played(HalfWords)).trajectories
+    assert trajectory.outcome is Outcome.FAILED
+    assert trajectory.cause.message == ("the messages hold '\\ud83d': half of a character, no text")
 
 
 async def test_environment_slow_step_ends_at_the_turns_deadline() -> None:

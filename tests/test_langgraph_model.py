@@ -280,3 +280,12 @@ async def test_graph_agent_at_its_deadline_is_cancelled() -> None:
 async def test_graph_agent_refuses_what_builds_nothing() -> None:
     with pytest.raises(AgentError, match="build = 5; expected a function of the model"):
         GraphAgent(5)  # type: ignore[arg-type]
+
+
+async def test_graph_agent_result_that_is_no_mapping_is_named() -> None:
+    register_agent("a_wordless_graph")(
+        GraphAgent(Graph, config={"recursion_limit": 5}, result=lambda state: None)  # type: ignore[arg-type,return-value]
+    )
+    (trajectory,) = (await tried(None, "a_wordless_graph")).trajectories
+    assert trajectory.outcome is Outcome.FAILED
+    assert trajectory.cause.message == "GraphAgent: result returned None; expected a mapping"

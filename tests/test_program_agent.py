@@ -325,6 +325,15 @@ async def test_program_agent_without_isolation_is_refused_before_engines_start(
     )
 
 
+@pytest.mark.parametrize("what", ["env", "files"])
+async def test_program_agent_what_is_no_mapping_is_named(door: FakeDoor, what: str) -> None:
+    given: dict[str, Any] = {what: ["a"]}
+    with pytest.raises(AgentError, match=rf"{what} = \['a'\]; expected a mapping"):
+        ProgramAgent("true", **given)
+    trajectory = await ran("true", **{what: lambda task: None})
+    assert trajectory.cause.message == f"ProgramAgent: {what} = None; expected a mapping"
+
+
 async def test_program_agent_wrong_files_fail_their_trajectory(door: FakeDoor) -> None:
     trajectory = await ran("true", files=lambda task: {"a": 5})
     assert trajectory.cause.message == (

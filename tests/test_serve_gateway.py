@@ -134,6 +134,9 @@ async def test_finish_gives_rows_and_tokens_rewards_of_their_own() -> None:
         )
         assert refused.status_code == 400
         assert "segment_values of the segment 2; the trajectory has 2" in refused.text
+        assert refused.json()["error"]["param"] == "segment_values"
+        short = await client.post(f"{path}/finish", json={"reward": 1.0, "token_values": [1.0]})
+        assert short.json()["error"]["param"] == "token_values"
         bare = await client.post(f"{path}/finish", json={"segment_values": {"1": 0.0}})
         assert (bare.status_code, bare.json()["error"]["param"]) == (400, "reward")
         assert (await client.get(path)).json()["reward"] is None

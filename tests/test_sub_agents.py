@@ -14,6 +14,7 @@ from rollout import (
     AgentError,
     AgentLoop,
     ConfigError,
+    EnvironmentAgent,
     LimitExceeded,
     Outcome,
     RolloutBatch,
@@ -114,6 +115,28 @@ async def test_open_segment_runs_an_agent_loop_as_it_is() -> None:
     assert [s.reward for s in batch.samples] == [1.0, 0.5]
     lengths = [t.prompt_length for t in trajectory.transcripts]
     assert lengths[0] > lengths[1]  # the other one is offered one tool of two
+
+
+async def test_environment_is_played_in_an_opened_segment() -> None:
+    class Desk:
+        async def reset(self, prompt: Any) -> str:
+            return "Bad or good?"
+
+        async def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
+            return "Thanks.", 0.25, True, {"said": action}
+
+    async def trial(context: AgentContext) -> None:
+        await context.generate()
+        critic = [{"role": "user", "content": "You are a critic."}]
+        async with context.open_segment(critic) as child:
+            await EnvironmentAgent(Desk).run(child)
+
+    (trajectory,) = (await tried(trial)).trajectories
+    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
+    main, child = trajectory.segments
+    said = [m.content for m in child.messages]
+    assert said == ["You are a critic.", "Bad or good?", "Bad."]
+    assert (main.reward, child.reward, trajectory.extra) == (None, 0.25, {"said": "Bad."})
 
 
 async def test_open_segment_several_at_once_have_seeds_and_limits_of_one_trajectory() -> None:

@@ -18,7 +18,15 @@ MAX_REWARD = float(np.finfo(np.float32).max)
 
 
 class BadRewardError(Exception):
-    """What was returned as a reward is none."""
+    """What was returned as a reward is none.
+
+    Attributes:
+        field: Of a `Reward`, which is at fault; "reward" stands for its value.
+    """
+
+    def __init__(self, message: str, field: str = "reward") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 def as_reward(value: Any, who: str) -> Reward:
@@ -35,9 +43,11 @@ def as_reward(value: Any, who: str) -> Reward:
     for name in ("extra", "segment_values"):
         given = getattr(reward, name)
         if not isinstance(given, Mapping):
-            raise BadRewardError(f"{who} returned the {name} {given!r:.80}; expected a mapping")
+            raise BadRewardError(
+                f"{who} returned the {name} {given!r:.80}; expected a mapping", name
+            )
     return Reward(
-        value=finite_number(reward.value, who),
+        value=finite_number(reward.value, who, expected="a number or a Reward"),
         extra=reward.extra,
         token_values=reward.token_values,
         turn_values=reward.turn_values,
@@ -62,17 +72,29 @@ def check_metrics(metrics: Mapping[Any, Any], who: str) -> None:
             raise BadRewardError(f"{who} put {value!r:.80} into metrics[{name!r:.80}]; {NUMBER}")
 
 
-def finite_number(value: Any, who: str) -> float:
+def finite_number(
+    value: Any, who: str, *, field: str = "reward", expected: str = "a number"
+) -> float:
     """A number as a float; a bool is 0 or 1, and NumPy's and torch's scalars are numbers too.
+
+    Args:
+        value: What `who` returned.
+        who: For the message.
+        field: That of the `BadRewardError`.
+        expected: What is taken, for the message on what is no number.
 
     Raises:
         BadRewardError: It is no finite number that float32 can hold.
     """
-    number = _as_float(value, who)
+    number = _as_float(value)
+    if number is None:
+        raise BadRewardError(f"{who} returned {value!r:.80}; expected {expected}", field)
     if not math.isfinite(number):
-        raise BadRewardError(f"{who} returned {number}; expected a finite number")
+        raise BadRewardError(f"{who} returned {number}; expected a finite number", field)
     if abs(number) > MAX_REWARD:
-        raise BadRewardError(f"{who} returned {number}; expected a number that float32 can hold")
+        raise BadRewardError(
+            f"{who} returned {number}; expected a number that float32 can hold", field
+        )
     return number
 
 
@@ -87,12 +109,12 @@ def _unwrapped(value: Any, who: str) -> Reward:
     return Reward(value=value["score"], extra=rest)
 
 
-def _as_float(value: Any, who: str) -> float:
+def _as_float(value: Any) -> float | None:
     number = value
     with suppress(AttributeError, TypeError, ValueError, RuntimeError):  # not one number
         number = value.item()
     if not isinstance(number, int | float):
-        raise BadRewardError(f"{who} returned {value!r:.80}; expected a number or a Reward")
+        return None
     try:
         return float(number)
     except OverflowError:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeGuard
 
+from rollout.errors import TemplateError
+
 
 def encodable(text: str) -> str:
     """`text` as UTF-8 can carry it: half a surrogate pair would fail in every tokenizer."""
@@ -22,6 +24,21 @@ def is_encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def check_encodable(text: str) -> None:
+    """Let messages' text pass that tokenizers take.
+
+    Raises:
+        TemplateError: It holds half of a character.
+    """
+    if text.isascii():  # costs nothing, unlike a copy of a long text
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise TemplateError(f"the messages hold {half!r}: half of a character, no text") from None
 
 
 def is_name(value: object) -> TypeGuard[str]:

@@ -240,12 +240,13 @@ class AgentContext:
         """Render the prompt and start the simulated user; `generate` does so where nobody has.
 
         Args:
-            messages: In place of the prompt's own.
-            ids: The prompt in tokens, which is then not rendered. The history is not rendered again
-                either, nor compared with a full rendering.
+            messages: In place of the prompt's own, or of those that a segment was opened with.
+            ids: The prompt in tokens. Neither it nor the history is rendered then, or compared.
         """
-        if self.transcript and messages is None and not self._is_whole:
-            return  # a segment begins as it is opened
+        if self.transcript and ids is None and not self._is_whole:
+            if messages is not None:  # a segment begins as it is opened
+                await self._main.begin_with(messages)
+            return
         if self.transcript:
             raise AgentError("begin: the trajectory has begun already")
         given = self.prompt.messages if messages is None else messages

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from rollout.agents.conversation_opening import OpeningConversation
 from rollout.agents.on_demand import NOT_MADE, ListOnDemand
-from rollout.agents.openings import begun, first_log
+from rollout.agents.openings import begun, first_log, reopened
 from rollout.agents.places import check_ids
 from rollout.agents.turn import AssistantTurn, SampledTokens
 from rollout.agents.turn_end import TurnEnd
 from rollout.agents.turn_events import tell_turn_ended, tell_turn_started
 from rollout.agents.turn_options import AS_EVER, TurnOptions
 from rollout.chat.row_beginnings import common_length
+from rollout.chat.trajectory import MAIN
 from rollout.drives import UnresponsiveError
 from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.sampling_faults import sampling_fault
@@ -91,24 +92,29 @@ class Conversation(OpeningConversation):
     async def begin_with(
         self, messages: Given, *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
-        """Begin with these messages in place of the prompt's.
+        """Begin with these messages in place of the prompt's, or of those that it was opened with.
 
         A length that the conversation runs into from now on is its agent's to judge, and ends
         nothing by itself.
 
         Args:
             messages: At least one.
-            tools: Schemas offered in place of the trajectory's tools; None: those.
+            tools: Schemas offered in place of the trajectory's tools; None: those, or what it was
+                opened with.
 
         Raises:
             LimitExceeded: They are more than fits; nothing has begun.
             AgentError: They cannot be rendered, or it has begun.
         """
-        wording = self._state.wording_of(tools)
+        is_opened = self.purpose != MAIN and tools is None
+        wording = self._wording if is_opened else self._state.wording_of(tools)
         worded = await begun("begin_with", wording, messages)
-        if self.transcript:
+        if self.transcript and (self.purpose == MAIN or self.rows[0].seeds):
             raise AgentError(f"begin_with: {self.session_id} has begun already")
-        self._wording, self._log = wording, first_log(self.rows[0], wording, worded)
+        self._wording, self._log = (
+            wording,
+            first_log(reopened(self.rows[0], worded), wording, worded),
+        )
         self._settles_lengths = False
 
     async def generate(self, options: TurnOptions = AS_EVER) -> AssistantTurn:

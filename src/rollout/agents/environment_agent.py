@@ -33,7 +33,7 @@ class EnvironmentAgent(AgentLoop):
     The environment has, sync (in a worker thread) or async:
 
     - ``reset(prompt) -> observation``: begins an episode; the observation is said after the
-      prompt's messages.
+      prompt's messages, in an opened segment after those that it was opened with.
     - ``step(action) -> (observation, reward, done, info)``: the action is the text of the model's
       turn; see `action_of`.
     - ``close()``, where it has one: called once at the end, whatever that is.
@@ -79,7 +79,8 @@ class EnvironmentAgent(AgentLoop):
 
     async def _play(self, environment: Any, context: AgentContext) -> None:
         observation = await _call(context, environment, "reset", context.prompt)
-        await context.begin([*context.prompt.messages, *_messages(observation, "reset")])
+        before = context.messages if context.transcript else context.prompt.messages
+        await context.begin([*before, *_messages(observation, "reset")])
         scores: list[float] = []
         context.reward = 0.0
         while True:

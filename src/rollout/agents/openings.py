@@ -59,10 +59,17 @@ def opened_log(parent: Row, wording: Wording, worded: Worded, purpose: str) -> C
     """One beside a row, from whose end it departs; one that says again what stands there, where
     its tokens do.
     """
-    position = len(parent.transcript)
-    if purpose in (BRANCH, COMPACTION):
-        position = common_length(worded.ids, parent.transcript.prefix.ids)
-    return first_log(Row(Transcript(), purpose, parent, position), wording, worded)
+    row = Row(Transcript(), purpose, parent, len(parent.transcript))
+    return first_log(reopened(row, worded), wording, worded)
+
+
+def reopened(row: Row, worded: Worded) -> Row:
+    """A row in which the model has not spoken, to begin with these messages."""
+    row.transcript = Transcript()
+    if row.purpose in (BRANCH, COMPACTION):
+        assert row.parent is not None
+        row.position = common_length(worded.ids, row.parent.transcript.prefix.ids)
+    return row
 
 
 def _is_said(message: Message | Mapping[str, Any]) -> bool:

@@ -108,10 +108,11 @@ class ProgramAgent(AgentLoop):
         for path in collect:
             _check_path("collect", path)
         _check_words(
-            () if callable(command) else _command_of(command), {} if callable(env) else env or {}
+            () if callable(command) else _command_of(command),
+            {} if callable(env) else _mapping("env", env or {}),
         )
         if not callable(files):
-            for path in files or ():
+            for path in _mapping("files", files or {}):
                 _check_path("files", path)
         for place in readable:
             if not Path(place).exists():
@@ -180,7 +181,8 @@ class ProgramAgent(AgentLoop):
 
     def _program(self, task: AgentTask) -> SandboxProgram:
         """What runs; reads files."""
-        env, files = _given(self._env, task), _given(self._files, task)
+        env = _mapping("env", _given(self._env, task))
+        files = _mapping("files", _given(self._files, task))
         command = _filled_command(_given(self._command, task), task)
         own = {name: _filled(str(value), task) for name, value in env.items()}
         _check_words(command, own)
@@ -246,6 +248,12 @@ def _through_door(spec: SandboxSpec, address: GatewayAddress) -> tuple[SandboxSp
 
 def _given(value: T | Callable[[AgentTask], T], task: AgentTask) -> T:
     return value(task) if callable(value) else value
+
+
+def _mapping(what: str, given: Any) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping):
+        raise AgentError(f"ProgramAgent: {what} = {given!r:.80}; expected a mapping")
+    return given
 
 
 def _command_of(command: Any) -> tuple[str, ...]:

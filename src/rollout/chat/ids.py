@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rollout.chat.token_bounds import TooManyTokens
+from rollout.utf8 import check_encodable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,7 +43,11 @@ class FastIds:
         """See `Ids`."""
         ids: list[int]
         if len(text) <= LONG:
-            ids = self._backend.encode(text, add_special_tokens=False).ids
+            try:
+                ids = self._backend.encode(text, add_special_tokens=False).ids
+            except TypeError:
+                check_encodable(text)
+                raise
             return ids
         for beginning in _beginnings(text, most):
             _refuse(self._in_certain_words(beginning), most)
@@ -50,7 +55,12 @@ class FastIds:
 
     def batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Those of several texts; the interpreter lock is released meanwhile, unlike for one."""
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        except TypeError:
+            for text in texts:
+                check_encodable(text)
+            raise
         return [encoding.ids for encoding in encodings]
 
     def _in_certain_words(self, beginning: str) -> int:

@@ -17,6 +17,7 @@ from rollout.chat.messages import (
     with_results_as_user,
 )
 from rollout.errors import TemplateError
+from rollout.utf8 import check_encodable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -93,7 +94,7 @@ class Renderer:
             TemplateError: The template refuses the messages.
         """
         text = self._render(self.adapted(messages), add_generation_prompt, tools)
-        _check_encodable(text)
+        check_encodable(text)
         return text
 
     def adapted(self, messages: Sequence[TemplateMessage]) -> Sequence[TemplateMessage]:
@@ -204,17 +205,6 @@ class Renderer:
 
 _USER: TemplateMessage = {"role": "user", "content": "q"}
 _PROBE = "rolloutStringProbe"
-
-
-def _check_encodable(text: str) -> None:
-    """JSON and Python can spell half of a surrogate pair, which no tokenizer takes."""
-    if text.isascii():  # costs nothing, unlike a copy of a long text
-        return
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start]
-        raise TemplateError(f"the messages hold {half!r}: half of a character, no text") from None
 
 
 def own_template(tokenizer: AnyTokenizer) -> str:

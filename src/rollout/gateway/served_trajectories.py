@@ -99,7 +99,7 @@ class Finish(msgspec.Struct, forbid_unknown_fields=True):
         try:
             apply_reward(trajectory, reward_of(reward, trajectory, "the trainer"))
         except BadRewardError as error:
-            raise GatewayError(400, "invalid_request", str(error), "reward") from None
+            raise GatewayError(400, "invalid_request", str(error), error.field) from None
 
 
 @attrs.define(eq=False, kw_only=True)

@@ -46,14 +46,17 @@ def reward_of(value: Any, trajectory: Trajectory, who: str = REWARD) -> Reward:
     if both:
         raise BadRewardError(
             f"{who} returned token_values and turn_values of the segment {min(both)}; expected "
-            "either of them"
+            "either of them",
+            "turn_values",
         )
     return Reward(
         value=reward.value,
         extra=reward.extra,
         token_values=of_tokens | of_turns,
         segment_values={
-            _index(at, trajectory, "segment_values", who): finite_number(each, who)
+            _index(at, trajectory, "segment_values", who): finite_number(
+                each, f"{who}, for the segment {at},", field="segment_values"
+            )
             for at, each in reward.segment_values.items()
         },
     )
@@ -115,7 +118,8 @@ def _index(at: Any, trajectory: Trajectory, what: str, who: str) -> int:
     if not isinstance(at, int) or isinstance(at, bool) or not 0 <= at < count:
         raise BadRewardError(
             f"{who} returned {what} of the segment {at!r:.80}; the trajectory has {count}, "
-            "counted from 0"
+            "counted from 0",
+            what,
         )
     return at
 
@@ -144,16 +148,18 @@ def _numbers(
     try:
         numbers = np.asarray(detached, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise BadRewardError(f"{who} returned {what} that are no numbers ({error})") from None
+        raise BadRewardError(f"{who} returned {what} that are no numbers ({error})", what) from None
     if numbers.shape != (count,):
         raise BadRewardError(
             f"{who} returned {what} of shape {numbers.shape}; expected one for each of the "
-            f"{count} {all_of_them}"
+            f"{count} {all_of_them}",
+            what,
         )
     wrong = np.flatnonzero(~(np.abs(numbers) <= MAX_REWARD))
     if len(wrong):
         raise BadRewardError(
             f"{who} returned {numbers[wrong[0]]} for {one} {wrong[0]}; expected a finite number "
-            "that float32 can hold"
+            "that float32 can hold",
+            what,
         )
     return numbers.astype(np.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from rollout.gateway.settings import GatewaySettings
 from rollout.supervision import Duty, in_own_task
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable
 
     from rollout.agents.context import AgentContext
     from rollout.integrations.langgraph.chat_model import RolloutChatModel
@@ -93,7 +94,10 @@ class GraphAgent(AgentLoop):
             threads = context.services.threads
             state = await threads.run_asyncio("graph", job, cleanup_s=math.inf)
         if self._result is not None:
-            context.extra.update(self._result(state))
+            result = self._result(state)
+            if not isinstance(result, Mapping):
+                raise AgentError(f"GraphAgent: result returned {result!r:.80}; expected a mapping")
+            context.extra.update(result)
 
 
 def _supervised(play: Callable[[], Any]) -> Callable[[], Any]:
