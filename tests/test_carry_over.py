@@ -346,3 +346,30 @@ async def test_stream_groups_finished_groups_that_are_too_old_begin_again() -> N
         taken += [t.uid for t in rest.trajectories[::2]]
     assert len(taken) == had
     assert set(taken) == {f"p{at}" for at in range(had)}
+
+
+async def test_cancel_between_calls_ends_the_carried_members_that_it_names() -> None:
+    source = Counted({0: "slow"})
+    async with rollout.open_rollout(config()) as runtime:
+        await runtime.collect(source, 1, step=0)
+        assert runtime.cancel("p0", 7) == runtime.cancel("p1") == 0
+        assert runtime.cancel("p0", 1, reason="not wanted") == 1
+        assert runtime.cancel("p0", 1) == 0
+        await anyio.sleep(1.0)
+        statistics = runtime.statistics()
+        assert (statistics.carried, statistics.outcomes["cancelled"]) == (1, 1)
+        batch = await runtime.collect(source, 1, step=1, policy=GroupPolicy(oversample=1.0))
+        ended = [(t.uid, t.member, str(t.outcome), t.reason) for t in batch.trajectories]
+        assert ended == [("p0", 0, "completed", ""), ("p0", 1, "cancelled", "not wanted")]
+        assert batch.trajectories[1].transcript.generated_length > 0
+        assert runtime.statistics().carried == 0
+
+
+async def test_cancel_between_calls_of_all_ends_every_carried_trajectory() -> None:
+    source = Counted({0: "slow"})
+    async with rollout.open_rollout(config()) as runtime:
+        await runtime.collect(source, 1, step=0)
+        assert (runtime.cancel(), runtime.cancel()) == (2, 0)
+        batch = await runtime.collect(source, 2, step=1, policy=GroupPolicy(oversample=1.0))
+    ended = [(t.uid, str(t.outcome)) for t in batch.trajectories]
+    assert ended == [("p0", "cancelled")] * 2 + [("p2", "completed")] * 2

@@ -154,6 +154,10 @@ class GroupCalls:
         """What its consumer iterates over."""
         return GroupStream(run)
 
+    def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
+        """Cancel carried members; see `GroupDesk.cancel`."""
+        return self._desk.cancel(uid, member, reason)
+
     async def discard_carried(self) -> int:
         """See `GroupingRuntime.discard_carried`."""
         return await self._desk.discard_carried()

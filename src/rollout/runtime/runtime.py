@@ -234,6 +234,8 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
     ) -> int:
         """End trajectories with outcome `cancelled` and keep their tokens; `generate` returns.
 
+        Carried ones end too, and stand so in their groups when the next call has these.
+
         Args:
             uid: Only those of this prompt; None: of every prompt.
             member: Only this member; None: every one.
@@ -246,7 +248,8 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
             PromptError: An argument is none; nothing has been cancelled.
         """
         check_target(uid, member, reason)
-        return sum(run.cancel(uid, member, reason) for run in self._calls)
+        running = sum([run.cancel(uid, member, reason) for run in self._calls])
+        return running + self._groups.cancel(uid, member, reason)
 
     def statistics(self) -> RuntimeStatistics:
         """A snapshot."""

@@ -341,6 +341,14 @@ class GroupDesk:
         """End the carried members of a group whose prompt begins again."""
         self.runs.cancel([member for member in group.waiting if member.is_held], STALE)
 
+    def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
+        """Cancel the carried members that match; they stay in their groups. How many there are."""
+        kept = [m for store in self._stores() for group in store for m in group.waiting]
+        chosen = [m for m in kept if m.is_held and m.is_meant(uid, member)]
+        if chosen:
+            self.runs.cancel(chosen, reason)
+        return len(chosen)
+
     async def discard_carried(self, reason: str = DISCARDED) -> int:
         """End every carried member, and drop its group; how many there were."""
         carried = []
