@@ -118,17 +118,19 @@ OWN_PACKAGES = ("sglang", "clients", "trainers", "trace_backends", "pages")
 #: examples. One test in eight is run by `make test`, as the seed says; all by `make test-full`.
 SHARED = frozenset(
     (  # noqa: SIM905  (a line for each would fill a page)
-        "attacks beside_loop blocked_loop blocking bridge cli containment driver_death "
-        "engine_pairs examples fast_tokenizer faults foreign_tools full_disk function_agent "
-        "garbage gateway gateway_clients gateway_hostile gateway_matching gateway_rows "
-        "gateway_sessions gateway_streaming growing_text harmony_reference idle_memory imports "
-        "isolated_tools journal_epochs journal_groups kept_messages langgraph_model listening "
-        "live_weights local_process long_text_attacks long_texts loop_lag mcp mcp_servers "
-        "media_batches media_refusals media_trajectories mistral_reference parser_floods "
-        "parser_fuzz planted_bugs program_agent ray_placement real_processes recorder replay "
-        "report report_steps reward_processes router_benchmark sampling sandbox_attacks "
-        "sandbox_tools segments selection serve_gateway soak template_properties testing_plugin "
-        "transformers_core unencodable_calls vision_core vision_rows wake_ups word_ids wrapping"
+        "attacks beside_loop blocked_loop blocking bridge cli collate containment "
+        "driver_death engine_pairs examples fast_tokenizer faults foreign_tools full_disk "
+        "function_agent garbage gateway gateway_clients gateway_hostile gateway_matching "
+        "gateway_races gateway_rows gateway_sessions gateway_streaming group_rewards "
+        "growing_text harmony_reference heap http_core idle_memory imports isolated_tools "
+        "journal_epochs journal_groups kept_messages langgraph_model listening live_weights "
+        "local_process long_text_attacks long_texts loop_lag mcp mcp_servers media_batches "
+        "media_refusals media_trajectories mistral_reference parser_floods parser_fuzz "
+        "planted_bugs program_agent ray_placement real_processes recorder replay report "
+        "report_steps reward_processes router_benchmark sampling sandbox_attacks "
+        "sandbox_tools segments selection serve_gateway soak template_properties "
+        "testing_plugin tool_executor transformers_core unencodable_calls vision_core "
+        "vision_rows wake_ups word_ids wrapping"
     ).split()
 )
 _SHARE = 8
@@ -136,10 +138,10 @@ _SHARE = 8
 #: too, which `make test` has all.
 SHARED_IF_VIRTUAL = frozenset(
     (  # noqa: SIM905
-        "builtin_tools carry_over chat_formats config_roundtrip conservation environment_agent "
-        "frame_fuzz gateway_races group_reward_calls group_rewards groups heap journal "
-        "journal_damage journal_plain_data media_exactness observe_page prometheus races "
-        "report_segments sleeping traces trainer_rows transcript truncate wrong_sampling"
+        "builtin_tools carry_over chat_formats config_roundtrip conservation "
+        "environment_agent frame_fuzz group_reward_calls groups journal journal_damage "
+        "journal_plain_data media_exactness observe_page prometheus races report_segments "
+        "sleeping traces trainer_rows transcript truncate wrong_sampling"
     ).split()
 )
 _SHARE_IF_VIRTUAL = 20

@@ -16,8 +16,8 @@ from rollout.types import InvalidToolCall, ToolCall
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-openai = pytest.importorskip("openai")
-anthropic = pytest.importorskip("anthropic")
+openai: Any = None
+anthropic: Any = None
 
 pytestmark = pytest.mark.anyio
 
@@ -37,6 +37,13 @@ MESSAGES_TOOL = {
 }
 ASKED = [{"role": "user", "content": "2 + 2?"}]
 CALL = ToolCall(name="add", arguments={"a": 1, "b": "ü"}, id="call-1", raw="")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _clients() -> None:
+    """Both take seconds to import: only where these tests run, not where all are found."""
+    for name in ("openai", "anthropic"):
+        globals()[name] = pytest.importorskip(name)
 
 
 @pytest.fixture(params=["trio", "asyncio"])
