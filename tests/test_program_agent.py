@@ -233,7 +233,10 @@ async def test_program_agent_names_what_it_did_not_collect(door: FakeDoor) -> No
 async def test_program_agent_past_a_bound_of_its_sandbox_ends_by_that_limit(
     door: FakeDoor,
 ) -> None:
-    trajectory = await ran("sleep 50", limits=bounded(timeout_s=0.2))
+    begun = "echo begun; echo 1 > a; sleep 50"
+    trajectory = await ran(begun, limits=bounded(timeout_s=3.0), collect=["a"])
+    assert trajectory.extra["program"]["output"] == "begun\n"
+    assert trajectory.extra["files"] == {"a": "1\n"}
     assert (trajectory.outcome, trajectory.reason, trajectory.limit_source) == (
         Outcome.LIMIT,
         "timeout",

@@ -60,7 +60,8 @@ class ProgramAgent(AgentLoop):
     Into the trajectory's `extra` go ``program``, a dict with ``exit_code``, ``output`` (standard
     output and errors, their end where they are long) and ``left_out`` (paths that were not
     collected: links, what is too long or cannot be read, and what of `collect` matched nothing),
-    and ``files``: what was collected, by path; text where it is UTF-8, else bytes.
+    and ``files``: what was collected, by path; text where it is UTF-8, else bytes. A program that a
+    deadline or a cancellation ends leaves neither.
 
     Args:
         command: The program and its arguments, or a text for ``/bin/sh``. In it and in `env`
