@@ -77,7 +77,7 @@ train: $(READY) $(TRL_READY)
 test: $(READY)
 	$(BIN)/python -m pytest -m "not full" $(PARALLEL)
 
-# Those of `make test` that start no process: most run in virtual time. One in twenty of what takes
+# Those of `make test` that start no process: most run in virtual time. One in forty of what takes
 # long there, so that it ends within 90 seconds; nothing waits, so each core has one process.
 test-virtual: $(READY)
 	$(BIN)/python -m pytest -m "not full" --virtual --numprocesses $(CORES) --dist loadgroup

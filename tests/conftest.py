@@ -134,7 +134,7 @@ SHARED = frozenset(
     ).split()
 )
 _SHARE = 8
-#: `make test-virtual`, which people run again and again, has one in twenty of those, and of these
+#: `make test-virtual`, which people run again and again, has one in forty of those, and of these
 #: too, which `make test` has all.
 SHARED_IF_VIRTUAL = frozenset(
     (  # noqa: SIM905
@@ -144,7 +144,7 @@ SHARED_IF_VIRTUAL = frozenset(
         "sleeping traces trainer_rows transcript truncate wrong_sampling"
     ).split()
 )
-_SHARE_IF_VIRTUAL = 20
+_SHARE_IF_VIRTUAL = 40
 # Workers inherit it: all collect the same tests.
 _SEED = os.environ.setdefault("ROLLOUT_TEST_SEED", str(int.from_bytes(os.urandom(2))))
 
