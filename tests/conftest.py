@@ -119,7 +119,8 @@ OWN_PACKAGES = ("sglang", "clients", "trainers", "trace_backends", "pages")
 SHARED = frozenset(
     (  # noqa: SIM905  (a line for each would fill a page)
         "attacks beside_loop blocked_loop blocking bridge cli collate containment "
-        "driver_death engine_pairs examples fast_tokenizer faults foreign_tools full_disk "
+        "driver_death driver_http driver_ray driver_shared_memory engine_pairs examples "
+        "fast_tokenizer faults foreign_tools full_disk "
         "function_agent garbage gateway gateway_clients gateway_hostile gateway_matching "
         "gateway_races gateway_rows gateway_sessions gateway_streaming group_rewards "
         "growing_text harmony_reference heap http_core idle_memory imports isolated_tools "

@@ -27,6 +27,9 @@ from rollout.engine.driver.generation import Generation
 from rollout.engine.driver.pool import EnginePool
 from rollout.errors import ConfigError, EngineError
 
+#: On a machine that others load, Ray takes minutes to start what takes seconds on an idle one.
+PATIENCE_S = 300.0
+
 #: Ray's client opens connections when it needs them and keeps them; `opened` looks for engines.
 pytestmark = [pytest.mark.anyio, pytest.mark.rollout(allow_leaks=("files", "processes"))]
 
@@ -58,7 +61,7 @@ def config(replicas: int = 1, core: str = "CountingCore", **placement: Any) -> R
             core=f"fake_core:{core}",
             options=placement.pop("options", {}),
             replicas=replicas,
-            start_timeout_s=placement.pop("start_timeout_s", 60.0),
+            start_timeout_s=placement.pop("start_timeout_s", PATIENCE_S),
         ),
         placement=RayPlacement(**{"gpus_per_replica": 0.0, "cpus_per_replica": 1.0, **placement}),
     )
@@ -95,7 +98,7 @@ async def ask(pool: EnginePool, last: int, count: int) -> Generation:
 
 
 async def ask_until_it_serves(pool: EnginePool, name: str) -> None:
-    with anyio.fail_after(60):
+    with anyio.fail_after(PATIENCE_S):
         while {r.name: r.state for r in pool.statistics()}[name] != "serving":
             await anyio.sleep(0.05)
 
@@ -108,7 +111,7 @@ async def test_three_replicas_serve_and_one_that_is_killed_serves_again(cluster:
         for last in range(12):
             assert list((await ask(pool, last, 3)).ids) == [last + 1, last + 2, last + 3]
         mine[0].kill()
-        with anyio.fail_after(60):
+        with anyio.fail_after(PATIENCE_S):
             while sum(replica.starts for replica in pool.statistics()) < 4:
                 await anyio.sleep(0.05)
         (restarted,) = [r.name for r in pool.statistics() if r.starts == 2]
@@ -122,7 +125,7 @@ async def test_three_replicas_serve_and_one_that_is_killed_serves_again(cluster:
 async def _free() -> dict[str, float]:
     """What the cluster can give, once Ray has noticed what was given back."""
     free: dict[str, float] = {}
-    with anyio.move_on_after(60):
+    with anyio.move_on_after(PATIENCE_S):
         while free != {"CPU": 4.0, "GPU": 2.0}:
             await anyio.sleep(0.1)
             resources = ray.available_resources()
@@ -137,7 +140,7 @@ async def test_actor_killed_ends_its_engine_and_is_replaced(cluster: Any) -> Non
         host = engine.parent()
         assert host is not None
         os.kill(host.pid, signal.SIGKILL)
-        with anyio.fail_after(60):
+        with anyio.fail_after(PATIENCE_S):
             while pool.statistics()[0].starts < 2 or engine.is_running():
                 await anyio.sleep(0.05)
         await ask_until_it_serves(pool, "engine-0")
@@ -183,7 +186,7 @@ ray.shutdown()
 
 @pytest.mark.full
 async def test_replicas_see_their_own_gpus_where_ray_sets_nothing() -> None:
-    with anyio.fail_after(120):
+    with anyio.fail_after(PATIENCE_S):
         done = await anyio.run_process(
             [sys.executable, "-c", LEAVING_DEVICES_ALONE], cwd=os.path.dirname(__file__)
         )
@@ -235,11 +238,11 @@ async def test_open_cancelled_while_waiting_leaves_nothing(cluster: Any) -> None
                 pytest.fail("opened")
 
         tasks.start_soon(open_it)
-        with anyio.fail_after(60):
+        with anyio.fail_after(PATIENCE_S):
             while {process.pid for process in engines()} <= before:
                 await anyio.sleep(0.05)
         tasks.cancel_scope.cancel()
-    with anyio.fail_after(60):  # Ray kills the actor, whose engine follows it
+    with anyio.fail_after(PATIENCE_S):  # Ray kills the actor, whose engine follows it
         while not {process.pid for process in engines()} <= before:
             await anyio.sleep(0.05)
     assert await _free() == {"CPU": 4.0, "GPU": 2.0}
@@ -250,7 +253,7 @@ async def test_node_lost_moves_its_replica_to_another(cluster: Any) -> None:
     roomy = config(replicas=5)  # four here, and one there
     async with opened(roomy) as pool:
         cluster.remove_node(node, allow_graceful=False)
-        with anyio.fail_after(60):
+        with anyio.fail_after(PATIENCE_S):
             while all(r.state == "serving" for r in pool.statistics()):
                 await anyio.sleep(0.05)
         for last in range(8):  # the others serve on
@@ -274,7 +277,7 @@ async def test_replica_over_two_machines_has_an_engine_on_each_and_ends_with_eit
             assert int(pid) in first
             assert list((await ask(pool, 1, 2)).ids) == [2, 3]
             os.kill(int(pid), signal.SIGKILL)  # the part that serves nobody
-            with anyio.fail_after(60):
+            with anyio.fail_after(PATIENCE_S):
                 while pool.statistics()[0].starts < 2:
                     await anyio.sleep(0.05)
             await ask_until_it_serves(pool, "engine-0")

@@ -57,13 +57,15 @@ def leftovers(before: Belongings, allowed: Collection[str] = ()) -> list[str]:
 def _found(before: Belongings, allowed: Collection[str]) -> list[str]:
     now = Belongings()
     threads = [now.threads[thread] for thread in now.threads.keys() - before.threads.keys()]
-    processes = sorted(now.processes.items() - before.processes.items())
+    # By id: one that was there before, and ended since, is still its parent's to reap.
+    processes = sorted(now.processes.keys() - before.processes.keys())
     files = sorted(now.files.items() - before.files.items())
     found = []
     if "threads" not in allowed:
         found += [f"thread {name}" for name in sorted(threads)]
     if "processes" not in allowed:
-        found += [f"child process {pid} ({line})" for pid, line in processes]
+        lines = [(pid, now.processes[pid]) for pid in processes]
+        found += [f"child process {pid} ({s})" for pid, s in lines if "resource_tracker" not in s]
     if "files" not in allowed and len(now.files) > len(before.files):
         found += [f"open file {number} ({target})" for number, target in files]
     return found
@@ -76,8 +78,7 @@ def _child_processes() -> dict[int, str]:
             pids += map(int, listing.read_text().split())
         except OSError:  # that thread has just ended
             continue
-    lines = {pid: _command_line(pid) for pid in pids}
-    return {pid: line for pid, line in lines.items() if "resource_tracker" not in line}
+    return {pid: _command_line(pid) for pid in pids}
 
 
 def _command_line(pid: int) -> str:
