@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import math
+import os
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -394,6 +397,14 @@ def test_ending_thread_is_given_a_moment() -> None:
     threading.Thread(target=stop.wait, name="rollout-worker").start()
     assert leftovers(before) == []
     timer.join()
+
+
+def test_child_of_before_that_ended_since_is_no_leftover() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        before = Belongings()
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, and still to be reaped
+        assert leftovers(before) == []
 
 
 # --- the guide ---------------------------------------------------------------------------------
