@@ -54,18 +54,17 @@ if IS_DRIVER:
         assert [process for process in processes() if is_alive(process)] == []
 
     @pytest.fixture
-    async def pool(runtime: Any, models: list[str]) -> AsyncIterator[EnginePool]:
-        """It has the first weights; an engine that a test ended serves again after the test."""
+    async def pool(runtime: Any, models: list[str]) -> EnginePool:
+        """It has the first weights."""
         from rollout.engine import DiskWeights
 
         pool: EnginePool = runtime.engines
+        while not pool.router.replicas:  # the last test ended it
+            await anyio.sleep(0.05)
         version = pool.router.replicas[0].weight_version
         if version:
             await pool.update_weights(version + 1, DiskWeights(models[0]))
-        yield pool
-        with anyio.fail_after(300):  # the next test counts processes, and must not see it start
-            while not pool.router.replicas:
-                await anyio.sleep(0.05)
+        return pool
 
 else:
     collect_ignore_glob = ["test_driver_*.py", "driver.py"]

@@ -73,9 +73,10 @@ async def test_engines_sglang_and_transformers_agree_on_greedy_ids(
 @pytest.mark.full
 async def test_engines_sglang_and_transformers_agree_on_the_embedded_model() -> None:
     texts = np.random.default_rng(5).integers(1000, 40000, (8, 48)).tolist()
+    known = set(processes())
     async with open_engines(sglang(EMBEDDED)) as pool:
         await agree(pool, EMBEDDED, texts)
-    assert processes() == []
+    assert set(processes()) <= known
 
 
 async def agree(pool: EnginePool, model: str, texts: list[list[int]]) -> None:
@@ -153,6 +154,7 @@ async def test_engines_scheduler_killed_is_replaced_and_its_requests_go_on(
 
 async def test_engines_termination_drains_what_is_under_way(pool: EnginePool) -> None:
     generation = Generation()
+    starts = pool.statistics()[0].starts
     (engine,) = [p for p in processes() if "rollout.engine.process.child" in command(p)]
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(
@@ -164,4 +166,6 @@ async def test_engines_termination_drains_what_is_under_way(pool: EnginePool) ->
     assert (len(generation.ids), generation.finish_reason) == (900, "length")
     assert generation.resumes == 0
     while is_alive(engine):
+        await anyio.sleep(0.05)
+    while pool.statistics()[0].starts == starts:  # the next test must not see it start
         await anyio.sleep(0.05)
