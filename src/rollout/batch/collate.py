@@ -19,6 +19,7 @@ from rollout.batch.padded import PaddedTensors
 from rollout.batch.rollout_batch import RolloutBatch
 from rollout.batch.rows import Lengths, Place, Rows
 from rollout.batch.sample import Sample
+from rollout.batch.tensor_memory import TensorMemory
 from rollout.tensor_layout import Layout, Trim, layout_faults, trimmed
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def collate(
     extra_metrics: Mapping[str, float] | None = None,
     processor: MediaProcessor | None = None,
     position_rows: int = 3,
+    memory: TensorMemory | None = None,
 ) -> RolloutBatch:
     """One row of tensors for each segment, in the order given; shapes as in `RolloutBatch`.
 
@@ -65,6 +67,8 @@ def collate(
         processor: The model's, where it reads images or videos: `multi_modal_inputs` and the
             positions of M-RoPE families come from it.
         position_rows: Rows of those positions: 3, or 4 with those of a text-only row before them.
+        memory: Where large tensors lie, in what batches before have left there; None takes it of
+            the system.
 
     Raises:
         ValueError: A prompt or response is longer than `lengths` allow, and its uid is named; or
@@ -79,7 +83,11 @@ def collate(
     media = media_of_rows(trajectories)
     if processor is not None and processor.position_rows > 1:
         rows.positions = RowPositions(processor, media, position_rows)
-    tensors = _padded(rows, lengths, pad_token_id, trim) if layout == "padded" else _packed(rows)
+    memory = memory or TensorMemory()
+    if layout == "padded":
+        tensors = _padded(rows, lengths, pad_token_id, trim, memory)
+    else:
+        tensors = _packed(rows, memory)
     tensors |= _of_rows(rows.places)
     return RolloutBatch(
         tensors=TensorDict(tensors, batch_size=[len(rows)]),
@@ -91,16 +99,18 @@ def collate(
     )
 
 
-def _padded(rows: Rows, lengths: Lengths, pad_token_id: int, trim: Trim) -> dict[str, torch.Tensor]:
+def _padded(
+    rows: Rows, lengths: Lengths, pad_token_id: int, trim: Trim, memory: TensorMemory
+) -> dict[str, torch.Tensor]:
     prompt = trimmed(int(rows.prompts.max(initial=0)), lengths.prompt, trim)
     response = trimmed(int(rows.responses.max(initial=0)), lengths.response, trim)
-    padded = PaddedTensors(rows, prompt, response, pad_token_id)
+    padded = PaddedTensors(rows, prompt, response, pad_token_id, memory)
     _fill(padded, rows, np.full(len(rows), padded.width))
     return {name: torch.from_numpy(array) for name, array in padded.arrays.items()}
 
 
-def _packed(rows: Rows) -> dict[str, torch.Tensor]:
-    packed = PackedTensors(rows)
+def _packed(rows: Rows, memory: TensorMemory) -> dict[str, torch.Tensor]:
+    packed = PackedTensors(rows, memory)
     _fill(packed, rows, rows.prompts + rows.responses)
     offsets = {id(each): torch.from_numpy(each) for each in packed.offsets.values()}
     return {

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollout.batch.fresh_memory import zeros
 from rollout.chat.transcript import NO_EXPERT
 
 if TYPE_CHECKING:
     from rollout.batch.rows import Rows, Tokens
+    from rollout.batch.tensor_memory import TensorMemory
 
 #: Which of the three lengths of a row a key has.
 PROMPT, RESPONSE, WHOLE = "prompt", "response", "whole"
@@ -48,7 +48,7 @@ class PackedTensors:
             torch then lets them be combined.
     """
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, memory: TensorMemory) -> None:
         self._offsets = {
             PROMPT: _offsets(rows.prompts),
             RESPONSE: _offsets(rows.responses),
@@ -61,7 +61,8 @@ class PackedTensors:
             del names["routed_experts"]
         self.offsets = {name: self._offsets[_LENGTHS[name]] for name in names}
         self.arrays: dict[str, npt.NDArray[Any]] = {
-            name: zeros(self._shape(name, rows), _DTYPES.get(name, torch.int64)) for name in names
+            name: memory.empty(self._shape(name, rows), _DTYPES.get(name, torch.int64))
+            for name in names
         }
 
     def fill(self, rows: Rows, tokens: Tokens) -> None:
@@ -82,6 +83,7 @@ class PackedTensors:
                 place = parts["position_ids"][begin : begin + len(ids)]
                 place[:] = rows.positions.of(row, ids).T
         parts["response_mask"][:] = tokens.sampled
+        parts["rollout_log_probs"].fill(0)
         parts["rollout_log_probs"][tokens.sampled] = tokens.log_probs
         parts["weight_versions"][:] = tokens.versions
         if tokens.token_rewards is not None:

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollout.batch.fresh_memory import empty, zeros
 from rollout.chat.transcript import NO_EXPERT, NO_VERSION
 
 if TYPE_CHECKING:
     from rollout.batch.rows import Rows, Tokens
+    from rollout.batch.tensor_memory import TensorMemory
 
 
 class PaddedTensors:
@@ -28,8 +28,10 @@ class PaddedTensors:
         width: Places of a row, P + R.
     """
 
-    def __init__(self, rows: Rows, prompt: int, response: int, pad_token_id: int) -> None:
-        size = len(rows)
+    def __init__(
+        self, rows: Rows, prompt: int, response: int, pad_token_id: int, memory: TensorMemory
+    ) -> None:
+        size, empty = len(rows), memory.empty
         self.width = prompt + response
         self._prompt = prompt
         self._pad = pad_token_id
@@ -41,13 +43,13 @@ class PaddedTensors:
             "input_ids": empty(whole),
             "attention_mask": empty(whole),
             "position_ids": empty(whole),
-            "rollout_log_probs": zeros(answer, torch.float32),
+            "rollout_log_probs": empty(answer, torch.float32),
             "weight_versions": empty(answer, torch.int32),
         }
         if rows.positions is not None:
-            self.arrays["position_ids"] = zeros((size, rows.positions.count, self.width))
+            self.arrays["position_ids"] = empty((size, rows.positions.count, self.width))
         if rows.has_token_rewards:
-            self.arrays["token_rewards"] = zeros(answer, torch.float32)
+            self.arrays["token_rewards"] = empty(answer, torch.float32)
         if rows.expert_shape is not None:
             self.arrays["routed_experts"] = empty((*whole, *rows.expert_shape), torch.int16)
 
@@ -64,6 +66,7 @@ class PaddedTensors:
             np.subtract(places, first, out=parts["position_ids"])
             parts["position_ids"] *= is_token
         else:
+            parts["position_ids"].fill(0)
             for at, (row, ids) in enumerate(tokens.by_row(rows)):
                 begin = int(first[at, 0])
                 place = parts["position_ids"][at, :, begin : begin + len(ids)]
@@ -88,8 +91,10 @@ class PaddedTensors:
         is_sampled = np.zeros(is_token.shape, dtype=np.bool_)
         is_sampled[is_token] = tokens.sampled
         parts["response_mask"][:] = is_sampled
+        parts["rollout_log_probs"].fill(0)
         parts["rollout_log_probs"][is_sampled] = tokens.log_probs
         parts["weight_versions"].fill(NO_VERSION)
         parts["weight_versions"][is_token] = tokens.versions
         if tokens.token_rewards is not None:
+            parts["token_rewards"].fill(0)
             parts["token_rewards"][is_token] = tokens.token_rewards

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rollout.batch import RolloutBatch
+    from rollout.batch.tensor_memory import TensorMemory
     from rollout.chat import ChatTemplate
     from rollout.chat.trajectory import Trajectory
     from rollout.config import LengthsConfig
@@ -38,6 +39,7 @@ class Collation:
         self._position_rows = position_rows
         self._template = template
         self._long_work = long_work
+        self._memory: TensorMemory | None = None
 
     async def batch(
         self,
@@ -87,7 +89,9 @@ class Collation:
         trim: Trim,
     ) -> RolloutBatch:
         from rollout.batch import collate  # torch, loaded while the runtime opens
+        from rollout.batch.tensor_memory import TensorMemory
 
+        self._memory = self._memory or TensorMemory()
         return collate(
             trajectories,
             self._lengths,
@@ -98,4 +102,5 @@ class Collation:
             extra_metrics=metrics,
             processor=self._template.processor,
             position_rows=self._position_rows,
+            memory=self._memory,
         )
