@@ -1,296 +1,26 @@
-"""Foreign code in tasks that end, whatever the code does with its cancellation.
-
-A coroutine that catches cancellation and waits again would block every task that waits for it. Here
-it is driven through a `Drive`, which can stop resuming it. What must end by when is declared
-around each piece of foreign code with `Duty`; a piece that is still there ``cleanup_s`` later is
-given up together with the task it runs in. No task waits for it any longer, and it never runs
-again.
-
-A piece of code costs its task and a `Supervised`: no other task waits for it, one watches all.
-"""
+"""Starts pieces of foreign code, sees that they end in time, and gives up those that do not."""
 
 from __future__ import annotations
 
 import math
 from contextlib import asynccontextmanager
-from contextvars import ContextVar, copy_context
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from contextvars import copy_context
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from rollout.bridge import cancel_scope, loop_clock
-from rollout.drives import Drive, Ends, MainDrive, UnresponsiveError
+from rollout.bridge import loop_clock, runs_on_trio
+from rollout.expiries import Expiries
 from rollout.loop_tasks import open_apart
 from rollout.scopes import open_task_group
+from rollout.supervised import current_drive
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-    from types import TracebackType
+    from collections.abc import AsyncIterator
 
+    from rollout.drives import MainDrive
     from rollout.loop_tasks import StartTask
-
-T = TypeVar("T")
-
-#: How long a task that was given up has to leave. It does so at the loop's next turn, unless it
-#: waits for what cannot be interrupted, such as a thread under trio: then it is left where it is.
-LEAVE_S = 1.0
-
-
-class Duty:
-    """A piece of foreign code that must end in time; a context manager around it.
-
-    Outside of a `Supervised` it does nothing.
-
-    Args:
-        what: What it is, for messages.
-        at: When it is cancelled, on the loop's clock.
-        grace_s: How long it may still take after a cancellation from outside.
-    """
-
-    __slots__ = ("at", "drive", "grace_s", "since", "what")
-
-    def __init__(self, what: str, at: float, *, grace_s: float = 0.0) -> None:
-        self.what = what
-        self.at = at
-        self.grace_s = grace_s
-        self.since = 0.0  # when it began, on the loop's clock; see `take_on`
-        self.drive = _current.get()
-
-    def __enter__(self) -> Duty:
-        if self.drive is not None:
-            self.drive.owner.take_on(self)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self.drive is not None:
-            self.drive.owner.discharge(self)
-
-
-class Supervised(Ends, Generic[T]):
-    """One piece of foreign code, in a task of its own; a context manager around the code itself.
-
-    What is in the block is cancelled by `cancel` and at the deadline; what comes after it in the
-    same task, such as clean-up, shields itself and is bounded by duties of its own.
-
-    Args:
-        supervision: Sees that it ends.
-        what: What the code is, for messages.
-
-    Attributes:
-        unresponsive: Why code was given up, the first time; None if all ended by itself.
-        was_cancelled: Whether `cancel` or the deadline ended the code before its end.
-    """
-
-    __slots__ = (
-        "_at",
-        "_duties",
-        "_error",
-        "_main",
-        "_scope",
-        "_supervision",
-        "_value",
-        "_what",
-        "unresponsive",
-        "was_cancelled",
-    )
-
-    def __init__(self, supervision: Supervision, what: str) -> None:
-        self.unresponsive: UnresponsiveError | None = None
-        self.was_cancelled = False
-        self._supervision = supervision
-        self._what = what
-        self._scope = cancel_scope()
-        self._at: float | None = None  # when the code is cancelled, while it runs
-        self._duties: list[Duty] | tuple[()] = ()
-        self._main: MainDrive[Supervised[Any]] | None = None  # until the task has ended
-        self._value: T | None = None
-        self._error: BaseException | None = None
-
-    def __enter__(self) -> None:
-        self._scope.__enter__()
-        is_cancelled = self._scope.cancel_called
-        self._at = anyio.current_time() if is_cancelled else self._scope.deadline
-        self._supervision.look_at(self._at)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool | None:
-        self._at = None
-        is_caught = self._scope.__exit__(kind, error, traceback)
-        self.was_cancelled = self._scope.cancelled_caught
-        return is_caught
-
-    @property
-    def deadline(self) -> float:
-        """When the code is cancelled; may be changed while it runs."""
-        return self._scope.deadline
-
-    @deadline.setter
-    def deadline(self, at: float) -> None:
-        self._scope.deadline = at
-        if self._at is not None:
-            self._at = at
-            self._supervision.look_at(at)
-
-    def start(self, code: Coroutine[Any, Any, T | None]) -> None:
-        """Run the code in a task of its own; `ended` is called when that has ended."""
-        self._main = MainDrive(self, code)
-        self._supervision.start(self, self._main, self._what)
-
-    def result(self) -> T | None:
-        """What the code returned; None where it was cancelled, or given up as `unresponsive` says.
-
-        What it raised is raised, once.
-        """
-        error, self._error = self._error, None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback holds this frame, and only the collector would end that
-        return self._value
-
-    def cancel(self) -> None:
-        """Cancel the code, not its clean-up."""
-        self._scope.cancel()
-        now = anyio.current_time()
-        if self._at is not None:
-            self._at = min(self._at, now)
-        for duty in self._duties:
-            duty.at = min(duty.at, now + duty.grace_s)
-        self._supervision.look_at(now)
-
-    def take_on(self, duty: Duty) -> None:
-        """See that it ends in time, from now on."""
-        duty.since = self._supervision.clock()
-        if isinstance(self._duties, list):
-            self._duties.append(duty)
-        else:
-            self._duties = [duty]
-        self._supervision.look_at(duty.at)
-
-    def discharge(self, duty: Duty) -> None:
-        """It has ended."""
-        if isinstance(self._duties, list) and duty in self._duties:  # else it leaves late
-            self._duties.remove(duty)
-
-    @property
-    def earliest(self) -> float:
-        """When the first piece of it is cancelled; infinite where nothing is to end."""
-        own = math.inf if self._at is None else self._at
-        return min(own, *(duty.at for duty in self._duties)) if self._duties else own
-
-    @property
-    def what(self) -> str:
-        """What the code is."""
-        return self._what
-
-    @property
-    def duties(self) -> tuple[Duty, ...]:
-        """Pieces of it that are under way, in the order in which they began."""
-        return tuple(self._duties)
-
-    def place(self) -> str:
-        """File and line where the code waits; empty once its task has ended."""
-        return "" if self._main is None else self._main.place()
-
-    def give_up(self, now: float) -> None:
-        """What should have ended long ago is given up, or abandoned where it was already."""
-        main, cleanup_s = self._main, self._supervision.cleanup_s
-        if main is None or self.earliest + cleanup_s > now:
-            return
-        if main.unresponsive is not None:
-            self._close()
-            return
-        overdue = [duty for duty in self._duties if duty.at + cleanup_s <= now]
-        # What runs in a task of its own knows better than its caller where it waits.
-        self._give_up_duties(duty for duty in overdue if duty.drive is not main)
-        if self._at is not None and self._at + cleanup_s <= now:
-            self._give_up(self._what, main)
-        self._give_up_duties(overdue)
-        if main.unresponsive is not None:
-            self._give_up_duties(self._duties)  # what it had begun in tasks of their own
-
-    def _give_up_duties(self, duties: Iterable[Duty]) -> None:
-        for duty in tuple(duties):
-            if duty in self._duties and duty.drive is not None:
-                self._give_up(duty.what, duty.drive)
-
-    def _give_up(self, what: str, drive: Drive[Supervised[Any]]) -> None:
-        cleanup_s = self._supervision.cleanup_s
-        unresponsive = UnresponsiveError(
-            f"{what} did not end within limits.cleanup_s = {cleanup_s:g} s of its cancellation and "
-            f"was given up; it waits at {drive.place()}"
-        )
-        self.unresponsive = self.unresponsive or unresponsive
-        self._duties = [each for each in self._duties if each.drive is not drive]
-        if drive is self._main:
-            self._at = anyio.current_time() + LEAVE_S - cleanup_s
-            self._supervision.look_at(self._at)
-        drive.give_up(unresponsive)
-
-    def end(self, how: BaseException) -> None:
-        """The task has ended, by this error or with the value in a StopIteration."""
-        if isinstance(how, StopIteration):
-            self._value = how.value
-        elif isinstance(how, UnresponsiveError):
-            self.unresponsive = self.unresponsive or how
-        else:
-            self._error = how
-        self._close()
-
-    def _close(self) -> None:
-        """Nobody waits for its task any longer."""
-        main, self._main = self._main, None
-        if main is not None:  # else it ended after it was abandoned
-            main.forget()
-            self._supervision.end(self)
-
-    def ended(self) -> None:
-        """Its task has ended, or nobody waits for it any longer; called once."""
-
-
-class SupervisedCall(Supervised[T]):
-    """Foreign code that a task waits for."""
-
-    __slots__ = ("_ended",)
-
-    async def run(self, function: Callable[[], Awaitable[T]]) -> T | None:
-        """What `function` returns; None where it was cancelled, or given up as `unresponsive` says.
-
-        Cancellation of the caller passes on to the code, and leaves when that has ended or was
-        given up.
-        """
-        self._ended = anyio.Event()
-        self.start(self._within(function))
-        try:
-            await self._ended.wait()
-        except BaseException:
-            self.cancel()
-            try:
-                with anyio.CancelScope(shield=True):
-                    await self._ended.wait()
-            finally:  # on asyncio a second Task.cancel waits for nothing
-                self.give_up(math.inf)
-            raise
-        return self.result()
-
-    async def _within(self, function: Callable[[], Awaitable[T]]) -> T | None:
-        with self:
-            return await function()
-        return None
-
-    def ended(self) -> None:
-        """Wake the task that waits."""
-        self._ended.set()
+    from rollout.supervised import Supervised
 
 
 class Supervision:
@@ -299,10 +29,14 @@ class Supervision:
     Attributes:
         cleanup_s: How long after its deadline, or its cancellation, code is given up.
         clock: The loop's.
+        scopes_are_late: Whether code has a scope only once it is cancelled, on trio; there is no
+            heap of deadlines on asyncio, where that of its scope is a timer.
     """
 
     def __init__(self, start: StartTask, cleanup_s: float) -> None:
         self.cleanup_s, self.clock = cleanup_s, loop_clock()
+        self.scopes_are_late = runs_on_trio()
+        self._expiries = Expiries(self.clock)
         self._start = start
         self._running: dict[Supervised[Any], None] = {}  # in a fixed order
         self._alarm, self._watching = anyio.CancelScope(), anyio.CancelScope(shield=True)
@@ -312,33 +46,46 @@ class Supervision:
         """Start the task of a piece of code."""
         self._running[work] = None
         context = copy_context()
-        context.run(_current.set, drive)
+        context.run(current_drive.set, drive)
         self._start(drive, what, context)
 
     def end(self, work: Supervised[Any]) -> None:
         """Nobody waits for a piece of code any longer."""
         del self._running[work]
+        self._expiries.note_end()
         try:
             work.ended()  # which may start another one
         finally:
             if self._all_ended is not None and not self._running:
                 self._all_ended.set()
 
+    def end_at(self, work: Supervised[Any], at: float) -> None:
+        """Have a piece of code `expire` at that time, where its scope does not end it then."""
+        if self.scopes_are_late:
+            self._expiries.expect(work, at)
+        self.look_at(at)
+
     def look_at(self, at: float) -> None:
-        """Something is to end at that time."""
+        """Something is to have ended at that time."""
         if at + self.cleanup_s < self._alarm.deadline:
             self._alarm.deadline = at + self.cleanup_s
 
     async def watch(self) -> None:
-        """Give up what should have ended long ago; until `stop`, whatever is cancelled."""
+        """End what is to end, in time or by force; until `stop`, whatever is cancelled."""
         with self._watching:
-            while True:
-                first = min((work.earliest for work in self._running), default=math.inf)
-                with anyio.CancelScope(deadline=first + self.cleanup_s) as self._alarm:
-                    await anyio.sleep_forever()
-                now = anyio.current_time()
-                for work in tuple(self._running):
-                    work.give_up(now)
+            async with open_task_group() as tasks:
+                tasks.start_soon(self._expiries.run)
+                await self._give_up()
+
+    async def _give_up(self) -> None:
+        """Give up what should have ended long ago."""
+        while True:
+            first = min((work.earliest for work in self._running), default=math.inf)
+            with anyio.CancelScope(deadline=first + self.cleanup_s) as self._alarm:
+                await anyio.sleep_forever()
+            now = self.clock()
+            for work in tuple(self._running):
+                work.give_up(now)
 
     def stop(self) -> None:
         """Wait for nothing any longer."""
@@ -369,32 +116,3 @@ async def open_supervision(cleanup_s: float) -> AsyncIterator[Supervision]:
                 await supervision.cancel_all()
             finally:  # on asyncio a second Task.cancel waits for nothing
                 supervision.stop()
-
-
-#: What drives the code that runs here.
-_current: ContextVar[Drive[Supervised[Any]] | None] = ContextVar("rollout_drive", default=None)
-
-
-def is_given_up() -> bool:
-    """Whether the code that runs here is being closed by force, and must not wait any more."""
-    drive = _current.get()
-    return drive is not None and drive.unresponsive is not None
-
-
-async def in_own_task(job: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """What `job` returns; the task is its own, so that giving it up ends nothing else.
-
-    Raises:
-        UnresponsiveError: It was given up.
-    """
-    current = _current.get()
-    if current is None:
-        return await job()
-    drive = Drive(current.owner, job())
-    _current.set(drive)
-    drive.runs_here()
-    try:
-        result: T = await drive
-    finally:
-        drive.forget()
-    return result

@@ -26,7 +26,7 @@ from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT
 from rollout.chat.transcript import Transcript
 from rollout.errors import AgentError
 from rollout.limits import Deadline, PausableDeadline, fail_at_deadline
-from rollout.supervision import Duty
+from rollout.supervised import Duty
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence

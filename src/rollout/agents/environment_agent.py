@@ -12,7 +12,7 @@ from rollout.agents.tool_agent import has_reached_turn_limit
 from rollout.errors import AgentError, LimitExceeded
 from rollout.limits import Deadline, fail_at_deadline
 from rollout.reward_values import finite_number
-from rollout.supervision import Duty
+from rollout.supervised import Duty
 from rollout.tools.attempt import CallError, attempt
 from rollout.types import Message
 from rollout.worker_threads import is_async

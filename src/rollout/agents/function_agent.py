@@ -14,7 +14,7 @@ from rollout.agents.openai_messages import openai_messages
 from rollout.bridge import runs_on_trio
 from rollout.errors import AgentError
 from rollout.reward_values import as_reward
-from rollout.supervision import Duty, in_own_task
+from rollout.supervised import Duty, in_own_task
 from rollout.types import Prompt
 from rollout.worker_threads import is_async
 

@@ -11,12 +11,11 @@ from rollout.drives import UnresponsiveError
 from rollout.errors import EngineError, LimitExceeded
 from rollout.observe.user_spans import enter_trajectory
 from rollout.scopes import leaf_of, passing_of
-from rollout.supervision import Supervised, Supervision, is_given_up
+from rollout.supervised import Supervised, Supervisor, is_given_up
 from rollout.types import Cause, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
-    from types import TracebackType
 
     from rollout.agents.agent_loop import AgentLoop
     from rollout.agents.context import AgentContext
@@ -57,7 +56,6 @@ class AgentRun(Supervised[Cause]):
     __slots__ = (
         "_conclude",
         "_context",
-        "_is_within",
         "attempt",
         "batch_deadline",
         "deadline_left",
@@ -73,7 +71,7 @@ class AgentRun(Supervised[Cause]):
 
     def __init__(
         self,
-        supervision: Supervision,
+        supervision: Supervisor,
         member: Member,
         home: MemberHome,
         batch_deadline: Deadline,
@@ -82,7 +80,6 @@ class AgentRun(Supervised[Cause]):
         super().__init__(supervision, "an agent")
         self._conclude = conclude
         self._context: AgentContext | None = None
-        self._is_within = False  # the block
         self.member, self.home = member, home
         self.batch_deadline = batch_deadline
         self.started = supervision.clock()
@@ -94,7 +91,7 @@ class AgentRun(Supervised[Cause]):
         self.stuck: tuple[UnresponsiveError, ...] = ()
 
     @property
-    def supervision(self) -> Supervision:
+    def supervision(self) -> Supervisor:
         """That of its call."""
         return self._supervision
 
@@ -137,16 +134,6 @@ class AgentRun(Supervised[Cause]):
     def __enter__(self) -> None:
         if not self._is_within:
             super().__enter__()
-            self._is_within = True
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool | None:
-        self._is_within = False
-        return super().__exit__(kind, error, traceback)
 
     def following(self, how: BaseException) -> Coroutine[Any, Any, Cause | None] | None:
         """After the agent, what ends its trajectory and leaves the block."""

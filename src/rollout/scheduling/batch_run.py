@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rollout.scheduling.member_runs import MemberRuns
     from rollout.scheduling.prompts import Member
     from rollout.scheduling.rewarding import Rewarding
-    from rollout.supervision import Supervision
+    from rollout.supervised import Supervisor
 
     #: Takes a finished trajectory and its row; may wait, and holds the trajectory's place.
     Deliver = Callable[[int, Trajectory], Awaitable[None]]
@@ -211,7 +211,7 @@ class BatchRun:
         return [ended] if self._groups is None else self._groups.add(ended)
 
     async def _settle(
-        self, whole: Sequence[Ended], supervision: Supervision, deadline: Deadline
+        self, whole: Sequence[Ended], supervision: Supervisor, deadline: Deadline
     ) -> None:
         """Reward a group that is whole, and deliver its members."""
         if whole and self._groups is not None:

@@ -27,7 +27,7 @@ from rollout.scheduling.rewards import GROUP_REWARD, REWARD, apply_reward
 from rollout.scheduling.scorers import Scorer
 from rollout.scheduling.trajectory_events import tell_rewarded
 from rollout.scopes import passing_of
-from rollout.supervision import SupervisedCall, Supervision
+from rollout.supervised import SupervisedCall, Supervisor
 from rollout.types import Cause, Outcome, Reward
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class _Call:
     """
 
     members: Sequence[Member]
-    supervision: Supervision
+    supervision: Supervisor
     deadline: Deadline
 
     @property
@@ -141,7 +141,7 @@ class Rewarding:
     events: EventStream
 
     async def reward(
-        self, member: Member, trajectory: Trajectory, supervision: Supervision, deadline: Deadline
+        self, member: Member, trajectory: Trajectory, supervision: Supervisor, deadline: Deadline
     ) -> None:
         """Ask for the reward of a trajectory; where none is learned, its outcome says why.
 
@@ -167,7 +167,7 @@ class Rewarding:
             tell_rewarded(self.events, member, started, trajectory.reward, _error_of(answer))
 
     async def reward_group(
-        self, ended: Sequence[Ended], supervision: Supervision, deadline: Deadline
+        self, ended: Sequence[Ended], supervision: Supervisor, deadline: Deadline
     ) -> None:
         """Ask for the rewards of members, which are the wanted ones of their group.
 

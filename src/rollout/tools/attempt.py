@@ -12,7 +12,7 @@ from rollout.bridge import cancel_scope, native_cancellations
 from rollout.drives import UnresponsiveError
 from rollout.errors import LimitExceeded, ToolError
 from rollout.scopes import first_leaf, passing_of
-from rollout.supervision import Duty, in_own_task, is_given_up
+from rollout.supervised import Duty, in_own_task, is_given_up
 from rollout.types import text_of
 
 if TYPE_CHECKING:

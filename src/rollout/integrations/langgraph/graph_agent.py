@@ -15,7 +15,7 @@ from rollout.errors import AgentError
 from rollout.gateway.runtime_loop import open_runtime_loop
 from rollout.gateway.sessions import Sessions
 from rollout.gateway.settings import GatewaySettings
-from rollout.supervision import Duty, in_own_task
+from rollout.supervised import Duty, in_own_task
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
