@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import anyio
 
+from rollout.bridge import runs_on_trio
 from rollout.drives import Drive, Ends, MainDrive, UnresponsiveError
 from rollout.expiries import Expiring
 
@@ -31,8 +32,9 @@ T = TypeVar("T")
 LEAVE_S = 1.0
 
 
-#: What drives the code that runs here.
-current_drive: ContextVar[Drive[Supervised[Any]] | None] = ContextVar("rollout_drive", default=None)
+#: What drives the code that runs here; on trio only where that is not what its task runs, since a
+#: context of its own with a value in it costs each task that waits.
+driving: ContextVar[Drive[Supervised[Any]] | None] = ContextVar("rollout_drive", default=None)
 
 
 class Supervisor(Protocol):
@@ -80,7 +82,7 @@ class Duty:
         self.at = at
         self.grace_s = grace_s
         self.since = 0.0  # when it began, on the loop's clock; see `take_on`
-        self.drive = current_drive.get()
+        self.drive = _current_drive()
 
     def __enter__(self) -> Duty:
         if self.drive is not None:
@@ -356,9 +358,27 @@ class SupervisedCall(Supervised[T]):
         self._ended.set()
 
 
+def _current_drive() -> Drive[Supervised[Any]] | None:
+    """What drives the code that runs here, or its task, or the nearest task around that."""
+    drive = driving.get()
+    if drive is not None or not runs_on_trio():
+        return drive
+    import trio
+
+    try:
+        task: Any = trio.lowlevel.current_task()
+    except RuntimeError:  # of a coroutine that is closed as garbage
+        return None
+    while not isinstance(task.coro, MainDrive):
+        if task.parent_nursery is None:
+            return None
+        task = task.parent_nursery.parent_task
+    return task.coro
+
+
 def is_given_up() -> bool:
     """Whether the code that runs here is being closed by force, and must not wait any more."""
-    drive = current_drive.get()
+    drive = _current_drive()
     return drive is not None and drive.unresponsive is not None
 
 
@@ -368,11 +388,11 @@ async def in_own_task(job: Callable[[], Coroutine[Any, Any, T]]) -> T:
     Raises:
         UnresponsiveError: It was given up.
     """
-    current = current_drive.get()
+    current = _current_drive()
     if current is None:
         return await job()
     drive = Drive(current.owner, job())
-    current_drive.set(drive)
+    driving.set(drive)
     drive.runs_here()
     try:
         result: T = await drive

@@ -13,10 +13,10 @@ from rollout.bridge import loop_clock, runs_on_trio
 from rollout.expiries import Expiries
 from rollout.loop_tasks import open_apart
 from rollout.scopes import open_task_group
-from rollout.supervised import current_drive
+from rollout.supervised import driving
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Collection
 
     from rollout.drives import MainDrive
     from rollout.loop_tasks import StartTask
@@ -46,8 +46,15 @@ class Supervision:
         """Start the task of a piece of code."""
         self._running[work] = None
         context = copy_context()
-        context.run(current_drive.set, drive)
+        own = None if self.scopes_are_late else drive
+        if own is not driving.get():  # on trio it is found by its task
+            context.run(driving.set, own)
         self._start(drive, what, context)
+
+    @property
+    def running(self) -> Collection[Supervised[Any]]:
+        """What was started and has not ended, in the order in which it began."""
+        return self._running
 
     def end(self, work: Supervised[Any]) -> None:
         """Nobody waits for a piece of code any longer."""

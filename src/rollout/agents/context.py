@@ -96,15 +96,19 @@ class AgentContext:
         outermost: Deadline,
         hold: Hold | None = None,
         log: TurnLog | None = None,
+        *,
+        is_alone: bool = False,
     ) -> None:
         self._state = TrajectoryState(services, prompt, identity, deadline, outermost, hold, log)
         self._main = Conversation(
             self._state,
-            ConversationLog(Row(Transcript(), MAIN), MessageLog(self._state.wording.reader)),
+            ConversationLog(
+                Row(Transcript(), MAIN), MessageLog.read_by(self._state.wording.reader)
+            ),
             sampling,
             identity,
             self._state.wording,
-            group_id=f"{identity.step}/{identity.uid}",
+            group_id="" if is_alone else f"{identity.step}/{identity.uid}",
         )
         self._interaction: Interaction | None = None
         self._interaction_name = interaction_name(prompt, self.config)
@@ -249,7 +253,7 @@ class AgentContext:
             return
         if self.transcript:
             raise AgentError("begin: the trajectory has begun already")
-        given = self.prompt.messages if messages is None else messages
+        given = self._state.given.messages if messages is None else messages
         wording = self._state.wording
         if ids is None:
             worded = await wording.prompt(given, is_shared=messages is None)

@@ -201,7 +201,7 @@ class Conversation(OpeningConversation):
             session_id=self._session_id,
             prompt_ids=transcript.prefix,
             sampling=drawn,
-            priority=state.prompt.priority,
+            priority=state.given.priority,
             known_experts=transcript.routed_length,
             group_id=self._group_id,
             deadline=deadline,

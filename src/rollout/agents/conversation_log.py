@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from rollout.agents.message_log import MessageLog
 from rollout.agents.places import Marks, Row, mark_at, packed_mark
 from rollout.chat.row_beginnings import append_split, common_length
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 _SEED = struct.Struct("=q")
 
 
-class ConversationLog:
+class ConversationLog(msgspec.Struct, eq=False, gc=False):
     """Tokens and messages of a conversation, which only ever grow.
 
     Attributes:
@@ -33,26 +35,14 @@ class ConversationLog:
         has_raw_ids: Whether it has tokens that are not what the template makes of its messages.
     """
 
-    __slots__ = (
-        "_earlier",
-        "_last_turn",
-        "_marks",
-        "_open_from",
-        "has_raw_ids",
-        "in_reasoning",
-        "message_log",
-        "row",
-    )
-
-    def __init__(self, row: Row, message_log: MessageLog) -> None:
-        self.row = row
-        self._earlier: tuple[Row, ...] = ()
-        self.message_log = message_log
-        self.in_reasoning = False
-        self.has_raw_ids = False
-        self._marks = b""  # see `Marks`
-        self._open_from: int | None = None
-        self._last_turn = (0, -1)  # where it begins and ends
+    row: Row
+    message_log: MessageLog
+    in_reasoning: bool = False
+    has_raw_ids: bool = False
+    _earlier: tuple[Row, ...] = ()
+    _marks: bytes = b""  # see `Marks`
+    _open_from: int | None = None
+    _last_turn: tuple[int, int] = (0, -1)  # where it begins and ends
 
     @property
     def transcript(self) -> Transcript:
@@ -165,7 +155,7 @@ class ConversationLog:
         last.messages = self.message_log.messages
         shared = common_length(worded.ids, self.transcript.prefix.ids)
         self._add(Row(Transcript(), COMPACTION, last, shared))
-        self.message_log, self.has_raw_ids = MessageLog(reader), False
+        self.message_log, self.has_raw_ids = MessageLog.read_by(reader), False
         self.begin(worded, prompt_room)
 
     def _add(self, row: Row) -> None:

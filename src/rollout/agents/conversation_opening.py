@@ -72,7 +72,8 @@ class OpeningConversation(CallingConversation):
             self._check_idle("branch")
             await self._settle()
         log = self._log.fork(len(self.transcript) if position is None else position, purpose)
-        opened = self._opened_with(log, identity, self._wording, self._group_id)
+        group_id = self._group_id or self._session_id
+        opened = self._opened_with(log, identity, self._wording, group_id)
         if messages is not None:
             await opened.answer(messages)
         self._opened += (opened,)

@@ -7,7 +7,7 @@ import msgspec
 
 from rollout.seeds import derive_seed
 from rollout.session_names import session_name
-from rollout.types import Outcome
+from rollout.types import Outcome, Prompt
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -41,6 +41,13 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def session_id(self) -> str:
         """Names the conversation to the router and the engines; the main one, the trajectory."""
         return session_name(self.step, self.uid, self.member, self.path)
+
+    def named(self, prompt: Prompt) -> Prompt:
+        """Its prompt with its uid, which the caller may have left out.
+
+        A waiting trajectory keeps the caller's: a copy of it is a fiftieth of what it holds.
+        """
+        return prompt if prompt.uid is not None else msgspec.structs.replace(prompt, uid=self.uid)
 
     def opened(self, number: int) -> Identity:
         """Of the conversation that is opened from this one as its `number`-th, counted from 0."""

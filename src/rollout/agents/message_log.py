@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from rollout.agents.kept_messages import KeptMessages, TurnReader
 from rollout.chat.messages import template_messages, with_results_as_user
@@ -12,33 +15,35 @@ from rollout.chat.token_bounds import TooManyTokens
 from rollout.chat.transcript import Transcript
 from rollout.errors import TemplateError
 from rollout.media import Media
+from rollout.token_prefix import TokenPrefix
 from rollout.types import InvalidToolCall, Message, ToolCall
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from rollout.agents.turn import AssistantTurn
     from rollout.chat import ChatTemplate
-    from rollout.token_prefix import TokenPrefix
 
 
-class MessageLog:
+class MessageLog(msgspec.Struct, eq=False, gc=False):
     """The messages of a conversation, and which of them the model said.
 
     Attributes:
         messages: All of them.
     """
 
-    __slots__ = ("_plain", "_prompt", "_prompt_length", "_start", "messages")
+    messages: KeptMessages
+    _start: int = 0
+    _prompt: TokenPrefix | None = None  # holds it, at its beginning
+    _prompt_length: int = 0
+    _plain: Collection[int] = ()  # what the template takes in plain words only
 
-    def __init__(self, reader: TurnReader) -> None:
-        self.messages = KeptMessages(reader)
-        self._start = 0
-        self._prompt: TokenPrefix | None = None  # holds it, at its beginning
-        self._prompt_length = 0
-        self._plain: Collection[int] = ()  # what the template takes in plain words only
+    @classmethod
+    def read_by(cls, reader: TurnReader) -> MessageLog:
+        """Of no messages, of which turns are read so."""
+        return cls(KeptMessages(reader))
 
     @property
     def said(self) -> dict[int, str]:

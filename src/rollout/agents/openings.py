@@ -50,7 +50,7 @@ def _refusal(what: str, error: RejectedPrompt) -> LimitExceeded | AgentError:
 
 def first_log(row: Row, wording: Wording, worded: Worded) -> ConversationLog:
     """A conversation whose row begins with these messages."""
-    log = ConversationLog(row, MessageLog(wording.reader))
+    log = ConversationLog(row, MessageLog.read_by(wording.reader))
     log.begin(worded, wording.prompt_room)
     return log
 

@@ -68,6 +68,7 @@ class TrajectoryState:
     __slots__ = (
         "_calls_asked",
         "_extra",
+        "_prompt",
         "_restarts",
         "_tool_rewards",
         "_tools",
@@ -84,7 +85,6 @@ class TrajectoryState:
         "idle_since",
         "log",
         "outermost",
-        "prompt",
         "resumes",
         "reward",
         "sampled_placeholders",
@@ -117,7 +117,7 @@ class TrajectoryState:
         self.discarded_tokens = 0
         self.cut_prompt_tokens = 0
         self.sampled_placeholders = 0
-        self.prompt = prompt
+        self._prompt = prompt
         self.identity = identity
         if prompt.tools is not None or prompt.tools_kwargs:
             names = self.tools.names  # now, since what the prompt says of them may be wrong
@@ -138,6 +138,17 @@ class TrajectoryState:
         return self.services.config.agent
 
     @property
+    def prompt(self) -> Prompt:
+        """What it started from, with its uid."""
+        self._prompt = prompt = self.identity.named(self._prompt)
+        return prompt
+
+    @property
+    def given(self) -> Prompt:
+        """The same as its caller gave it, perhaps without a uid."""
+        return self._prompt
+
+    @property
     def tools(self) -> TrajectoryTools:
         """Its tools, made when somebody first asks for them.
 
@@ -148,8 +159,8 @@ class TrajectoryState:
             self._tools = self.services.tools.open_session(
                 uid=self.identity.uid,
                 member=self.identity.member,
-                names=self.prompt.tools,
-                tools_kwargs=self.prompt.tools_kwargs,
+                names=self._prompt.tools,
+                tools_kwargs=self._prompt.tools_kwargs,
                 extra=self.extra,
             )
         return self._tools
@@ -260,7 +271,7 @@ class TrajectoryState:
     ) -> SamplingParams:
         """As `prompt_sampling.sampling_given`, for this trajectory's prompt."""
         validate = self.identity.validate
-        return sampling_given(what, self.services, self.prompt, sampling, validate=validate)
+        return sampling_given(what, self.services, self._prompt, sampling, validate=validate)
 
     def sampling_of_turn(self, sampling: SamplingParams, budget: int, seed: int) -> SamplingParams:
         """How a turn is sampled, in the engine's terms."""

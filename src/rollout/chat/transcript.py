@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -40,7 +41,7 @@ NO_ID = -1
 NO_EXPERT = -1
 
 
-class Transcript:
+class Transcript(msgspec.Struct, eq=False, gc=False):
     """What the model saw and what it said, token by token.
 
     Append with `append_prompt` (once, first), `append_generated` and `append_observation`; nothing
@@ -52,18 +53,15 @@ class Transcript:
         media: Its images and videos with their places, in order.
     """
 
-    __slots__ = ("_experts", "_log_probs", "_spans", "_top", "expert_shape", "media", "prefix")
-
-    def __init__(self) -> None:
-        self.prefix = TokenPrefix()
-        #: Of each generated span, float32.
-        self._log_probs: list[bytes] | tuple[()] = ()
-        self._spans = SpanTable()
-        self._experts: array[int] | None = None
-        self.expert_shape: tuple[int, int] | None = None
-        self.media: tuple[PlacedMedia, ...] = ()
-        #: Of spans by their start: the (T, k) most likely ids and their log-probs.
-        self._top: dict[int, Likely] | None = None
+    prefix: TokenPrefix = msgspec.field(default_factory=TokenPrefix)
+    #: Of each generated span, float32.
+    _log_probs: list[bytes] | tuple[()] = ()
+    _spans: SpanTable = msgspec.field(default_factory=SpanTable)
+    _experts: array[int] | None = None
+    expert_shape: tuple[int, int] | None = None
+    media: tuple[PlacedMedia, ...] = ()
+    #: Of spans by their start: the (T, k) most likely ids and their log-probs.
+    _top: dict[int, Likely] | None = None
 
     def __len__(self) -> int:
         return self._spans.stop

@@ -303,6 +303,8 @@ class _SilentSession(ToolSession):
 class _Alone:
     """The source and the home of one member."""
 
+    has_groups = False
+
     def __init__(self, member: Member, runs: MemberRuns) -> None:
         self._member: Member | None = member
         self._runs = runs

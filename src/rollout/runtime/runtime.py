@@ -323,10 +323,11 @@ class RolloutRuntime(EngineControls, GroupingRuntime, ExplainingRuntime):
         self, prompts: Sequence[Prompt], samples: int, step: int, validate: bool
     ) -> tuple[list[Member], list[PromptEntry]]:
         """Those of a call, once its prompts are known to be good; and what is written of them."""
-        prompts, services = check_prompts(prompts), self.services
+        uids, services = check_prompts(prompts), self.services
         check_names(prompts, self.config.agent, services.tools.names, services.interactions)
         members = members_of(
             prompts,
+            uids,
             samples=samples,
             step=step,
             run_seed=self._run_seed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from rollout.agents.identity import RejectedPrompt
 from rollout.drives import UnresponsiveError
@@ -25,10 +25,33 @@ if TYPE_CHECKING:
 
 
 class MemberHome(Protocol):
-    """Whom a member belongs to."""
+    """Whom a member belongs to.
+
+    Attributes:
+        has_groups: Whether several members may begin with one prompt.
+    """
+
+    has_groups: bool
 
     async def end(self, run: AgentRun, trajectory: Trajectory) -> None:
         """A member of it has ended. May wait, and holds the member's place meanwhile."""
+
+
+class Before(NamedTuple):
+    """What became of earlier attempts at a trajectory.
+
+    Attributes:
+        attempts: How many there were.
+        discarded, resumes, restarts: What a trajectory says of them, of these attempts.
+    """
+
+    attempts: int = 0
+    discarded: int = 0
+    resumes: int = 0
+    restarts: tuple[str, ...] = ()
+
+
+_NONE_BEFORE = Before()
 
 
 class AgentRun(Supervised[Cause]):
@@ -46,8 +69,7 @@ class AgentRun(Supervised[Cause]):
         home: Gets the trajectory.
         batch_deadline: That of the call.
         started: When the first attempt began, on the loop's clock.
-        attempt: Its number, from 1.
-        discarded, resumes, restarts: What a trajectory says of them, of the attempts before.
+        before: The attempts before this one.
         deadline_left: The trajectory's, where an attempt before has put it off; else None.
         rejection: Why there is no agent.
         stuck: Clean-up that was given up.
@@ -56,15 +78,12 @@ class AgentRun(Supervised[Cause]):
     __slots__ = (
         "_conclude",
         "_context",
-        "attempt",
         "batch_deadline",
+        "before",
         "deadline_left",
-        "discarded",
         "home",
         "member",
         "rejection",
-        "restarts",
-        "resumes",
         "started",
         "stuck",
     )
@@ -83,12 +102,15 @@ class AgentRun(Supervised[Cause]):
         self.member, self.home = member, home
         self.batch_deadline = batch_deadline
         self.started = supervision.clock()
-        self.attempt = 1
-        self.discarded = self.resumes = 0
-        self.restarts: tuple[str, ...] = ()
+        self.before = _NONE_BEFORE
         self.deadline_left: Deadline | None = None
         self.rejection: RejectedPrompt | None = None
         self.stuck: tuple[UnresponsiveError, ...] = ()
+
+    @property
+    def attempt(self) -> int:
+        """Its number, from 1."""
+        return self.before.attempts + 1
 
     @property
     def supervision(self) -> Supervisor:
@@ -146,15 +168,17 @@ class AgentRun(Supervised[Cause]):
 
     def again(self) -> AgentRun:
         """Another attempt, from the start; what this one sampled is discarded."""
-        context = self.context
+        context, before = self.context, self.before
         run = AgentRun(
             self._supervision, self.member, self.home, self.batch_deadline, self._conclude
         )
-        run.started, run.attempt = self.started, self.attempt + 1
-        run.deadline_left = context.deadline.now
-        run.discarded = self.discarded + context.discarded_tokens + self.tokens
-        run.resumes = self.resumes + context.resumes
-        run.restarts = (*self.restarts, *context.restarts)
+        run.started, run.deadline_left = self.started, context.deadline.now
+        run.before = Before(
+            self.attempt,
+            before.discarded + context.discarded_tokens + self.tokens,
+            before.resumes + context.resumes,
+            (*before.restarts, *context.restarts),
+        )
         return run
 
     def ended(self) -> None:

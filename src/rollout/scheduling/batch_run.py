@@ -50,6 +50,7 @@ class BatchRun:
     Attributes:
         batch: Number of the call, for events.
         began: When it was made, on the loop's clock.
+        has_groups: See `MemberHome`.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class BatchRun:
         self._started = 0
         self._last_deadline = deadline
         self._bad = BadEndings()
+        self.has_groups = any(member.identity.member for member in members)
         self._groups: EndedGroups | None = None
         #: Groups whose members are run again, because their reward is not known yet.
         self._unrewarded: set[int] = set()
@@ -172,7 +174,7 @@ class BatchRun:
         for member in self._waiting:
             recorded = None
             if member.log is not None and member.identity.group not in self._unrewarded:
-                recorded = member.log.finished(member.prompt, member.identity.group)
+                recorded = member.log.finished(member.named_prompt, member.identity.group)
             if recorded is None:
                 return member
             await self._runs.take_wake(UNSTARTED)

@@ -45,7 +45,7 @@ class _Metrics:
 def finished(run: AgentRun, ending: Ending, cause: Cause | None) -> Trajectory:
     """The trajectory of a member whose last attempt has ended."""
     identity, context = run.member.identity, run.context
-    restarts = [*run.restarts, *context.restarts]
+    restarts = [*run.before.restarts, *context.restarts]
     if restarts:
         context.extra["restarts"] = restarts
     return Trajectory(
@@ -62,7 +62,7 @@ def finished(run: AgentRun, ending: Ending, cause: Cause | None) -> Trajectory:
         num_turns=context.user_turns + context.assistant_turns + 1,
         metrics=vars(_Metrics(_metrics_of(run, len(restarts)))),
         extra=context.extra,
-        prompt=run.member.prompt,
+        prompt=context.prompt,
         messages=context.messages,
         history=context.main.history,
         segments=segments_of(context.main.all()),
@@ -83,8 +83,8 @@ def _metrics_of(run: AgentRun, restarts: int) -> dict[str, float]:
         **tools.counts,
         **tools.metrics,
         "attempts": run.attempt,
-        "discarded_tokens": run.discarded + context.discarded_tokens,
-        "resumes": run.resumes + context.resumes,
+        "discarded_tokens": run.before.discarded + context.discarded_tokens,
+        "resumes": run.before.resumes + context.resumes,
         "restarts": restarts,
     }
 
@@ -109,7 +109,7 @@ def ended_before_start(member: Member, ending: Ending, cause: Cause | None = Non
         cause=cause,
         trainable=False,
         extra=dict(member.prompt.extra),
-        prompt=member.prompt,
+        prompt=member.named_prompt,
     )
 
 

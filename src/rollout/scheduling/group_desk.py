@@ -69,6 +69,7 @@ class GroupDesk:
     Attributes:
         runs: What members of groups run in, whichever call has them.
         live: Members that were admitted and have not ended.
+        has_groups: See `MemberHome`.
         events: Takes what happens to those who want to know.
     """
 
@@ -86,6 +87,7 @@ class GroupDesk:
     ) -> None:
         self.runs: MemberRuns
         self.live: dict[GroupMember, None] = {}
+        self.has_groups = config.scheduling.samples_per_prompt > 1
         self._engines, self.events = engines, engines.events
         self._changed = anyio.Event()
         self._config, self._rewarding, self._threads = config, rewarding, threads

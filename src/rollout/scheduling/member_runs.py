@@ -88,7 +88,8 @@ class MemberRuns:
         self._ended = anyio.Event()
         self._shield = anyio.CancelScope(shield=True)
         self._admission = anyio.CancelScope()
-        #: Agents that run, and the scopes of what concludes trajectories.
+        self._agents = 0  # that run; the supervision has them
+        #: Scopes of what concludes trajectories, and of other such work.
         self._running: dict[Cancellable, None] = {}
         self._has_left = anyio.Event()
         self._conclude_run: Callable[[AgentRun], None]
@@ -194,7 +195,8 @@ class MemberRuns:
             with scope:
                 await work()
         finally:
-            self._forget(scope)
+            del self._running[scope]
+            self._note_left()
 
     async def _until_ended(self) -> None:
         """Wait for the members; the caller's cancellation reaches them through here only."""
@@ -204,7 +206,8 @@ class MemberRuns:
             self.is_cancelled = True
             self._admission.cancel()  # from here on nothing starts that would not be reached
             with anyio.CancelScope(shield=True):
-                await self._end_all(tuple(self._running))
+                agents = [each for each in self.supervision.running if isinstance(each, AgentRun)]
+                await self._end_all([*agents, *self._running])
                 await self._ended.wait()
             raise
         finally:  # on asyncio a second Task.cancel waits for nothing
@@ -222,7 +225,7 @@ class MemberRuns:
                 async with anyio.create_task_group() as self._concluding:
                     with self._admission:
                         await admit()
-                    while self._running:
+                    while self._running or self._agents:
                         self._has_left = anyio.Event()
                         await self._has_left.wait()
         finally:
@@ -253,19 +256,20 @@ class MemberRuns:
         return True
 
     def _start(self, run: AgentRun) -> None:
-        self._running[run] = None
+        self._agents += 1
         self._runner.start(run)
         if self.is_cancelled:
             run.cancel()
 
     def _conclude_soon(self, run: AgentRun) -> None:
         """An agent has ended; the rest of its trajectory is for a task of its own."""
+        self._agents -= 1
         if self._concluding is None or self.is_cancelled:
             self._runner.note(run)
-            self._leave(run, run)
+            self._leave(run)
             return
         scope = cancel_scope()
-        self._running[scope] = self._running.pop(run)
+        self._running[scope] = None
         self._concluding.start_soon(self._conclude, run, scope)
 
     async def _conclude(self, run: AgentRun, scope: anyio.CancelScope) -> None:
@@ -280,22 +284,19 @@ class MemberRuns:
                     run.forget()  # it may be long until somebody takes the trajectory
                     await run.home.end(run, trajectory)
         finally:
+            del self._running[scope]
             if again is None:
-                self._leave(run, scope)
-            else:
-                del self._running[scope]
+                self._leave(run)
 
-    def _leave(self, run: AgentRun, last: Cancellable) -> None:
-        """Give the member's place back; `last` was the last of it that could be cancelled."""
+    def _leave(self, run: AgentRun) -> None:
+        """Give the member's place back: nothing of it can be cancelled any more."""
         run.forget()
         if run.member.is_held:
             self._tally.carried -= 1
         else:
             self.give_back(run.member)
-        self._forget(last)
+        self._note_left()
 
-    def _forget(self, scope: Cancellable) -> None:
-        """What it ended is over."""
-        del self._running[scope]
-        if not self._running:
+    def _note_left(self) -> None:
+        if not (self._running or self._agents):
             self._has_left.set()

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import attrs
-import msgspec
 
 from rollout.agents.identity import Identity
 from rollout.errors import PromptError
@@ -29,6 +28,7 @@ class Member:
     """One trajectory to be run, from admission to its outcome.
 
     Attributes:
+        prompt: As its caller gave it, with or without a uid; see `named_prompt`.
         cancel_reason: Set once it has been cancelled.
         row: Its place in its call.
         scope: What ends its agent or its reward, while there is one.
@@ -59,6 +59,11 @@ class Member:
     batch: int = 0
     began: float | None = None
 
+    @property
+    def named_prompt(self) -> Prompt:
+        """Its prompt, with its uid."""
+        return self.identity.named(self.prompt)
+
     def is_named(self, uid: str | None, member: int | None) -> bool:
         """Whether it is this member of this prompt; None stands for all."""
         return uid in (None, self.identity.uid) and member in (None, self.identity.member)
@@ -75,8 +80,8 @@ class Member:
             scope.cancel()
 
 
-def check_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts, each with a uid.
+def check_prompts(prompts: Sequence[Prompt]) -> list[str]:
+    """The uid of each prompt.
 
     Raises:
         PromptError: Something is no `Prompt`, or two share a uid; nothing has been started.
@@ -96,12 +101,9 @@ def check_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
     ]
     if faults:
         raise PromptError("\n".join(faults))
-    named = [
-        msgspec.structs.replace(prompt, uid=f"prompt-{index}") if prompt.uid is None else prompt
-        for index, prompt in enumerate(prompts)
-    ]
-    _check_uids(named)
-    return named
+    uids = [f"prompt-{n}" if prompt.uid is None else prompt.uid for n, prompt in enumerate(prompts)]
+    _check_uids(uids)
+    return uids
 
 
 def check_prompt(prompt: object, path: str) -> None:
@@ -172,37 +174,43 @@ def _faults_of(prompt: Prompt, path: str) -> list[str]:
     return faults
 
 
-def _check_uids(prompts: list[Prompt]) -> None:
-    first: dict[str | None, int] = {}
+def _check_uids(uids: list[str]) -> None:
+    first: dict[str, int] = {}
     faults = []
-    for index, prompt in enumerate(prompts):
-        if prompt.uid in first:
+    for index, uid in enumerate(uids):
+        if uid in first:
             faults.append(
-                f"prompts[{index}].uid = {prompt.uid!r}: the uid of prompts[{first[prompt.uid]}] "
+                f"prompts[{index}].uid = {uid!r}: the uid of prompts[{first[uid]}] "
                 "too; uids must be unique within a call"
             )
-        first.setdefault(prompt.uid, index)
+        first.setdefault(uid, index)
     if faults:
         raise PromptError("\n".join(faults))
 
 
 def members_of(
-    prompts: list[Prompt], *, samples: int, step: int, run_seed: int, validate: bool
+    prompts: Sequence[Prompt],
+    uids: Sequence[str],
+    *,
+    samples: int,
+    step: int,
+    run_seed: int,
+    validate: bool,
 ) -> list[Member]:
     """`samples` members of each prompt, in the order of the rows they become."""
     return [
         Member(
             prompt,
             Identity(
-                uid=prompt.uid or "",
+                uid=uid,
                 group=group,
                 member=member,
                 step=step,
                 run_seed=run_seed,
                 validate=validate,
             ),
-            row=group * samples + member,
+            row=group * samples + member if samples > 1 else group,  # not an equal number
         )
-        for group, prompt in enumerate(prompts)
+        for group, (prompt, uid) in enumerate(zip(prompts, uids, strict=True))
         for member in range(samples)
     ]

@@ -339,7 +339,7 @@ def _copied(trajectory: Trajectory) -> Trajectory:
 def _group_of(ended: Sequence[Ended]) -> Group:
     first = ended[0].member
     trajectories = [_copied(each.trajectory) for each in ended]
-    return Group.of(first.identity.uid, first.prompt, trajectories)
+    return Group.of(first.identity.uid, first.named_prompt, trajectories)
 
 
 def _end_cancelled(ended: Sequence[Ended]) -> None:

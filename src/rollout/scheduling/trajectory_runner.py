@@ -69,7 +69,7 @@ class TrajectoryRunner:
                 limits.trajectory_s, "limits.trajectory_s", run.batch_deadline, now=now
             )
         try:
-            loop, context = self._prepare(run.member, deadline, run.batch_deadline)
+            loop, context = self._prepare(run, deadline)
         except RejectedPrompt as error:
             run.reject(error)
         else:
@@ -128,13 +128,14 @@ class TrajectoryRunner:
             logger.warning("%s: %s", run.member.identity.session_id, each)
 
     def _prepare(
-        self, member: Member, deadline: Deadline, batch_deadline: Deadline
+        self, run: AgentRun, deadline: Deadline
     ) -> tuple[type[AgentLoop] | AgentLoop, AgentContext]:
         """The loop, and its context.
 
         Raises:
             RejectedPrompt: The prompt names what does not exist, or overrides wrongly.
         """
+        member = run.member
         prompt, identity = member.prompt, member.identity
         if not prompt.messages:
             raise RejectedPrompt("empty_prompt", "messages: expected at least one message")
@@ -167,9 +168,10 @@ class TrajectoryRunner:
                 identity,
                 sampling,
                 deadline,
-                batch_deadline,
+                run.batch_deadline,
                 member.hold,
                 log,
+                is_alone=not run.home.has_groups,
             )
         except ToolError as error:
             raise RejectedPrompt("unknown_tool", str(error)) from None

@@ -83,6 +83,11 @@ class Sessions:
                 kept = {r: e for r, e in group.holders.items() if e == r.cache_epoch}
                 group.holders = kept or _NO_HOLDERS
             dispatch.holders = group.holders
+        elif group_id in self._sessions:  # a branch of a trajectory that is in no group
+            trunk = self._sessions[group_id]
+            dispatch.shared_tokens = min(trunk.tokens, dispatch.prompt_tokens)
+            if trunk.replica.is_offered and trunk.cache_epoch == trunk.replica.cache_epoch:
+                dispatch.holders = self._with(_NO_HOLDERS, trunk.replica)
 
     def note(self, dispatch: Dispatch, group_id: str) -> None:
         """Remember where a request went."""

@@ -108,7 +108,7 @@ class Journal(OpenJournal):
             uid, group = member.identity.uid, member.identity.group
             if uid not in entries:
                 where = f"prompts[{group}]"
-                fields = self._fields(member.prompt, where, faults)
+                fields = self._fields(member.named_prompt, where, faults)
                 call = before[uid] if known_call is None else known_call
                 entries[uid] = entry = PromptEntry(step, uid, validate, call, fields)
                 if known:
