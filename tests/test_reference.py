@@ -48,7 +48,8 @@ def test_configuration_reference_explains_every_field() -> None:
 def public(cls: Any) -> set[str]:
     """What can be read of an object: properties, methods, and the fields of a Struct."""
     methods = {name for name, value in inspect.getmembers(cls) if not name.startswith("_")}
-    return methods | set(getattr(cls, "__struct_fields__", ()))
+    fields = getattr(cls, "__struct_fields__", ())
+    return methods | {name for name in fields if not name.startswith("_")}
 
 
 @pytest.mark.parametrize(

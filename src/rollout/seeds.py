@@ -26,7 +26,10 @@ def fresh_seed() -> int:
 
 
 class RequestIds:
-    """Ids of engine requests: 32 hex digits, never used twice, none a prefix of another."""
+    """Ids of engine requests: 31 hex digits, never used twice, none a prefix of another.
+
+    Of 32 a string would take the next larger piece of memory.
+    """
 
     def __init__(self) -> None:
         self._owner = secrets.token_hex(8)
@@ -35,4 +38,4 @@ class RequestIds:
     def new(self) -> str:
         """The next id."""
         self._count += 1
-        return f"{self._owner}{self._count:016x}"
+        return f"{self._owner}{self._count:015x}"

@@ -110,6 +110,7 @@ class Supervised(Ends, Expiring, Generic[T]):
         what: What the code is, for messages.
 
     Attributes:
+        what: As above.
         unresponsive: Why code was given up, the first time; None if all ended by itself.
         was_cancelled: Whether `cancel` or the deadline ended the code before its end; before its
             start, whether it was cancelled already.
@@ -125,9 +126,9 @@ class Supervised(Ends, Expiring, Generic[T]):
         "_scope",
         "_supervision",
         "_value",
-        "_what",
         "unresponsive",
         "was_cancelled",
+        "what",
     )
 
     def __init__(self, supervision: Supervisor, what: str) -> None:
@@ -135,7 +136,7 @@ class Supervised(Ends, Expiring, Generic[T]):
         self.unresponsive: UnresponsiveError | None = None
         self.was_cancelled = False
         self._supervision = supervision
-        self._what = what
+        self.what = what
         self._scope: anyio.CancelScope | None = None  # on trio once it is cancelled: see `enclose`
         self._is_within: bool | None = None  # the block; None before
         self._deadline = math.inf
@@ -199,7 +200,7 @@ class Supervised(Ends, Expiring, Generic[T]):
     def start(self, code: Coroutine[Any, Any, T | None]) -> None:
         """Run the code in a task of its own; `ended` is called when that has ended."""
         self._main = MainDrive(self, code)
-        self._supervision.start(self, self._main, self._what)
+        self._supervision.start(self, self._main, self.what)
 
     def result(self) -> T | None:
         """What the code returned; None where it was cancelled, or given up as `unresponsive` says.
@@ -254,11 +255,6 @@ class Supervised(Ends, Expiring, Generic[T]):
         return min(own, *(duty.at for duty in self._duties)) if self._duties else own
 
     @property
-    def what(self) -> str:
-        """What the code is."""
-        return self._what
-
-    @property
     def duties(self) -> tuple[Duty, ...]:
         """Pieces of it that are under way, in the order in which they began."""
         return tuple(self._duties)
@@ -279,7 +275,7 @@ class Supervised(Ends, Expiring, Generic[T]):
         # What runs in a task of its own knows better than its caller where it waits.
         self._give_up_duties(duty for duty in overdue if duty.drive is not main)
         if self._at is not None and self._at + cleanup_s <= now:
-            self._give_up(self._what, main)
+            self._give_up(self.what, main)
         self._give_up_duties(overdue)
         if main.unresponsive is not None:
             self._give_up_duties(self._duties)  # what it had begun in tasks of their own

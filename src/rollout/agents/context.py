@@ -15,7 +15,6 @@ from rollout.agents.interacting import (
     interaction_name,
     new_interaction,
 )
-from rollout.agents.message_log import MessageLog
 from rollout.agents.places import Row
 from rollout.agents.segment_opening import open_segment
 from rollout.agents.trajectory_state import OfMain, SettlingLimits, Shared, TrajectoryState
@@ -96,15 +95,12 @@ class AgentContext:
         outermost: Deadline,
         hold: Hold | None = None,
         log: TurnLog | None = None,
-        *,
         is_alone: bool = False,
     ) -> None:
         self._state = TrajectoryState(services, prompt, identity, deadline, outermost, hold, log)
         self._main = Conversation(
             self._state,
-            ConversationLog(
-                Row(Transcript(), MAIN), MessageLog.read_by(self._state.wording.reader)
-            ),
+            ConversationLog.of(Row(Transcript(), MAIN), self._state.wording.reader),
             sampling,
             identity,
             self._state.wording,

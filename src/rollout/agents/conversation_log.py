@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from rollout.agents.kept_messages import KeptMessages
 from rollout.agents.message_log import MessageLog
 from rollout.agents.places import Marks, Row, mark_at, packed_mark
 from rollout.chat.row_beginnings import append_split, common_length
@@ -43,6 +44,11 @@ class ConversationLog(msgspec.Struct, eq=False, gc=False):
     _marks: bytes = b""  # see `Marks`
     _open_from: int | None = None
     _last_turn: tuple[int, int] = (0, -1)  # where it begins and ends
+
+    @classmethod
+    def of(cls, row: Row, reader: TurnReader) -> ConversationLog:
+        """Of no messages yet, of which turns are read so."""
+        return cls(row, MessageLog(KeptMessages(reader)))
 
     @property
     def transcript(self) -> Transcript:
@@ -155,7 +161,7 @@ class ConversationLog(msgspec.Struct, eq=False, gc=False):
         last.messages = self.message_log.messages
         shared = common_length(worded.ids, self.transcript.prefix.ids)
         self._add(Row(Transcript(), COMPACTION, last, shared))
-        self.message_log, self.has_raw_ids = MessageLog.read_by(reader), False
+        self.message_log, self.has_raw_ids = MessageLog(KeptMessages(reader)), False
         self.begin(worded, prompt_room)
 
     def _add(self, row: Row) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.agents.kept_messages import KeptMessages, TurnReader
+from rollout.agents.kept_messages import KeptMessages
 from rollout.chat.messages import template_messages, with_results_as_user
 from rollout.chat.row_beginnings import append_split, common_length
 from rollout.chat.token_bounds import TooManyTokens
@@ -39,11 +39,6 @@ class MessageLog(msgspec.Struct, eq=False, gc=False):
     _prompt: TokenPrefix | None = None  # holds it, at its beginning
     _prompt_length: int = 0
     _plain: Collection[int] = ()  # what the template takes in plain words only
-
-    @classmethod
-    def read_by(cls, reader: TurnReader) -> MessageLog:
-        """Of no messages, of which turns are read so."""
-        return cls(KeptMessages(reader))
 
     @property
     def said(self) -> dict[int, str]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from rollout.agents.budget import length_error
 from rollout.agents.conversation_log import ConversationLog
 from rollout.agents.identity import RejectedPrompt
-from rollout.agents.message_log import MessageLog
 from rollout.agents.places import Row
 from rollout.chat.row_beginnings import common_length
 from rollout.chat.trajectory import BRANCH, COMPACTION
@@ -50,7 +49,7 @@ def _refusal(what: str, error: RejectedPrompt) -> LimitExceeded | AgentError:
 
 def first_log(row: Row, wording: Wording, worded: Worded) -> ConversationLog:
     """A conversation whose row begins with these messages."""
-    log = ConversationLog(row, MessageLog.read_by(wording.reader))
+    log = ConversationLog.of(row, wording.reader)
     log.begin(worded, wording.prompt_room)
     return log
 

@@ -71,7 +71,6 @@ class AgentRun(Supervised[Cause]):
         started: When the first attempt began, on the loop's clock.
         before: The attempts before this one.
         deadline_left: The trajectory's, where an attempt before has put it off; else None.
-        rejection: Why there is no agent.
         stuck: Clean-up that was given up.
     """
 
@@ -83,7 +82,6 @@ class AgentRun(Supervised[Cause]):
         "deadline_left",
         "home",
         "member",
-        "rejection",
         "started",
         "stuck",
     )
@@ -104,7 +102,6 @@ class AgentRun(Supervised[Cause]):
         self.started = supervision.clock()
         self.before = _NONE_BEFORE
         self.deadline_left: Deadline | None = None
-        self.rejection: RejectedPrompt | None = None
         self.stuck: tuple[UnresponsiveError, ...] = ()
 
     @property
@@ -124,6 +121,12 @@ class AgentRun(Supervised[Cause]):
         return self._context
 
     @property
+    def rejection(self) -> RejectedPrompt | None:
+        """Why there is no agent."""
+        error = self._error if self._context is None else None
+        return error if isinstance(error, RejectedPrompt) else None
+
+    @property
     def tokens(self) -> int:
         """Sampled in this attempt, in generations that have ended."""
         rows = [row for each in self.context.main.all() for row in each.rows]
@@ -131,13 +134,13 @@ class AgentRun(Supervised[Cause]):
 
     def reject(self, why: RejectedPrompt) -> None:
         """There is no agent."""
-        self.rejection = why
+        self._error = why
         self._conclude(self)
 
     def begin(self, loop: type[AgentLoop] | AgentLoop, context: AgentContext) -> None:
         """Run the agent; cancelling the member ends it."""
         kind = loop if isinstance(loop, type) else type(loop)
-        self._context, self._what = context, _name_of(kind)
+        self._context, self.what = context, _name_of(kind)
         self.member.concluding_since = None
         context.deadline.govern(self)
         self.member.give_scope(self)

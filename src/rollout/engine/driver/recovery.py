@@ -94,14 +94,15 @@ class RecoveryRules:
     counts: RecoveryCounts
 
 
-@attrs.define(eq=False, kw_only=True, weakref_slot=False)
-class Attempt:
+class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
     """One generation and what has happened to its requests so far.
 
     Args:
-        prompt_ids: int32 little-endian, packed, or the trajectory's prefix.
+        prompt: int32 little-endian, packed, or the trajectory's prefix.
+        whole_sampling: How all of it is sampled; a request may have a part of the budget.
+        rules: What becomes of it where its replica is lost.
         known_experts: Tokens of the prompt whose routed experts are known.
-        deadline: Its own; None never ends it.
+        own_deadline: What ends it; None where nothing does.
         hold: Where it waits while its trajectory is carried; None where that never is.
         trajectory: Its number in the run's events.
         media: The images and videos of the prompt; each of its requests names them.
@@ -124,66 +125,66 @@ class Attempt:
 
     generation: Generation
     session_id: str
-    _prompt_ids: bytes | TokenPrefix
-    _sampling: SamplingParams
-    _rules: RecoveryRules
+    prompt: bytes | TokenPrefix
+    whole_sampling: SamplingParams
+    rules: RecoveryRules
     priority: int = 0
     group_id: str = ""
-    _known_experts: int = 0
-    _deadline: PausableDeadline | None = None
+    known_experts: int = 0
+    own_deadline: PausableDeadline | None = None
     hold: Hold | None = None
     trajectory: int = 0
     media: tuple[PlacedMedia, ...] = ()
-    _deaths: _Deaths = attrs.field(init=False, default=_NONE)
-    refusals: int = attrs.field(init=False, default=0)
-    isolation: Isolation | None = attrs.field(init=False, default=None)
-    is_interrupted: bool = attrs.field(init=False, default=False)
-    replica: str = attrs.field(init=False, default="")
-    pending: PendingRequest | None = attrs.field(init=False, default=None)
-    was_paused: bool = attrs.field(init=False, default=False)
-    waits_since: float = attrs.field(init=False, default=0.0)
-    asked_at: float = attrs.field(init=False, default=0.0)
-    queue_scope: anyio.CancelScope | None = attrs.field(init=False, default=None)
-    _is_paused: bool = attrs.field(init=False, default=False)
-    _garbled: int = attrs.field(init=False, default=0)
+    _deaths: _Deaths = _NONE
+    refusals: int = 0
+    isolation: Isolation | None = None
+    is_interrupted: bool = False
+    replica: str = ""
+    pending: PendingRequest | None = None
+    was_paused: bool = False
+    waits_since: float = 0.0
+    asked_at: float = 0.0
+    queue_scope: anyio.CancelScope | None = None
+    _is_paused: bool = False
+    _garbled: int = 0
 
     @property
     def deadline(self) -> float:
         """Clock time at which an engine ends it by itself, as things stand."""
-        return math.inf if self._deadline is None else self._deadline.now.at
+        return math.inf if self.own_deadline is None else self.own_deadline.now.at
 
     def in_time(self) -> AbstractContextManager[object]:
         """Around a wait: ends it at the deadline, with what `overdue` says."""
-        return self._deadline or _UNLIMITED
+        return self.own_deadline or _UNLIMITED
 
     def overdue(self) -> LimitExceeded:
         """What it ends with at its deadline."""
-        assert self._deadline is not None
-        return self._deadline.now.error()
+        assert self.own_deadline is not None
+        return self.own_deadline.now.error()
 
     @property
     def experts_start(self) -> int:
         """Where the routed experts begin that the next request is to tell."""
-        return self._known_experts + self.generation.known_experts
+        return self.known_experts + self.generation.known_experts
 
     @property
     def prompt_ids(self) -> bytes:
         """What the next request begins with: the prompt and the tokens there are."""
-        prompt = self._prompt_ids
+        prompt = self.prompt
         packed = prompt if isinstance(prompt, bytes) else prompt.packed()
         return packed + self.generation.ids.tobytes()
 
     @property
     def prefix(self) -> TokenPrefix | None:
         """That, where it is the trajectory's prefix and nothing else."""
-        if self.generation.count or isinstance(self._prompt_ids, bytes):
+        if self.generation.count or isinstance(self.prompt, bytes):
             return None
-        return self._prompt_ids
+        return self.prompt
 
     @property
     def prompt_tokens(self) -> int:
         """The length of that."""
-        prompt = self._prompt_ids
+        prompt = self.prompt
         count = len(prompt) // 4 if isinstance(prompt, bytes) else prompt.length
         done = self.generation.count
         return count + done if done else count
@@ -193,9 +194,9 @@ class Attempt:
         """How the next request is sampled: what is left of the budget, the same seed."""
         done = self.generation.count
         if not done:
-            return self._sampling
-        left = self._sampling.max_new_tokens - done
-        return msgspec.structs.replace(self._sampling, max_new_tokens=left)
+            return self.whole_sampling
+        left = self.whole_sampling.max_new_tokens - done
+        return msgspec.structs.replace(self.whole_sampling, max_new_tokens=left)
 
     @property
     def has_answer(self) -> bool:
@@ -254,8 +255,8 @@ class Attempt:
 
     def renew_deadline(self, deadline: Deadline, outermost: Deadline, outer: Deadline) -> None:
         """These hold from now on."""
-        if self._deadline is not None:
-            self._deadline.renew(deadline, outermost, outer)
+        if self.own_deadline is not None:
+            self.own_deadline.renew(deadline, outermost, outer)
 
     def die(self, reason: str, *, is_alone: bool) -> None:
         """The replica died with it in flight; `is_alone`: and with nothing else."""
@@ -277,42 +278,42 @@ class Attempt:
         """
         self._garbled += is_garbled
         if self._deaths.are_enough:
-            self._rules.counts.quarantined += 1
+            self.rules.counts.quarantined += 1
             raise self.failed(self._quarantine_message(), reason=QUARANTINED)
-        if self._rules.policy == "fail" or self._garbled > MAX_GARBLED:
+        if self.rules.policy == "fail" or self._garbled > MAX_GARBLED:
             raise self.failed(why)
         if self._is_whole():
             return False
-        stateful = stateful_field(self._sampling)
-        if stateful or self._rules.policy == "restart":
+        stateful = stateful_field(self.whole_sampling)
+        if stateful or self.rules.policy == "restart":
             rule = f"sampling.{stateful}" if stateful else "recovery.policy"
             self.generation.restart(f"{why} ({rule})")
-            self._rules.counts.restarted += 1
+            self.rules.counts.restarted += 1
         else:
             self.generation.resumes += 1
-            self._rules.counts.resumed += 1
+            self.rules.counts.resumed += 1
         return True
 
     def pause_deadlines(self) -> None:
         """Its time counts for `batch_s` only from now on; harmless when called again."""
         if not self._is_paused:
             self._is_paused = self.was_paused = True
-            if self._deadline is not None:
-                self._deadline.pause()
+            if self.own_deadline is not None:
+                self.own_deadline.pause()
 
     def resume_deadlines(self) -> None:
         """End `pause_deadlines`; harmless where there is none."""
         if self._is_paused:
             self._is_paused = False
-            if self._deadline is not None:
-                self._deadline.resume()
+            if self.own_deadline is not None:
+                self.own_deadline.resume()
 
     def resume_interrupted(self) -> bool:
         """Prepare the next request after an interruption; False where its answer is whole."""
         self.generation.finish_reason = None
         if self._is_whole():
             return False
-        stateful = stateful_field(self._sampling)
+        stateful = stateful_field(self.whole_sampling)
         if stateful:
             self.generation.restart(f"it was interrupted (sampling.{stateful})")
         return True
@@ -324,7 +325,7 @@ class Attempt:
 
     def _is_whole(self) -> bool:
         """Whether the lost replica had only not said that it was done."""
-        ids, sampling, info = self.generation.ids, self._sampling, self._rules.info
+        ids, sampling, info = self.generation.ids, self.whole_sampling, self.rules.info
         ends = sampling.stop_token_ids + (() if sampling.ignore_eos else info.eos_ids)
         if ids and ids[-1] in ends:
             self.generation.finish_reason = "stop"

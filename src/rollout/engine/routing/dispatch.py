@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection
+from typing import cast
 
-if TYPE_CHECKING:
-    from collections.abc import Collection
+import msgspec
 
-    from rollout.engine.routing.replica_state import ReplicaState
+from rollout.engine.routing.replica_state import ReplicaState
 
 
-class Dispatch:
+class Dispatch(msgspec.Struct, eq=False, gc=False):
     """A request: what a strategy may know of it, and then where it went.
 
     Attributes:
@@ -24,37 +24,22 @@ class Dispatch:
         shared_tokens: Length of that prompt.
         avoid: A replica that must not get it, because it has just refused it.
         replica: Where it went; set when that is decided.
-        fresh_tokens: Tokens of the prompt that this replica has to compute.
+        fresh_tokens: Tokens of the prompt that this replica has to compute; all, until it is known.
         is_counted: Whether it is in flight.
     """
 
-    __slots__ = (
-        "avoid",
-        "fresh_tokens",
-        "holders",
-        "is_counted",
-        "new_tokens",
-        "pinned",
-        "prompt_tokens",
-        "replica",
-        "session_id",
-        "shared_tokens",
-        "warm_tokens",
-    )
-    replica: ReplicaState
-
-    def __init__(self, session_id: str, prompt_tokens: int, new_tokens: int) -> None:
-        self.session_id = session_id
-        self.prompt_tokens = prompt_tokens
-        self.new_tokens = new_tokens
-        self.pinned: ReplicaState | None = None
-        self.warm_tokens = 0
-        self.holders: Collection[ReplicaState] = ()
-        self.shared_tokens = 0
-        self.avoid: ReplicaState | None = None
-        self.fresh_tokens = prompt_tokens
-        self.is_counted = False
+    session_id: str
+    prompt_tokens: int
+    new_tokens: int
+    fresh_tokens: int
+    pinned: ReplicaState | None = None
+    warm_tokens: int = 0
+    holders: Collection[ReplicaState] = ()
+    shared_tokens: int = 0
+    avoid: ReplicaState | None = None
+    replica: ReplicaState = cast("ReplicaState", None)
+    is_counted: bool = False
 
     def __repr__(self) -> str:
-        replica = getattr(self, "replica", None)
-        return f"<Dispatch {self.session_id} to {replica.name if replica else 'nobody yet'}>"
+        place = self.replica.name if self.replica else "nobody yet"
+        return f"<Dispatch {self.session_id} to {place}>"

@@ -193,7 +193,8 @@ class Router:
             The request with its `replica`; hand it to `release` when it is gone.
         """
         replica_set, sessions = self._replica_set, self._sessions
-        dispatch = Dispatch(session_id, prompt_tokens, replica_set.expected_tokens(max_new_tokens))
+        new_tokens = replica_set.expected_tokens(max_new_tokens)
+        dispatch = Dispatch(session_id, prompt_tokens, new_tokens, prompt_tokens)
         sessions.recall(dispatch, group_id)
         if avoid is not None:
             dispatch.avoid = replica_set.find(avoid)
