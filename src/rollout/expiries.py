@@ -54,7 +54,7 @@ class Expiries:
         self._heap: list[Expiring] = []
         self._is_ordered = True
         self._ended = 0
-        self._alarm = anyio.CancelScope()
+        self._alarm: anyio.CancelScope | None = None
 
     def expect(self, work: Expiring, at: float) -> None:
         """Have it `expire` at that time, or earlier where that was said before."""
@@ -67,7 +67,7 @@ class Expiries:
             heappush(self._heap, work)
         else:
             self._heap.append(work)
-        if at < self._alarm.deadline:
+        if self._alarm is not None and at < self._alarm.deadline:
             self._alarm.deadline = at
 
     def note_end(self) -> None:
