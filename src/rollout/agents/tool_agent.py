@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rollout.tools import ToolResult
 
 
-@register_agent("tool_agent")
 class ToolAgent(AgentLoop):
     """Lets the model generate, and then::
 
@@ -59,6 +58,10 @@ class ToolAgent(AgentLoop):
     async def ask_user(self, context: AgentContext) -> InteractionTurn:
         """Let the simulated user answer."""
         return await context.ask_user()
+
+
+# It keeps nothing of a trajectory: one serves all, and none is made for each that waits.
+register_agent("tool_agent")(ToolAgent())
 
 
 def has_reached_turn_limit(context: AgentContext) -> bool:
