@@ -24,6 +24,7 @@ LIMITS = LimitsConfig(generation_s=5, tool_s=5, turn_s=5, trajectory_s=20, batch
 OK = Scenario(seed=1).reply("", "ok")
 #: What happened to each agent, and when since its start.
 told: dict[str, list[tuple[str, float]]] = {}
+waiting: set[str] = set()
 Wait = Callable[[Callable[[str], None]], Awaitable[None]]
 
 
@@ -102,6 +103,7 @@ class Waiting(AgentLoop):
             told[name].append((what, round(anyio.current_time() - start, 1)))
 
         await context.generate()
+        waiting.add(name)
         await WAITS[name](tell)
 
 
@@ -125,10 +127,13 @@ async def cancelled_after(seconds: float, names: list[str], limits: LimitsConfig
         )
         for name in names
     ]
+    waiting.clear()
     async with rollout.open_rollout(config) as runtime, anyio.create_task_group() as tasks:
 
         async def cancel() -> None:
             await anyio.sleep(seconds)
+            while not waiting.issuperset(names):  # in real time
+                await anyio.sleep(0.01)
             runtime.cancel(reason="enough")
 
         tasks.start_soon(cancel)
@@ -137,6 +142,14 @@ async def cancelled_after(seconds: float, names: list[str], limits: LimitsConfig
     return batch
 
 
+@pytest.fixture(name="early", params=[False, True])
+def _early(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scopes from the start too, as with a trio whose inside is not known."""
+    if request.param:
+        monkeypatch.setattr("rollout.supervision.can_enclose", lambda: False)
+
+
+@pytest.mark.usefixtures("early")
 async def test_cancelled_agent_ends_as_in_one_scope_whatever_it_is_within() -> None:
     batch = await cancelled_after(10, list(WAITS), LIMITS)
     outcomes = {(each.outcome, each.reason) for each in batch.trajectories}
@@ -145,6 +158,7 @@ async def test_cancelled_agent_ends_as_in_one_scope_whatever_it_is_within() -> N
     assert told == EXPECTED
 
 
+@pytest.mark.usefixtures("early")
 async def test_agent_past_its_deadline_ends_as_in_one_scope_whatever_it_is_within() -> None:
     limits = LimitsConfig(
         generation_s=5, tool_s=5, turn_s=5, trajectory_s=10, batch_s=50, cleanup_s=4

@@ -82,6 +82,24 @@ async def _run_on_asyncio(code: TaskCode) -> None:
     await code
 
 
+def can_enclose() -> bool:
+    """Whether this event loop is trio's, of a version that `enclose` knows."""
+    return runs_on_trio() and _knows_trio()
+
+
+@cache
+def _knows_trio() -> bool:
+    import trio
+    from trio._core import _run
+
+    needed: dict[Any, tuple[str, ...]] = {
+        getattr(_run, "CancelStatus", None): ("parent",),
+        trio.CancelScope: ("_cancel_status", "_has_been_entered"),
+        trio.lowlevel.Task: ("_cancel_status", "_activate_cancel_status"),
+    }
+    return all(hasattr(owner, name) for owner, names in needed.items() for name in names)
+
+
 class Interruptible:
     """A task that can be made to run, whatever it waits for."""
 
@@ -135,7 +153,7 @@ class Interruptible:
         from trio._core._run import CancelStatus  # which has no public name
 
         scope: Any = trio.CancelScope()
-        around = self._task.parent_nursery._cancel_status
+        around = self._task.parent_nursery.cancel_scope._cancel_status
         scope._has_been_entered = True
         scope._cancel_status = CancelStatus(scope=scope, parent=around)
         outermost = self._task._cancel_status

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from rollout.bridge import loop_clock, runs_on_trio
+from rollout.bridge import loop_clock
 from rollout.expiries import Expiries
-from rollout.loop_tasks import open_apart
+from rollout.loop_tasks import can_enclose, open_apart
 from rollout.scopes import open_task_group
 from rollout.supervised import driving
 
@@ -29,13 +29,13 @@ class Supervision:
     Attributes:
         cleanup_s: How long after its deadline, or its cancellation, code is given up.
         clock: The loop's.
-        scopes_are_late: Whether code has a scope only once it is cancelled, on trio; there is no
-            heap of deadlines on asyncio, where that of its scope is a timer.
+        scopes_are_late: Whether code has a scope only once it is cancelled, on trio. Elsewhere it
+            has one from its start, which ends it at its deadline.
     """
 
     def __init__(self, start: StartTask, cleanup_s: float) -> None:
         self.cleanup_s, self.clock = cleanup_s, loop_clock()
-        self.scopes_are_late = runs_on_trio()
+        self.scopes_are_late = can_enclose()
         self._expiries = Expiries(self.clock)
         self._start = start
         self._running: dict[Supervised[Any], None] = {}  # in a fixed order
