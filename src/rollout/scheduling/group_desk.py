@@ -147,7 +147,10 @@ class GroupDesk:
     def _restored(self, before: PulledBefore) -> PulledGroup:
         source, pulled = self._over(()), before.entry.pulled or ""
         source.number = before.entry.source
-        return PulledGroup(before.number, before.prompt, source, pulled=pulled, before=before)
+        version = before.version
+        return PulledGroup(
+            before.number, before.prompt, source, version=version, pulled=pulled, before=before
+        )
 
     def left(self, call: GroupCall) -> None:
         """It has ended."""
