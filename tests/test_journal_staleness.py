@@ -279,3 +279,20 @@ def test_tokens_of_a_beginning_that_another_one_replaced_do_not_count() -> None:
     turn(1, 5)
     turn(1, 6)
     assert contents.oldest() == {(0, "p0", 0): 5}
+
+
+def test_validation_of_the_same_names_and_step_says_nothing_of_a_group(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+
+    async def first() -> None:
+        async with rollout.open_rollout(config_of(path), [add]) as runtime:
+            source = loader()
+            await runtime.generate([next(source) for _ in range(4)], step=0, validate=True)
+            await runtime.update_weights(version=2, source=DiskWeights("."))
+            await runtime.collect(loader(), 2, policy=CARRY, step=0)
+
+    run_virtual(first)
+    told = streamed(path, version=3, count=4)
+    assert told.restarted == 0
+    assert sorted(told.uids[:2]) == SLOW
+    assert told.ages[:2] == [1, 1]

@@ -153,12 +153,15 @@ class Contents:
                 self.ended_sources[entry.step] = entry.source
 
     def deliveries(self) -> dict[tuple[int, str, int], int]:
-        """Of groups, by step, uid and call, the step of the call that gave them to its caller."""
+        """Of groups, by step, uid and call, the step of the call that gave them to its caller.
+
+        None is of a validation, whose trajectories may have the same names.
+        """
         if self._deliveries is None:
             self._deliveries = {
                 (key.step, key.uid, key.call): each.delivered_in
                 for key, each in self.trajectories.items()
-                if each.delivered_in is not None
+                if each.delivered_in is not None and not key.validate
             }
         return self._deliveries
 
@@ -168,7 +171,8 @@ class Contents:
             self._oldest = {}
             for key, each in self.trajectories.items():
                 group = key.step, key.uid, key.call
-                self._oldest[group] = oldest_of(self._oldest.get(group), each.oldest)
+                if not key.validate:  # else it is another one of the same name
+                    self._oldest[group] = oldest_of(self._oldest.get(group), each.oldest)
         return self._oldest
 
     def _of(self, key: Key) -> Recorded:
