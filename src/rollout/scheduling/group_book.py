@@ -206,7 +206,7 @@ class GroupBook:
 
     def adopt(self, group: PulledGroup) -> bool:
         """Take a group on; whether it is whole already."""
-        if group.version is None or not group.is_begun:  # it has no tokens of older weights
+        if not group.is_sampled:
             group.version = self._version()
         self._open[group] = None
         if group.waiting:
@@ -215,7 +215,11 @@ class GroupBook:
 
     def fitting(self, group: PulledGroup) -> PulledGroup:
         """A group that is to be adopted, or, started over where it is too old to be taken."""
-        if self._bound is None or not group.is_begun or self._can_be_taken(group, self._bound):
+        if not group.is_sampled:
+            return group
+        # After a resumption the weights may be older than those that it has tokens of.
+        group.version = min(_version_of(group), self._version())
+        if self._bound is None or self._can_be_taken(group, self._bound):
             return group
         self.counts["restarted"] += 1
         return group.fresh()

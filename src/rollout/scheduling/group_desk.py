@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -94,7 +95,7 @@ class GroupDesk:
         self._tally, self._run_seed = tally, run_seed
         self._new_runs, self._start = new_runs, start
         self._sources: dict[int, PromptSource] = {}
-        #: Kept of sources that have given all that they have.
+        #: Kept of sources that have given all that they have, and that no call has.
         self._orphans: list[PulledGroup] = []
         self._calls: dict[GroupCall, None] = {}
         self.log = log
@@ -149,11 +150,21 @@ class GroupDesk:
     def _restored(self, before: PulledBefore) -> PulledGroup:
         source, pulled = self._over(()), before.entry.pulled or ""
         source.number = before.entry.source
-        return PulledGroup(before.number, before.prompt, source, pulled=pulled, before=before)
+        version = before.version
+        return PulledGroup(
+            before.number, before.prompt, source, version=version, pulled=pulled, before=before
+        )
 
     def left(self, call: GroupCall) -> None:
         """It has ended."""
         self._calls.pop(call, None)
+        self._set_free(call.source)
+
+    def _set_free(self, source: PromptSource) -> None:
+        """What is kept of a source that has ended is for the next call of all, once none has it."""
+        if source.is_over and not source.users:
+            kept, source.kept = source.kept, []
+            self.keep(kept)
 
     def tell(self) -> None:
         """Something is not as it was for all calls, such as the weights' version."""
@@ -213,7 +224,11 @@ class GroupDesk:
         """Ask a source for one prompt, if it is not being asked."""
         if not source.is_pulling:
             source.is_pulling = True
-            self._start(source.pull)
+            self._start(partial(self._pull, source))
+
+    async def _pull(self, source: PromptSource) -> None:
+        await source.pull()
+        self._set_free(source)
 
     def _pulled(self, given: Any, source: PromptSource) -> PulledGroup | None:
         place = source.count - 1

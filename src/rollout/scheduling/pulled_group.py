@@ -43,7 +43,8 @@ class PulledGroup:
         at_door: The one that waits for a place.
         running: Admitted and not ended.
         ended: In the order in which they did.
-        version: Of the weights when a call took it on first.
+        version: The oldest of the weights that sampled for it, or may have; None before a call
+            took it on, where the journal has no tokens of it either.
         deadline: Its own, while a call has it.
         call: The call that has it; None while it is kept for the next one.
         refills: How often each member was restarted.
@@ -82,6 +83,11 @@ class PulledGroup:
     def is_begun(self) -> bool:
         """Whether any member of it has been admitted."""
         return bool(self.running or self.ended) or self.is_carried
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether it may have tokens, the oldest of which are of the weights of its version."""
+        return self.is_begun or (self.before is not None and self.before.version is not None)
 
     @property
     def is_named(self) -> bool:
@@ -130,4 +136,5 @@ class PulledGroup:
 
     def fresh(self) -> PulledGroup:
         """The same prompt, as it was when it was pulled."""
-        return PulledGroup(self.number, self.prompt, self.source, pulled=self.pulled, key=self.key)
+        key = self.key if self.before is None else self.before.key
+        return PulledGroup(self.number, self.prompt, self.source, pulled=self.pulled, key=key)

@@ -71,13 +71,19 @@ class GroupLog:
                 pull = _pull_of(entry.fields, entry.pulled or "")
                 self._pulls.setdefault(pull, deque()).append(entry.source)
             if step != UNWANTED:
-                self._left.append(PulledBefore(number, prompt_of(entry.fields), entry, step))
+                prompt = prompt_of(entry.fields)
+                version = self._version_of(entry) if step is None else None
+                self._left.append(PulledBefore(number, prompt, entry, step, version))
         self.pulled = len(pulled)
         self._sources = max((entry.source for entry in entries), default=0)
 
     def _step_of(self, entry: PromptEntry) -> int | None:
         assert self._journal is not None
         return self._journal.delivery_of(entry.step, entry.uid, entry.call)
+
+    def _version_of(self, entry: PromptEntry) -> int | None:
+        assert self._journal is not None
+        return self._journal.oldest_version(entry.step, entry.uid, entry.call)
 
     def check_announced(self) -> None:
         """See `Journal.check_announced`."""

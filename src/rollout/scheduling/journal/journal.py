@@ -79,6 +79,10 @@ class Journal(OpenJournal):
         """The step of the call that gave members of a group to its caller; None: none did."""
         return self._contents.deliveries().get((step, uid, call))
 
+    def oldest_version(self, step: int, uid: str, call: int) -> int | None:
+        """Of the weights that sampled for a group; None: none did."""
+        return self._contents.oldest().get((step, uid, call))
+
     @property
     def ended_sources(self) -> Mapping[int, int | None]:
         """See `Contents`."""

@@ -65,6 +65,7 @@ class Recorded:
         end: The trajectory, once it is finished.
         delivered_in: The step of the call that gave it to its caller; `UNWANTED` where none ever
             will, None while nobody has it.
+        oldest: Version of the oldest weights that sampled for it since; None where none did.
     """
 
     start: int = 0
@@ -73,6 +74,7 @@ class Recorded:
     stateful: set[str] = attrs.field(factory=set)
     end: Payload | None = None
     delivered_in: int | None = None
+    oldest: int | None = None
 
     @property
     def is_begun(self) -> bool:
@@ -119,6 +121,7 @@ class Contents:
         self.torn: TornTail | None = None
         self.damages: list[Damage] = []
         self._deliveries: dict[tuple[int, str, int], int] | None = None
+        self._oldest: dict[tuple[int, str, int], int | None] | None = None
 
     def add(self, payload: Payload, entry: Entry) -> None:
         """One more record."""
@@ -129,7 +132,9 @@ class Contents:
                 key = (entry.step, entry.uid, entry.validate, entry.call)
                 self.prompts[key] = payload
             case TurnEntry():
-                self._begun(entry.key, entry.start).turns.append(payload)
+                recorded = self._begun(entry.key, entry.start)
+                recorded.turns.append(payload)
+                recorded.oldest = oldest_of(recorded.oldest, *(v for v, _ in entry.versions))
             case AnswersEntry():
                 recorded = self._begun(entry.key, entry.start)
                 recorded.answers.append(payload)
@@ -148,14 +153,27 @@ class Contents:
                 self.ended_sources[entry.step] = entry.source
 
     def deliveries(self) -> dict[tuple[int, str, int], int]:
-        """Of groups, by step, uid and call, the step of the call that gave them to its caller."""
+        """Of groups, by step, uid and call, the step of the call that gave them to its caller.
+
+        None is of a validation, whose trajectories may have the same names.
+        """
         if self._deliveries is None:
             self._deliveries = {
                 (key.step, key.uid, key.call): each.delivered_in
                 for key, each in self.trajectories.items()
-                if each.delivered_in is not None
+                if each.delivered_in is not None and not key.validate
             }
         return self._deliveries
+
+    def oldest(self) -> dict[tuple[int, str, int], int | None]:
+        """The oldest weights that sampled for a group, by step, uid and call."""
+        if self._oldest is None:
+            self._oldest = {}
+            for key, each in self.trajectories.items():
+                group = key.step, key.uid, key.call
+                if not key.validate:  # else it is another one of the same name
+                    self._oldest[group] = oldest_of(self._oldest.get(group), each.oldest)
+        return self._oldest
 
     def _of(self, key: Key) -> Recorded:
         return self.trajectories.setdefault(key, Recorded())
@@ -164,8 +182,13 @@ class Contents:
         recorded = self._of(key)
         if start > recorded.start:
             recorded.start, recorded.stateful = start, set()
-            recorded.turns, recorded.answers = [], []
+            recorded.turns, recorded.answers, recorded.oldest = [], [], None
         return recorded
+
+
+def oldest_of(*versions: int | None) -> int | None:
+    """The oldest of the versions that are known; None where none is."""
+    return min((each for each in versions if each is not None), default=None)
 
 
 def read_journal(path: Path, *, skips_damage: bool = False) -> Contents:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from rollout.scheduling.journal.entries import Key
+
 if TYPE_CHECKING:
     from rollout.scheduling.journal.entries import PromptEntry
     from rollout.types import Prompt
@@ -17,12 +19,20 @@ class PulledBefore(NamedTuple):
         prompt: With the name that it had.
         entry: What the journal says of it.
         step: Of the call that gave it to its caller; None where none did.
+        version: Of the oldest weights that sampled for it, where that counts; None where none
+            did, and where its caller had it: in time, when it did.
     """
 
     number: int
     prompt: Prompt
     entry: PromptEntry
     step: int | None
+    version: int | None
+
+    @property
+    def key(self) -> Key:
+        """Of its first member."""
+        return Key(self.entry.step, self.entry.uid, 0, self.entry.validate, self.entry.call)
 
 
 def name_at(prompt: Prompt, place: int) -> str:
