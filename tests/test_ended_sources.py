@@ -142,3 +142,22 @@ async def test_prompts_of_a_list_that_has_ended_are_of_the_call_that_has_it() ->
                 for _ in range(4):
                     batch = await runtime.collect(of_step(0, "ggg"), 3)
                     assert uids(batch)[::2] == ["0.0", "0.1", "0.2"]
+
+
+async def test_longer_list_of_each_step_carries_into_the_next_call_and_is_resumed_itself() -> None:
+    policy = GroupPolicy(surplus="carry", oversample=1.5)
+    given = [of_step(step, "sggsggg") for step in range(4)]
+    taken = []
+    async with rollout.open_rollout(config()) as runtime:
+        for step, prompts in enumerate(given):
+            batch = await runtime.collect(prompts, 4, policy=policy, step=step)
+            taken.append(uids(batch)[::2])
+        assert runtime.statistics().carried == 4
+        again = await runtime.collect(given[0], 3, policy=ALL, step=4)
+    assert taken == [
+        ["0.1", "0.2", "0.4", "0.5"],
+        ["0.0", "0.3", "1.1", "1.2"],
+        ["1.0", "1.3", "2.1", "2.2"],
+        ["2.0", "2.3", "3.1", "3.2"],
+    ]
+    assert uids(again)[::2] == ["3.0", "3.3", "0.6"]

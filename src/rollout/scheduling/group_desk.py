@@ -161,8 +161,8 @@ class GroupDesk:
         self._set_free(call.source)
 
     def _set_free(self, source: PromptSource) -> None:
-        """What is kept of a source that has ended is for the next call of all, once none has it."""
-        if source.is_over and not source.users:
+        """What is kept of a source that does not have it is for the next call, once none has it."""
+        if not (source.keeps_its_own or source.users):
             kept, source.kept = source.kept, []
             self.keep(kept)
 
@@ -263,7 +263,7 @@ class GroupDesk:
         """Keep these for the next call."""
         touched = []
         for group in groups:
-            store = self._orphans if group.source.is_over else group.source.kept
+            store = group.source.kept if group.source.keeps_its_own else self._orphans
             store.append(group)
             touched.append(store)
         for store in touched:

@@ -99,6 +99,14 @@ class PromptSource:
             self.is_over = True
 
     @property
+    def keeps_its_own(self) -> bool:
+        """Whether what it gave waits for a call with it.
+
+        A list does not have that: as a rule the next call has another one.
+        """
+        return not (self.is_over or isinstance(self.given, Sequence))
+
+    @property
     def can_be_asked(self) -> bool:
         """Whether it may have more, and is not being asked."""
         return not (self.is_over or self.is_pulling)
