@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Generator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rollout.loop_tasks import Interruptible
@@ -108,11 +109,11 @@ class Drive(Interruptible, Generator[Any, Any, Any], Generic[Owner]):
 
     def _leave(self, unresponsive: UnresponsiveError) -> None:
         chain = self._chain()
-        try:
+        with suppress(BaseException):  # a clean-up failed
             self._coroutine.close()
             self._closed()
-        except BaseException:  # one swallowed this too and waits again, or a clean-up failed
-            for coroutine in chain:
+        for coroutine in chain:
+            if coroutine.cr_frame is not None:  # it swallowed this too and waits again
                 _keep_for_ever(coroutine)
         self.disown_children()
         raise unresponsive

@@ -166,7 +166,7 @@ class Interruptible:
         return cast("anyio.CancelScope", scope)
 
     def disown_children(self) -> None:
-        """Cancel the nurseries that it leaves open, so that trio lets it end."""
+        """Cancel the nurseries that it leaves open, and leave its scopes: trio lets it end then."""
         if self._task is not None and not isinstance(self._task, asyncio.Task):
             for nursery in self._task.child_nurseries:
                 nursery.cancel_scope.cancel()
@@ -175,6 +175,9 @@ class Interruptible:
                 # must not resume a task that has ended.
                 nursery._parent_waiting_in_aexit = False
             self._task._child_nurseries.clear()
+            if can_enclose():
+                with suppress(RuntimeError):  # it says that scopes were left open, and closes them
+                    self.enclose().__exit__(None, None, None)
 
 
 def _interrupt_on_trio(task: Any, error: BaseException, replace: Callable[[Any], Any]) -> None:
