@@ -27,6 +27,6 @@ def cut_before_end(path: Path) -> None:
                         if start < payload.start
                     ]
                     frame = FrameBuffer()
-                    frame.add(before)
-                    path.write_bytes(data[: each.start] + b"".join(frame.parts()))
+                    frame.fill(before)
+                    path.write_bytes(data[: each.start] + frame.bytes)
                     return

@@ -5,18 +5,25 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import rollout
 from rollout import ConfigError, JournalError
 from rollout.scheduling.journal.entries import EndEntry
-from rollout.scheduling.journal.frames import MAGIC, Damage, Frame, FrameBuffer, TornTail, frames
+from rollout.scheduling.journal.frames import (
+    MAGIC,
+    MARK,
+    Damage,
+    Frame,
+    FrameBuffer,
+    TornTail,
+    frames,
+)
 from rollout.scheduling.journal.journal_reading import entries_of as entries_in
 from rollout.scheduling.journal.journal_reading import read_journal
 from test_journal import GIVEN, config_of, content, run
 
-HEAD = 8
+HEAD = 12
 
 
 def whole_frames(path: Path) -> list[tuple[int, int]]:
@@ -42,7 +49,7 @@ def _path(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("at", [0, 3, 4, HEAD, HEAD + 6, -1])
+@pytest.mark.parametrize("at", [0, 3, 4, 8, HEAD, HEAD + 6, -1])
 def test_resume_of_a_file_with_one_wrong_bit_is_refused_and_cuts_nothing(
     path: Path, at: int
 ) -> None:
@@ -88,7 +95,7 @@ def test_load_trajectories_of_a_damaged_file_gives_those_that_are_whole(
     whole = {each.uid: content(each) for each in rollout.load_trajectories(path)}
     given = []
     for start, stop in whole_frames(path)[1:-1]:
-        bad = flipped(path, start + HEAD + 8)
+        bad = flipped(path, start + HEAD + 2)
         caplog.clear()
         with caplog.at_level(logging.WARNING, "rollout.journal"):
             found = rollout.load_trajectories(bad)
@@ -118,23 +125,23 @@ def test_load_trajectories_without_the_first_record_is_refused(path: Path) -> No
 def test_frame_that_is_filled_again_has_nothing_of_before() -> None:
     used, new = FrameBuffer(), FrameBuffer()
     for size in (5000, 10, 300):
-        used.add([[2, "a" * size], [2, "b"]])
-    used.clear()
+        used.fill([[2, "a" * size], [2, "b"]], is_whole=True)
     for each in (used, new):
-        each.add([[2, "c" * 200]])
-        each.add([[2, "d"]], is_whole=True)
-    assert b"".join(used.parts()) == b"".join(new.parts())
-    assert (used.count, used.size) == (2, len(b"".join(new.parts())))
+        each.fill([[2, "c" * 200], [2, "d"]])
+    assert used.bytes == new.bytes
+    assert (used.count, used.is_whole) == (2, False)
     assert [each.count for each in used.divided()] == [1, 1]
+    used.fill([[2, "e"], [2, "f"]], is_whole=True)
+    assert used.divided() == [used]
 
 
 def test_frame_after_bytes_that_look_like_many_is_found() -> None:
     buffer = FrameBuffer()
-    buffer.add([[2, "a"]])
-    frame = b"".join(buffer.parts())
-    # Ids and a payload of no frame: each place could begin one, and none does.
-    ids = np.full(1000, 0xDD, dtype="<i4").tobytes()
-    likeness = (frame[HEAD:] * 3)[: len(frame) * 2]
+    buffer.fill([[2, "a"]])
+    frame = bytes(buffer.bytes)
+    # Marks, and what begins like a frame: each place could begin one, and none does.
+    ids = MARK * 1000
+    likeness = (frame[: HEAD + 1] * 3)[: len(frame) * 2]
     data = memoryview(MAGIC + frame + ids + likeness + frame + b"\0" * 20)
     first, damage, last, torn = frames(data)
     assert isinstance(first, Frame)

@@ -69,11 +69,12 @@ def old(path: Path) -> Path:
     data, written = memoryview(path.read_bytes()), [MAGIC]
     for frame in frames(data):
         assert isinstance(frame, Frame)
-        made = FrameBuffer()
+        made, records = FrameBuffer(), []
         for _, record in records_of(frame):
             fields = msgspec.msgpack.decode(record)
-            made.add([fields[:PROMPT_FIELDS] if fields[0] == PROMPT_TAG else fields])
-        written += made.parts()
+            records.append(fields[:PROMPT_FIELDS] if fields[0] == PROMPT_TAG else fields)
+        made.fill(records)
+        written.append(bytes(made.bytes))
     copy.write_bytes(b"".join(written))
     return copy
 

@@ -7,6 +7,7 @@ import os
 import threading
 from collections import deque
 from contextlib import contextmanager, suppress
+from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -14,14 +15,16 @@ import anyio
 
 from rollout.bridge import event_type, has_virtual_clock, loop_poster
 from rollout.disk_room import unwritable
-from rollout.scheduling.journal.frames import FULL, MAGIC, FrameBuffer
+from rollout.scheduling.journal.frames import MAGIC, FrameBuffer
+from rollout.scheduling.journal.noted_turns import entries_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from rollout.errors import RolloutError
-    from rollout.scheduling.journal.entries import Entry, GivenAnswers, TurnEntry
+    from rollout.scheduling.journal.entries import Entry, GivenAnswers
+    from rollout.scheduling.journal.noted_turns import NotedTurn
 
 logger = logging.getLogger("rollout.journal")
 
@@ -34,8 +37,12 @@ _HURRY_S, SOON_S = 0.03, 0.002
 RETRY_S = 1.0
 #: Records that wait to be written before trajectories wait for them.
 MAX_WAITING = 1 << 16
-#: Records after which they are encoded.
+#: Records after which they are encoded, into a frame.
 _BATCH = 32
+#: Frames that the system writes at once.
+_AT_ONCE = 1 << 9
+#: Frames whose memory is kept, unless it is of more bytes: that of a film is too much.
+_SPARE, _MOST_KEPT = 32, 1 << 20
 #: What a record that is no plain data raises.
 _UNENCODABLE = (TypeError, ValueError, OverflowError)
 
@@ -83,16 +90,16 @@ class JournalWriter:
         self._path, self._descriptor, self._syncs = path, descriptor, syncs
         #: Records that are to be encoded: one by one that costs twice as much. Under the lock, for
         #: the thread does so as well, they are taken from here into what is to be written.
-        self._put: list[Entry] = []
+        self._put: list[Entry | NotedTurn] = []
         #: With this number there is more to do than to put: 0 while the thread idles, else where a
         #: batch is whole. One look at it is all that most records cost.
         self._due = 0
-        self._open, self._lock = FrameBuffer(), threading.RLock()
+        self._lock = threading.RLock()
         self._encoded = 0
         self._is_together = False
         #: What is to be written, and what was.
         self._full: deque[FrameBuffer] = deque()
-        self._spare: deque[FrameBuffer] = deque(maxlen=2)
+        self._spare: deque[FrameBuffer] = deque(maxlen=_SPARE)
         self._event_type = event_type()
         self._changed = self._event_type()
         self.listeners: dict[Callable[[], object], None] = {}
@@ -108,7 +115,7 @@ class JournalWriter:
             self._thread = threading.Thread(target=self._run, name="rollout-journal", daemon=True)
             self._thread.start()
 
-    def put(self, entry: Entry) -> int:
+    def put(self, entry: Entry | NotedTurn) -> int:
         """Have a record written; its number. On the loop.
 
         Args:
@@ -123,13 +130,13 @@ class JournalWriter:
                 self._awake()
         return number
 
-    def put_large(self, entry: Entry) -> int:
+    def put_large(self, entry: Entry | NotedTurn) -> int:
         """The same of one that may be of megabytes, which do not wait to be encoded."""
         number = self.put(entry)
         self._encode_now()
         return number
 
-    def complete(self, turn: TurnEntry, number: int, answers: GivenAnswers) -> bool:
+    def complete(self, turn: NotedTurn, number: int, answers: GivenAnswers) -> bool:
         """Whether answers have become part of a turn's record, which is not so once it is encoded.
 
         Args:
@@ -150,7 +157,7 @@ class JournalWriter:
                 self._encode()
 
     def _encode(self, *, is_whole: bool = False) -> None:
-        """What was put is in the open frame then; with the lock.
+        """What was put is in a frame then; with the lock.
 
         Raises:
             TypeError, ValueError, OverflowError: A record of ours is no plain data: nothing has
@@ -158,18 +165,13 @@ class JournalWriter:
         """
         count = len(self._put)  # the loop may add more meanwhile
         if count:
-            self._open.add(self._put[:count], is_whole=is_whole)
+            frame = self._spare.pop() if self._spare else FrameBuffer()
+            frame.fill(entries_of(self._put[:count]), is_whole=is_whole)
+            self._full.append(frame)
             del self._put[:count]
             self._encoded += count
             if self._thread is not None:
                 self._due = self._encoded + _BATCH
-        if self._open.is_full:
-            self._fill()
-
-    def _fill(self) -> None:
-        """The open frame is to be written."""
-        self._full.append(self._open)
-        self._open = self._spare.pop() if self._spare else FrameBuffer()
 
     def _awake(self) -> None:
         if self._thread is not None:
@@ -260,7 +262,7 @@ class JournalWriter:
         """Until something was put, and time for more has passed."""
         self._is_awake, self._due = False, 0
         within_s = self._gather_s
-        if not (self._put or self._open.count or self._full):
+        if not (self._put or self._full):
             within_s = self._signals.get()  # whatever is put from here on sends one
         self._is_awake = True
         with suppress(Empty):
@@ -273,15 +275,15 @@ class JournalWriter:
         try:
             with self._lock:
                 self._encode()
-                if self._open.count:
-                    self._fill()
             if not self.size:
                 self._append([MAGIC])
             while self._full:
-                self._write_first()
+                self._write_first(_AT_ONCE)
             self.failure = None
         except Exception as error:  # whatever it is, nobody else would learn of it
-            self.failure = unwritable(self._path, error, sum(each.size for each in [*self._full]))
+            self.failure = unwritable(
+                self._path, error, sum(len(each.bytes) for each in [*self._full])
+            )
             if failure is None:
                 logger.warning("%s; it is tried again", self.failure)
         if self._has_waiters and (self.written > before or self.failure is not failure):
@@ -291,37 +293,40 @@ class JournalWriter:
             else:
                 self._post(self._tell)
 
-    def _write_first(self) -> None:
-        """The next frame, or the first of its records where there is no room for all.
+    def _write_first(self, most: int) -> None:
+        """The next frames, or as much of the first as there is room for.
 
         Raises:
             OSError: There is no room.
         """
-        frame = self._full[0]
+        frames = [*islice(self._full, most)]
         try:
-            self._append(frame.parts())
+            self._append([each.bytes for each in frames])
         except OSError:
-            parts = frame.divided()
-            if len(parts) < 2:
+            if len(frames) > 1:
+                self._write_first(1)
+                return
+            frames = frames[0].divided()
+            if len(frames) < 2:
                 raise
             self._full.popleft()
-            self._full.extendleft(reversed(parts))
-            frame = parts[0]
-            self._append(frame.parts())
-        self._full.popleft()
-        self.written += frame.count
+            self._full.extendleft(reversed(frames))
+            self._write_first(1)
+            return
+        for each in frames:
+            self._full.popleft()
+            self.written += each.count
+            if len(each.bytes) < _MOST_KEPT:
+                self._spare.append(each)
         self.admitted = self.written + self.allowance
-        if frame.size < 2 * FULL:  # that of a film is too much to keep
-            frame.clear()
-            self._spare.append(frame)
 
-    def _append(self, frame: Sequence[bytes | bytearray]) -> None:
-        """All of a frame, or nothing of it."""
-        size = sum(map(len, frame))
+    def _append(self, frames: Sequence[bytes | bytearray]) -> None:
+        """All of some frames, or nothing of them."""
+        size = sum(map(len, frames))
         try:
-            done = os.writev(self._descriptor, frame)
+            done = os.writev(self._descriptor, frames)
             while done < size:  # as a rule there is no room, and this says so
-                done += os.write(self._descriptor, b"".join(frame)[done:])
+                done += os.write(self._descriptor, b"".join(frames)[done:])
             if self._syncs:
                 os.fdatasync(self._descriptor)
         except OSError:

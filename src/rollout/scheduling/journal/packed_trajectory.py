@@ -98,13 +98,19 @@ def packed_trajectory(
         told: What its turns told of its rows, by the identity of their ids.
     """
     written = _Written(unwritable)
-    rows = {id(each.transcript.prefix): at for at, each in enumerate(trajectory.segments)}
-    numbers: dict[int, int] = {}
-    conversations: list[tuple[PackedMessages, Schemas | None]] = []
-    for messages in (trajectory.messages, *[each.messages for each in trajectory.segments]):
-        if id(messages) not in numbers:
-            numbers[id(messages)] = len(conversations)
-            conversations.append(_packed_messages(messages, rows, schemas, written.message))
+    rows: dict[int, int] = {}
+    for segment in trajectory.segments:
+        rows[id(segment.transcript.prefix)] = len(rows)
+    conversations = [_packed_messages(trajectory.messages, rows, schemas, written)]
+    numbers = {id(trajectory.messages): 0}
+    segments = []
+    for segment in trajectory.segments:
+        number = numbers.get(id(segment.messages))
+        if number is None:
+            number = numbers[id(segment.messages)] = len(conversations)
+            conversations.append(_packed_messages(segment.messages, rows, schemas, written))
+        segments.append(_packed_segment(segment, number, told))
+    reward, cause = trajectory.reward, trajectory.cause
     record = _Trajectory(
         trajectory.uid,
         trajectory.group,
@@ -112,38 +118,36 @@ def packed_trajectory(
         trajectory.outcome,
         trajectory.reason,
         trajectory.limit_source,
-        _encodable(trajectory.cause),
+        None if cause is None else _encodable(cause),
         trajectory.trainable,
-        plain(trajectory.reward, "reward"),
+        None if reward is None else plain(reward, "reward"),
         trajectory.turn_scores and plain(trajectory.turn_scores, "turn_scores"),
         trajectory.tool_rewards and plain(trajectory.tool_rewards, "tool_rewards"),
         trajectory.num_turns,
         _metrics(trajectory.metrics),
         written.items(trajectory.extra, "extra") if trajectory.extra else {},
         trajectory.history,
-        [_packed_segment(each, numbers[id(each.messages)], told) for each in trajectory.segments],
+        segments,
         conversations,
-        numbers[id(trajectory.messages)],
+        0,
     )
     return _encode(record), written.fault
 
 
-class _Written:
+class _Written(msgspec.Struct):
     """What is written of values that may be no plain data.
 
     Attributes:
+        unwritable: What becomes of such values.
         fault: Why one is left out; None where none is.
     """
 
-    __slots__ = ("_unwritable", "fault")
-
-    def __init__(self, unwritable: Unwritable) -> None:
-        self._unwritable = unwritable
-        self.fault: JournalError | None = None
+    unwritable: Unwritable
+    fault: JournalError | None = None
 
     def items(self, mapping: Mapping[Any, Any], where: str) -> dict[Any, Any]:
         """The items of a mapping."""
-        written, fault = self._unwritable.items(mapping, where)
+        written, fault = self.unwritable.items(mapping, where)
         self.fault = self.fault or fault
         return written
 
@@ -160,7 +164,7 @@ class _Written:
 
 
 def _packed_segment(segment: Segment, messages: int, told: Mapping[int, ToldRow]) -> _Segment:
-    rewards, transcript = segment.token_rewards, segment.transcript
+    reward, rewards, transcript = segment.reward, segment.token_rewards, segment.transcript
     row, by_turns = told.get(id(transcript.prefix)), None
     if row is None:
         packed = transcript.packed()
@@ -176,29 +180,33 @@ def _packed_segment(segment: Segment, messages: int, told: Mapping[int, ToldRow]
         segment.parent,
         segment.purpose,
         segment.trainable,
-        plain(segment.reward, "segments.reward"),
+        None if reward is None else plain(reward, "segments.reward"),
         None if rewards is None else array("f", rewards).tobytes(),
         segment.session_id,
         segment.seeds,
         messages,
-        [PlacedMedia(without_content(m.medium), m.start, m.count) for m in transcript.media],
+        _placed(transcript.media) if transcript.media else [],
         by_turns,
     )
+
+
+def _placed(media: Sequence[PlacedMedia]) -> list[PlacedMedia]:
+    return [PlacedMedia(without_content(each.medium), each.start, each.count) for each in media]
 
 
 def _packed_messages(
     messages: Sequence[Message],
     rows: Mapping[int, int],
     schemas: Sequence[Mapping[str, Any]],
-    message: Callable[[Message], list[Any]],
+    written: _Written,
 ) -> tuple[PackedMessages, Schemas | None]:
     if isinstance(messages, KeptMessages):
-        packed = messages.packed(rows, message)
+        packed = messages.packed(rows, written.message)
         if packed is not None:
             own = messages.schemas
             is_known = own is schemas or list(own) == list(schemas)
             return packed, None if is_known else [dict(each) for each in own]
-    return pack_texts([message(each) for each in messages]), None
+    return pack_texts([written.message(each) for each in messages]), None
 
 
 def _metrics(metrics: Mapping[str, Any]) -> Any:
@@ -208,9 +216,7 @@ def _metrics(metrics: Mapping[str, Any]) -> Any:
     return plain_items(metrics, "metrics")
 
 
-def _encodable(cause: Cause | None) -> Cause | None:
-    if cause is None:
-        return None
+def _encodable(cause: Cause) -> Cause:
     words = (cause.type, cause.message, cause.traceback)
     kind, said, where = (each.encode("utf-8", "backslashreplace").decode() for each in words)
     return Cause(type=kind, message=said, traceback=where)
