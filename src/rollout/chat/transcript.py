@@ -17,6 +17,7 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -57,7 +58,7 @@ class Transcript(msgspec.Struct, eq=False, gc=False):
     #: Of each generated span, float32.
     _log_probs: list[bytes] | tuple[()] = ()
     _spans: SpanTable = msgspec.field(default_factory=SpanTable)
-    _experts: array[int] | None = None
+    _experts: Any = None  # an array of int16, whose type cannot be looked up in Python 3.11
     expert_shape: tuple[int, int] | None = None
     media: tuple[PlacedMedia, ...] = ()
     #: Of spans by their start: the (T, k) most likely ids and their log-probs.
