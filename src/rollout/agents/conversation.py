@@ -143,14 +143,13 @@ class Conversation(OpeningConversation):
                     if self.history != "append_only" and self._log.may_be_rendered_again:
                         with deadline:
                             await self._render_again()
-                    drawn, generation.bounded_by = self._drawn(options.sampling, seed)
                     if self._has_answers:
-                        recalled_s = await self._recalled(drawn, generation)
+                        recalled_s = await self._recalled(generation, options.sampling, seed)
                     if recalled_s is None:
-                        await self._asked(generation, drawn, deadline)
+                        await self._asked(generation, options.sampling, seed, deadline)
                     self._check_abort(generation, options.stop, deadline)
                 is_over = True
-                if recalled_s is None and self._noted(drawn, generation, started):
+                if recalled_s is None and self._noted(seed, generation, started):
                     await self._until_room()
             except (LimitExceeded, UnresponsiveError) as error:
                 self._settling_limits.settle(error)
@@ -178,13 +177,13 @@ class Conversation(OpeningConversation):
         if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
             raise self._state.abort_error(self._session_id, deadline.now)
 
-    def _drawn(self, sampling: SamplingParams | None, seed: int) -> tuple[SamplingParams, str]:
-        """How the next turn is sampled, and the path of the length that bounds it."""
+    def _drawn(self, generation: Generation, sampling: SamplingParams, seed: int) -> SamplingParams:
+        """How the next turn is sampled; its generation knows the length that bounds it then."""
         state, kept_tokens = self._state, self._wording.kept_tokens
-        sampling = sampling or self.sampling
         try:
             budget, bounded_by = state.budget(self.transcript, sampling, kept_tokens)
-            return state.sampling_of_turn(sampling, budget, seed), bounded_by
+            generation.bounded_by = bounded_by
+            return state.sampling_of_turn(sampling, budget, seed)
         except (TypeError, AttributeError):
             fault = sampling_fault(sampling)  # which agents assign
             if not fault:
@@ -192,15 +191,20 @@ class Conversation(OpeningConversation):
             raise EngineError(fault, reason="sampling") from None
 
     def _asked(
-        self, generation: Generation, drawn: SamplingParams, deadline: PausableDeadline
+        self,
+        generation: Generation,
+        sampling: SamplingParams | None,
+        seed: int,
+        deadline: PausableDeadline,
     ) -> Coroutine[Any, Any, None]:
         """The engines' part of a turn, to be awaited."""
-        state, transcript = self._state, self.transcript
+        state, transcript, sampling = self._state, self.transcript, sampling or self.sampling
         return state.services.engines.generate(
             generation,
             session_id=self._session_id,
             prompt_ids=transcript.prefix,
-            sampling=drawn,
+            sampling=self._drawn(generation, sampling, seed),
+            like=sampling,
             priority=state.given.priority,
             known_experts=transcript.routed_length,
             group_id=self._group_id,
@@ -216,20 +220,21 @@ class Conversation(OpeningConversation):
         return self._state.log is not None and self._state.log.has_answers
 
     def _recalled(
-        self, drawn: SamplingParams, generation: Generation
+        self, generation: Generation, sampling: SamplingParams | None, seed: int
     ) -> Coroutine[Any, Any, float | None]:
         """What took the turn that the log remembers, to be awaited; None where it has none."""
         assert self._state.log is not None
-        return self._state.log.recall_turn(self.transcript.prefix, drawn, generation)
+        self._drawn(generation, sampling or self.sampling, seed)
+        return self._state.log.recall_turn(self.transcript.prefix, seed, generation)
 
-    def _noted(self, drawn: SamplingParams, generation: Generation, started: float) -> bool:
+    def _noted(self, seed: int, generation: Generation, started: float) -> bool:
         """Have the log remember a turn; whether to wait for room in it then."""
         log = self._state.log
         if log is None:
             return False
         prefix, took_s = self._log.transcript.prefix, self._state.clock() - started
         session, turn = self._session_id, self.assistant_turns
-        return log.note_turn(prefix, drawn, session, turn, generation, took_s)
+        return log.note_turn(prefix, seed, session, turn, generation, took_s)
 
     def _until_room(self) -> Coroutine[Any, Any, None]:
         """Until the log has room for further turns, to be awaited."""

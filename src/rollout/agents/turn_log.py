@@ -11,7 +11,6 @@ from rollout.token_prefix import TokenPrefix
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
     from rollout.tools.answers import Answers
     from rollout.types import InvalidToolCall, ToolCall
@@ -47,14 +46,14 @@ class TurnLog(Protocol):
         """Until what was noted last is written."""
 
     async def recall_turn(
-        self, prefix: TokenPrefix, sampling: SamplingParams, generation: Generation
+        self, prefix: TokenPrefix, seed: int, generation: Generation
     ) -> float | None:
         """Fill a generation as it was; the seconds that it took, None where nothing is known."""
 
     def note_turn(
         self,
         prefix: TokenPrefix,
-        sampling: SamplingParams,
+        seed: int,
         segment: str,
         turn: int,
         generation: Generation,

@@ -291,6 +291,7 @@ class EnginePool(PoolMaintenance):
         session_id: str,
         prompt_ids: bytes | TokenPrefix,
         sampling: SamplingParams,
+        like: SamplingParams | None = None,
         priority: int = 0,
         known_experts: int = 0,
         group_id: str = "",
@@ -308,6 +309,8 @@ class EnginePool(PoolMaintenance):
             session_id: The trajectory; its requests stay on one replica while that serves well.
             prompt_ids: int32 little-endian, packed; or the trajectory's prefix, of which only
                 what the replica does not have is sent.
+            like: What `sampling` differs from in its budget, its seed and its stops only. That
+                thousands share it is why the attempt holds it, in the place of `sampling`.
             priority: Larger is served first, here and in the engine.
             known_experts: Tokens of the prompt whose routed experts the caller has already.
             group_id: Trajectories that begin with the same prompt; "" for one on its own.
@@ -335,7 +338,10 @@ class EnginePool(PoolMaintenance):
             generation=generation,
             session_id=session_id,
             prompt=prompt_ids,
-            whole_sampling=sampling,
+            like=like or sampling,
+            max_new_tokens=sampling.max_new_tokens,
+            seed=sampling.seed,
+            stop_token_ids=sampling.stop_token_ids,
             rules=self._rules,
             priority=priority,
             group_id=group_id,

@@ -99,7 +99,9 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
 
     Args:
         prompt: int32 little-endian, packed, or the trajectory's prefix.
-        whole_sampling: How all of it is sampled; a request may have a part of the budget.
+        like: How it is sampled, apart from the three that follow.
+        max_new_tokens: The budget of all of it, of which a request may have a part.
+        seed, stop_token_ids: As in `SamplingParams`.
         rules: What becomes of it where its replica is lost.
         known_experts: Tokens of the prompt whose routed experts are known.
         own_deadline: What ends it; None where nothing does.
@@ -126,7 +128,10 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
     generation: Generation
     session_id: str
     prompt: bytes | TokenPrefix
-    whole_sampling: SamplingParams
+    like: SamplingParams
+    max_new_tokens: int
+    seed: int | None
+    stop_token_ids: tuple[int, ...]
     rules: RecoveryRules
     priority: int = 0
     group_id: str = ""
@@ -192,11 +197,17 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
     @property
     def sampling(self) -> SamplingParams:
         """How the next request is sampled: what is left of the budget, the same seed."""
-        done = self.generation.count
-        if not done:
-            return self.whole_sampling
-        left = self.whole_sampling.max_new_tokens - done
-        return msgspec.structs.replace(self.whole_sampling, max_new_tokens=left)
+        return msgspec.structs.replace(
+            self.like,
+            max_new_tokens=self.tokens_left,
+            seed=self.seed,
+            stop_token_ids=self.stop_token_ids,
+        )
+
+    @property
+    def tokens_left(self) -> int:
+        """What is left of the budget."""
+        return self.max_new_tokens - self.generation.count
 
     @property
     def has_answer(self) -> bool:
@@ -284,7 +295,7 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
             raise self.failed(why)
         if self._is_whole():
             return False
-        stateful = stateful_field(self.whole_sampling)
+        stateful = stateful_field(self.like)
         if stateful or self.rules.policy == "restart":
             rule = f"sampling.{stateful}" if stateful else "recovery.policy"
             self.generation.restart(f"{why} ({rule})")
@@ -313,7 +324,7 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
         self.generation.finish_reason = None
         if self._is_whole():
             return False
-        stateful = stateful_field(self.whole_sampling)
+        stateful = stateful_field(self.like)
         if stateful:
             self.generation.restart(f"it was interrupted (sampling.{stateful})")
         return True
@@ -325,11 +336,11 @@ class Attempt(msgspec.Struct, eq=False, kw_only=True, gc=False):
 
     def _is_whole(self) -> bool:
         """Whether the lost replica had only not said that it was done."""
-        ids, sampling, info = self.generation.ids, self.whole_sampling, self.rules.info
-        ends = sampling.stop_token_ids + (() if sampling.ignore_eos else info.eos_ids)
+        ids, info = self.generation.ids, self.rules.info
+        ends = self.stop_token_ids + (() if self.like.ignore_eos else info.eos_ids)
         if ids and ids[-1] in ends:
             self.generation.finish_reason = "stop"
-        elif len(ids) >= sampling.max_new_tokens or self.prompt_tokens >= info.context_length:
+        elif len(ids) >= self.max_new_tokens or self.prompt_tokens >= info.context_length:
             self.generation.finish_reason = "length"
         return self.generation.finish_reason is not None
 

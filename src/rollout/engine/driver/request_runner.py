@@ -281,7 +281,7 @@ class RequestRunner:
             attempt.session_id,
             group_id=attempt.group_id,
             prompt_tokens=attempt.prompt_tokens,
-            max_new_tokens=attempt.sampling.max_new_tokens,
+            max_new_tokens=attempt.tokens_left,
             avoid=avoid,
             now=now,
         )

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rollout.agents.turn_log import Place
-    from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
     from rollout.scheduling.journal.entries import AnswersEntry, TurnEntry
     from rollout.token_prefix import TokenPrefix
@@ -52,10 +51,10 @@ def answers_of(known: AnswersEntry, whole: Callable[[Media], Media]) -> Answers:
     return Answers(results, known.seconds, known.stateful, known.snapshots)
 
 
-def place_of_turn(prefix: TokenPrefix, sampling: SamplingParams) -> Place:
-    """Where a turn begins that is sampled so."""
+def place_of_turn(prefix: TokenPrefix, seed: int) -> Place:
+    """Where a turn begins that has this seed."""
     length = prefix.length
-    return length, prefix.sum_of(length), sampling.seed or 0
+    return length, prefix.sum_of(length), seed
 
 
 def asked_of(prefix: TokenPrefix, calls: Sequence[ToolCall | InvalidToolCall]) -> AskedCalls | None:

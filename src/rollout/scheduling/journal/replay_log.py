@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from rollout.agents.turn_log import AskedCalls, Place
     from rollout.chat.trajectory import Trajectory
-    from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
     from rollout.medium import Media
     from rollout.token_prefix import TokenPrefix
@@ -105,14 +104,14 @@ class ReplayLog:
             self._by_place.setdefault((type(entry), entry.place), deque()).append(entry)
 
     async def recall_turn(
-        self, prefix: TokenPrefix, sampling: SamplingParams, generation: Generation
+        self, prefix: TokenPrefix, seed: int, generation: Generation
     ) -> float | None:
         """See `TurnLog`.
 
         Raises:
             Departed: The record has no such turn.
         """
-        place = place_of_turn(prefix, sampling)
+        place = place_of_turn(prefix, seed)
         entry = self._take(TurnEntry, place)
         if entry is None:
             raise self._departed(self._why_no_turn(place, prefix))

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
     from rollout.agents.turn_log import AskedCalls, Place
     from rollout.chat.trajectory import Trajectory
-    from rollout.engine.core import SamplingParams
     from rollout.engine.driver.generation import Generation
     from rollout.scheduling.journal.open_journal import OpenJournal
     from rollout.token_prefix import TokenPrefix
@@ -181,11 +180,11 @@ class TrajectoryLog:
         )
 
     async def recall_turn(
-        self, prefix: TokenPrefix, sampling: SamplingParams, generation: Generation
+        self, prefix: TokenPrefix, seed: int, generation: Generation
     ) -> float | None:
         """Fill a generation as it was; the seconds that it took, None where nothing is known."""
         await anyio.lowlevel.checkpoint()
-        known = _next(self._turns, place_of_turn(prefix, sampling))
+        known = _next(self._turns, place_of_turn(prefix, seed))
         if known is None:
             return None
         self._count()
@@ -194,7 +193,7 @@ class TrajectoryLog:
     def note_turn(
         self,
         prefix: TokenPrefix,
-        sampling: SamplingParams,
+        seed: int,
         segment: str,
         turn: int,
         generation: Generation,
@@ -213,7 +212,7 @@ class TrajectoryLog:
             kept,
             segment,
             turn,
-            sampling.seed or 0,
+            seed,
             generation,
             seconds,
         )
