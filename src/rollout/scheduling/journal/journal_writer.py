@@ -16,15 +16,13 @@ import anyio
 from rollout.bridge import event_type, has_virtual_clock, loop_poster
 from rollout.disk_room import unwritable
 from rollout.scheduling.journal.frames import MAGIC, FrameBuffer
-from rollout.scheduling.journal.noted_turns import entries_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from rollout.errors import RolloutError
-    from rollout.scheduling.journal.entries import Entry, GivenAnswers
-    from rollout.scheduling.journal.noted_turns import NotedTurn
+    from rollout.scheduling.journal.entries import Entry, GivenAnswers, TurnEntry
 
 logger = logging.getLogger("rollout.journal")
 
@@ -90,7 +88,7 @@ class JournalWriter:
         self._path, self._descriptor, self._syncs = path, descriptor, syncs
         #: Records that are to be encoded: one by one that costs twice as much. Under the lock, for
         #: the thread does so as well, they are taken from here into what is to be written.
-        self._put: list[Entry | NotedTurn] = []
+        self._put: list[Entry] = []
         #: With this number there is more to do than to put: 0 while the thread idles, else where a
         #: batch is whole. One look at it is all that most records cost.
         self._due = 0
@@ -115,7 +113,7 @@ class JournalWriter:
             self._thread = threading.Thread(target=self._run, name="rollout-journal", daemon=True)
             self._thread.start()
 
-    def put(self, entry: Entry | NotedTurn) -> int:
+    def put(self, entry: Entry) -> int:
         """Have a record written; its number. On the loop.
 
         Args:
@@ -130,13 +128,13 @@ class JournalWriter:
                 self._awake()
         return number
 
-    def put_large(self, entry: Entry | NotedTurn) -> int:
+    def put_large(self, entry: Entry) -> int:
         """The same of one that may be of megabytes, which do not wait to be encoded."""
         number = self.put(entry)
         self._encode_now()
         return number
 
-    def complete(self, turn: NotedTurn, number: int, answers: GivenAnswers) -> bool:
+    def complete(self, turn: TurnEntry, number: int, answers: GivenAnswers) -> bool:
         """Whether answers have become part of a turn's record, which is not so once it is encoded.
 
         Args:
@@ -166,7 +164,7 @@ class JournalWriter:
         count = len(self._put)  # the loop may add more meanwhile
         if count:
             frame = self._spare.pop() if self._spare else FrameBuffer()
-            frame.fill(entries_of(self._put[:count]), is_whole=is_whole)
+            frame.fill(self._put[:count], is_whole=is_whole)
             self._full.append(frame)
             del self._put[:count]
             self._encoded += count
