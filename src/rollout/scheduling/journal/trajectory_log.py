@@ -295,10 +295,8 @@ class TrajectoryLog:
         """It has its outcome. One that holds what cannot be written fails by that."""
         if trajectory.outcome is Outcome.CANCELLED and trajectory.reason in UNFINISHED:
             return
-        for segment in trajectory.segments:
-            if segment.transcript.media:
-                self._journal.put_media(contents_of([trajectory]))
-                break
+        if any(segment.transcript.media for segment in trajectory.segments):
+            self._journal.put_media(contents_of([trajectory]))
         if self.has_answers:
             self._say_departure()
         self._turn = None
@@ -340,8 +338,6 @@ class TrajectoryLog:
     @property
     def is_written(self) -> bool:
         """Whether its end is; where it is not, who listens to the journal is called when it may."""
-        if self._writer.written >= self._ticket:
-            return True
         self._journal.ask()
         return self._journal.has_written(self._ticket)
 
