@@ -275,8 +275,7 @@ class JournalWriter:
                 self._encode()
             if not self.size:
                 self._append([MAGIC])
-            while self._full:
-                self._write_first(_AT_ONCE)
+            self._write_full()
             self.failure = None
         except Exception as error:  # whatever it is, nobody else would learn of it
             self.failure = unwritable(
@@ -291,32 +290,33 @@ class JournalWriter:
             else:
                 self._post(self._tell)
 
-    def _write_first(self, most: int) -> None:
-        """The next frames, or as much of the first as there is room for.
+    def _write_full(self) -> None:
+        """All frames, many at once; where not all have room, one by one, and then by records.
 
         Raises:
-            OSError: There is no room.
+            OSError: There is none for the next record.
         """
-        frames = [*islice(self._full, most)]
-        try:
-            self._append([each.bytes for each in frames])
-        except OSError:
-            if len(frames) > 1:
-                self._write_first(1)
-                return
-            frames = frames[0].divided()
-            if len(frames) < 2:
-                raise
-            self._full.popleft()
-            self._full.extendleft(reversed(frames))
-            self._write_first(1)
-            return
-        for each in frames:
-            self._full.popleft()
-            self.written += each.count
-            if len(each.bytes) < _MOST_KEPT:
-                self._spare.append(each)
-        self.admitted = self.written + self.allowance
+        most = _AT_ONCE
+        while self._full:
+            frames = [*islice(self._full, most)]
+            try:
+                self._append([each.bytes for each in frames])
+            except OSError:
+                if most > 1:
+                    most = 1
+                    continue
+                parts = frames[0].divided()
+                if len(parts) < 2:
+                    raise
+                self._full.popleft()
+                self._full.extendleft(reversed(parts))
+                continue
+            for each in frames:
+                self._full.popleft()
+                self.written += each.count
+                if len(each.bytes) < _MOST_KEPT:
+                    self._spare.append(each)
+            self.admitted = self.written + self.allowance
 
     def _append(self, frames: Sequence[bytes | bytearray]) -> None:
         """All of some frames, or nothing of them."""
